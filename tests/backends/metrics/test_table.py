@@ -73,8 +73,9 @@ def test_every_way_a_request_ends_and_is_rejected_is_in_the_table() -> None:
 
 
 def test_every_kind_of_rejection_in_the_code_is_a_reason_in_the_table() -> None:
-    told = re.search(r"K: (.*?)\|", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert told, "README.md tells clients the kinds"
+    page = ROOT / "docs" / "reference" / "requests.md"
+    told = re.search(r"K: (.*?)\|", page.read_text(), re.DOTALL)
+    assert told, "the page that tells clients the kinds"
     assert set(re.findall(r"`(\w+)`", told[1])) == set(REASONS) - {"other"}
     code = "".join(path.read_text() for path in (ROOT / "backends").rglob("*.py"))
     raised = set(re.findall(r'Overloaded\(\s*"(\w+)"', code))
