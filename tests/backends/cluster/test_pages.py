@@ -46,6 +46,26 @@ def test_the_reference_has_every_key_that_the_file_may_have(
         assert name in known or is_section or f"{name}.*" in known, name
 
 
+def test_the_reference_has_the_defaults_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, int] = {}
+    number = FileSection.number
+
+    def noted(self: FileSection, key: str, default: int, least: int, most: int) -> int:
+        if not {"storage_nodes", "pools"} & set(self.path.split(".")):  # there: by a number
+            read[self.path_of(key)] = default
+        return number(self, key, default, least, most)
+
+    monkeypatch.setattr(FileSection, "number", noted)
+    parse(THREE_HOSTS)
+    page = (DOCS / "reference" / "cluster.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert {"directories.ttl_s", "frontends.metrics_port", "etcd.peer_port"} <= set(read)
+    for name, default in read.items():
+        row = next(row for row in rows if f"`{name}`" in row[1])
+        position = re.findall(r"`([\w.*]+)`", row[1]).index(name)
+        assert row[2].split(",")[position].strip() == str(default), name
+
+
 def test_the_file_on_the_page_is_right_and_its_hosts_can_be_told_apart() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "fleet.md").read_text(), re.DOTALL)
     whole, hosts = blocks

@@ -77,6 +77,9 @@ def test_every_kind_of_rejection_in_the_code_is_a_reason_in_the_table() -> None:
     told = re.search(r"K: (.*?)\|", page.read_text(), re.DOTALL)
     assert told, "the page that tells clients the kinds"
     assert set(re.findall(r"`(\w+)`", told[1])) == set(REASONS) - {"other"}
+    advice = (ROOT / "docs" / "how-to" / "read-a-rejection.md").read_text()
+    rows = [line.split("|")[1] for line in advice.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(REASONS) - {"other"}
     code = "".join(path.read_text() for path in (ROOT / "backends").rglob("*.py"))
     raised = set(re.findall(r'Overloaded\(\s*"(\w+)"', code))
     assert raised and raised <= set(REASONS), raised - set(REASONS)
