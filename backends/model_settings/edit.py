@@ -21,6 +21,9 @@ from backends.model_settings.running_system import RunningSettings
 
 FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
 PATTERN = "*?["  # characters of a pattern
+# Settings of a worker that bring more parameters, which may be set by the same edit.
+ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
+ADDING = frozenset(name for more in ADDING_MOST for name in more)
 
 
 class EditRefused(Exception):
@@ -65,9 +68,10 @@ def plan_edit(
     """EditRefused with every mistake. `running`: the system that serves these files, if any."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
-    for assignment in assignments:
+    # What changes which parameters a model has comes first: patterns mean those that have them.
+    for assignment in sorted(assignments, key=lambda each: not _adds_parameters(each)):
         try:
-            for model, parameter, value in _assigned(assignment, texts, running):
+            for model, parameter, value in _assigned(assignment, texts, wanted, running):
                 before = wanted.setdefault(model, {}).setdefault(parameter, value)
                 if before != value:
                     problems.append(f"{model}.{parameter} is set twice: {before!r} and {value!r}")
@@ -114,10 +118,16 @@ def not_live(changes: Iterable[ValueChange], running: RunningSettings) -> Iterat
             )
 
 
+def _adds_parameters(assignment: str) -> bool:
+    return assignment.partition("=")[0].strip().endswith(tuple(f".{name}" for name in ADDING))
+
+
 def _assigned(
-    assignment: str, texts: Mapping[str, str], running: RunningSettings | None
-) -> Iterator[tuple[str, str, str]]:
-    """(model, parameter, value) of each model that is meant; ConfigError when it is none."""
+    assignment: str, texts: Mapping[str, str], wanted: Mapping[str, Mapping[str, str]],
+    running: RunningSettings | None,
+) -> Iterator[tuple[str, str, str]]:  # fmt: skip
+    """(model, parameter, value) of each model that is meant; ConfigError when it is none.
+    `wanted`: what the same edit sets already, by model."""
     left, equals, value = assignment.partition("=")
     pattern, _, parameter = left.strip().rpartition(".")
     if not (equals and pattern and parameter):
@@ -132,7 +142,10 @@ def _assigned(
     if not models:
         raise ConfigError(f"there is no model {pattern!r}{did_you_mean(pattern, set(texts))}")
     if any(character in pattern for character in PATTERN):
-        models = [model for model in models if parameter in _known(model, texts[model])]
+        models = [
+            model for model in models
+            if parameter in _known(model, texts[model], (wanted.get(model, {}),))
+        ]  # fmt: skip
         if not models:
             raise ConfigError(f"no model that {pattern!r} means has a parameter {parameter!r}")
     for model in models:
@@ -145,15 +158,16 @@ def _assigned(
         yield model, parameter, value
 
 
-def _known(model: str, text: str) -> set[str]:
-    """Parameters that this model may have; () for models that are none of ours."""
+def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
+    """Parameters that this model has as it is, or with any of these settings, as a rule all that
+    an edit may add; () for models that are none of ours."""
     try:
         file = read_model_file(model, text)
     except ConfigError:
         return set()
     names = {each.name for cls in classes_of(file)[0] for each in fields(cls)}
-    if file.is_worker:  # whose engine or roles may be changed together with what they add
-        for more in ({"engine": "tensorrt_llm"}, {"roles": "both"}):
+    if file.is_worker:
+        for more in settings:
             names |= {each.name for cls in _classes_with(file, more) for each in fields(cls)}
     return names
 

@@ -46,6 +46,27 @@ def test_a_pattern_means_every_model_that_has_the_parameter() -> None:
     assert (read.parameters["checkpoint"], read.parameters["chunk_tokens"]) == ("llama", "128")
 
 
+def test_a_pattern_leaves_out_models_that_would_have_the_parameter_in_another_role() -> None:
+    edit = planned(["*.chunk_tokens=256", "*.slots=8"])
+    meant = {(each.model, each.parameter) for each in edit.changes}
+    assert meant == {
+        ("prefill_0", "chunk_tokens"), ("prefill_1", "chunk_tokens"),
+        ("decode_0", "slots"), ("decode_1", "slots"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_role_last", [False, True])
+def test_a_pattern_means_models_that_have_the_parameter_by_the_same_edit(
+    is_role_last: bool,
+) -> None:
+    assignments = ["decode_*.roles=both", "*.chunk_tokens=256"]
+    edit = planned(assignments[::-1] if is_role_last else assignments)
+    chunked = [each.model for each in edit.changes if each.parameter == "chunk_tokens"]
+    assert sorted(chunked) == ["decode_0", "decode_1", "prefill_0", "prefill_1"]
+    [problem, *_] = problems("decode_*.chunk_tokens=256")
+    assert "no model that 'decode_*' means has a parameter 'chunk_tokens'" in problem
+
+
 def test_what_is_so_already_is_no_change() -> None:
     assert planned(["conductor.policy=adaptive"]) == SettingsEdit((), {})
     # A default that the file does not say is written all the same when somebody asks for it.
