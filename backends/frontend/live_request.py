@@ -508,6 +508,8 @@ class LiveRequest:
                 request_id = self._id_of(action.attempt)
                 services.streams.forget(request_id)
                 services.cluster.finished(request_id, action.output_tokens)
+                if self.state.phase is Phase.DONE:  # it may have ended while it was being let in
+                    self._note_used(is_served=bool(self._sent_ids))
             case events.End():
                 self._end(action.error or self._send_error)
         return None
@@ -516,7 +518,7 @@ class LiveRequest:
         assert self._answer is not None
         self._sent_ids += message.emission.token_ids
         if message.finish_reason:
-            self._note_used(None)  # before the client can ask again
+            self._note_used(is_served=True)  # before the client can ask again
         try:
             self._answer.add(message)
         except Exception as error:
@@ -547,7 +549,7 @@ class LiveRequest:
     def _end(self, error: Exception | None) -> None:
         """The client is told, and it is counted."""
         try:
-            self._note_used(error)
+            self._note_used(bool(self._sent_ids) or error is None or isinstance(error, Cancelled))
             if error is None and self._answer is not None:
                 self._answer.finish()
             elif isinstance(error, Cancelled):
@@ -566,10 +568,10 @@ class LiveRequest:
                 end_of_span(error), now_s, self.times.first_s, end_attributes(self.state, error)
             )
 
-    def _note_used(self, error: Exception | None) -> None:
-        """Of its tenant's limits. What failed before its first token has used nothing."""
+    def _note_used(self, is_served: bool) -> None:
+        """Of its tenant's limits: the first word counts. What failed before its first token has
+        used nothing."""
         if self._counted_id and self._request is not None:
-            is_served = self._sent_ids or error is None or isinstance(error, Cancelled)
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0
             self._services.cluster.used(self._counted_id, tokens)
 

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 
 from backends.errors import Overloaded
+from backends.frontend.cluster_view import Decided
+from backends.frontend.lifecycle.events import Unwanted
 from backends.tenants.asker import Asker
 from backends.tenants.tenants_file import ApiTenant
-from conductor.messages import TenantLimits
+from conductor.messages import Reject, Request, TenantLimits
 from mooncake_store.block_keys import block_keys, chain_seed
 from tests.backends.frontend.test_live_request import (
     ANSWER,
+    CLIENT_LEFT,
     CRASHED,
     KV_GONE,
     PROMPT,
@@ -88,6 +91,21 @@ def test_a_request_that_failed_before_its_first_token_has_used_nothing() -> None
     case = LimitedCase({"prefill_0": [CRASHED] * 5}, asker=LIMITED)
     case.error()
     assert case.used == {"r-1": 0}
+
+
+def test_limits_come_back_when_the_client_leaves_while_its_request_is_being_let_in() -> None:
+    case = LimitedCase({}, asker=LIMITED)
+    decide = case.cluster.decide
+
+    def leave(request: Request, wants_candidates: bool) -> Decided | Reject:
+        case.request.post(Unwanted(CLIENT_LEFT))
+        return decide(request, wants_candidates)
+
+    case.cluster.decide = leave  # type: ignore[method-assign]
+    case.streams.forget = lambda request_id: None  # type: ignore[method-assign]
+    case.run()
+    assert case.client.ends == ["finished"] and not case.calls.bodies
+    assert case.cluster.finished_ids == ["r-1"] and case.used == {"r-1": 0}
 
 
 def test_what_a_client_got_counts_whatever_ends_its_answer() -> None:
