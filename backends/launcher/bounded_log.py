@@ -58,8 +58,10 @@ class BoundedLog:
         try:
             with copy.open("wb") as older:
                 copied = _copy(log, older, whole_bytes)
+                older.flush()  # where the disk is full, before anything is taken away
                 if not _collapse(log.fileno(), copied):
                     copied += _copy(log, older, None)
+                    older.flush()
                     log.truncate(0)
             copy.replace(self.older_path)
         finally:

@@ -101,6 +101,24 @@ def test_a_disk_that_is_full_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["it.log"]
 
 
+def test_what_is_taken_off_the_front_is_in_the_older_file_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a disk that is full at the last bytes would cost all of them."""
+    kept: list[int] = []
+
+    def collapse(file: int, length_bytes: int) -> bool:
+        kept.append((tmp_path / "it.log.copying").stat().st_size - length_bytes)
+        return False
+
+    monkeypatch.setattr(bounded_log, "_collapse", collapse)
+    log = BoundedLog(tmp_path / "it.log", 1_000)
+    block = max(tmp_path.stat().st_blksize, os.statvfs(tmp_path).f_bsize)
+    log.path.write_bytes(b"x" * (block + 1_000))
+    assert log.shorten() == block + 1_000
+    assert kept == [0]
+
+
 def test_what_triton_says_is_read_once_though_the_front_goes(tmp_path: Path) -> None:
     log = BoundedLog(tmp_path / "it.log", 8_192)
     watch = TritonLog(log.path)
