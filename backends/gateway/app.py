@@ -88,7 +88,7 @@ class Gateway:
         self._tracing = tracing
         self.app: ASGIApp = self.doors
         if tracing is not None:
-            self.app = GatewayTraces(self.doors, tracing, options.name)
+            self.app = GatewayTraces(self.doors, tracing, options.name, paths)
             self.counts.spans = tracing.export
 
     def _routes(self) -> FastAPI:

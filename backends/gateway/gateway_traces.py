@@ -18,6 +18,7 @@ from backends.tracing.trace_context import TRACEPARENT
 
 SERVICE = "mooncake-gateway"
 TRACED = "/v1/"
+PATH_CHARACTERS_MAX = 256  # what a client asks for may be long, and spans wait for the collector
 IN_SCOPE = "mooncake.traceparent"  # of what follows behind the gateway
 HEADER = TRACEPARENT.encode()
 
@@ -25,9 +26,10 @@ HEADER = TRACEPARENT.encode()
 class GatewayTraces:
     """ASGI middleware before all others."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing, name: str) -> None:
-        """`name` of this process among the gateway's."""
+    def __init__(self, app: ASGIApp, tracing: Tracing, name: str, paths: frozenset[str]) -> None:
+        """`name` of this process among the gateway's; `paths`: those that spans are named by."""
         self._app, self._tracing, self._name = app, tracing, name
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_traced = scope["type"] == "http" and scope["path"].startswith(TRACED)
@@ -52,12 +54,13 @@ class GatewayTraces:
         finally:
             attributes: dict[str, Attribute] = {
                 "http.request.method": scope["method"],
-                "url.path": scope["path"],
+                "url.path": scope["path"][:PATH_CHARACTERS_MAX],
                 "http.response.status_code": status,
                 "mooncake.http_request_id": scope.get("request_id", ""),
             }
+            name = f"POST {scope['path']}" if scope["path"] in self._paths else "POST"
             span = SpanRecord(
-                name=f"POST {scope['path']}", context=context, parent_span_id=parent_span_id,
+                name=name, context=context, parent_span_id=parent_span_id,
                 start_ns=start_ns, end_ns=time.time_ns(), kind="server", service=SERVICE,
                 instance=self._name, attributes=attributes, error=_error(status),
             )  # fmt: skip

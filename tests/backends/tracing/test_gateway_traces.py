@@ -11,6 +11,7 @@ from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.tracing.export import SpanExport, Tracing
 from tests.backends.tracing.test_export import Collector
 
+PATHS = frozenset({"/v1/completions"})
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -36,7 +37,7 @@ def asked(path: str, traceparent: str, status: int, method: str = "POST") -> tup
     tracing = Tracing(SpanExport(Keeping()), 1.0)
     headers = [(b"traceparent", traceparent.encode())] if traceparent else []
     scope = {"type": "http", "path": path, "method": method, "headers": headers}
-    asyncio.run(GatewayTraces(app, tracing, "gateway-0")(scope, send, send))
+    asyncio.run(GatewayTraces(app, tracing, "gateway-0", PATHS)(scope, send, send))
     tracing.close()
     return seen, sent
 
@@ -79,3 +80,14 @@ def test_without_tracing_the_header_goes_on_as_it_came() -> None:
     given = f"00-{TRACE}-{SPAN}-00"
     assert traceparent_in({"headers": [(b"traceparent", given.encode())]}) == given
     assert traceparent_in({"headers": []}) == ""
+
+
+def test_a_path_is_the_clients_word_and_no_name_of_a_span() -> None:
+    """Spans wait for the collector: those of paths that nobody serves must not fill the memory."""
+    _, [span] = asked("/v1/" + "x" * 60_000, "", 404)
+    assert span.name == "POST"
+    assert len(str(span.attributes["url.path"])) <= 256
+    _, [served] = asked("/v1/completions", "", 200)
+    assert (served.name, served.attributes["url.path"]) == (
+        "POST /v1/completions", "/v1/completions",
+    )  # fmt: skip
