@@ -99,19 +99,25 @@ class FrontendCall:
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
-        """Until the conductor has closed it, which it does behind the last piece. asyncio's own
-        CancelledError after `leave`."""
+        """Until the conductor has closed it, which it does behind the last piece; what fails behind
+        that fails nobody. asyncio's own CancelledError after `leave`."""
         is_finished = False
         try:
             async for response in self._call:
+                if is_finished:
+                    continue
                 if response.error_message:
                     raise refusal_of(response.error_message)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
-                    is_finished = is_finished or bool(found.finish_reason)
+                    is_finished = bool(found.finish_reason)
                     yield found
         except grpc.RpcError as error:
-            raise broken(error) from None
+            if not is_finished:
+                raise broken(error) from None
+        except asyncio.CancelledError:
+            if not (is_finished and self.is_left):
+                raise
         finally:
             self._call.cancel()  # of one that has ended: nothing
         if not is_finished:

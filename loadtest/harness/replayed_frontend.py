@@ -3,7 +3,8 @@
 It lets a gateway be looked at alone: no model computes, so a stream is as fast, or as evenly paced,
 as a test or a measurement wants it. What it does is said by the request's `max_tokens`, and for
 errors by its text (`fail:WORDS` before the first token, `break:WORDS` behind the third one,
-`silent` for ever). The calls whose client went away are counted.
+`silent` for ever; behind the last one `late:WORDS`, `abort:` breaks the call off, `linger:` keeps
+it open). The calls whose client went away are counted.
 
     python -m loadtest.harness.replayed_frontend --address 127.0.0.1:9001
 
@@ -77,6 +78,13 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
                 self.requests = [*self.requests[-99:], request]
                 async for response in self._answer(request):
                     yield response
+                verb, _, words = _text(_inputs(request)).partition(":")
+                if verb == "late":
+                    yield service_pb2.ModelStreamInferResponse(error_message=words)
+                elif verb == "abort":
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "it went away")
+                elif verb == "linger":
+                    await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -84,8 +92,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def _answer(
         self, request: service_pb2.ModelInferRequest
     ) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
-        said = dict(zip([each.name for each in request.inputs], request.raw_input_contents,
-                        strict=True))  # fmt: skip
+        said = _inputs(request)
         tokens = _integer(said.get("max_tokens", b"")) or TOKENS_DEFAULT
         verb, _, words = _text(said).partition(":")
         if verb == "silent":
@@ -129,6 +136,11 @@ def response(
         made.infer_response.outputs.add(name=name, datatype=datatype, shape=(1, 1))
         made.infer_response.raw_output_contents.append(raw)
     return made
+
+
+def _inputs(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
+    return dict(zip([each.name for each in request.inputs], request.raw_input_contents,
+                    strict=True))  # fmt: skip
 
 
 def _text(said: dict[str, bytes]) -> str:

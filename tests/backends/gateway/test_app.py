@@ -261,6 +261,29 @@ def test_an_error_behind_the_first_token_is_an_event_and_the_end() -> None:
     run(check)
 
 
+def test_a_frontend_that_fails_behind_the_last_token_fails_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client has all of it: nothing may follow, whether the connection breaks then or the
+    frontend keeps the call open past the deadline."""
+    monkeypatch.setattr(generation, "GRACE_S", 0.0)
+
+    async def check(rig: Rig) -> None:
+        for is_stream in (False, True):
+            for words in ("late:internal_error: KeyError", "abort:", "linger:"):
+                answer = await rig.say(words, stream=is_stream, max_tokens=2, timeout=0.3)
+                assert answer.status == 200, words
+                assert b"error" not in answer.body and b'"length"' in answer.body, words
+                assert not is_stream or answer.events[-1] == "[DONE]"
+        await until(lambda: not rig.gateway.counts.in_flight)
+        page = rig.gateway.counts.page()
+        assert "mooncake_gateway_refusals_total{" not in page
+        assert "mooncake_gateway_clients_left_total 0\n" in page
+        assert not caplog.records
+
+    run(check)
+
+
 def test_a_client_that_leaves_ends_its_call() -> None:
     """Before the first token, streamed or whole, and in the middle of a stream; and the gateway has
     nothing in hand any more."""
