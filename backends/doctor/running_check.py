@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.doctor.finding import BROKEN, OK, WARNING, Finding
+from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding
+from backends.errors import Forbidden
 from backends.metrics.status.view import Page, parse
 from backends.model_settings.running_system import DIRECTLY, REFUSED, RunningSettings
 from mooncake_store.directory.client import DirectoryClient
@@ -117,7 +118,14 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
 def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
     if request is None:
         return
-    if request.problem:
+    if Forbidden.prefix in request.problem:
+        yield Finding(
+            "request",
+            NOTE,
+            "none was timed: this server serves only requests that come with an API key",
+            "time one with a key of yours at the gateway",
+        )
+    elif request.problem:
         yield Finding(
             "request",
             BROKEN,

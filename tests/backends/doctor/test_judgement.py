@@ -129,6 +129,9 @@ def test_what_a_running_system_says_of_itself_is_heard() -> None:
     assert [each.what for each in running_findings(slow) if each.state == WARNING] == [
         "first token after 7.50 s"
     ]
+    closed = replace(RUNNING, request=FirstTokenTimed(problem="status 400: forbidden: no key"))
+    assert [(each.subject, each.state) for each in running_findings(closed)
+            if each.state != OK] == [("request", NOTE)]  # fmt: skip
     storage_only = replace(RUNNING, request=None)
     assert "request" not in {each.subject for each in running_findings(storage_only)}
 
