@@ -62,7 +62,13 @@ class UsageWindow:
         found = self._seconds[index - 1]
         # What is given back may have been used before anybody here heard of it.
         found.requests = max(0, found.requests + requests)
-        found.tokens = max(0, found.tokens + tokens)
+        left = found.tokens + tokens
+        found.tokens = max(0, left)
+        # By notes that took unlike long its use may count for a second beside this one.
+        for beside in self._seconds if left < 0 else ():
+            if abs(beside.at_s - second) == 1:
+                taken = min(beside.tokens, -left)
+                beside.tokens, left = beside.tokens - taken, left + taken
 
     def used(self, now_s: float) -> tuple[int, int]:
         """(requests, tokens) of the last minute."""
