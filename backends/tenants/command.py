@@ -78,7 +78,7 @@ def add(
         for name, value in said.items()
         if value is not None
     }
-    with _refusals():
+    with _refusals(), tenants_file.sole_writer(file):
         content = tenants_file.read(file) if file.exists() else TenantsFile()
         before = content.tenants.get(tenant, TenantEntry())
         content.tenants[tenant] = msgspec.structs.replace(before, **changes)
@@ -115,7 +115,7 @@ def revoke(
     ],
 ) -> None:
     """Take a key back, or all keys of a tenant and the tenant itself."""
-    with _refusals():
+    with _refusals(), tenants_file.sole_writer(file):
         content = tenants_file.read(file)
         if key in content.tenants:
             gone = [each for each in content.keys if each.tenant == key]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from backends.tenants import ApiKeys
+from backends.tenants import ApiKeys, tenants_file
 from backends.tenants.command import app
-from backends.tenants.tenants_file import read
+from backends.tenants.tenants_file import TenantsFile, read, write
 
 
 @pytest.fixture
@@ -62,6 +64,34 @@ def test_a_revoked_key_opens_nothing_and_the_others_stay(path: Path) -> None:
     assert keys.tenant_of(second) is None and keys.tenant("acme") is not None
     assert run("revoke", path, "umbrella")[0] == 0
     assert keys.tenant_of(third) is None and keys.tenant("umbrella") is None
+
+
+def test_an_edit_waits_for_another_one_so_that_none_is_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[bool] = []
+
+    def look(where: Path, content: TenantsFile) -> None:
+        descriptor = os.open(where.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone.append(False)
+        except BlockingIOError:
+            alone.append(True)
+        finally:
+            os.close(descriptor)
+        write(where, content)
+
+    monkeypatch.setattr(tenants_file, "write", look)
+    key = added(path, "acme")
+    assert run("revoke", path, key)[0] == 0 and alone == [True, True]
+
+
+def test_a_group_that_may_read_the_keys_may_do_so_after_an_edit(path: Path) -> None:
+    added(path, "acme")
+    path.chmod(0o640)
+    added(path, "acme")
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_what_names_nothing_or_too_much_revokes_nothing(path: Path) -> None:
