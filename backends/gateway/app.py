@@ -12,9 +12,9 @@ process (server.py).
 from __future__ import annotations
 
 import asyncio
+import http.client
 import secrets
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator
@@ -203,7 +203,7 @@ class Gateway:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
             page = await asyncio.to_thread(_fetched, f"http://{self.options.metrics}/metrics")
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise unavailable(f"the metrics page does not answer: {error}") from None
         if (tenant := request.scope["tenant"]) is not None:
             page = without_other_tenants(page, tenant.name)

@@ -22,10 +22,11 @@ class ServedWords:
     """What each token of a vocabulary adds to a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        """Takes a while the first time: it reads the vocabulary."""
+        self._tokenizer, self._token_bytes = tokenizer, tokenizer.token_bytes
 
     def of(self, context_ids: list[int], token_id: int) -> bytes:
-        found = self._tokenizer.token_bytes
+        found = self._token_bytes
         if not found.has_text(token_id):
             return self._tokenizer.decode([token_id], skip_special=False).encode()
         context = [each for each in context_ids[-2 * CONTEXT_TOKENS :] if found.has_text(each)]

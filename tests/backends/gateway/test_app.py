@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import http.client
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ from backends.gateway.app import PATHS, UNSUPPORTED_PATHS, Gateway, GatewaySetti
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
+from backends.gateway.tokenizing import Tokenizing
 from backends.launcher.environment import free_ports
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
@@ -459,6 +461,28 @@ def test_a_key_reads_the_metrics_of_its_own_tenant_only(monkeypatch: pytest.Monk
         assert (await rig.send("GET", "/metrics")).body == page.splitlines(keepends=True)[1]
 
     run(check, ApiKeys(None, json.dumps(KEYS)))
+
+
+def test_a_metrics_page_that_breaks_off_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher ended in the middle of it."""
+
+    def broken(url: str) -> bytes:
+        raise http.client.IncompleteRead(b"mooncake_", 100)
+
+    monkeypatch.setattr("backends.gateway.app._fetched", broken)
+
+    async def check(rig: Rig) -> None:
+        rig.gateway.options = replace(rig.gateway.options, metrics="127.0.0.1:9")
+        answer = await rig.send("GET", "/metrics")
+        assert (answer.status, answer.error["code"]) == (503, "unavailable")
+
+    run(check)
+
+
+def test_what_tokens_add_is_looked_up_before_the_first_of_them_comes() -> None:
+    """Reading the vocabulary takes a while, which the event loop must not wait for."""
+    words = Tokenizing().words("demo")
+    assert "token_bytes" in vars(words._tokenizer)
 
 
 def test_without_keys_the_tenant_is_the_clients_word() -> None:
