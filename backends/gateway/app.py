@@ -145,7 +145,7 @@ class Gateway:
                 logprobs = LogprobsWriter(route, words)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
-            call = self.calls.start(infer_request(asked, answer_id))
+            call = self.calls.start(infer_request(asked, answer_id), route)
             facts = AnswerFacts(route, answer_id, int(time.time()), served.name)
             return GenerationResponse(
                 call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts,

@@ -18,6 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.gateway.events import AnswerPiece
+from backends.gateway.fields import COMPLETION
 from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
@@ -58,8 +59,8 @@ class FrontendCalls:
         for channel in self._channels:
             await channel.close()
 
-    def start(self, message: service_pb2.ModelInferRequest) -> FrontendCall:
-        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))))
+    def start(self, message: service_pb2.ModelInferRequest, route: str) -> FrontendCall:
+        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), route)
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -89,8 +90,8 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iterating over it raises HttpRefusal for an error."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
-        self._call = call
+    def __init__(self, call: grpc.aio.StreamStreamCall, route: str) -> None:
+        self._call, self._route = call, route
         self.is_left = False
 
     def leave(self) -> None:
@@ -107,7 +108,7 @@ class FrontendCall:
                 if is_finished:
                     continue
                 if response.error_message:
-                    raise refusal_of(response.error_message)
+                    raise refusal_of(response.error_message, self._route)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
                     is_finished = bool(found.finish_reason)
@@ -153,7 +154,7 @@ def _integer(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def refusal_of(message: str) -> HttpRefusal:
+def refusal_of(message: str, route: str) -> HttpRefusal:
     """With the name of OpenAI's field in place of the conductor's tensor."""
     refusal = of_message(message)
     if refusal.status != 400:
@@ -163,6 +164,8 @@ def refusal_of(message: str) -> HttpRefusal:
     name = NAME_OF_TENSOR.get(words[:length])
     if name is None:
         return refusal
+    if name == "top_logprobs" and route == COMPLETION:
+        name = "logprobs"  # which says there how many
     said = f"{name}{words[length:]}"
     return HttpRefusal(400, refusal.code, said, name)
 

@@ -251,6 +251,17 @@ def test_an_error_before_the_first_token_is_a_status() -> None:
     run(check)
 
 
+def test_a_refusal_names_the_field_that_its_route_has() -> None:
+    async def check(rig: Rig) -> None:
+        words = "fail:invalid_request: top_logprobs is 50; use 0 to 20"
+        error = (await rig.say(words, logprobs=50)).error
+        assert (error["param"], error["message"]) == ("logprobs", "logprobs is 50; use 0 to 20")
+        chat = {"messages": [{"role": "user", "content": words}], "logprobs": True}
+        assert (await rig.post(CHAT, **chat, top_logprobs=50)).error["param"] == "top_logprobs"
+
+    run(check)
+
+
 def test_an_error_behind_the_first_token_is_an_event_and_the_end() -> None:
     async def check(rig: Rig) -> None:
         answer = await rig.say("break:unavailable: decode_0 died", stream=True)
