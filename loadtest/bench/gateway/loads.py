@@ -143,10 +143,12 @@ async def soak(
             body = {"prompt": "hi", "max_tokens": chance.randint(2, 2 * USER_TOKENS),
                     "stream": True}  # fmt: skip
             if chance.random() < LEAVING_SHARE:
-                await sse_client.ask(
+                answer = await sse_client.ask(
                     route.address, PATH, body | {"max_tokens": 1000},
                     events_max=chance.randint(1, USER_TOKENS),
                 )  # fmt: skip
+                if answer.status != 200:
+                    raise CannotMeasure(f"nobody could leave: {answer.status}")
                 found.left += 1
             else:
                 answer = await sse_client.ask(route.address, PATH, body)
