@@ -202,8 +202,14 @@ class StopSignals:
         os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Has one come, within that time or before?"""
-        return bool(select.select([self._read_end], [], [], seconds)[0])
+        """Has one come, within that time or before?
+
+        By poll(2), whose time goes on while the process is stopped: select(2) waits for what was
+        left of it, and a node that goes on must report at once to pass for alive.
+        """
+        poll = select.poll()
+        poll.register(self._read_end, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
 
 def started(
