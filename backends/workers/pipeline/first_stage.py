@@ -24,7 +24,7 @@ from typing import cast
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.errors import WorkerGone, WorkerUnavailable
+from backends.errors import WorkerGone, WorkerUnavailable, from_wire
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_loader import KvLoader
 from backends.workers.pipeline import group
@@ -237,7 +237,7 @@ class PipelinePrefill(StagePrefill):
             job.computed_at_s = now_s
             job.computed_tokens += chunk.tokens
             if message.errors[index]:
-                self._worker.fail(job, WorkerUnavailable(message.errors[index]))
+                self._worker.fail(job, from_wire(message.errors[index], "the last stage"))
             elif chunk.is_last and not job.is_leaving:
                 job.logprobs = message.logprobs[index] if message.logprobs else []
                 self._worker.send_first_token(job, message.token_ids[index])

@@ -26,7 +26,7 @@ import numpy as np
 from backends.config_pbtxt import PrefillConfig, checkpoint_folder
 from backends.engine.interface import Work
 from backends.engine.sampling import Drawn, draw
-from backends.errors import WorkerGone
+from backends.errors import InvalidRequest, WorkerGone
 from backends.text.guides import Guides
 from backends.text.tokenizer import Tokenizer
 from backends.workers.kv_loader import KvLoader
@@ -337,6 +337,8 @@ def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn
         if sampling.guided_json:
             guide = guides.guide(sampling.guided_json, sampling.end_ids, output)
         return draw(logits, sampling, len(output), prompt, output, guide), ""
+    except InvalidRequest as error:  # its schema: no worker could follow it
+        return NO_TOKEN, error.wire_message()
     except Exception as error:  # edge: see above
         log.exception("sampling of %s failed", work.request_id)
         return NO_TOKEN, f"sampling failed: {error!r}"

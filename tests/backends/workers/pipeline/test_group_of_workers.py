@@ -19,7 +19,7 @@ from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.errors import ConfigError, WorkerGone, WorkerUnavailable
+from backends.errors import ConfigError, InvalidRequest, WorkerGone, WorkerUnavailable
 from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import token_logprobs
 from backends.workers.pipeline import first_stage
@@ -95,6 +95,19 @@ def test_the_last_stage_says_logprobs_and_holds_the_token_to_the_schema(group: P
     assert found.top_log_probs == pytest.approx(expected.top_log_probs, abs=1e-4)
     assert guided.prefill_reply.logprobs == []
     group.wait_until_idle()
+
+
+def test_a_schema_that_the_last_stage_cannot_follow_is_the_request_s_fault(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise InvalidRequest("guided_json: it is too large")
+
+    monkeypatch.setattr(group.stages[-1]._guides, "guide", lost)
+    guided = group.ask([31, 57], max_tokens=1, end_ids=(0,), guided_json='{"const": true}')
+    guided.wait_over()
+    assert isinstance(guided.error, InvalidRequest) and "it is too large" in str(guided.error)
+    assert group.ask([31, 57], max_tokens=1).wait() == expected([31, 57], 1)
 
 
 def test_a_stage_that_leaves_fails_what_is_under_way_and_joins_again_later(group: Pair) -> None:
