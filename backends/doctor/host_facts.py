@@ -21,7 +21,10 @@ from mooncake_store.transports.nixl_agent import has_rdma
 
 DISTRIBUTION = "mooncake-triton"
 # What serving stands on; everything else that is required is pulled in by these or small.
-SHOWN = ("torch", "numpy", "nixl", "tritonclient", "nvidia-pytriton", "pyzmq", "grpcio")
+SHOWN = (
+    "torch", "numpy", "nixl-cu13", "nixl-cu12", "tritonclient", "nvidia-pytriton", "pyzmq", "grpcio"
+)  # fmt: skip
+INSTEAD = "nixl-cu12"  # of another one: who lacks it lacks nothing
 TIME_ERROR = 5  # of adjtimex(2): nobody synchronises the clock
 TIMEX_BYTES = 512  # more than struct timex has
 TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
@@ -88,7 +91,8 @@ def packages() -> tuple[PackageFacts, ...]:
             found[name] = PackageFacts(
                 name, _version(name), wanted.strip().replace(" ", ""), "extra" in condition
             )
-    return tuple(found[name] for name in SHOWN if name in found)
+    shown = [found[name] for name in SHOWN if name in found]
+    return tuple(each for each in shown if each.version or each.name != INSTEAD)
 
 
 def _requirements() -> list[str]:

@@ -145,4 +145,4 @@ def test_the_facts_of_this_host_are_those_of_this_process() -> None:
 
     assert facts.torch == by_name["torch"].version == torch.__version__
     assert facts.torch_cuda == (torch.version.cuda or "")
-    assert not unmet(by_name["numpy"]) and not unmet(by_name["nixl"])
+    assert not unmet(by_name["numpy"]) and not unmet(by_name["nixl-cu13"])
