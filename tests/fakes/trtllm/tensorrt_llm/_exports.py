@@ -9,6 +9,7 @@ HOME_OF = {
     "LLM": "tensorrt_llm.llmapi.llm",
     "SamplingParams": "tensorrt_llm.llmapi.llm",
     "DisaggregatedParams": "tensorrt_llm.llmapi.llm",
+    "GuidedDecodingParams": "tensorrt_llm.llmapi.llm",
 }
 
 
