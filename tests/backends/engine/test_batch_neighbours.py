@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.sampling import sample
+from backends.engine.sampling import Drawn, draw
 from backends.engine.sampling_params import SamplingParams
 from backends.workers import step_driver
 from tests.backends.stepped_site import Site, answer_of
@@ -22,12 +22,12 @@ def test_a_request_whose_sampling_fails_is_alone_with_it(
 ) -> None:
     site = Site(0, monkeypatch)
 
-    def failing(logits: np.ndarray, params: SamplingParams, position: int, *rest: Any) -> int:
+    def failing(logits: np.ndarray, params: SamplingParams, position: int, *rest: Any) -> Drawn:
         if params.seed == BAD_SEED and (position == 0) == (role == "prefill"):
             raise FloatingPointError("no token has a probability")
-        return sample(logits, params, position, *rest)
+        return draw(logits, params, position, *rest)
 
-    monkeypatch.setattr(step_driver, "sample", failing)
+    monkeypatch.setattr(step_driver, "draw", failing)
     seeds = (0, BAD_SEED, 0)
     clients = [site.ask(prompt, 6, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
     site.settle()

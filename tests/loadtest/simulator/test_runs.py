@@ -22,7 +22,8 @@ BESIDE = (
     "mooncake_store/client", "mooncake_store/directory/boot_clock.py",
     "mooncake_store/directory/client.py", "mooncake_store/keys",
     "mooncake_store/memory", "mooncake_store/transports", "mooncake_store/wire",
-    "backends/errors.py", "backends/launch_secret.py", "backends/engine/sampling_params.py",
+    "backends/errors.py", "backends/launch_secret.py", "backends/token_logprobs.py",
+    "backends/engine/sampling_params.py",
     "backends/workers/arrivals.py", "backends/workers/kv_loader.py", "backends/workers/protocol.py",
 )  # fmt: skip
 SMALL = ClusterSettings(prefills=2, decodes=2)
