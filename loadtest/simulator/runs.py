@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DECIDING = (
     "loadtest/simulator/cluster", "loadtest/simulator/block_cache.py", "loadtest/replay/trace.py",
     "loadtest/profile/profile.py", "conductor", "mooncake_store/directory/core",
-    "mooncake_store/prefix_index", "mooncake_store/records", "mooncake_store/layout.py", "mooncake_store/block_keys.py",
+    "mooncake_store/prefix_index", "mooncake_store/records", "mooncake_store/layout.py",
+    "mooncake_store/block_keys.py",
     "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",
     "backends/workers/step_times.py", "backends/frontend/routing_notes.py",
     "backends/frontend/lifecycle/attempts.py", "loadtest/simulator/experiments/paper/served.py",
