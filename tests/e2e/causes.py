@@ -183,12 +183,6 @@ def more_requests_than_the_front_takes(server: Server) -> Iterator[None]:
         stream.leave()
 
 
-@cause("slo_seconds", is_rough=True)
-def another_service_level(server: Server) -> Iterator[None]:
-    server.edit("conductor", "ttft_slo_s", "28")
-    yield
-
-
 @cause("wasted_prefills_total", "wasted_prefill_seconds_total", is_rough=True)
 def a_request_that_its_decode_worker_refuses_when_it_comes(server: Server) -> Iterator[None]:
     pin = {"decode_worker": "decode_0"}
@@ -257,3 +251,11 @@ def ask_quietly(server: Server, ids: list[int], worker: int) -> bool:
     with contextlib.suppress(AssertionError):
         return bool(ask(server, ids, prefill=worker, decode=worker).output_ids)
     return False
+
+
+@cause("slo_seconds", is_rough=True)
+def another_service_level(server: Server) -> Iterator[None]:
+    """The last one: for some seconds the frontend of before passes for another one beside it, and
+    then a worker that is full is no answer (backends/frontend/lifecycle/attempts.py)."""
+    server.edit("conductor", "ttft_slo_s", "28")
+    yield
