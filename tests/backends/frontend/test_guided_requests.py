@@ -4,7 +4,6 @@ hand-over and further attempts."""
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import jsonschema
@@ -69,17 +68,8 @@ def test_a_guided_answer_goes_on_where_a_lost_worker_left_it(site: Site) -> None
     """In the middle of its JSON; with its logprobs, and the same tokens as without the loss."""
     ids = prompt(2, 130)
     alone = site.ask(ids, max_tokens=200, **GUIDED).wait()
-    client, lost = LogprobsClient(), threading.Event()
-
-    def lose() -> None:
-        if client.messages == 4 and not lost.is_set():
-            lost.set()
-            info = site.pair.decode.process.info
-            threading.Thread(
-                target=site.frontend._worker_down, args=(info.worker_id, info.incarnation, 1e18)
-            ).start()
-
-    client.on_message = lose
+    client = LogprobsClient()
+    site.lose_decode_at(client, 4)
     site.submit(client, ids, max_tokens=200, return_log_probs=True, top_logprobs=2, **GUIDED)
     assert client.wait() == alone
     assert site.calls.models[2:].count("prefill_0") == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -115,17 +114,7 @@ def test_what_the_client_has_is_neither_lost_nor_doubled_by_a_further_attempt(
     site: Site, engine: TorchEngine  # noqa: F811
 ) -> None:  # fmt: skip
     ids, client = prompt(3, 130), LogprobsClient()
-    lost = threading.Event()
-
-    def lose() -> None:
-        if client.messages == 3 and not lost.is_set():
-            lost.set()
-            info = site.pair.decode.process.info
-            threading.Thread(
-                target=site.frontend._worker_down, args=(info.worker_id, info.incarnation, 1e18)
-            ).start()
-
-    client.on_message = lose
+    site.lose_decode_at(client, 3)
     site.submit(client, ids, max_tokens=60, return_log_probs=True, top_logprobs=2)
     assert client.wait() == wanted(engine, ids, 60)
     assert site.calls.models.count("prefill_0") == 2

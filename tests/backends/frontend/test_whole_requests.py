@@ -189,6 +189,20 @@ class Site:
         arrays = {name: array(name, value) for name, value in given.items()}
         self.frontend.submit(arrays, parameters or {}, client)
 
+    def lose_decode_at(self, client: Client, messages: int) -> None:
+        """The directory says that the decode worker is gone when the client has so many."""
+        lost = threading.Event()
+
+        def lose() -> None:
+            if client.messages == messages and not lost.is_set():
+                lost.set()
+                info = self.pair.decode.process.info
+                threading.Thread(
+                    target=self.frontend._worker_down, args=(info.worker_id, info.incarnation, 1e18)
+                ).start()
+
+        client.on_message = lose
+
     def check_idle(self) -> None:
         """Nobody holds anything for requests that are over."""
         assert self.frontend.live.wait_until_empty(WAIT_S)
@@ -267,17 +281,7 @@ def test_a_request_whose_worker_is_gone_goes_on_with_the_same_tokens(
 ) -> None:
     """The directory says so in the middle of the stream, while the call hangs."""
     ids, client = prompt(2, 130), Client()
-    lost = threading.Event()
-
-    def lose() -> None:
-        if client.messages == 3 and not lost.is_set():
-            lost.set()
-            info = site.pair.decode.process.info
-            threading.Thread(
-                target=site.frontend._worker_down, args=(info.worker_id, info.incarnation, 1e18)
-            ).start()
-
-    client.on_message = lose
+    site.lose_decode_at(client, 3)
     site.submit(client, ids, max_tokens=200)
     assert client.wait() == wanted(engine, ids, 200)
     assert site.calls.models.count("prefill_0") == 2
