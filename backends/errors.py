@@ -133,10 +133,13 @@ class ConfigError(Exception):
     """Mistakes in a config.pbtxt, all of them, each with its remedy."""
 
 
+# (kind, seconds, reason) of what an Overloaded says on the wire.
+REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.DOTALL)
+
+
 def from_wire(message: str, where: str) -> ServingError:
     """The error that another model sent, as the class that it was; `where` names the model."""
-    rejected = re.search(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", message, re.DOTALL)
-    if rejected:
+    if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
         InvalidRequest, KvMissing, Cancelled, WorkerGone, WrongRole, WorkerDistrusts, StoreLost

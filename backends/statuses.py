@@ -27,6 +27,7 @@ import re
 from backends.errors import (
     DEADLINE_WORDS,
     GRPC_NEVER_SENT,
+    REJECTED,
     TRITON_NEVER_PASSED_ON,
     Cancelled,
     Forbidden,
@@ -37,7 +38,6 @@ from backends.errors import (
 
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1, 3600
 ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
-REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.DOTALL)
 INTERNAL = "internal_error:"
 NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)
 
