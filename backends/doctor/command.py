@@ -32,7 +32,9 @@ from backends.model_settings.running_system import (
     DEFAULT_METRICS_URL,
     RunningSettings,
     ask_at,
+    named_or_served,
 )
+from backends.shipped import DEFAULT_REPOSITORY
 from mooncake_store.cli.arguments import parse_bytes
 from mooncake_store.errors import StoreError
 
@@ -44,7 +46,7 @@ THREADS_WANTED = 500  # of all processes, as of `mooncake serve`
 def doctor(
     model_repository: Annotated[
         Path, typer.Option(help="The folder of models that `serve` has.")
-    ] = Path("model_repository"),
+    ] = DEFAULT_REPOSITORY,
     metrics_url: Annotated[
         str, typer.Option(help="The metrics page of the running system, if there is one.")
     ] = DEFAULT_METRICS_URL,
@@ -63,7 +65,8 @@ def doctor(
     if anything is broken.
     """
     named = tuple(filter(None, nodes.split(",")))
-    running = ask_at(metrics_url)()
+    ask = ask_at(metrics_url)
+    running, model_repository = ask(), named_or_served(model_repository, ask)
     findings = list(repository_findings(model_repository, running, named))
     files = worker_files(model_repository)
     devices = {file.model: file.value("device", WorkerConfig().device) for file in files

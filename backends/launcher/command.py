@@ -337,9 +337,24 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
     return status
 
 
+def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
+    """For who has just started it, to paste into another terminal."""
+    if not openai_url:
+        body = '{"text_input": "It is a truth", "max_tokens": 32, "stream": true}'
+        return f"curl -sN {http_url}/v2/models/conductor/generate_stream -d '{body}'"
+    key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
+    body = (
+        '{"messages": [{"role": "user", "content": "It is a truth"}], "max_tokens": 32, '
+        '"stream": true}'
+    )
+    return f"curl -sN {openai_url}/v1/chat/completions{key} -d '{body}'"
+
+
 def run_until_stopped(launcher: Launcher) -> None:
     """Start, say how to send a request, then watch; returns only by an exception."""
     started_s = time.monotonic()
+    if not console.is_terminal:  # nothing turns there meanwhile
+        console.print(f"starting ... (logs: {launcher.log_dir})", soft_wrap=True)
     with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
     with console.status(f"loading models (logs: {launcher.log_dir}) ..."):
@@ -350,11 +365,8 @@ def run_until_stopped(launcher: Launcher) -> None:
     )
     if launcher.http_url:
         console.print("try:", style="bold")
-        console.print(
-            f"  curl -sN {launcher.http_url}/v2/models/conductor/generate_stream -d "
-            '\'{"text_input": "It is a truth", "max_tokens": 32, "stream": true}\'',
-            soft_wrap=True,
-        )
+        asked = first_request(launcher.http_url, launcher.openai_url, launcher.has_api_keys)
+        console.print(f"  {asked}", markup=False, soft_wrap=True)
     if launcher.openai_url:
         console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
     launcher.news()  # what was logged before we were ready is not news

@@ -478,6 +478,10 @@ class Launcher:
         """ "" where there is no gateway."""
         return self._gateways.url if self._gateways is not None else ""
 
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self._env.get(api_keys.VARIABLE))
+
     def _keys_of_host(self) -> Keys | None:
         """None where there are none."""
         try:

@@ -42,9 +42,10 @@ from backends.model_settings.running_system import (
     ReloadOutcome,
     RunningSettings,
     ask_at,
+    named_or_served,
     wait_for,
 )
-from backends.shipped import shipped_repository
+from backends.shipped import DEFAULT_REPOSITORY, shipped_repository
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -64,7 +65,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 @app.command()
 def check(
-    model_repository: Repository = Path("model_repository"),
+    model_repository: Repository = DEFAULT_REPOSITORY,
     nodes: Annotated[
         str, typer.Option(help="Storage nodes that `mooncake serve` is going to have.")
     ] = "s0,s1",
@@ -97,16 +98,18 @@ def check(
 
 @app.command()
 def diff(
-    model_repository: Repository = Path("model_repository"),
+    model_repository: Repository = DEFAULT_REPOSITORY,
     metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
     as_json: AsJson = False,
 ) -> None:
     """Show which parameters differ from their defaults or from the files that we ship, and where a
     running system serves something else than the files say."""
+    ask = ask_at(metrics_url)
+    model_repository = named_or_served(model_repository, ask)
     files = [_file(model, text) for model, text in _texts(model_repository).items()]
     shipped = {model: _file(model, text) for model, text in _texts(shipped_repository()).items()}
     found = list(differences(files, shipped))
-    running = _of_this(ask_at(metrics_url), model_repository)
+    running = _of_this(ask, model_repository)
     elsewhere = served_otherwise(running) if running is not None else []
     if as_json:
         said = {"differences": [asdict(each) for each in found], "running": elsewhere}
@@ -139,7 +142,7 @@ def served_otherwise(running: RunningSettings) -> list[str]:
 @app.command("set")
 def set_values(
     assignments: Annotated[list[str], typer.Argument(metavar="ASSIGNMENT...", help=FORM)],
-    model_repository: Repository = Path("model_repository"),
+    model_repository: Repository = DEFAULT_REPOSITORY,
     metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
     ready_s_max: Annotated[
         float, typer.Option(help="Wait so long for the running system to take it over.")
@@ -150,8 +153,10 @@ def set_values(
     Comments and layout stay. Nothing is written when anything is wrong with any of them; what a
     running system refuses is taken back.
     """
+    ask = ask_at(metrics_url)
+    model_repository = named_or_served(model_repository, ask)
     with sole_writer(model_repository, _say):
-        _set(assignments, model_repository, ask_at(metrics_url), ready_s_max)
+        _set(assignments, model_repository, ask, ready_s_max)
 
 
 def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: float) -> None:

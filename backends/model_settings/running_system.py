@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from backends.shipped import DEFAULT_REPOSITORY
+
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 ASK_S_MAX = 5.0
 POLL_S = 0.2
@@ -51,6 +53,16 @@ class RunningSettings:
 
 
 Ask = Callable[[], RunningSettings | None]
+
+
+def named_or_served(repository: Path, ask: Ask) -> Path:
+    """For who names none: outside of a checkout there is no default one, but a running system
+    says which it has."""
+    if repository == DEFAULT_REPOSITORY and not repository.is_dir():
+        running = ask()
+        if running is not None and Path(running.repository).is_dir():
+            return Path(running.repository)
+    return repository
 
 
 def ask_at(metrics_url: str) -> Ask:

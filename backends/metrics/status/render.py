@@ -1,4 +1,4 @@
-"""How a view looks in a terminal of 100 columns or more; a narrower one cuts it.
+"""How a view looks in a terminal: of 100 columns or more, or narrower, down to 80.
 
 Not here: what it says (view.py), when it is shown (watch.py).
 """
@@ -13,15 +13,21 @@ from rich.text import Text
 from backends.metrics.status.view import ROLES, PeriodView, View
 
 BAR_CELLS = 10
+COLUMNS_WANTED = 100  # in fewer there are no bars, and tables stand below each other
 NOTHING = "-"
 
 
-def render(view: View, where: str) -> RenderableType:
+def render(view: View, where: str, columns: int = COLUMNS_WANTED) -> RenderableType:
     head = f"[bold]mooncake[/]  {escape(where)}  up {duration(view.up_s)}"
-    sides = Table.grid(padding=(0, 6))
-    sides.add_row(latency_table(view), ended_table(view))
+    is_narrow = columns < COLUMNS_WANTED
+    first: RenderableType
+    if is_narrow:
+        first = Group(latency_table(view), Text(), ended_table(view))
+    else:
+        first = Table.grid(padding=(0, 6))
+        first.add_row(latency_table(view), ended_table(view))
     return Group(
-        Text.from_markup(head), Text(), sides, Text(), workers_table(view), Text(),
+        Text.from_markup(head), Text(), first, Text(), workers_table(view, is_narrow), Text(),
         store_table(view), Text.from_markup(transfers(view)), Text(roles(view)),
     )  # fmt: skip
 
@@ -64,8 +70,9 @@ def ended_table(view: View) -> Table:
     return table
 
 
-def workers_table(view: View) -> Table:
-    table = _table("worker", "node", "running", "waiting", "pages", "", "KV", "tokens", "step",
+def workers_table(view: View, is_narrow: bool = False) -> Table:
+    bars = () if is_narrow else ("",)
+    table = _table("worker", "node", "running", "waiting", "pages", *bars, "KV", "tokens", "step",
                    "busy")  # fmt: skip
     for role in ROLES:
         of_role = [worker for worker in view.workers if worker.role == role]
@@ -76,7 +83,7 @@ def workers_table(view: View) -> Table:
             table.add_row(
                 f"  {worker.name}", worker.node, str(worker.running), str(worker.waiting),
                 f"{worker.pages_used}/{worker.pages_max}",
-                bar(worker.pages_used, worker.pages_max),
+                *(bar(worker.pages_used, worker.pages_max) for _ in bars),
                 size(worker.kv_bytes_used), f"{number(round(worker.tokens_per_s))}/s",
                 duration(worker.step_s), share(worker.busy),
             )  # fmt: skip

@@ -7,6 +7,7 @@ view waits for it. Not here: the view (view.py), its looks (render.py).
 from __future__ import annotations
 
 import http.client
+import os
 import sys
 import time
 import urllib.request
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from backends.metrics.status.render import render, unreachable
+from backends.metrics.status.render import COLUMNS_WANTED, render, unreachable
 from backends.metrics.status.view import Page, View, parse, view
 
 FETCH_S_MAX = 5.0
@@ -80,7 +81,10 @@ def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
     if is_json:
         print(msgspec.json.encode(seen).decode())
     else:
-        Console(highlight=False).print(render(seen, metrics_url))
+        console = Console(highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = COLUMNS_WANTED  # a pipe or a file has no width
+        console.print(render(seen, metrics_url, console.width))
     return 0
 
 
@@ -93,7 +97,8 @@ def live(metrics_url: str, interval_s: float) -> int:
             while True:
                 try:
                     readings.add(fetch(metrics_url))
-                    shown.update(render(readings.view(time.time()), metrics_url), refresh=True)
+                    seen = render(readings.view(time.time()), metrics_url, console.width)
+                    shown.update(seen, refresh=True)
                 except NoStatus as problem:
                     readings.clear()
                     shown.update(unreachable(f"{problem} (waiting for it)"), refresh=True)

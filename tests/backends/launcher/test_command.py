@@ -1,6 +1,8 @@
 """`mooncake serve` ends in order whatever interrupts it, also while it says why it cannot."""
 
+import json
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -22,7 +24,8 @@ def test_a_signal_while_the_refusal_is_printed_cannot_cut_it(
         raise EnvironmentProblem("slots is 0")
 
     def print_interrupted(*args: object, **options: object) -> None:
-        os.kill(os.getpid(), number)
+        if "cannot serve" in str(args):
+            os.kill(os.getpid(), number)
         print(*args)
 
     monkeypatch.setattr(launch.Launcher, "start", refuse)
@@ -70,3 +73,17 @@ def test_a_host_that_the_cluster_cannot_know_by_this_name_and_address_is_refused
     assert result.exit_code == 2, result.output
     assert said in result.output
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"], "nothing is rendered"
+
+
+def test_the_request_to_try_goes_to_openai_s_interface_where_there_is_one() -> None:
+    triton, openai = "http://127.0.0.1:8000", "https://127.0.0.1:9000"
+    for openai_url, has_keys, url, key in (
+        ("", False, f"{triton}/v2/models/conductor/generate_stream", ""),
+        ("", True, f"{triton}/v2/models/conductor/generate_stream", ""),
+        (openai, False, f"{openai}/v1/chat/completions", ""),
+        (openai, True, f"{openai}/v1/chat/completions", "Authorization: Bearer $KEY"),
+    ):
+        words = shlex.split(command.first_request(triton, openai_url, has_keys))
+        assert words[0] == "curl" and url in words
+        assert ([words[words.index("-H") + 1]] if "-H" in words else [""]) == [key]
+        assert json.loads(words[words.index("-d") + 1])["stream"] is True

@@ -155,6 +155,21 @@ def test_a_set_that_is_taken_over_is_said_for_each_model(
     assert "decode_1 is written, but not served" in said and "decode_1 serves" not in said
 
 
+def test_who_names_no_repository_means_the_running_system_s(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system_that_says(repository, monkeypatch, LOADED)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    result = CliRunner().invoke(app, ["set", "prefill_0.threads=2"])
+    assert result.exit_code == 0 and "prefill_0 serves with it" in result.output
+    assert "threads = '2'" in CliRunner().invoke(app, ["diff"]).output
+    monkeypatch.setattr(command, "ask_at", lambda url: lambda: None)
+    alone = CliRunner().invoke(app, ["diff"])
+    assert alone.exit_code == 1 and "there is no model repository" in alone.output
+
+
 def test_a_set_that_is_refused_is_taken_back(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,11 +70,11 @@ def test_a_server_that_has_done_nothing_yet_has_a_view() -> None:
 
 def text_of(seen: View, columns: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=columns).print(render(seen, "http://127.0.0.1:8002/metrics"))
+    Console(file=file, width=columns).print(render(seen, "http://127.0.0.1:8002/metrics", columns))
     return file.getvalue()
 
 
-@pytest.mark.parametrize("columns", [100, 140])
+@pytest.mark.parametrize("columns", [80, 100, 140])
 def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: int) -> None:
     text = text_of(seen, columns)
     assert all(len(line) <= columns for line in text.splitlines())
