@@ -79,7 +79,7 @@ class Result:
     def print(self, console: Console | None = None) -> None:
         """Tables for people, then the JSON as the last line."""
         console = console or Console(highlight=False)
-        for rows in _alike(self.rows):
+        for rows in rows_alike(self.rows):
             console.print(_rows_table(self.name, rows))
         if self.targets:
             console.print(_targets_table(self.targets))
@@ -92,7 +92,7 @@ class Result:
         console.file.flush()
 
 
-def _alike(rows: Sequence[Mapping[str, Cell]]) -> list[list[Mapping[str, Cell]]]:
+def rows_alike(rows: Sequence[Mapping[str, Cell]]) -> list[list[Mapping[str, Cell]]]:
     """Rows that follow each other and have a column in common, so that one table holds them."""
     found: list[list[Mapping[str, Cell]]] = []
     for row in rows:

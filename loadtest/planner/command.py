@@ -160,7 +160,7 @@ def planned(
     nodes: int | None, seed: int, jobs: int, kept: Path | None, out: Path,
 ) -> Result:  # fmt: skip
     """The plan, which then lies in `out`."""
-    from loadtest.planner.page import PlanPage, rows_of, write_page  # loads matplotlib
+    from loadtest.planner.page import PlanPage, rows_of, write_plan  # loads matplotlib
 
     started_s = time.monotonic()
     bounds = bounds_of(source.offered(), engine, levels, speed, share)
@@ -195,7 +195,7 @@ def planned(
         },
         shortened=f"the first {source.requests} requests" if source.requests else "",
     )  # fmt: skip
-    write_page(PlanPage(search, chosen, levels, result, why, command), out / PAGE)
+    write_plan(PlanPage(search, chosen, levels, result, why, command), out / PAGE)
     console.print(why, markup=False, soft_wrap=True)
     console.print(f"written: {out / PAGE}, {repository}\n{command}", markup=False, soft_wrap=True)
     return result

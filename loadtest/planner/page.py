@@ -11,10 +11,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from loadtest.harness.result import Result
+from loadtest.harness.result import Result, shown
 from loadtest.planner.fleet_run import FleetRun, ServiceLevels
 from loadtest.planner.search import Search
-from loadtest.report.page import rendered
+from loadtest.report.page import PageTable, ReportPage, Section, write_page
 from loadtest.report.pictures.style import (
     NAMED,
     Picture,
@@ -25,6 +25,10 @@ from loadtest.report.pictures.style import (
     percent_axis,
 )
 
+NOT_REAL = (
+    "The real conductor, directory and batching on a virtual clock; models for the seconds of GPUs "
+    "and networks."
+)
 OUTCOMES = {
     "within both": ("within", NAMED["green"]),
     "first token late": ("late", NAMED["orange"]),
@@ -45,16 +49,23 @@ class PlanPage:
     command: str  # that serves it
 
 
-def write_page(page: PlanPage, path: Path) -> None:
+def write_plan(plan: PlanPage, path: Path) -> None:
     """OSError when `path` cannot be written."""
-    path.write_text(
-        rendered(
-            "plan.html", why=page.why, command=page.command, result=page.result,
-            columns=list(page.result.rows[0]) if page.result.rows else [],
-            pictures=[sizes(page.search, page.chosen), splits(page.search, page.chosen),
-                      caches(page.search, page.chosen)],
+    rows = plan.result.rows
+    pictures = [
+        sizes(plan.search, plan.chosen), splits(plan.search, plan.chosen),
+        caches(plan.search, plan.chosen),
+    ]  # fmt: skip
+    chosen = [number for number, row in enumerate(rows) if row["is_chosen"]]
+    cells = [[shown(cell) for cell in row.values()] for row in rows]
+    table = PageTable(list(rows[0]), cells, marked=chosen, is_dense=True)
+    write_page(
+        ReportPage(
+            "Plan", [Section("", pictures), Section("Every run", tables=[table])],
+            lead=[plan.why, NOT_REAL], command=plan.command, settings=plan.result.constants,
+            settings_heading="What was assumed",
         ),
-        encoding="utf-8",
+        path,
     )  # fmt: skip
 
 

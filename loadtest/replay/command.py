@@ -284,7 +284,7 @@ def carry_out(
     if outputs.rows is not None:
         write_rows(outputs.rows, run, ideal)
     if outputs.report is not None:
-        from loadtest.report.page import write_report  # draws: loads matplotlib
+        from loadtest.report.run_page import write_report  # draws: loads matplotlib
 
         write_report(
             recording_of(run, settings, sending, outputs, ideal, samples, started_at),

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from backends.extras import require
-from loadtest.report.numbers import (
+from loadtest.results import tables
+from loadtest.results.numbers import (
     Compared,
     compare,
     differing,
@@ -22,7 +23,6 @@ from loadtest.report.numbers import (
     settings_of,
     summary_of,
 )
-from loadtest.results import tables
 from loadtest.results.recording import Recording, RecordingError, goodput_of, read_report
 
 
@@ -89,12 +89,14 @@ def json_line(files: Sequence[Path], runs: Sequence[Recording]) -> dict[str, obj
 
 def _write(files: Sequence[Path], runs: Sequence[Recording], out: Path) -> None:
     # Here, because both draw: printing numbers does not wait for matplotlib.
-    from loadtest.report.page import write_comparison, write_report
+    from loadtest.report.comparison import comparison_page
+    from loadtest.report.page import write_page
+    from loadtest.report.run_page import write_report
 
     if len(runs) == 1:
         write_report(runs[0], out)
     else:
-        write_comparison(runs[0], runs[1], (files[0], files[1]), out)
+        write_page(comparison_page(runs[0], runs[1], (files[0], files[1])), out)
 
 
 def _one(run: Recording) -> Group:

@@ -1,4 +1,7 @@
-"""The tables of a run's page: workloads, what was not served and why, the slowest requests."""
+"""The tables of a run's page: times, workloads, prompt lengths, what was not served, the slowest.
+
+Each is a list, empty where there is nothing to show.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +9,117 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from loadtest.report.phases import phases_of, predicted_ttft_s
+from loadtest.report.page import NOTHING, FoldedText, PageTable
+from loadtest.results.lengths import LengthBucket
 from loadtest.results.metrics import (
     COMPLETED,
     FAILED,
     REJECTED,
     RequestRecord,
+    Spread,
     Summary,
     summarize,
 )
+from loadtest.results.phases import PhaseSpread, phases_of, predicted_ttft_s
 from loadtest.results.recording import Recording
-from loadtest.results.tables import duration
+from loadtest.results.tables import duration, lag_s
 
 SLOWEST_MAX = 12
 MESSAGE_CHARACTERS_MAX = 400
 DECISION_CHARACTERS_MAX = 4_000
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadSummary:
-    name: str
-    requests: int
-    rejected: int
-    failed: int
-    summary: Summary
+def times(summary: Summary) -> list[PageTable]:
+    """How the times of requests are distributed."""
+    if summary.ttft_s is None:
+        return []
+    spreads = {
+        "TTFT": summary.ttft_s, "TBT": summary.tbt_s, "whole request": summary.latency_s,
+        "sender lag (all requests)": lag_s(summary),
+    }  # fmt: skip
+    columns = ("answered requests", "mean", "p50", "p90", "p99", "max", "requests")
+    rows = [
+        (name, *_of_spread(spread), f"{spread.count:,}")
+        for name, spread in spreads.items()
+        if spread is not None
+    ]
+    return [PageTable(columns, rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class UnservedKind:
-    """All requests that were not served for one reason."""
-
-    outcome: str
-    kind: str
-    requests: int
-    share: float
-    first_s: float
-    retry_after: str
-    message: str  # of the first of them
-
-
-@dataclass(frozen=True, slots=True)
-class SlowRequest:
-    record: RequestRecord
-    predicted_s: float | None
-    workers: str
-    longest: str  # the phase that took most, and how long
-    decision: str
-
-
-def workloads(recording: Recording) -> list[WorkloadSummary]:
+def workloads(recording: Recording) -> list[PageTable]:
     """Empty unless the run mixed several."""
     parts = _mixed(recording)
-    found = []
-    for name, records in parts.items() if len(parts) > 1 else ():
+    if len(parts) < 2:
+        return []
+    columns = (
+        "workload", "requests", "answered", "rejected", "failed", "TTFT p50", "p90", "p99",
+        "TBT p50", "p90", "hit rate",
+    )  # fmt: skip
+    rows = []
+    for name, records in parts.items():
         summary = summarize(records)
-        found.append(
-            WorkloadSummary(
-                name=name,
-                requests=len(records),
-                rejected=sum(summary.rejections_by_reason.values()),
-                failed=sum(summary.errors_by_kind.values()),
-                summary=summary,
-            )
+        ttft, tbt = summary.ttft_s, summary.tbt_s
+        counts = (
+            len(records), summary.completed, sum(summary.rejections_by_reason.values()),
+            sum(summary.errors_by_kind.values()),
+        )  # fmt: skip
+        rows.append((
+            name, *(f"{count:,}" for count in counts),
+            *((_time(ttft.p50), _time(ttft.p90), _time(ttft.p99)) if ttft else [NOTHING] * 3),
+            *((_time(tbt.p50), _time(tbt.p90)) if tbt else [NOTHING] * 2),
+            _share(summary.hit_rate),
+        ))  # fmt: skip
+    return [PageTable(columns, rows)]
+
+
+def prompt_lengths(buckets: Sequence[LengthBucket]) -> list[PageTable]:
+    """Of each bucket its requests, and which part of them was served in time."""
+    if not buckets:
+        return []
+    columns = (
+        "prompt tokens", "requests", "answered", "rejected", "failed", "TTFT in time",
+        "TBT in time", "within both", "TTFT p90", "TBT p90",
+    )  # fmt: skip
+    rows = [
+        (
+            f"{b.tokens_from:,} to {b.tokens_to - 1:,}",
+            *(f"{count:,}" for count in (b.requests, b.answered, b.rejected, b.failed)),
+            *(_share(b.share(count)) for count in (b.first_in_time, b.fluent, b.within)),
+            _time(b.ttft_p90_s), _time(b.tbt_p90_s),
         )
-    return found
+        for b in buckets
+    ]  # fmt: skip
+    caption = "Shares are of all requests sent with prompts of this length."
+    return [PageTable(columns, rows, caption=caption)]
+
+
+def phases(found: Sequence[PhaseSpread]) -> list[PageTable]:
+    if not found:
+        return []
+    columns = ("phase", "share", "total", "mean", "p50", "p90", "p99", "max")
+    rows = [
+        (row.name, f"{row.share:.1%}", duration(row.total_s), *_of_spread(row.spread))
+        for row in found
+    ]
+    caption = (
+        f"Of {found[0].spread.count:,} requests. Share and total: of all the time that these "
+        "requests took, from sending to the last token. The percentiles are of each phase alone, "
+        "so that a column does not add up."
+    )
+    return [PageTable(columns, rows, title="Phases in numbers", caption=caption)]
+
+
+def _of_spread(spread: Spread) -> list[str]:
+    return [duration(v) for v in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)]
+
+
+def _time(seconds: float | None) -> str:
+    return NOTHING if seconds is None else duration(seconds)
+
+
+def _share(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.1%}"
 
 
 def by_workload(recording: Recording, field: str) -> dict[str, list[float]]:
@@ -95,52 +143,74 @@ def values_of(records: Sequence[RequestRecord], field: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def unserved(records: Sequence[RequestRecord]) -> list[UnservedKind]:
+def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
     """Failures first, then the most frequent."""
     parts: dict[tuple[str, str], list[RequestRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.finished_s):
         if record.outcome in (REJECTED, FAILED):
             parts[record.outcome, record.kind].append(record)
-    found = []
-    for (outcome, kind), part in parts.items():
+    if not parts:
+        return []
+    columns = (
+        "outcome", "kind", "requests", "of all", "first at", "told to retry after (median)",
+        "first message",
+    )  # fmt: skip
+    order = sorted(
+        parts.items(), key=lambda item: (item[0][0] != FAILED, -len(item[1]), item[0][1])
+    )
+    rows = []
+    for (outcome, kind), part in order:
         waits_s = [r.retry_after_s for r in part if r.retry_after_s is not None]
-        found.append(
-            UnservedKind(
-                outcome=outcome,
-                kind=kind or "unnamed",
-                requests=len(part),
-                share=len(part) / len(records),
-                first_s=part[0].finished_s,
-                retry_after=duration(statistics.median(waits_s)) if waits_s else "",
-                message=cut(part[0].message, MESSAGE_CHARACTERS_MAX),
-            )
-        )
-    return sorted(found, key=lambda row: (row.outcome != FAILED, -row.requests, row.kind))
+        rows.append((
+            outcome, kind or "unnamed", f"{len(part):,}", _share(len(part) / len(records)),
+            duration(part[0].finished_s),
+            duration(statistics.median(waits_s)) if waits_s else NOTHING,
+            cut(part[0].message, MESSAGE_CHARACTERS_MAX),
+        ))  # fmt: skip
+    return [PageTable(columns, rows, left=(0, 1, 6))]
 
 
-def slowest(records: Sequence[RequestRecord]) -> list[SlowRequest]:
+def slowest(records: Sequence[RequestRecord]) -> list[PageTable]:
     """By TTFT; requests without a first token have none."""
     answered = [r for r in records if r.outcome == COMPLETED and r.ttft_s is not None]
     answered.sort(key=lambda record: -(record.ttft_s or 0.0))
-    return [_slow(record) for record in answered[:SLOWEST_MAX]]
-
-
-def _slow(record: RequestRecord) -> SlowRequest:
-    phases = phases_of(record)
-    longest = ""
-    if phases is not None:
-        name, value_s = max(phases.all.items(), key=lambda item: item[1])
-        longest = f"{name} {duration(value_s)}"
-    decision = record.decision or {}
-    workers = [str(decision[role]) for role in ("prefill", "decode") if decision.get(role)]
-    text = json.dumps(decision, indent=1, ensure_ascii=False, default=str) if decision else ""
-    return SlowRequest(
-        record=record,
-        predicted_s=predicted_ttft_s(record),
-        workers=cut(" → ".join(workers), 80),
-        longest=longest,
-        decision=cut(text, DECISION_CHARACTERS_MAX),
+    if not answered:
+        return []
+    columns = (
+        "request", "sent at", "prompt", "cached", "answer", "TTFT", "predicted", "TBT", "whole",
+        "longest phase", "prefill → decode",
+    )  # fmt: skip
+    caption = (
+        'Prompt, cached and answer in tokens. "sent at" counts from the begin of the run. A click '
+        "on the workers shows the conductor's decision."
     )
+    rows = [_slow(record) for record in answered[:SLOWEST_MAX]]
+    return [PageTable(columns, rows, caption=caption, left=(0, 9, 10), is_dense=True)]
+
+
+def _slow(record: RequestRecord) -> list[str | FoldedText]:
+    found = phases_of(record)
+    longest = NOTHING
+    if found is not None:
+        name, value_s = max(found.all.items(), key=lambda item: item[1])
+        longest = f"{name} {duration(value_s)}"
+    cached = NOTHING if record.cached_tokens is None else f"{record.cached_tokens:,}"
+    return [
+        f"{record.request_id} {record.workload}".rstrip(), duration(record.sent_s),
+        f"{record.prompt_tokens:,}", cached, f"{record.tokens:,}", _time(record.ttft_s),
+        _time(predicted_ttft_s(record)), _time(record.tbt_s), duration(record.latency_s), longest,
+        _decision(record),
+    ]  # fmt: skip
+
+
+def _decision(record: RequestRecord) -> str | FoldedText:
+    decision = record.decision
+    if not decision:
+        return "not asked"
+    workers = [str(decision[role]) for role in ("prefill", "decode") if decision.get(role)]
+    text = json.dumps(decision, indent=1, ensure_ascii=False, default=str)
+    summary = cut(" → ".join(workers), 80) or "decision"
+    return FoldedText(summary, cut(text, DECISION_CHARACTERS_MAX))
 
 
 def cut(text: str, characters_max: int) -> str:

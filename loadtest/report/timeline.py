@@ -33,6 +33,7 @@ ROUND_S = (
     3_600.0,
 )  # fmt: skip
 IN_FLIGHT_POINTS_MAX = 300
+SPREAD_POINTS_MAX = 32  # of the tokens of a compact record
 
 WAITING = "mooncake_requests_waiting"
 RUNNING = "mooncake_requests_running"
@@ -62,13 +63,15 @@ class Bins:
         """How many fall into each bin; what lies outside the run counts to its first or last."""
         return np.bincount(self._positions(times_s), minlength=self.count).astype(float)
 
-    def sums(self, times_s: Sequence[float], values: Sequence[float]) -> Numbers:
+    def sums(
+        self, times_s: Sequence[float] | Numbers, values: Sequence[float] | Numbers
+    ) -> Numbers:
         return np.bincount(self._positions(times_s), weights=values, minlength=self.count)
 
     def per_second(self, times_s: Sequence[float]) -> Numbers:
         return self.counts(times_s) / np.diff(self.edges_s)
 
-    def _positions(self, times_s: Sequence[float]) -> npt.NDArray[np.int64]:
+    def _positions(self, times_s: Sequence[float] | Numbers) -> npt.NDArray[np.int64]:
         inner = self.edges_s[1:-1]
         return np.searchsorted(inner, np.asarray(times_s, dtype=float), side="right")
 
@@ -104,8 +107,21 @@ def per_second(records: Sequence[RequestRecord], bins: Bins) -> dict[str, Number
 
 
 def tokens_per_second(records: Sequence[RequestRecord], bins: Bins) -> Numbers:
-    """Generated tokens that reached a client, also those of answers that broke off later."""
-    return bins.per_second([s for record in records for s in record.token_times_s])
+    """Generated tokens that reached a client, also those of answers that broke off later.
+
+    Of a compact record they are spread evenly from its first to its last.
+    """
+    whole = [r for r in records if r.generated_tokens is None]
+    times_s = [np.asarray([s for record in whole for s in record.token_times_s])]
+    weights = [np.ones(len(times_s[0]))]
+    for record in records:
+        if record.generated_tokens and record.token_times_s:
+            points = min(record.generated_tokens, SPREAD_POINTS_MAX)
+            ends_s = record.token_times_s[0], record.token_times_s[-1]
+            times_s.append(np.linspace(*ends_s, points))
+            weights.append(np.full(points, record.generated_tokens / points))
+    sums = bins.sums(np.concatenate(times_s), np.concatenate(weights))
+    return sums / np.diff(bins.edges_s)
 
 
 def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,6 +56,9 @@ class RequestRecord:
     finish_reason: str = ""
     decision: Mapping[str, object] | None = None
     workload: str = ""  # which of a mix: "chat", "burst", ...
+    # Of a record that keeps only its first and its last token (`compact`, and simulated ones):
+    generated_tokens: int | None = None  # how many there were; None: `token_times_s` has them all
+    longest_intervals_s: float | None = None  # its TBT
 
     @property
     def lag_s(self) -> float:
@@ -71,16 +74,34 @@ class RequestRecord:
 
     @property
     def tbt_s(self) -> float | None:
+        if self.generated_tokens is not None:
+            return self.longest_intervals_s
         return tbt_s(self.token_times_s)
+
+    @property
+    def tokens(self) -> int:
+        """That reached the client."""
+        return len(self.token_times_s) if self.generated_tokens is None else self.generated_tokens
+
+
+def compact(record: RequestRecord) -> RequestRecord:
+    """The same numbers without the times between the first token and the last."""
+    if record.generated_tokens is not None:
+        return record
+    return replace(
+        record, generated_tokens=record.tokens, longest_intervals_s=record.tbt_s,
+        token_times_s=(*record.token_times_s[:1], *record.token_times_s[1:][-1:]),
+    )  # fmt: skip
 
 
 def tbt_s(token_times_s: Sequence[float]) -> float | None:
     """Mean of the longest 10 % of the intervals (at least one); None with fewer than two tokens."""
-    intervals_s = sorted(np.diff(token_times_s), reverse=True)
-    if not intervals_s:
+    count = len(token_times_s) - 1
+    if count < 1:
         return None
-    longest = max(1, math.ceil(len(intervals_s) * TBT_LONGEST_SHARE))
-    return float(sum(intervals_s[:longest])) / longest
+    longest = max(1, math.ceil(count * TBT_LONGEST_SHARE))
+    intervals_s = np.diff(np.asarray(token_times_s, dtype=np.float64))
+    return float(np.partition(intervals_s, count - longest)[count - longest :].mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +118,7 @@ class Spread:
 
 def spread(values: Sequence[float | None]) -> Spread | None:
     """The spread of the values there are; None when there is none."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
     p50, p90, p99 = (float(p) for p in np.percentile(known, (50, 90, 99)))
@@ -139,7 +160,7 @@ def summarize(
     duration_s = run_duration_s(records)
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
     input_tokens = sum(record.prompt_tokens for record in done)
-    output_tokens = sum(len(record.token_times_s) for record in done)
+    output_tokens = sum(record.tokens for record in done)
     counted = [record for record in done if record.cached_tokens is not None]
     counted_tokens = sum(record.prompt_tokens for record in counted)
     cached = sum(record.cached_tokens or 0 for record in counted) if counted else None
@@ -164,7 +185,7 @@ def summarize(
         cached_over_ideal=_ratio(cached, ideal),
         hit_rate=_ratio(cached, counted_tokens),
         ideal_hit_rate=_ratio(ideal, counted_tokens),
-        short_outputs=sum(len(r.token_times_s) < r.output_tokens_asked for r in done),
+        short_outputs=sum(r.tokens < r.output_tokens_asked for r in done),
         errors_by_kind=_kinds(records, FAILED),
         rejections_by_reason=_kinds(records, REJECTED),
         sender_lag_s=lag,
@@ -195,11 +216,15 @@ class Slo:
     tbt_s: float | None = None
 
     def is_met(self, record: RequestRecord) -> bool:
+        return all(self.parts_met(record))
+
+    def parts_met(self, record: RequestRecord) -> tuple[bool, bool]:
+        """Whether it was answered and its first token was in time, and answered and fluent."""
         if record.outcome != COMPLETED or record.ttft_s is None:
-            return False
+            return False, False
+        tbt = record.tbt_s if self.tbt_s is not None else None
         is_first_in_time = self.ttft_s is None or record.ttft_s <= self.ttft_s
-        is_fluent = self.tbt_s is None or record.tbt_s is None or record.tbt_s <= self.tbt_s
-        return is_first_in_time and is_fluent
+        return is_first_in_time, tbt is None or self.tbt_s is None or tbt <= self.tbt_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.results.metrics import Goodput, RequestRecord, Slo, goodput
+from loadtest.results.metrics import Goodput, RequestRecord, Slo, compact, goodput
 
-FORMAT = 1
+FORMAT = 2  # 1: no record was compact
+READABLE = (1, 2)
+TOKENS_MAX = 2_000_000  # times of tokens in a page: what a reader waits a few seconds for
+EMBEDDED_RUN = "application/x-mooncake-recording"  # the type of what stands in a page
 EMBEDDED = re.compile(
-    rb'<script type="application/x-mooncake-recording">\s*([A-Za-z0-9+/=]+)\s*</script>'
+    rb'<script type="' + EMBEDDED_RUN.encode() + rb'">\s*([A-Za-z0-9+/=]+)\s*</script>'
 )
 Setting = str | int | float | bool | None
 
@@ -54,9 +57,13 @@ class Recording(msgspec.Struct):
 
 def goodput_of(recording: Recording) -> Goodput | None:
     """None when no service level was set."""
-    if recording.slo is None and not recording.slo_by_workload:
+    if not has_levels(recording):
         return None
     return goodput(recording.requests, recording.slo or Slo(), recording.slo_by_workload)
+
+
+def has_levels(recording: Recording) -> bool:
+    return recording.slo is not None or bool(recording.slo_by_workload)
 
 
 class RecordingError(Exception):
@@ -64,8 +71,11 @@ class RecordingError(Exception):
 
 
 def slim(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Without the token ids, which no report shows and which are most of the bytes."""
-    return [dataclasses.replace(record, output_ids=()) for record in records]
+    """Without the token ids, which no report shows and which are most of the bytes; of a run with
+    very many tokens, each request's first and last time only."""
+    is_large = sum(len(record.token_times_s) for record in records) > TOKENS_MAX
+    kept = (compact(record) for record in records) if is_large else records
+    return [dataclasses.replace(record, output_ids=()) for record in kept]
 
 
 def to_bytes(recording: Recording) -> bytes:
@@ -78,8 +88,8 @@ def from_bytes(data: bytes) -> Recording:
     try:
         text = gzip.decompress(base64.b64decode(data, validate=True))
         found = msgspec.json.decode(text, type=_Header)
-        if found.format != FORMAT:
-            raise RecordingError(f"its format is {found.format}, this version reads {FORMAT}")
+        if found.format not in READABLE:
+            raise RecordingError(f"its format is {found.format}, this version reads {READABLE}")
         return msgspec.json.decode(text, type=Recording)
     except (ValueError, OSError, EOFError, msgspec.MsgspecError) as error:
         raise RecordingError(f"not a recording: {error}") from None

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.harness.result import Result
-from loadtest.report.page import rendered
+from loadtest.harness.result import Cell, Result, rows_alike, shown
+from loadtest.report.page import NOTHING, PageTable, ReportPage, Section, write_page
+from loadtest.report.pictures.style import Picture
+from loadtest.results.tables import duration
 from loadtest.simulator.experiments import constants
 from loadtest.simulator.experiments.paper.reasons import PAPER_SAYS, WHY_APART
+
+ABOUT = (
+    "The real conductor, directory, eviction and batching on a virtual clock; models only for the "
+    "seconds of GPUs and networks. One set of constants for all of it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,50 @@ class BookChapter:
 
 def write_book(path: Path, chapters: Sequence[BookChapter]) -> None:
     """OSError when `path` cannot be written."""
-    page = rendered("book.html", chapters=chapters, constants=constants.stated())
-    path.write_text(page, encoding="utf-8")
+    write_page(
+        ReportPage(
+            "The papers' figures, simulated",
+            [_targets(chapters), *map(_chapter, chapters)],
+            lead=[ABOUT],
+            settings=constants.stated(),
+            settings_heading="Constants of every experiment",
+        ),
+        path,
+    )
+
+
+def _targets(chapters: Sequence[BookChapter]) -> Section:
+    columns = ("experiment", "the paper", "what is counted", "ours", "goal", "met",
+               "why they differ")  # fmt: skip
+    rows = []
+    for chapter in chapters:
+        for number, target in enumerate(chapter.result.targets):
+            first = (chapter.result.name, chapter.paper) if not number else ("", "")
+            met = {True: "yes", False: "no", None: "not run"}[target.is_met]
+            value = NOTHING if target.value is None else str(target.value)
+            rows.append((
+                *first, target.name, value, f"{target.op} {target.goal}",
+                f"{met} {target.why}".rstrip(), "" if number else chapter.why,
+            ))  # fmt: skip
+    table = PageTable(columns, rows, left=(0, 1, 2, 5, 6))
+    return Section("Paper, ours, and why they differ", tables=[table])
+
+
+def _chapter(chapter: BookChapter) -> Section:
+    result = chapter.result
+    took = duration(result.seconds)
+    if result.shortened:
+        took += f"; shortened: {result.shortened}"
+    tables = [_rows(rows) for rows in rows_alike(result.rows)]
+    pictures = [Picture(result.name, took, svg=chapter.svg)] if chapter.svg else []
+    return Section(result.name, pictures, tables, [chapter.why or took])
+
+
+def _rows(rows: Sequence[Mapping[str, Cell]]) -> PageTable:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    words = [n for n, name in enumerate(columns) if any(isinstance(r.get(name), str) for r in rows)]
+    cells = [[shown(row.get(column)) for column in columns] for row in rows]
+    return PageTable(columns, cells, left=words, is_dense=True)
 
 
 def svg_of(save: Callable[[Path], None]) -> str:

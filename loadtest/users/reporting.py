@@ -73,7 +73,7 @@ class EndedRun:
         return verdict.is_passed and is_reported
 
     def _write(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> bool:
-        from loadtest.report.page import write_report  # draws: loads matplotlib
+        from loadtest.report.run_page import write_report  # draws: loads matplotlib
 
         path = self.run.settings.report
         assert path is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.report import timeline
-from loadtest.report.phases import measured
+from loadtest.results.phases import measured
 from loadtest.results.metrics import summarize
 from loadtest.results.recording import read_report
 from tests.e2e.server import Server, wait_until

@@ -1,6 +1,6 @@
 """How long requests took: TTFT and TBT over requests, as predicted, and phase by phase.
 
-Distributions are cumulative shares on a logarithmic axis; where the time went (report/phases.py)
+Distributions are cumulative shares on a logarithmic axis; where the time went (results/phases.py)
 are stacked bars.
 """
 
@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.report.phases import Phases, by_ttft, mean_of, predicted_ttft_s
 from loadtest.report.pictures.style import (
     MANY,
     NAMED,
@@ -27,6 +26,7 @@ from loadtest.report.pictures.style import (
     seconds_scale,
 )
 from loadtest.results.metrics import COMPLETED, RequestRecord, spread
+from loadtest.results.phases import Phases, by_ttft, mean_of, predicted_ttft_s
 from loadtest.results.tables import duration
 
 POINTS_MAX = 400  # of a curve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backends.cli import main
-from loadtest.report.page import write_report
+from loadtest.report.run_page import write_report
 from loadtest.results.recording import read_report
 from tests.loadtest.report.runs import answered, full, recording
 
@@ -51,7 +51,7 @@ def test_two_runs_are_compared_on_the_terminal_as_a_page_and_as_json(files, caps
     assert found["ratio"]["ttft_p50_s"] == pytest.approx(0.5)
     assert found["difference"]["ttft_p50_s"] == pytest.approx(-0.25)
     html = page.read_text()
-    assert "TTFT p50" in html and html.count("<svg") == 4
+    assert "TTFT p50" in html and html.count("<svg") == 5
     assert status_of(str(page)) == 1  # a comparison is no run
     assert "no report of a run" in capsys.readouterr().err
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from loadtest.report import page as pages
-from loadtest.report.page import write_report
-from loadtest.report.pictures.refusals import by_prompt_length
+from loadtest.report import run_page as pages
+from loadtest.report.page import rendered
+from loadtest.report.pictures import lengths
+from loadtest.report.run_page import write_report
+from loadtest.results.lengths import by_length
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, Slo
 from loadtest.results.recording import Recording, RecordingError, Sample, read_report, to_bytes
 from tests.loadtest.report.runs import DECISION, answered, full, recording, sample, unserved
@@ -75,7 +77,7 @@ def page(html: str) -> Page:
 
 
 def page_of(run: Recording) -> str:
-    return pages.page_of(run, to_bytes(run).decode())
+    return rendered(pages.page_of(run, to_bytes(run).decode()))
 
 
 def words(page: Page) -> str:
@@ -106,7 +108,7 @@ def test_a_file_that_is_no_report_is_refused_with_its_path(tmp_path: Path) -> No
 def test_a_run_is_not_lost_when_its_pictures_cannot_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(run: Recording) -> list:
+    def broken(*_: object) -> list:
         raise ZeroDivisionError
 
     monkeypatch.setattr(pages, "sections", broken)
@@ -118,7 +120,7 @@ def test_a_run_is_not_lost_when_its_pictures_cannot_be_drawn(
 
 def test_everything_that_was_measured_is_on_the_page(page: Page) -> None:
     text = words(page)
-    assert len(page.alts) == 11 and all(page.alts)
+    assert len(page.alts) == 12 and all(page.alts)
     assert "Not measured" not in text and "not measured" not in text
     for expected in (
         "TTFT", "TBT", "Requests over time", "Cache hits over time", "Prefill workers",
@@ -275,7 +277,7 @@ def test_a_number_that_is_none_is_never_shown(tmp_path: Path) -> None:
 
 def test_drawing_leaves_no_trace_in_matplotlib() -> None:
     before = dict(matplotlib.rcParams)
-    assert by_prompt_length(full().requests).svg
+    assert lengths.outcomes(by_length(full())).svg
     assert dict(matplotlib.rcParams) == before
     code = "import sys; import loadtest.report.page\nprint('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from loadtest.report.phases import PHASES, mean_of, measured
 from loadtest.results.metrics import Spread, Summary, summarize
+from loadtest.results.phases import PHASES, mean_of, measured
 from loadtest.results.recording import Recording, Setting, goodput_of
 from loadtest.results.tables import duration, lag_s
 
@@ -52,6 +52,10 @@ def shown(value: float | None, unit: str) -> str:
         return f"{value:.1%}"
     if unit == "count":
         return f"{value:,.0f}"
+    return rate_text(value)
+
+
+def rate_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.report.phases import PHASES, by_ttft, mean_of, measured, phases_of, predicted_ttft_s
 from loadtest.results.metrics import REJECTED
+from loadtest.results.phases import PHASES, by_ttft, mean_of, measured, phases_of, predicted_ttft_s
 from tests.loadtest.report.runs import DECISION, answered, unserved
 
 

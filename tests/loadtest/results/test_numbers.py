@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.report.numbers import Compared, compare, differing, numbers
 from loadtest.results.metrics import REJECTED, Slo
+from loadtest.results.numbers import Compared, compare, differing, numbers
 from tests.loadtest.report.runs import answered, full, recording, unserved
 
 
