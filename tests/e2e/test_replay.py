@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.report import timeline
-from loadtest.results.phases import measured
 from loadtest.results.metrics import summarize
+from loadtest.results.phases import measured
 from loadtest.results.recording import read_report
 from tests.e2e.server import Server, wait_until
 
