@@ -1,6 +1,6 @@
 """Two runs side by side: what was asked of them, every number, both curves in one picture.
 
-Not here: how a page is made (page.py); more than two runs (sweep.py).
+Not here: how a page is made (page.py).
 """
 
 from __future__ import annotations

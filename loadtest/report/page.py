@@ -4,7 +4,7 @@ One template for all. Nothing is loaded from anywhere and no script runs; the pa
 it, because it shows messages and names that came from a server. What a page was made of stands
 inside it (`embedded`), for `mooncake report`.
 
-Not here: what is on a page (run_page.py, comparison.py, sweep.py, ...), how a picture is drawn
+Not here: what is on a page (run_page.py, comparison.py), how a picture is drawn
 (pictures/), how a page looks (templates/).
 """
 
