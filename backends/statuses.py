@@ -11,6 +11,7 @@ words and a code for machines. Pure.
 | `forbidden`; a tenant that the key does not stand for | 403 | `permission_error` |
 | a path or a model that is not there | 404 | `not_found_error` |
 | a method that the path does not have | 405 | `invalid_request_error` |
+| a request that comes too slowly | 408 | `invalid_request_error` |
 | too large a body | 413 | `invalid_request_error` |
 | every other `rejected` | 429, with `Retry-After` | `rate_limit_error` |
 | `cancelled` by somebody else than the client | 499 | `cancelled_error` |
@@ -47,6 +48,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",

@@ -17,7 +17,7 @@ import secrets
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from backends.gateway import fields
 from backends.gateway.doors import BODY_BYTES_MAX, Doors
-from backends.gateway.events import OBJECTS, AnswerFacts
+from backends.gateway.events import OBJECTS, AnswerFacts, refusal_response
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
 from backends.gateway.gateway_counts import GatewayCounts
@@ -40,7 +40,6 @@ from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
 from backends.gateway.logprobs import LogprobsWriter
 from backends.gateway.prompts import read_tokenize
-from backends.gateway.refusals import refusal_response
 from backends.gateway.tokenizing import Tokenizing
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys, ApiTenant, tenant_parameters
@@ -145,7 +144,7 @@ class Gateway:
                 logprobs = LogprobsWriter(route, words)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
-            call = self.calls.start(infer_request(asked, answer_id), route)
+            call = self.calls.start(infer_request(asked, answer_id), asked.names)
             facts = AnswerFacts(route, answer_id, int(time.time()), served.name)
             return GenerationResponse(
                 call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts,
@@ -216,8 +215,11 @@ class Gateway:
 
     async def _refused(self, request: Request, refusal: Exception) -> Response:
         assert isinstance(refusal, HttpRefusal)
+        return self._refusal(refusal)
+
+    def _refusal(self, refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
         self.counts.refused(refusal.code)
-        return refusal_response(refusal)
+        return refusal_response(refusal, more)
 
     async def _left(self, request: Request, _: Exception) -> Response:
         """Before its body was there. Nobody reads the answer."""
@@ -228,7 +230,8 @@ class Gateway:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             what = f"{request.url.path} does not take {request.method}"
-            return await self._refused(request, HttpRefusal(405, "method_not_allowed", what))
+            refusal = HttpRefusal(405, "method_not_allowed", what)
+            return self._refusal(refusal, error.headers)  # which has Allow
         what = f"there is nothing at {fields.shown(request.url.path)}"
         return await self._refused(request, HttpRefusal(404, "path_not_found", what))
 

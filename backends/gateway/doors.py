@@ -14,8 +14,8 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from backends.gateway.events import refusal_response
 from backends.gateway.gateway_counts import GatewayCounts
-from backends.gateway.refusals import refusal_response
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys
 
@@ -25,6 +25,13 @@ REQUEST_ID_HEADER = b"x-request-id"
 # Asked by load balancers and probes, which have no key, and while the process drains.
 OPEN_PATHS = {"/health", "/ready"}
 OTHER_PATH = "other"
+# A proxy before us might believe the other one: whose request it is, and where it ends.
+SAID_ONCE = (b"authorization", b"content-length", b"transfer-encoding", b"host")
+AMBIGUOUS = (
+    "the request says twice who asks or how long it is; send one Authorization, and either "
+    "Content-Length or Transfer-Encoding"
+)
+CLOSE = {"Connection": "close"}
 NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
 
 
@@ -46,6 +53,8 @@ class Doors:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if scope["method"] == "HEAD":  # as GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         request_id = headers.get(REQUEST_ID_HEADER, b"")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
@@ -66,7 +75,8 @@ class Doors:
         try:
             if (refusal := self._refusal(scope, headers)) is not None:
                 counts.refused(refusal.code)
-                await refusal_response(refusal)(scope, receive, send_and_count)
+                ends = CLOSE if refusal.status == 400 else None
+                await refusal_response(refusal, ends)(scope, receive, send_and_count)
                 return
             await self._app(scope, self._limited(receive), send_and_count)
         finally:
@@ -74,6 +84,12 @@ class Doors:
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpRefusal | None:
         scope["tenant"] = None
+        if len(headers) != len(scope["headers"]):
+            given = [name for name, _ in scope["headers"]]
+            if any(given.count(name) > 1 for name in SAID_ONCE):
+                return HttpRefusal(400, "invalid_request", AMBIGUOUS)
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            return HttpRefusal(400, "invalid_request", AMBIGUOUS)
         if scope["path"] in OPEN_PATHS:
             return None
         if self._keys is not None:

@@ -1,4 +1,4 @@
-"""What a client is sent of an answer: server-sent events, or one object. Pure.
+"""What a client is sent: an answer as server-sent events or as one object, or a refusal. Pure.
 
 A stream costs one event a token, so what does not change of it is written once and an event is put
 together from bytes. The last one with text says how the answer ended; then the counts, where the
@@ -6,15 +6,18 @@ client wants them, and `[DONE]`.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 
-Not here: reading the conductor's responses (frontend_calls.py), sending (generation.py).
+Not here: reading the conductor's responses (frontend_calls.py), sending (generation.py), which
+status a refusal has (backends/statuses.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from starlette.responses import Response
 
 from backends.gateway.fields import CHAT
 from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs, joined
@@ -115,6 +118,16 @@ class EventStream:
             return DONE
         counts = encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
         return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
+
+
+def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
+    """In OpenAI's shape. `more` headers than its status wants."""
+    headers = dict(more or {})
+    if refusal.retry_after_s:
+        headers["Retry-After"] = str(refusal.retry_after_s)
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(encode(refusal.body()), refusal.status, headers, "application/json")
 
 
 def error_event(refusal: HttpRefusal) -> bytes:

@@ -11,6 +11,7 @@ Not here: the prompt (prompts.py), the message to the conductor (infer_request.p
 from __future__ import annotations
 
 import difflib
+import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from backends.statuses import HttpRefusal
 
 INT32 = 2**31
 SHOWN_CHARACTERS_MAX = 40
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 4
+_BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX  # what is longer loses its middle
+_BRIEF.maxlist = _BRIEF.maxdict = SHOWN_CHARACTERS_MAX
 CHAT, COMPLETION = "chat", "completion"
 BOTH = (CHAT, COMPLETION)
 
@@ -255,8 +260,8 @@ def bad_field(
 
 
 def shown(value: object) -> str:
-    """Short enough for an error message."""
-    text = repr(value)
+    """Short enough for an error message, however long or deep the value is."""
+    text = _BRIEF.repr(value)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
 

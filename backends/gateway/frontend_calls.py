@@ -18,7 +18,6 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.gateway.events import AnswerPiece
-from backends.gateway.fields import COMPLETION
 from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
@@ -29,9 +28,11 @@ OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
+    ("grpc.enable_http_proxy", 0),  # the frontend is near, whatever http_proxy says
     ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
 ]
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
+END_S_MAX = 5.0  # that the conductor may keep a call open behind the last piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,11 @@ class FrontendCalls:
         for channel in self._channels:
             await channel.close()
 
-    def start(self, message: service_pb2.ModelInferRequest, route: str) -> FrontendCall:
-        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), route)
+    def start(
+        self, message: service_pb2.ModelInferRequest, names: Mapping[str, str]
+    ) -> FrontendCall:
+        """`names`: of fields that this request names in a way of its own, by tensor."""
+        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -90,8 +94,8 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iterating over it raises HttpRefusal for an error."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, route: str) -> None:
-        self._call, self._route = call, route
+    def __init__(self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str]) -> None:
+        self._call, self._names = call, names
         self.is_left = False
 
     def leave(self) -> None:
@@ -100,18 +104,20 @@ class FrontendCall:
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
-        """Until the conductor has closed it, which it does behind the last piece; what fails behind
-        that fails nobody. asyncio's own CancelledError after `leave`."""
-        is_finished = False
+        """Until the conductor has closed it, which it does soon behind the last piece; what fails
+        behind that fails nobody. asyncio's own CancelledError after `leave`."""
+        is_finished, end = False, None
         try:
             async for response in self._call:
                 if is_finished:
                     continue
                 if response.error_message:
-                    raise refusal_of(response.error_message, self._route)
+                    raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
-                    is_finished = bool(found.finish_reason)
+                    if found.finish_reason:
+                        is_finished = True
+                        end = asyncio.get_running_loop().call_later(END_S_MAX, self.leave)
                     yield found
         except grpc.RpcError as error:
             if not is_finished:
@@ -120,6 +126,8 @@ class FrontendCall:
             if not (is_finished and self.is_left):
                 raise
         finally:
+            if end is not None:
+                end.cancel()
             self._call.cancel()  # of one that has ended: nothing
         if not is_finished:
             raise unavailable("the frontend ended the answer before its end; ask again")
@@ -154,18 +162,17 @@ def _integer(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def refusal_of(message: str, route: str) -> HttpRefusal:
-    """With the name of OpenAI's field in place of the conductor's tensor."""
+def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
+    """With the name of the client's field in place of the conductor's tensor."""
     refusal = of_message(message)
     if refusal.status != 400:
         return refusal
     words = refusal.message.removeprefix("parameter ")
     length = next((at for at, character in enumerate(words) if character in " :,["), len(words))
-    name = NAME_OF_TENSOR.get(words[:length])
+    tensor = words[:length]
+    name = names.get(tensor) or NAME_OF_TENSOR.get(tensor)
     if name is None:
         return refusal
-    if name == "top_logprobs" and route == COMPLETION:
-        name = "logprobs"  # which says there how many
     said = f"{name}{words[length:]}"
     return HttpRefusal(400, refusal.code, said, name)
 

@@ -16,11 +16,17 @@ import logging
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from backends.gateway.events import AnswerFacts, AnswerPiece, EventStream, error_event, whole
+from backends.gateway.events import (
+    AnswerFacts,
+    AnswerPiece,
+    EventStream,
+    error_event,
+    refusal_response,
+    whole,
+)
 from backends.gateway.frontend_calls import FrontendCall
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.logprobs import LogprobsWriter
-from backends.gateway.refusals import refusal_response
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
@@ -91,11 +97,16 @@ class GenerationResponse(Response):
             if not self._is_begun:
                 body = await self._begin(events, send) + body
             count()
-            if piece.finish_reason and self._leaving is not None:
-                self._leaving.cancel()  # the end of the response is none of the connection
+            if piece.finish_reason:
+                self._end_watch()
             await send({
                 "type": "http.response.body", "body": body, "more_body": not piece.finish_reason
             })  # fmt: skip
+
+    def _end_watch(self) -> None:
+        """The end of the response is none of the connection."""
+        if self._leaving is not None:
+            self._leaving.cancel()
 
     async def _begin(self, events: EventStream, send: Send) -> bytes:
         self._is_begun = True
@@ -103,10 +114,15 @@ class GenerationResponse(Response):
         return events.opening()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces: list[AnswerPiece] = [piece async for piece in self._call]
-        self._counts.message()
-        body = whole(self._facts, pieces, self._logprobs)
-        await Response(body, media_type="application/json")(scope, receive, send)
+        pieces: list[AnswerPiece] = []
+        async for piece in self._call:
+            pieces.append(piece)
+            if piece.finish_reason:  # the client need not wait for the end of the call
+                self._end_watch()
+                self._counts.message()
+                body = whole(self._facts, pieces, self._logprobs)
+                self._is_begun = True
+                await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _refuse(
         self, refusal: HttpRefusal, scope: Scope, receive: Receive, send: Send

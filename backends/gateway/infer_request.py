@@ -18,7 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from backends.gateway import prompts
-from backends.gateway.fields import CHAT, FIELDS, bad_field, read
+from backends.gateway.fields import CHAT, COMPLETION, FIELDS, bad_field, read
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's, where a request names none
@@ -48,6 +48,8 @@ class GatewayRequest:
     timeout_s: float  # 0: none of its own
     inputs: Mapping[str, Any]  # of the conductor, by tensor
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
+    # Of the fields that this request names otherwise than NAME_OF_TENSOR does.
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -72,11 +74,14 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
         inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
     inputs |= {each.tensor: said[each.name] for each in FIELDS
                if each.tensor and each.name in said}  # fmt: skip
+    names = {"top_logprobs": "logprobs"} if route == COMPLETION else {}  # which says how many
     if (newer := said.get("max_completion_tokens")) is not None:
         if inputs.get("max_tokens", newer) != newer:
             what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"
             raise bad_field("max_completion_tokens", f"{what}; they mean the same, send one")
         inputs["max_tokens"] = newer
+        if "max_tokens" not in said:
+            names["max_tokens"] = "max_completion_tokens"
     if inputs.get("top_k") == -1:  # vLLM's word for all
         inputs["top_k"] = 0
     if not inputs.get("stop_words", True):
@@ -103,7 +108,7 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     return GatewayRequest(
         route=route, model=said.get("model", ""), is_stream=is_stream,
         includes_usage=options.get("include_usage", False), timeout_s=timeout_s,
-        inputs=inputs, parameters=parameters,
+        inputs=inputs, parameters=parameters, names=names,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ At SIGTERM (or SIGINT) `/ready` says 503 at once, new requests are refused, and 
 on to its end, for `drain_s_max` at most; then the process ends. Several processes may listen on
 one port, and the kernel gives each some of the connections.
 
-Not here: routes (app.py), who starts the processes (backends/launcher).
+Not here: routes (app.py), one connection (connections.py), who starts the processes
+(backends/launcher).
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import resource
 import socket
 import ssl
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from backends.gateway.app import Gateway
+from backends.gateway.connections import (
+    CONNECTIONS_MAX,
+    KEEP_ALIVE_S,
+    BoundedConnection,
+    probe_clients,
+)
+from mooncake_store.keys.folder import LiveFiles
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # clients keep connections between requests
 POLL_S = 0.05
 CUT_OFF_S = 1  # what still streams when draining takes too long
 
@@ -74,9 +83,18 @@ def listening_socket(listening: Listening) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if listening.is_shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    probe_clients(listener)
     listener.bind((listening.host, listening.port))
     listener.set_inheritable(True)
     return listener
+
+
+def allow_descriptors(wanted: int) -> None:
+    """Many systems start a process with 1,024, which fewer connections than are allowed use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 async def answer_own_page(
@@ -92,17 +110,36 @@ async def answer_own_page(
     writer.close()
 
 
+def tls_context(listening: Listening) -> ssl.SSLContext:
+    """A certificate that is renewed on disk is shown to the next client; one that cannot be used,
+    or not yet, leaves the last one in place."""
+
+    def read() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(listening.certificate, listening.private_key)
+        return context
+
+    context = read()  # with its own words
+    live = LiveFiles([Path(listening.certificate), Path(listening.private_key)], read)
+
+    def newest(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = live.get()
+
+    context.sni_callback = newest  # is called for a client that names no host, too
+    return context
+
+
 def draining_server(gateway: Gateway, listening: Listening, drain_s_max: float) -> DrainingServer:
     config = uvicorn.Config(
-        gateway.app, log_level="warning", access_log=False, server_header=False, lifespan="on",
+        gateway.app, log_level="error", access_log=False, server_header=False, lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CUT_OFF_S, backlog=BACKLOG,
         ws="none", proxy_headers=False,
-        ssl_certfile=listening.certificate or None, ssl_keyfile=listening.private_key or None,
+        http=functools.partial(BoundedConnection, gateway.counts),  # type: ignore[arg-type]
     )  # fmt: skip
+    config.load()
     if listening.certificate:
-        config.load()
-        assert config.ssl is not None
-        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+        config.ssl = tls_context(listening)
     return DrainingServer(config, gateway, drain_s_max)
 
 
@@ -110,6 +147,7 @@ def serve(
     gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
 ) -> None:
     """Until it is asked to end. `own_metrics_port`: on loopback, for the launcher; 0: none."""
+    allow_descriptors(2 * CONNECTIONS_MAX)
     listener = listening_socket(listening)
     server = draining_server(gateway, listening, drain_s_max)
     scheme = "https" if listening.certificate else "http"

@@ -114,21 +114,24 @@ def revoke(
         typer.Argument(help="a key's id, as `list` shows it, or the key itself; or a tenant: all"),
     ],
 ) -> None:
-    """Take a key back, or all keys of a tenant and the tenant itself."""
+    """Take a key back, or all keys of a tenant and the tenant itself. A key that was given is not
+    shown: terminals and logs keep what they are told."""
     with _refusals(), tenants_file.sole_writer(file):
         content = tenants_file.read(file)
         if key in content.tenants:
             gone = [each for each in content.keys if each.tenant == key]
             del content.tenants[key]
+            whose = key
         else:
             gone = [each for each in content.keys if is_named(each, key)]
             if not gone:
-                raise TenantsInvalid(f"{file} has no tenant and no key {key!r}")
+                raise TenantsInvalid(f"{file} has no tenant and no key of that name")
             if len(gone) > 1:
                 raise TenantsInvalid(f"{len(gone)} keys begin with {key}: write more of it")
+            whose = f"{gone[0].tenant} ({gone[0].key_id})"
         content.keys = [each for each in content.keys if each not in gone]
         tenants_file.write(file, content)
-    typer.echo(f"revoked {len(gone)} key{'s' * (len(gone) != 1)} of {key}")
+    typer.echo(f"revoked {len(gone)} key{'s' * (len(gone) != 1)} of {whose}")
 
 
 def is_named(entry: KeyEntry, said: str) -> bool:

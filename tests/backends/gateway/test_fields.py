@@ -259,7 +259,7 @@ def test_neutral_values_of_unsupported_fields_ask_for_nothing() -> None:
 def test_the_conductors_words_name_openais_field(
     said: str, param: str | None, message: str
 ) -> None:
-    refusal = refusal_of(f"invalid_request: {said}", CHAT)
+    refusal = refusal_of(f"invalid_request: {said}", {})
     assert (refusal.status, refusal.param, refusal.message) == (400, param, message)
 
 

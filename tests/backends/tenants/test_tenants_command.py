@@ -107,3 +107,12 @@ def test_what_names_nothing_or_too_much_revokes_nothing(path: Path) -> None:
     path.chmod(0o644)
     status, output = run("add", path, "acme")
     assert status == 1 and "chmod 600" in output
+
+
+def test_a_key_that_is_said_to_be_revoked_is_not_shown(path: Path) -> None:
+    key = added(path, "acme")
+    status, output = run("revoke", path, "mk-mistyped" + key)
+    assert status == 1 and key not in output
+    key_id = read(path).keys[0].key_id
+    status, output = run("revoke", path, key)
+    assert status == 0 and key not in output and f"acme ({key_id})" in output

@@ -1,0 +1,139 @@
+"""One client's connection: how long it may keep us waiting, and how much it may leave with us.
+
+HTTP/1.1 itself is uvicorn's. Added here is what a client could otherwise take without end: a
+request that does not come, or comes a byte at a time; an answer that nobody reads; connections
+without number. What is no HTTP is refused in OpenAI's shape, and a client that goes away is noticed
+though it has sent something behind its request.
+
+The time of a request's head, and then of its body, begins with its first byte; more bytes give no
+more of it. Not here: the size of a body (doors.py), an answer's deadline (generation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from backends.gateway.gateway_counts import GatewayCounts
+from backends.statuses import HttpRefusal, unavailable
+
+HEAD_S_MAX = 10.0
+BODY_S_MAX = 60.0
+STALLED_S_MAX = 60.0  # that a client reads nothing of what waits for it
+KEEP_ALIVE_S = 75  # between requests: clients keep connections
+CONNECTIONS_MAX = 2048  # of one process
+AHEAD_BYTES_MAX = 65_536  # of what was sent behind a request before it was answered
+# A host that vanished without a word is noticed within a minute.
+PROBE_IDLE_S, PROBE_EVERY_S, PROBES_MAX = 30, 10, 3
+HEAD, BODY = "head", "body"
+
+
+class BoundedConnection(H11Protocol):
+    def __init__(self, counts: GatewayCounts, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._counts = counts
+        self._awaited = ""  # the part of a request that has begun and not ended
+        self._slow: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            self._refuse(unavailable("this gateway has too many connections; ask again"))
+        else:
+            self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await("")
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.DONE and self.flow.read_paused:
+            # uvicorn would read on when this request is answered, and see only then that the
+            # client has left.
+            if len(self.conn.trailing_data[0]) > AHEAD_BYTES_MAX:
+                self.transport.abort()
+                return
+            self.flow.resume_reading()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(STALLED_S_MAX, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(HttpRefusal(400, "invalid_request", "this is no HTTP/1.1 request"))
+
+    def _look(self) -> None:
+        state = self.conn.their_state
+        is_idle = state is h11.IDLE and self.timeout_keep_alive_task is None
+        self._await(BODY if state is h11.SEND_BODY else HEAD if is_idle else "")
+
+    def _await(self, part: str) -> None:
+        if part == self._awaited:
+            return
+        self._awaited = part
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+        if part:
+            limit_s = BODY_S_MAX if part == BODY else HEAD_S_MAX
+            self._slow = self.loop.call_later(limit_s, self._end_slow, limit_s)
+
+    def _end_slow(self, limit_s: float) -> None:
+        what = f"the {self._awaited} of the request did not come within {limit_s:g} s"
+        self._refuse(HttpRefusal(408, "slow_request", what))
+
+    def _end_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _refuse(self, refusal: HttpRefusal) -> None:
+        """Where no answer has begun it is sent; in any case it is the connection's end."""
+        self._counts.refused(refusal.code)
+        self._await("")
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(refusal.body())
+            headers = [
+                ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
+                ("Connection", "close"),
+            ]  # fmt: skip
+            parts = (
+                h11.Response(status_code=refusal.status, headers=headers),
+                h11.Data(data=body), h11.EndOfMessage(),
+            )  # fmt: skip
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        if self.cycle is not None:  # its request is told at once: nobody may answer a second time
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def probe_clients(listener: socket.socket) -> None:
+    """Connections inherit it: the kernel asks a silent client whether it is there."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_IDLE_S), (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_KEEPCNT, PROBES_MAX),
+    ):  # fmt: skip
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
