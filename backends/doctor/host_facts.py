@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from backends.launcher.environment import EnvironmentProblem, find_triton
+from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
 
 DISTRIBUTION = "mooncake-triton"
@@ -129,10 +130,9 @@ def gpus() -> int:
 
 def memory_free_bytes() -> int:
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        return memory_available_bytes()
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def is_clock_synchronised() -> bool | None:

@@ -26,7 +26,7 @@ from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import (
     digest,
     read_texts,
-    sole_writer,
+    sole_setter,
     unconfigured,
     versionless,
     write_text,
@@ -155,7 +155,7 @@ def set_values(
     """
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
-    with sole_writer(model_repository, _say):
+    with sole_setter(model_repository, _say):
         _set(assignments, model_repository, ask, ready_s_max)
 
 

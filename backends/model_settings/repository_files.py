@@ -6,17 +6,17 @@ Not here: what they say (model_file.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from backends.cluster.model_rendering import BYTES, CONFIG
 from backends.errors import ConfigError
+from mooncake_store.process.edited_file import replace_file, sole_writer
 
 
 def read_texts(repository: Path) -> dict[str, str]:
@@ -45,24 +45,11 @@ def by_number(model: str) -> tuple[str, int, str]:
     return (found[1], int(found[2]), model) if found else (model, -1, model)
 
 
-@contextlib.contextmanager
-def sole_writer(repository: Path, say: Callable[[str], None]) -> Iterator[None]:
+def sole_setter(repository: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
     """One `mooncake config set` after the other, so that each hears what came of its own edit."""
-    try:
-        descriptor = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        yield  # who reads it next says that it is not there
-        return
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say("waits for another `mooncake config set`")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    if not os.access(repository, os.R_OK):
+        return contextlib.nullcontext()  # who reads it next says that it is not there
+    return sole_writer(repository, lambda: say("waits for another `mooncake config set`"))
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
@@ -86,16 +73,12 @@ def write_text(repository: Path, model: str, text: str) -> None:
     """At once, and with the file's own rights; what a link points to is replaced, not the link."""
     path = (repository / model / CONFIG).resolve()
     # Not in the model's folder, whose entries are taken over by the mirror of a running system.
-    descriptor, partial = tempfile.mkstemp(prefix=f".{model}.", dir=path.parent.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors=BYTES, newline="") as file:
-            file.write(text)
-        shutil.copymode(path, partial)
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
+    replace_file(
+        path,
+        text.encode("utf-8", BYTES),
+        lambda descriptor: os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode)),
+        beside=path.parent.parent,
+    )
 
 
 def digest(raw: bytes) -> str:

@@ -24,6 +24,7 @@ from backends.tenants.tenants_file import (
     TenantsInvalid,
     tenant_of_entry,
 )
+from mooncake_store.process.edited_file import sole_writer
 
 app = typer.Typer(
     name="tenants",
@@ -78,7 +79,7 @@ def add(
         for name, value in said.items()
         if value is not None
     }
-    with _refusals(), tenants_file.sole_writer(file):
+    with _refusals(), sole_writer(file.parent):
         content = tenants_file.read(file) if file.exists() else TenantsFile()
         before = content.tenants.get(tenant, TenantEntry())
         content.tenants[tenant] = msgspec.structs.replace(before, **changes)
@@ -116,7 +117,7 @@ def revoke(
 ) -> None:
     """Take a key back, or all keys of a tenant and the tenant itself. A key that was given is not
     shown: terminals and logs keep what they are told."""
-    with _refusals(), tenants_file.sole_writer(file):
+    with _refusals(), sole_writer(file.parent):
         content = tenants_file.read(file)
         if key in content.tenants:
             gone = [each for each in content.keys if each.tenant == key]

@@ -17,7 +17,6 @@ Not here: reading it again when it changes, and looking keys up (api_keys.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -25,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from mooncake_store.process.edited_file import replace_file
 
 DEFAULT = "default"  # who names no tenant; its cache salt is always empty
 KEYLESS = ("served", "refused")
@@ -154,22 +155,11 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Whole or not at all, and never readable by others for a moment; see `sole_writer`."""
+    """Whole or not at all, and never readable by others for a moment. Write it as its `sole_writer`."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with open(descriptor, "wb") as opened:
-            _keep_readers(opened.fileno(), path)
-            opened.write(raw)
-            opened.flush()
-            os.fsync(opened.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    replace_file(path, raw, lambda descriptor: _keep_readers(descriptor, path))
 
 
 def _keep_readers(descriptor: int, path: Path) -> None:
@@ -180,15 +170,3 @@ def _keep_readers(descriptor: int, path: Path) -> None:
         before = path.stat()
         os.fchown(descriptor, before.st_uid, before.st_gid)
         os.fchmod(descriptor, 0o600 | before.st_mode & stat.S_IRGRP)
-
-
-@contextlib.contextmanager
-def sole_writer(path: Path) -> Iterator[None]:
-    """One edit after the other: who reads the file in there, and writes it, loses no other edit."""
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mooncake_store.errors import StoreError
+from mooncake_store.process.available_memory import memory_available_bytes
 
 ATTEMPTS_MAX = 20
 ATTEMPT_S = 0.01  # a reader's liveness probe holds the lock for a microsecond, or one time slice
@@ -94,7 +95,7 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
             )
         if is_hugetlbfs(where):
             set_aside.add(device)
-    available_bytes = _memory_available_bytes() - MEMORY_SPARE_BYTES
+    available_bytes = memory_available_bytes() - MEMORY_SPARE_BYTES
     memory_bytes = sum(n for device, n in needed_bytes.items() if device not in set_aside)
     if memory_bytes > available_bytes:
         raise NoRoom(
@@ -143,20 +144,6 @@ def is_hugetlbfs(folder: str) -> bool:
     points = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     kinds = {os.stat(point[1]).st_dev: point[2] for point in points if point[2] == "hugetlbfs"}
     return os.stat(folder).st_dev in kinds
-
-
-def _memory_available_bytes() -> int:
-    """What can be had without swapping: tmpfs may promise more than the machine or the cgroup."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
-        return available_kib * 1024  # no cgroup of version 2 around this process
-    if limit == "max":
-        return available_kib * 1024
-    return min(available_kib * 1024, int(limit) - int(used))
 
 
 def try_lock(descriptor: int, kind: int, keep: bool) -> bool:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mooncake_store.layout import KvLayout
+from mooncake_store.process.available_memory import memory_available_bytes
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -44,10 +44,10 @@ class KvMemory:
         self.layout = layout
         self.is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
         size_bytes = pages_max * layout.block_bytes
-        if size_bytes > (available_bytes := _available_bytes()):
+        if size_bytes > (available_bytes := memory_available_bytes()):
             raise MemoryError(
-                f"{pages_max} KV pages need {size_bytes / 2**20:,.0f} MiB, the machine has "
-                f"{available_bytes / 2**20:,.0f} MiB left; use fewer pages"
+                f"{pages_max} KV pages need {size_bytes / 2**20:,.0f} MiB, "
+                f"{available_bytes / 2**20:,.0f} MiB are left; use fewer pages"
             )
         self.bytes = _faulted(size_bytes, device.type == "cuda")
         host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
@@ -90,14 +90,6 @@ class KvMemory:
     def _finish_copies(self) -> None:
         if self.pool.device.type == "cuda":
             torch.cuda.current_stream(self.pool.device).synchronize()
-
-
-def _available_bytes() -> int:
-    """Memory that can be used without swapping. Too much is killed, not refused, by Linux."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo does not say how much memory is available")
 
 
 def _faulted(size_bytes: int, is_pinned: bool) -> NDArray[np.uint8]:

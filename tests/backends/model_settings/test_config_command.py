@@ -14,7 +14,7 @@ from backends.model_settings import command
 from backends.model_settings.command import app
 from backends.model_settings.edit import plan_edit
 from backends.model_settings.model_file import read_model_file
-from backends.model_settings.repository_files import digest, read_texts, sole_writer, write_texts
+from backends.model_settings.repository_files import digest, read_texts, sole_setter, write_texts
 from backends.model_settings.running_system import (
     LOADED,
     PENDING,
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_written_leaves_the_others_as_they_were(
 
 def test_one_set_waits_for_the_other_and_both_are_written(repository: Path) -> None:
     waits = threading.Event()
-    with sole_writer(repository, lambda said: None):
+    with sole_setter(repository, lambda said: None):
         second = threading.Thread(target=write_second, args=(repository, waits))
         second.start()
         assert waits.wait(60.0), "it says that it waits"
@@ -113,7 +113,7 @@ def test_one_set_waits_for_the_other_and_both_are_written(repository: Path) -> N
 
 
 def write_second(repository: Path, waits: threading.Event) -> None:
-    with sole_writer(repository, lambda said: waits.set()):
+    with sole_setter(repository, lambda said: waits.set()):
         run_unlocked(repository, "prefill_0.kv_pages=64")
 
 
