@@ -155,7 +155,7 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Whole or not at all, and never readable by others for a moment. Write it as its `sole_writer`."""
+    """Whole or not at all, and never readable by others for a moment; see `sole_writer`."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
