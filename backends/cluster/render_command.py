@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from backends.cluster.cluster_file import load
-from backends.cluster.deployment import Deployment
+from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.host_plan import pool_host_plan
 from backends.cluster.manifests import autoscaling
 from backends.cluster.manifests import compose as compose_file
@@ -20,8 +20,10 @@ from backends.cluster.manifests import firewall as firewall_rules
 from backends.cluster.manifests import kubernetes as kustomize
 from backends.cluster.manifests import secrets as secrets_manifest
 from backends.cluster.manifests import systemd as systemd_unit
+from backends.cluster.manifests.pods import PodGateway
 from backends.cluster.options import Base, ClusterFile, OneHost, plans_of, say, shown_mistakes
 from backends.cluster.rendered_folder import RenderedFolder
+from backends.tenants import tenants_file
 
 render = typer.Typer(
     name="render", no_args_is_help=True,
@@ -104,17 +106,32 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
 
 
 @render.command()
-def kubernetes(cluster: ClusterFile = Path("cluster.yaml")) -> None:
+def kubernetes(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    openai_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Frontends serve OpenAI's interface there; 0: no.")
+    ] = 0,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount."),
+    ] = None,
+) -> None:
     """A Kustomize base, a component for monitoring, and Secrets of the keys if there are any."""
     with shown_mistakes():
         deployment = load(cluster)
-        files = kustomize.kustomize_base(deployment, cluster.read_text())
+        gateway = PodGateway(openai_port, api_keys is not None)
+        files = kustomize.kustomize_base(deployment, cluster.read_text(), gateway)
+        raw = b"" if api_keys is None else _checked_api_keys(api_keys)
         for name, text in files.items():
             path = _write(deployment, f"kubernetes/base/{name}", text)
         say(f"{path.parent}: {', '.join(files)}")
         for name, text in autoscaling.monitoring_component(deployment).items():
             path = _write(deployment, f"kubernetes/monitoring/{name}", text)
         say(f"{path.parent}: for Prometheus Operator and an adapter of its series")
+        if raw:
+            text = secrets_manifest.api_keys_secret(deployment, raw)
+            path = _write(deployment, "kubernetes/api-keys.yaml", text, mode=0o600)
+            say(f"{path}: kubectl apply -f it, now and after each edit of {api_keys}")
         keys = Path(deployment.folder) / deployment.keys_folder
         if deployment.keys_folder and keys.is_dir():
             text = secrets_manifest.secrets(deployment, keys)
@@ -122,6 +139,15 @@ def kubernetes(cluster: ClusterFile = Path("cluster.yaml")) -> None:
             say(f"{path}: kubectl apply -f it, and keep it as the keys")
         elif deployment.keys_folder:
             say(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
+
+
+def _checked_api_keys(path: Path) -> bytes:
+    try:
+        raw = tenants_file.content(path)
+        tenants_file.parse(raw, str(path))
+    except tenants_file.TenantsInvalid as error:
+        raise ClusterFileInvalid(str(path), (str(error),)) from None
+    return raw
 
 
 def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:

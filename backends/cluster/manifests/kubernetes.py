@@ -24,8 +24,10 @@ from backends.cluster.manifests.pods import (
     GRPC,
     HTTP,
     METRICS,
+    OPENAI,
     STATE_FOLDER,
     Document,
+    PodGateway,
     documents_text,
     labels,
     metadata,
@@ -37,18 +39,22 @@ POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>0|[1-9]\d*)")
 STATE_BYTES = 8 << 30  # of a volume, beside its SSD tier: logs, and etcd's data
 
 
-def kustomize_base(deployment: Deployment, text: str) -> dict[str, str]:
+def kustomize_base(
+    deployment: Deployment, text: str, gateway: PodGateway | None = None
+) -> dict[str, str]:
     """Files of the base by name; `text` is the cluster file itself."""
+    gateway = gateway or PodGateway()
+    _check_gateway(deployment, gateway)
     groups = _groups(deployment)
     files = {"cluster.yaml": text}
     for name, plans in groups.items():
-        files[f"{name}.yaml"] = documents_text(_group(deployment, name, plans))
+        files[f"{name}.yaml"] = documents_text(_group(deployment, name, plans, gateway))
     for pool in deployment.elastic_pools:
         if pool.name in groups:
             what = f"pools.{pool.name}: is also a group of hosts ({pool.name}-0): rename one"
             raise ClusterFileInvalid(deployment.path, (what,))
         files[f"{pool.name}.yaml"] = documents_text(_pool(deployment, pool))
-    files["network-policies.yaml"] = documents_text(_network_policies(deployment, groups))
+    files["network-policies.yaml"] = documents_text(_network_policies(deployment, groups, gateway))
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -56,6 +62,18 @@ def kustomize_base(deployment: Deployment, text: str) -> dict[str, str]:
         "configMapGenerator": [{"name": "cluster-file", "files": ["cluster.yaml"]}],
     }
     return files | {"kustomization.yaml": documents_text([kustomization])}
+
+
+def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
+    problems = []
+    if gateway.openai_port and not gateway.has_api_keys:
+        problems.append("--openai-port: pods listen to other hosts, so it needs --api-keys")
+    taken = [deployment.frontends.http_port, deployment.frontends.grpc_port,
+             deployment.frontends.metrics_port]  # fmt: skip
+    if gateway.openai_port in taken:
+        problems.append(f"--openai-port: {gateway.openai_port} is another port of frontends")
+    if problems:
+        raise ClusterFileInvalid(deployment.path, tuple(problems))
 
 
 def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
@@ -101,9 +119,12 @@ def _unlike(plans: list[HostPlan]) -> list[str]:
             "own"] if odd else []  # fmt: skip
 
 
-def _group(deployment: Deployment, name: str, plans: list[HostPlan]) -> list[Document]:
+def _group(
+    deployment: Deployment, name: str, plans: list[HostPlan], gateway: PodGateway
+) -> list[Document]:
     plan = plans[0]
-    template = pod(deployment, name, plan, ["--host", "$(POD_NAME)"])
+    own = gateway if plan.frontend is not None else PodGateway()
+    template = pod(deployment, name, plan, ["--host", "$(POD_NAME)"], own)
     ssd_bytes = sum(node.ssd_bytes for node in plan.storage_nodes)
     spec: Document = {
         "serviceName": name,
@@ -141,21 +162,21 @@ def _group(deployment: Deployment, name: str, plans: list[HostPlan]) -> list[Doc
         _budget(deployment, name),
     ]  # fmt: skip
     if plan.frontend is not None:
-        documents.append(_clients(deployment, name))
+        documents.append(_clients(deployment, name, gateway))
     return documents
 
 
-def _clients(deployment: Deployment, group: str) -> Document:
+def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Document:
     """Where clients call: whichever frontend is ready."""
-    frontends = deployment.frontends
+    ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
+    if gateway.openai_port:
+        ports[OPENAI] = gateway.openai_port
     return {
         "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, f"{group}-clients"),
         "spec": {
             "selector": selector(deployment, group),
-            "ports": [
-                {"name": "http", "port": frontends.http_port, "targetPort": HTTP},
-                {"name": "grpc", "port": frontends.grpc_port, "targetPort": GRPC},
-            ],
+            "ports": [{"name": name, "port": port, "targetPort": name}
+                      for name, port in ports.items()],
         },
     }  # fmt: skip
 
@@ -189,7 +210,9 @@ def _budget(deployment: Deployment, name: str) -> Document:
     }  # fmt: skip
 
 
-def _network_policies(deployment: Deployment, groups: dict[str, list[HostPlan]]) -> list[Document]:
+def _network_policies(
+    deployment: Deployment, groups: dict[str, list[HostPlan]], gateway: PodGateway
+) -> list[Document]:
     """Pods of the deployment reach each other; clients reach frontends, monitors the metrics."""
     frontends = deployment.frontends
     ours = labels(deployment)
@@ -203,7 +226,8 @@ def _network_policies(deployment: Deployment, groups: dict[str, list[HostPlan]])
     ]  # fmt: skip
     for name, plans in groups.items():
         if plans[0].frontend is not None:
-            ports = (frontends.http_port, frontends.grpc_port)
+            ports = [frontends.http_port, frontends.grpc_port]
+            ports += [gateway.openai_port] if gateway.openai_port else []
             rule = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
             found.append(_policy(deployment, f"{name}-clients", selector(deployment, name), [rule]))
     return found

@@ -8,6 +8,7 @@ readable by a group, which keys must not be), and state is a volume.
 from __future__ import annotations
 
 import posixpath
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -18,7 +19,7 @@ from backends.cluster.host_plan import HostPlan, gpus_of
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
 FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
 STATE_FOLDER = ".mooncake"  # in it: what hosts keep, a volume
-HTTP, GRPC, METRICS = "http", "grpc", "metrics"  # names of ports
+HTTP, GRPC, METRICS, OPENAI = "http", "grpc", "metrics", "openai"  # names of ports
 GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
 USER = 1_000  # of the image
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
@@ -26,7 +27,28 @@ SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
 STOP_S = 60
 DRAIN_S_MAX = 240  # before a storage node is asked to stop
 
+# The Secret of the API keys is a folder there, so that an edit of it reaches the pod in a
+# minute or two: a file that is mounted alone (subPath) never changes.
+API_KEYS, API_KEYS_FOLDER, API_KEYS_FILE = "api-keys", "/etc/mooncake", "api-keys.json"
+
 Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PodGateway:
+    """What pods with a frontend serve beside Triton's own ports."""
+
+    openai_port: int = 0  # 0: no gateway
+    has_api_keys: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        found = []
+        if self.openai_port:
+            found += ["--openai-port", str(self.openai_port)]
+        if self.has_api_keys:
+            found += ["--api-keys", f"{API_KEYS_FOLDER}/{API_KEYS_FILE}"]
+        return found
 
 
 def documents_text(documents: list[Document]) -> str:
@@ -51,8 +73,12 @@ def metadata(deployment: Deployment, name: str) -> Document:
     return {"name": name, "labels": labels(deployment)}
 
 
-def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str]) -> Document:
-    """`arguments` say which host `mooncake serve` is."""
+def pod(
+    deployment: Deployment, name: str, plan: HostPlan, arguments: list[str],
+    gateway: PodGateway | None = None,
+) -> Document:  # fmt: skip
+    """`arguments` say which host `mooncake serve` is; `gateway`: of one with a frontend."""
+    gateway = gateway or PodGateway()
     chosen = selector(deployment, name)
     shm_bytes = plan.shm_bytes + SHM_EXTRA_BYTES
     volumes: list[Document] = [
@@ -74,7 +100,7 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
             {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
              "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": chosen}},
         ],
-        "containers": [_container(deployment, plan, arguments)],
+        "containers": [_container(deployment, plan, [*arguments, *gateway.arguments], gateway)],
         "volumes": volumes,
     }  # fmt: skip
     if deployment.keys_folder:
@@ -83,10 +109,15 @@ def pod(deployment: Deployment, name: str, plan: HostPlan, arguments: list[str])
             {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ]
         spec["initContainers"] = [_keys_copier(plan)]
+    if gateway.has_api_keys:
+        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the user of the pod is no root
+        volumes.append({"name": API_KEYS, "secret": secret})
     return {"metadata": {"labels": chosen}, "spec": spec}
 
 
-def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> Document:
+def _container(
+    deployment: Deployment, plan: HostPlan, arguments: list[str], gateway: PodGateway
+) -> Document:
     file = deployment.file_name
     mounts: list[Document] = [
         {"name": "folder", "mountPath": FOLDER},
@@ -102,12 +133,14 @@ def _container(deployment: Deployment, plan: HostPlan, arguments: list[str]) -> 
                 "readOnly": True,
             }
         )
+    if gateway.has_api_keys:
+        mounts.append({"name": API_KEYS, "mountPath": API_KEYS_FOLDER, "readOnly": True})
     container = {
         "name": "mooncake",
         "image": IMAGE,
         "args": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", *arguments],
         "env": _environment(),
-        "ports": _ports(deployment, plan),
+        "ports": _ports(deployment, plan, gateway),
         # /ready says 200 once every model of the host serves; a launcher starts again what dies
         # below it, so only one that answers nothing at all is started again, as /live says.
         "startupProbe": _probe("/ready", period_s=5, failures=120),
@@ -144,10 +177,12 @@ def _environment() -> list[Document]:
     ]
 
 
-def _ports(deployment: Deployment, plan: HostPlan) -> list[Document]:
+def _ports(deployment: Deployment, plan: HostPlan, gateway: PodGateway) -> list[Document]:
     found = {METRICS: deployment.frontends.metrics_port}
     if plan.frontend is not None:
         found[HTTP], found[GRPC] = deployment.frontends.http_port, deployment.frontends.grpc_port
+        if gateway.openai_port:
+            found[OPENAI] = gateway.openai_port
     return [{"name": name, "containerPort": port} for name, port in found.items()]
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.manifests.kubernetes import POD_HOST
-from backends.cluster.manifests.pods import Document, metadata
+from backends.cluster.manifests.pods import API_KEYS, API_KEYS_FILE, Document, metadata
 
 
 def secrets(deployment: Deployment, folder: Path) -> str:
@@ -31,16 +31,25 @@ def secrets(deployment: Deployment, folder: Path) -> str:
     if missing:
         what = f"there are no keys of {', '.join(missing)}: mooncake keys add-host {folder} NAME"
         raise ClusterFileInvalid(str(folder), (what,))
-    documents: list[Document] = [
-        {
-            "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
-            "metadata": metadata(deployment, f"keys-{group}"),
-            "data": {name: base64.b64encode(path.read_bytes()).decode()
-                     for name, path in sorted(files.items())},
-        }
+    return "---\n".join(
+        _secret(deployment, f"keys-{group}", {name: path.read_bytes()
+                                              for name, path in sorted(files.items())})
         for group, files in groups.items()
-    ]  # fmt: skip
-    return yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    )  # fmt: skip
+
+
+def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
+    """A manifest of its own, because it is applied again after each edit; `raw`: the file."""
+    return _secret(deployment, API_KEYS, {API_KEYS_FILE: raw})
+
+
+def _secret(deployment: Deployment, name: str, files: dict[str, bytes]) -> str:
+    document: Document = {
+        "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+        "metadata": metadata(deployment, name),
+        "data": {file: base64.b64encode(raw).decode() for file, raw in files.items()},
+    }  # fmt: skip
+    return yaml.safe_dump(document, sort_keys=False, width=100)
 
 
 def _files(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
