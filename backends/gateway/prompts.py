@@ -16,7 +16,9 @@ from backends.statuses import HttpRefusal
 
 # Newer models of OpenAI call the system's messages the developer's; chat templates do not know it.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-IGNORED = ("name",)  # who spoke: chat templates have no place for it
+# Chat templates have no place for them: who spoke, and what clients send back of an answer (LiteLLM
+# the `provider_specific_fields`, others what a reasoning model thought).
+IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
 
 
@@ -84,9 +86,8 @@ def _message(name: str, value: object) -> dict[str, str]:
     # An empty list of parts was taken for a field that holds nothing.
     content = said.pop("content", None)
     for key in said:
-        if key in IGNORED and isinstance(said[key], str):
-            continue
-        raise _unsupported(f"{name}.{key[:64]}")
+        if key not in IGNORED:
+            raise _unsupported(f"{name}.{key[:64]}")
     if content is None:
         raise bad_field(f"{name}.content", f"{name} has no content; send a string")
     return {"role": ROLES[role], "content": _content(f"{name}.content", content)}

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from loadtest.client.server import Addresses
-from loadtest.clients import aiperf, curl, genai_perf, replay, tensorrt_llm
+from loadtest.clients import aiperf, curl, genai_perf, libraries, replay, tensorrt_llm
 from loadtest.clients.agreement import (
     Agreement,
     ClientLoad,
@@ -27,17 +27,20 @@ from loadtest.clients.agreement import (
     risen,
     settled_totals,
 )
+from loadtest.clients.call_matrix import CalledServer
 from loadtest.clients.environment import ENVIRONMENTS, environment
+from loadtest.clients.keyed_gateway import public_server
+from loadtest.clients.libraries import LIBRARIES, Library, LibraryRun
 from loadtest.clients.replay import ScaledTrace
-from loadtest.harness.benchmark import ServerUrl, benchmark
-from loadtest.harness.server import PROJECT, serving
+from loadtest.harness.benchmark import BenchmarkRun, ServerUrl, benchmark
+from loadtest.harness.server import PROJECT
 
 REQUIREMENTS = {
     aiperf.NAME: aiperf.REQUIREMENTS,
     genai_perf.NAME: genai_perf.REQUIREMENTS,
     tensorrt_llm.NAME: (),
     curl.NAME: (),
-}
+} | {name: library.requirements for name, library in LIBRARIES.items()}
 MODELS = ("conductor", "ensemble")
 WIDTH = 130  # of tables in a file or a pipe
 ClientRun = Callable[[], ClientReport]
@@ -48,7 +51,7 @@ def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[st
     found: dict[str, Path] = {}
     for client in clients:
         if requirements := REQUIREMENTS[client]:
-            with console.status(f"installing {' '.join(requirements)} (1.3 GB, one minute) ..."):
+            with console.status(f"installing {' '.join(requirements)} (up to 1.3 GB) ..."):
                 made = environment(client, requirements, parent)
             if made.install_s:
                 console.print(f"installed {' '.join(requirements)} in {made.install_s:.0f} s")
@@ -87,6 +90,17 @@ def compared(run: ClientRun, addresses: Addresses, console: Console) -> Agreemen
     return Agreement(report, risen(before, settled_totals(addresses.metrics_url)))
 
 
+def called(
+    library: Library, binaries: Path, server: CalledServer, folder: Path, console: Console
+) -> LibraryRun:
+    with console.status(f"{library.name} ..."):
+        found = libraries.run(library, binaries, server, folder)
+    console.print(f"\n== {found.client}", markup=False)
+    for each in found.outcomes:
+        console.print(f"# {each.call}\n{each.shown}", markup=False, soft_wrap=True)
+    return found
+
+
 def show_curl(addresses: Addresses, console: Console) -> None:
     for call in curl.CALLS:
         answer = curl.send(call, addresses.http)
@@ -94,11 +108,46 @@ def show_curl(addresses: Addresses, console: Console) -> None:
         console.print(f"{text}\n[status {answer.status}]", markup=False, soft_wrap=True)
 
 
+def measure(
+    runs: Sequence[ClientRun], addresses: Addresses, measured: BenchmarkRun, console: Console
+) -> None:
+    for run in runs:
+        agreement = compared(run, addresses, console)
+        measured.rows.append(agreement.row())
+        measured.targets.append(agreement.target())
+
+
+def chosen_clients(
+    clients: Sequence[str] | None, url: str | None, openai_url: str | None
+) -> list[str]:
+    """Of a running server whose gateway nobody named, those that need none."""
+    chosen = list(dict.fromkeys(clients or REQUIREMENTS))
+    if unknown := set(chosen) - set(REQUIREMENTS):
+        names = ", ".join(sorted(unknown))
+        raise typer.BadParameter(f"no such client: {names}; choose of {', '.join(REQUIREMENTS)}")
+    if openai_url and not url:
+        raise typer.BadParameter("--openai-url is of a running server: give --url too")
+    if not url or openai_url:
+        return chosen
+    if clients and (without := [name for name in chosen if name in LIBRARIES]):
+        raise typer.BadParameter(f"{', '.join(without)} want --openai-url beside --url")
+    return [name for name in chosen if name not in LIBRARIES]
+
+
+def check_scale(length_scale: float, speed: float) -> None:
+    for name, value in (("--length-scale", length_scale), ("--speed", speed)):
+        if not (math.isfinite(value) and value > 0):
+            raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
+
+
 def main(
     clients: Annotated[
         list[str] | None, typer.Argument(help=f"Which of {', '.join(REQUIREMENTS)}; default: all.")
     ] = None,
     url: ServerUrl = None,
+    openai_url: Annotated[
+        str | None, typer.Option(help="With --url: its gateway, as http://127.0.0.1:9000.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests of each synthetic run.")] = 60,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
     input_tokens: Annotated[int, typer.Option(min=8, help="Length of each prompt.")] = 1_024,
@@ -122,13 +171,8 @@ def main(
 
     The last line is one JSON object: a row for each run, and by how much it disagrees.
     """
-    chosen = list(dict.fromkeys(clients or REQUIREMENTS))
-    if unknown := set(chosen) - set(REQUIREMENTS):
-        names = ", ".join(sorted(unknown))
-        raise typer.BadParameter(f"no such client: {names}; choose of {', '.join(REQUIREMENTS)}")
-    for name, value in (("--length-scale", length_scale), ("--speed", speed)):
-        if not (math.isfinite(value) and value > 0):
-            raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
+    chosen = chosen_clients(clients, url, openai_url)
+    check_scale(length_scale, speed)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -136,17 +180,21 @@ def main(
     with benchmark("clients", console) as measured:
         folder = (out or Path(tempfile.mkdtemp(prefix="mooncake-clients-"))).resolve()
         binaries = installed(chosen, environments, console)
-        with serving(url) as addresses:
+        with public_server(url, openai_url) as server:
+            addresses = server.addresses
             load = ClientLoad(
                 addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens
             )
             if curl.NAME in chosen:
                 show_curl(addresses, console)
             for client in chosen:
-                for run in runs_of(client, binaries.get(client, folder), load, folder, scaled):
-                    agreement = compared(run, addresses, console)
-                    measured.rows.append(agreement.row())
-                    measured.targets.append(agreement.target())
+                at = binaries.get(client, folder)
+                if (library := LIBRARIES.get(client)) is None:
+                    measure(runs_of(client, at, load, folder, scaled), addresses, measured, console)
+                elif server.gateway is not None:
+                    found = called(library, at, server.gateway, folder / client, console)
+                    measured.rows.append(found.row())
+                    measured.targets.append(found.target())
         console.print(f"\nfiles of the clients: {folder}")
 
 

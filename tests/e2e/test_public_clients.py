@@ -19,10 +19,10 @@ import tritonclient.grpc as triton
 
 from loadtest.clients import aiperf, curl, genai_perf, tensorrt_llm
 from loadtest.clients.agreement import ClientLoad
-from loadtest.clients.environment import ENVIRONMENTS
 from loadtest.clients.replay import ScaledTrace
 from loadtest.clients.tensorrt_llm import OUTPUTS, TimedResponse, text_of
 from loadtest.harness.server import PROJECT
+from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, wait_until
 
 MODELS = ["conductor", "ensemble"]
@@ -125,13 +125,6 @@ def test_curl_gets_what_it_asks_for(demo: Server, call: curl.CurlCall) -> None:
     assert call.body.get("stream") or len(messages) == 1
     assert sum(m["num_output_tokens"] for m in messages) == call.body.get("max_tokens", 8)
     assert "".join(m["text_output"] for m in messages) and messages[-1]["finish_reason"] == "length"
-
-
-def installed(name: str) -> Path:
-    binaries = ENVIRONMENTS / name / "bin"
-    if not (binaries.parent / "installed.txt").exists():
-        pytest.skip(f"{name} is not installed; `make clients` does that, in a minute")
-    return binaries
 
 
 def small_load(server: Server) -> ClientLoad:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
 import numpy as np
 import pytest
+from openai.resources import completions
+from openai.resources.chat.completions import Completions
 
 from backends import tensors
 from backends.engine.sampling_params import SamplingParams
@@ -19,10 +22,12 @@ from backends.gateway.infer_request import GatewayRequest, infer_request, read_r
 from backends.gateway.prompts import read_tokenize
 from backends.statuses import HttpRefusal
 from backends.text.tokenizer import Tokenizer
+from loadtest.clients.openai_calls import HARMLESS
 from loadtest.harness.server import PROJECT
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SEED = 77
+OPTIONS_OF_A_CALL = ("extra_headers", "extra_query", "extra_body")  # of the package, not fields
 NUMPY = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
 
 
@@ -98,6 +103,36 @@ def test_fields_that_are_null_say_nothing() -> None:
     names = [each.name for each in fields.FIELDS if CHAT in each.routes and each.name != "messages"]
     names += [each.name for each in fields.UNSUPPORTED if CHAT in each.routes]
     assert chat(**dict.fromkeys(names)) == chat()
+
+
+def test_every_field_of_the_openai_package_is_known_by_name() -> None:
+    """Taken, or refused by its own name: none is a stranger with a likely other one."""
+    for route, create in (
+        (CHAT, Completions.create), (COMPLETION, completions.Completions.create)
+    ):  # fmt: skip
+        named = set(inspect.signature(create).parameters) - {"self", *OPTIONS_OF_A_CALL}
+        assert len(named) > 15
+        assert named <= fields.TABLES[route][0].keys() | fields.TABLES[route][1].keys()
+
+
+def test_what_changes_no_answer_is_taken(tokenizer: Tokenizer) -> None:
+    with_all, plain = (as_the_conductor_reads(chat(**each), tokenizer) for each in (HARMLESS, {}))
+    assert with_all.sampling == plain.sampling
+    assert with_all.prompt_ids.tolist() == plain.prompt_ids.tolist()
+    more = {"echo": False, "best_of": 1, "suffix": None, "user": "me", "logit_bias": {}}
+    assert completion(**more) == completion()
+
+
+def test_a_message_may_have_what_clients_send_back_of_an_answer() -> None:
+    said = {"role": "assistant", "content": "yes"}
+    more = {
+        "refusal": None, "annotations": [{"type": "url_citation"}], "tool_calls": None,
+        "audio": None, "reasoning_content": "hm", "provider_specific_fields": {"a": 1},
+    }  # fmt: skip
+    assert chat(messages=[*MESSAGES, said | more]) == chat(messages=[*MESSAGES, said])
+    for wrong in ({"tool_calls": [{"id": "1"}]}, {"audio": {"id": "1"}}, {"image": "x"}):
+        refusal = refused(CHAT, messages=[*MESSAGES, said | wrong])
+        assert refusal.param == f"messages[1].{next(iter(wrong))}"
 
 
 def test_a_prompt_may_be_token_ids(tokenizer: Tokenizer) -> None:
