@@ -15,6 +15,7 @@ from backends.gateway.doors import BODY_BYTES_MAX
 from backends.gateway.server import Listening, serve
 from backends.tenants import ApiKeys, TenantsInvalid
 from backends.tracing.export import Tracing
+from mooncake_store.keys.folder import KeysInvalid
 from mooncake_store.process.logs import start_logging
 
 
@@ -49,6 +50,8 @@ def main(
     listening = Listening(host, port, shared, certificate, private_key)
     try:
         serve(gateway, listening, drain_s_max, own_metrics_port)
+    except KeysInvalid as error:
+        raise SystemExit(str(error)) from None
     except OSError as error:
         raise SystemExit(f"{host}:{port} cannot be used: {error}") from None
 

@@ -112,7 +112,7 @@ async def answer_own_page(
 
 def tls_context(listening: Listening) -> ssl.SSLContext:
     """A certificate that is renewed on disk is shown to the next client; one that cannot be used,
-    or not yet, leaves the last one in place."""
+    or not yet, leaves the last one in place. KeysInvalid when it cannot be used at the start."""
 
     def read() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -120,8 +120,8 @@ def tls_context(listening: Listening) -> ssl.SSLContext:
         context.load_cert_chain(listening.certificate, listening.private_key)
         return context
 
-    context = read()  # with its own words
     live = LiveFiles([Path(listening.certificate), Path(listening.private_key)], read)
+    context = live.get()
 
     def newest(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         connection.context = live.get()

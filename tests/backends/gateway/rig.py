@@ -25,6 +25,7 @@ KEYS = {
 }  # fmt: skip
 BODY_BYTES_MAX = 4000
 WAIT_S_MAX = 20.0
+LOOPBACK = Listening("127.0.0.1", 0)
 
 
 @dataclass(slots=True)
@@ -110,11 +111,10 @@ def unchunked(raw: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def rig(keys: ApiKeys | None = None, interval_s: float = 0.0) -> AsyncIterator[Rig]:
-    frontend = ReplayedFrontend(interval_s)
+async def rig(keys: ApiKeys | None = None, listening: Listening = LOOPBACK) -> AsyncIterator[Rig]:
+    frontend = ReplayedFrontend()
     settings = GatewaySettings(f"127.0.0.1:{await frontend.start()}", body_bytes_max=BODY_BYTES_MAX)
     gateway = Gateway(settings, keys)
-    listening = Listening("127.0.0.1", 0)
     with contextlib.closing(listening_socket(listening)) as listener:
         server = draining_server(gateway, listening, WAIT_S_MAX)
         serving = asyncio.ensure_future(server.serve([listener]))
@@ -135,9 +135,12 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-def run(test: Callable[[Rig], Awaitable[None]], keys: ApiKeys | None = None) -> None:
+def run(
+    test: Callable[[Rig], Awaitable[None]], keys: ApiKeys | None = None,
+    listening: Listening = LOOPBACK,
+) -> None:  # fmt: skip
     async def within() -> None:
-        async with rig(keys) as made:
+        async with rig(keys, listening) as made:
             await test(made)
 
     asyncio.run(within())
