@@ -8,7 +8,8 @@ commands of its own. Not here: the commands themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,6 +22,36 @@ FIRST = (
     "init", "serve", "status", "config", "doctor", "cluster", "store", "keys", "tenants",
     "replay", "report", "simulate", "plan", "profile",
 )  # fmt: skip
+# At the end of each one's --help.
+EXAMPLES = {
+    "init": ("mooncake init my-models",),
+    "serve": (
+        "mooncake serve --openai-port 9000",
+        "mooncake serve --checkpoint /path/to/checkpoint --dtype bfloat16 --prefill 1 --decode 2",
+        "mooncake serve --cluster cluster.yaml --host a",
+    ),
+    "status": ("mooncake status", "mooncake status --json"),
+    "config": (
+        "mooncake config diff",
+        "mooncake config set conductor.ttft_slo_s=5 'decode_*.slots=16'",
+    ),
+    "doctor": ("mooncake doctor", "mooncake doctor --store-bytes 8G"),
+    "cluster": ("mooncake cluster check", "mooncake cluster status"),
+    "store": ("mooncake store stat", "mooncake store serve"),
+    "keys": ("mooncake keys init keys --host a=10.77.0.1 --host b=10.77.0.2",),
+    "tenants": (
+        "mooncake tenants add api-keys.json acme --requests-per-minute 600",
+        "mooncake tenants list api-keys.json",
+    ),
+    "replay": ("mooncake replay my_trace.jsonl --length-scale 0.25 --report a.html",),
+    "report": ("mooncake report a.html b.html --out ab.html",),
+    "simulate": ("mooncake simulate --experiment hit-rate --traces . --trace my",),
+    "plan": (
+        "mooncake plan --trace my_trace.jsonl --hardware H100 --model Llama-3-70B --slo-ttft 10 "
+        "--slo-tbt 0.1",
+    ),
+    "profile": ("mooncake profile --out profile.json",),
+}
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 
 
@@ -60,7 +91,18 @@ def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
         found.command(name=entry.name)(function)
     command = typer.main.get_command(found)
     command.name = entry.name
+    reflow(command)
+    if examples := EXAMPLES.get(entry.name):
+        command.epilog = "\n\n".join(("Examples:", *examples))
     return command
+
+
+def reflow(command: TyperCommand | TyperGroup) -> None:
+    """Paragraphs of help as wide as the terminal, not broken where the docstring is."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for each in getattr(command, "commands", {}).values():
+        reflow(each)
 
 
 def without_its_extra(name: str, said: str) -> TyperCommand:
@@ -82,8 +124,19 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+def print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"mooncake-triton {version('mooncake-triton')}")
+        raise typer.Exit
+
+
 @app.callback()
-def mooncake() -> None:
+def mooncake(
+    is_version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Say it and exit."),
+    ] = False,
+) -> None:
     pass
 
 

@@ -2,9 +2,10 @@
 
 `mooncake ...` is parsed by its own command tree, `make ...` by the Makefile and then by the command
 that it runs, `python -m ...` by the options that the module's source declares. Bodies of `curl`
-are JSON, cluster files are read. Nothing is started.
+are JSON, cluster files are read. Nothing is started; what keeps blocks from being run is listed.
 
-Not here: whether links lead somewhere (test_links.py); commands of others (pip, docker, rsync).
+Not here: running them (e2e/test_documented_commands.py); whether links lead somewhere
+(test_links.py); commands of others (pip, docker, rsync).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 
 import pytest
 
-from backends.cli import command_of
+from backends.cli import EXAMPLES, command_of
 from backends.cluster.cluster_file import parse
+from tests.documented_blocks import COMMENT, FENCE, RUN_PAGES, blocks_of
 from tests.test_links import OF_THE_PAST, tracked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,10 +34,8 @@ DOCUMENTS = [page for page in tracked(".md") if not page.startswith(OF_THE_PAST)
 PAGES = [
     page for page in DOCUMENTS if page.startswith(("README", "docs/quickstart", "docs/how-to/"))
 ]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:\.venv/bin/)?(?:mooncake|make|python -m) [^`]*)`")
 HERE_DOCUMENT = re.compile(r"<<'(\w+)'\n.*?^\1$", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"(?:^|\s)# .*$", re.MULTILINE)
 LEADING = {"exec", "sudo", "nice", "do", "then"}
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
 PLACEHOLDER = "NAME"
@@ -189,12 +189,11 @@ def commands_of(block: str) -> Iterator[list[str]]:
 
 def shown(page: str) -> Iterator[tuple[list[str], bool]]:
     """Every command of a page, and whether it stands in a block, so that people type all of it."""
-    text = (ROOT / page).read_text()
-    for kind, block in BLOCK.findall(text):
-        if kind == "sh":
-            for words in commands_of(block):
+    for block in blocks_of(page):
+        if block.kind == "sh":
+            for words in commands_of(block.text):
                 yield words, True
-    for command in INLINE.findall(BLOCK.sub("", text)):
+    for command in INLINE.findall(FENCE.sub("", (ROOT / page).read_text())):
         if "..." not in command:
             yield shlex.split(" ".join(command.split())), False
 
@@ -215,16 +214,60 @@ def test_the_pages_of_a_new_user_are_among_them() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= README_LINES_MAX
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_in_the_help_of_a_command_are_right(name: str) -> None:
+    for example in EXAMPLES[name]:
+        assert example.startswith(f"mooncake {name}") and check(shlex.split(example))
+
+
 def test_cluster_files_of_the_pages_are_right() -> None:
     found = [
-        block
+        block.text
         for page in PAGES
-        for kind, block in BLOCK.findall((ROOT / page).read_text())
-        if kind == "yaml" and "hosts:" in block
+        for block in blocks_of(page)
+        if block.kind == "yaml" and "hosts:" in block.text
     ]
     assert found, "the quick start shows one"
-    for block in found:
-        assert parse(block).workers
+    for text in found:
+        assert parse(text).workers
+
+
+# All that readers of the README and the quick start type without that a test has typed it before.
+NOT_RUN = {
+    ("README.md", "make test"): "the tests themselves",
+    ("docs/quickstart.md", "python3 -m venv ~/mooncake-env && . ~/mooncake-env/bin/activate"):
+        "downloads 400 MB; the wheel has tests of its own",
+    ("docs/quickstart.md", "mooncake init my-models"): "needs a GPU",
+    ("docs/quickstart.md", "docker build -f deploy/Dockerfile.trtllm -t mooncake-trtllm ."):
+        "needs a GPU",
+    ("docs/quickstart.md", "mooncake serve --cluster cluster.yaml --host a --openai-port 9000 "
+     "--api-keys api-keys.json"): "needs two machines",
+    ("docs/quickstart.md", "mooncake serve --cluster cluster.yaml --host b"): "needs two machines",
+    ("docs/quickstart.md", "mooncake cluster status"): "needs two machines",
+}  # fmt: skip
+
+
+def test_what_no_test_runs_of_readme_and_quick_start_is_listed_here_with_its_reason() -> None:
+    blocks = [block for page in RUN_PAGES for block in blocks_of(page)]
+    marked = [block for block in blocks if block.not_run]
+    assert {(block.page, block.first_command): block.not_run for block in marked} == NOT_RUN
+    assert len(marked) == len(NOT_RUN)
+    # Commands in a block of another kind, or a mark that stands before none, would slip through.
+    assert {block.kind for block in blocks} <= {"sh", "yaml", "text"}
+    text = "".join((ROOT / page).read_text() for page in RUN_PAGES)
+    assert text.count("not run:") == len(marked)
+    assert text.count("```") == 2 * len(blocks)
+
+
+def test_a_block_knows_its_line_its_section_why_it_is_not_run_and_whether_it_serves() -> None:
+    page = (
+        "# Title\n\n## A\n\n<!-- not run: no GPU -->\n```sh\nmooncake init m  # lays it down\n"
+        "mooncake serve --model-repository m\n```\n\n## B\n\n```sh\nmake serve ARGS=1\nls\n```\n"
+    )
+    first, second = blocks_of("page.md", page)
+    assert (first.line, first.section, first.not_run, first.is_server) == (7, "A", "no GPU", True)
+    assert first.first_command == "mooncake init m"
+    assert (second.line, second.section, second.not_run, second.is_server) == (14, "B", "", False)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def repository_findings(
     try:
         texts = read_texts(repository)
     except ConfigError as error:
-        yield Finding("models", NOTE, str(error), "`mooncake init` lays one down")
+        yield Finding("model repository", NOTE, str(error), "mooncake init my-models")
         return
     known = tuple(running.nodes) if running is not None else nodes
     found = check_repository(texts, facts_beside(repository), known, versionless(repository, texts))

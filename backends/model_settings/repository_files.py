@@ -23,8 +23,8 @@ def read_texts(repository: Path) -> dict[str, str]:
     """Of each model, by its folder's name; ConfigError when there is no repository."""
     if not repository.is_dir():
         raise ConfigError(
-            f"there is no model repository at {repository}: run from the project's root, or name "
-            "one with --model-repository"
+            f"there is no model repository at {repository}: run from the project's root, name one "
+            "with --model-repository, or lay one down with `mooncake init FOLDER`"
         )
     found = {}
     for path in sorted(

@@ -1,6 +1,6 @@
 """The `mooncake` command is made of what each package registers."""
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 
 import pytest
 import typer
@@ -63,3 +63,20 @@ def test_a_command_of_somebody_else_is_listed_after_ours(monkeypatch: pytest.Mon
 def another(number: int = 1) -> None:
     """Say a number."""
     typer.echo(f"{number} it is")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version") == (0, f"mooncake-triton {version('mooncake-triton')}")
+
+
+def test_help_ends_with_examples_and_breaks_lines_only_where_the_terminal_ends() -> None:
+    wide = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    for name in cli.registered():
+        result = wide.invoke(cli.app, [name, "--help"])
+        assert result.exit_code == 0, name
+        said = [line.strip() for line in result.output.splitlines()]
+        behind = said[said.index("Examples:") + 1 :]
+        assert [line for line in behind if line] == list(cli.EXAMPLES[name])
+        command = cli.command_of(cli.registered()[name])
+        for each in (command, *getattr(command, "commands", {}).values()):
+            assert "\n" not in (each.help or "").replace("\n\n", ""), each.name
