@@ -126,6 +126,18 @@ def problems(
         )
 
 
+def make_writable(folder: Path, option: str) -> None:
+    """Make the folder; `option` says another one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # a file system can be read-only for root as well
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder} cannot be written ({error.strerror}): name a folder with {option} that can"
+        ) from None
+
+
 def free_ports(
     count: int, promised: Collection[int], port_min: int = PORT_MIN, port_max: int = PORT_MAX,
     host: str = "127.0.0.1",

@@ -146,7 +146,7 @@ class Launcher:
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
         self._check(triton)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        environment.make_writable(self.log_dir, "--state-dir")
         self._admin_key.write()
         self._env = env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []

@@ -90,6 +90,8 @@ def add(
     if key:
         typer.echo(f"key of {tenant}, shown this once:", err=True)
         typer.echo(made)
+    else:
+        typer.echo(f"{tenant}: {shown(tenant, content.tenants[tenant])}")
 
 
 @app.command("list")

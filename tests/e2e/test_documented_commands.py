@@ -43,7 +43,7 @@ SAYS = {
     "mooncake config diff": r"conductor\.policy = ",
     "mooncake config set": r"conductor serves with it",
     "make loadtest": r"report: .*loadtest\.html",
-    "mooncake cluster check": r"(?m)^ *b\b.*decode",
+    "mooncake cluster check": r"cluster\.yaml is right",
     "mooncake tenants add": r"(?m)\bmk-\w+",
 }
 
@@ -122,7 +122,7 @@ class Typist:
         _, http, grpc, metrics = self.ports.values()
         page = f"--metrics-url http://127.0.0.1:{metrics}/metrics"
         listen = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
-        small = "--seconds 3 --users 2 --workload chat --slo-ttft-p90 60 --slo-tbt-p90 60"
+        small = "--seconds 2 --users 2 --workload chat --slo-ttft-p90 60 --slo-tbt-p90 60"
         python = f"""case "$2" in
             loadtest.users) set -- "$@" --unloaded-requests 2 --url 127.0.0.1:{grpc} {small};;
             backends.cli) case "$3" in
@@ -205,6 +205,13 @@ def wanted_of(text: str) -> Sequence[str]:
     return [pattern for command, pattern in SAYS.items() if command in text]
 
 
+@pytest.mark.parametrize("line", ["mooncake config sit a=b", "curl -s 127.0.0.1:9000/v1/nothing"])
+def test_a_command_that_fails_is_found(typist: Typist, line: str) -> None:
+    typist.serve(next(block for block in RUN if block.is_server))
+    with pytest.raises(AssertionError, match="status"):
+        typist.run(f"{line}\necho and on")
+
+
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_of_a_page_does_what_it_says(typist: Typist, block: Block) -> None:
     if block.is_server:
@@ -226,10 +233,3 @@ def test_a_block_of_a_page_does_what_it_says(typist: Typist, block: Block) -> No
 def test_every_command_that_is_expected_to_say_something_is_on_a_page() -> None:
     text = "".join(block.text for block in RUN)
     assert not [command for command in SAYS if command not in text]
-
-
-@pytest.mark.parametrize("line", ["mooncake config sit a=b", "curl -s 127.0.0.1:9000/v1/nothing"])
-def test_a_command_that_fails_is_found(typist: Typist, line: str) -> None:
-    typist.serve(next(block for block in RUN if block.is_server))
-    with pytest.raises(AssertionError, match="status"):
-        typist.run(f"{line}\necho and on")

@@ -48,3 +48,16 @@ def test_metrics_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> Non
         assert {"--http-address=0.0.0.0", "--grpc-address=0.0.0.0"} <= set(plan.arguments)
     finally:
         launcher.stop()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_option_for_another(
+    tmp_path: Path,
+) -> None:
+    environment.make_writable(tmp_path / "a" / "b", "--state-dir")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/self/new")):
+        with pytest.raises(
+            environment.EnvironmentProblem, match=r"cannot be written .*--state-dir"
+        ):
+            environment.make_writable(folder, "--state-dir")
