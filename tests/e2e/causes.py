@@ -255,7 +255,5 @@ def ask_quietly(server: Server, ids: list[int], worker: int) -> bool:
 
 @cause("slo_seconds", is_rough=True)
 def another_service_level(server: Server) -> Iterator[None]:
-    """The last one: for some seconds the frontend of before passes for another one beside it, and
-    then a worker that is full is no answer (backends/frontend/lifecycle/attempts.py)."""
     server.edit("conductor", "ttft_slo_s", "28")
     yield

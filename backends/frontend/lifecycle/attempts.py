@@ -84,6 +84,7 @@ RULES: Mapping[Loss, Rule] = {
     Loss.NOBODY: Rule(counts=False, avoids=False, is_soon=False),
 }
 NOT_LET_IN = (Loss.NO_ROOM, Loss.WORKER_FULL)
+NOBODY_KINDS = ("no_prefill_worker", "no_decode_worker")  # the conductor knows nobody to call
 # Of what a worker answers when its own limits are reached; the conductor has other words.
 WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
 

@@ -42,6 +42,7 @@ from backends.errors import (
     WorkerUnreached,
 )
 from backends.frontend.lifecycle.attempts import (
+    NOBODY_KINDS,
     RULES,
     Attempts,
     Loss,
@@ -193,6 +194,10 @@ def _routed_too_late(state: State, event: Routed) -> Result:
 
 
 def _not_routed(state: State, event: NotRouted) -> Result:
+    nobody_is_left = isinstance(event.error, Overloaded) and event.error.kind in NOBODY_KINDS
+    if nobody_is_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
+        # Nobody but who was full already, a pinned worker for instance: that is the answer.
+        return state._replace(phase=Phase.DONE), [End(state.error)]
     return _lost_to(state, event.error, event.now_s, [])
 
 

@@ -73,6 +73,7 @@ GONE, KV_GONE = WorkerGone("it is shutting down"), KvMissing("blocks [0] of 1 ar
 CRASHED = WorkerUnavailable("internal_error: x")
 STRANGE = WorkerRefused("its certificate is of another cluster")
 REFUSED = Overloaded("decode_slow", "too slow", 1.0)
+FULL, ABSENT = Overloaded("decode_overload", "", 2.0), Overloaded("no_decode_worker", "", 1.0)
 
 
 def text(*ids: int) -> Emission:
@@ -123,6 +124,9 @@ LAST_ENDING = after(LAST_DECODE, replied(9, before=1))
 SPENT = after(  # nothing may be lost any more: the deadline is over
     READING, Understood(Attempts(3, 0.0, 600.0, timeout_s=2.0), True, 1.0), ROUTED, PREFILLED
 )
+WITH_OTHERS = after(  # frontends, which fill the workers too
+    READING, Understood(Attempts(3, 0.0, 600.0, full_workers_max=2), True, 1.0), ROUTED, PREFILLED
+)
 SPENT_ENDING = after(SPENT, replied(9, before=1))
 
 Case = tuple[State, LifecycleEvent, Phase, list[Any]]
@@ -149,6 +153,13 @@ CASES: dict[tuple[Phase, type], list[Case]] = {
         (ROUTING, NotRouted(1, REFUSED, 2.0), Phase.DONE, [End(REFUSED)]),
         (after(PREFILLING, CallFailed(1, KV_GONE, 3.0)), NotRouted(2, REFUSED, 3.0),
          Phase.ROUTING, [NoteLoss(2, Loss.NOBODY, REFUSED), Pause(0.1)]),
+        # It was full, and there is nobody else, because it was pinned for instance.
+        (after(WITH_OTHERS, CallFailed(1, FULL, 3.0)), NotRouted(2, ABSENT, 3.0), Phase.DONE,
+         [End(FULL)]),
+        (after(WITH_OTHERS, CallFailed(1, FULL, 3.0)), NotRouted(2, REFUSED, 3.0), Phase.DONE,
+         [End(REFUSED)]),
+        (after(PREFILLING, CallFailed(1, KV_GONE, 3.0)), NotRouted(2, ABSENT, 3.0),
+         Phase.ROUTING, [NoteLoss(2, Loss.NOBODY, ABSENT), Pause(0.1)]),
     ],
     (Phase.ROUTING, PauseOver): [
         (PAUSING, PauseOver(4.0), Phase.ROUTING, [Decide(3, frozenset(), True)]),
