@@ -132,7 +132,11 @@ def test_requests_are_answered_when_a_prefill_worker_is_killed(server: Server) -
     assert [len(answer.output_ids) for answer in answers] == [8] * 8
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT], ids=str)
+@pytest.mark.parametrize(
+    "end",
+    [signal.SIGKILL, signal.SIGSTOP, pytest.param(signal.SIGABRT, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_worker_s_triton_takes_nobody_along(server: Server, end: signal.Signals) -> None:
     """Killed, frozen or aborted as a whole, with streams on it and beside it."""
     prompts = [[90 + n + 7 * i % 1900 for i in range(150)] for n in range(4)]

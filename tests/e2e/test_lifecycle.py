@@ -64,10 +64,19 @@ def assert_refused(server: Server, *parts: str) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
-def test_a_signal_ends_everything_while_requests_run(
+def test_who_sees_the_conductor_ready_is_answered_and_a_signal_ends_everything_meanwhile(
     serve: Callable[..., Server], number: int
 ) -> None:
-    server = serve()
+    server = serve(wait=False)
+    url = f"http://{server.addresses.http}/v2/models/conductor/ready"
+
+    def is_ready() -> bool:
+        with contextlib.suppress(OSError):
+            return urllib.request.urlopen(url, timeout=2.0).status == 200
+        return False
+
+    wait_until(is_ready, "the conductor to be ready", 60.0)
+    assert not (answer := server.ask(text_input="It was", max_tokens=2)).error, answer.error
     streams = [
         server.stream(text_input="It was", max_tokens=4000, end_id=-1, stream=True)
         for _ in range(6)
@@ -85,27 +94,14 @@ def test_a_signal_ends_everything_while_requests_run(
         stream.leave()
 
 
-def test_who_sees_the_conductor_ready_is_answered(serve: Callable[..., Server]) -> None:
-    server = serve(wait=False)
-    url = f"http://{server.addresses.http}/v2/models/conductor/ready"
-
-    def is_ready() -> bool:
-        with contextlib.suppress(OSError):
-            return urllib.request.urlopen(url, timeout=2.0).status == 200
-        return False
-
-    wait_until(is_ready, "the conductor to be ready", 60.0)
-    assert not (answer := server.ask(text_input="It was", max_tokens=2)).error, answer.error
-
-
 def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]) -> None:
     server = serve()
     left = children(server)
     server.stop(signal.SIGKILL)
     wait_until(lambda: not [p for p in left if is_alive(p)], "every process to end")
-    # The files of a launcher that was killed are removed by the next one.
-    after = serve()
-    assert not leftovers(server), leftovers(server)
+    # The files of a launcher that was killed are removed by the next one, before it serves.
+    after = serve(wait=False)
+    wait_until(lambda: not leftovers(server), f"{leftovers(server)} to be removed", 60.0)
     after.stop()
 
 

@@ -54,7 +54,7 @@ def shared_blocks(rows: list[TraceRow]) -> int:
 
 
 def test_what_was_served_is_a_trace_that_can_be_served_again(server: Server, seed: int) -> None:
-    arguments = ("--length-scale", "0.06", "--speed", "250", "--seed", str(seed % 1000))
+    arguments = ("--length-scale", "0.06", "--speed", "1000", "--seed", str(seed % 1000))
     asked = replayed(server, EXTRACT, *arguments)
     wait_until(lambda: server.metric(RECORDED, result="written") == asked, "all to be recorded")
     [path] = traces(server)

@@ -128,6 +128,7 @@ def test_the_role_that_a_worker_has_now_is_shown(server: Server) -> None:
     orders.close()
 
 
+@pytest.mark.long
 def test_on_a_steady_load_nobody_is_told_to_flip(server: Server) -> None:
     with RepeatedPrompts(server) as load:
         began_s = time.monotonic()

@@ -41,10 +41,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
 }
 # Engine and transformers are compared for all kinds without a server, tests/backends/engine/.
-IN_EVERY_RUN = ("demo", "llama3 rope")
 PARAMS = [
-    pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long)
-    for name in CHECKPOINTS
+    pytest.param(name, marks=[] if name == "demo" else pytest.mark.long) for name in CHECKPOINTS
 ]
 
 

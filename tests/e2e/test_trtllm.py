@@ -36,6 +36,8 @@ class Variant:
 
 
 VARIANTS = {"tp1": Variant(), "tp2 small pages": Variant("bfloat16", 16, 2, "1.2")}
+# All of them are tested without a server, tests/backends/engine/trtllm/.
+PARAMS = [pytest.param(name, marks=[] if name == "tp1" else pytest.mark.long) for name in VARIANTS]
 handed_over_tokens: Counter[str] = Counter()  # by `ask`, to the decode workers of each server
 # For what has nothing to do with ranks and sizes of pages: it takes long enough once.
 only_tp1 = pytest.mark.parametrize("case", ["tp1"], indirect=True)
@@ -64,7 +66,7 @@ def wanted(variant: Variant, ids: list[int], tokens: int = TOKENS) -> list[int]:
     return expected(ids, tokens, variant.dtype, variant.page_tokens)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=PARAMS)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, state_dir: Path
 ) -> Iterator[tuple[Server, Variant]]:
