@@ -1,7 +1,9 @@
 """Answers that follow a JSON schema: which tokens may come next, by llguidance.
 
-A grammar is compiled of the schema and of the tokenizer's vocabulary, once for each schema; a
-`SchemaGuide` is one answer's place in it. The place follows from the tokens of the answer alone, so
+A grammar is compiled of the schema and of the tokenizer's vocabulary, once for each schema in each
+process that needs it (what is compiled cannot be sent); who comes meanwhile with the same schema
+waits, with another one does not, and a refusal is remembered too. A `SchemaGuide` is one answer's
+place in it. The place follows from the tokens of the answer alone, so
 whoever goes on with an answer (decode behind prefill, another pair behind a lost one) gives these
 tokens and stands where the other stood.
 
@@ -15,11 +17,14 @@ llguidance is an optional extra (`guided`). Not here: which schemas are refused 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +36,10 @@ from backends.extras import install_line
 from backends.text.json_schema import constraints_of, keywords_in, read_schema
 from backends.text.tokenizer import Tokenizer
 
-GRAMMARS_MAX = 64  # compiled ones that are kept; each takes a few 100 KB
+# Of grammars that are kept: how many, and the bytes of their schemas. Each byte takes up to 1 KB
+# once it is compiled.
+GRAMMARS_MAX = 64
+GRAMMARS_BYTES_MAX = 256 * 1024
 INDENTATION_MAX = 16
 MISSING = (
     "guided_json needs the package llguidance, which this server does not have: "
@@ -100,6 +108,14 @@ class _Vocabulary:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Grammar:
+    """Of one schema: a matcher that was given no token, or the refusal, once it is compiled."""
+
+    schema_bytes: int
+    matcher: Future[Any] = field(default_factory=Future)
+
+
 class Guides:
     """Of one model. Thread-safe."""
 
@@ -107,27 +123,53 @@ class Guides:
         """`tokenizer` is called when the first request wants a guide: most want none."""
         self._tokenizer = tokenizer
         self._tokens = vocabulary_tokens
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._matchers: OrderedDict[str, Any] = OrderedDict()  # none has been given a token
+        self._lock = threading.Lock()  # guards the grammars; nobody compiles with it held
+        self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # by digest, the latest last
 
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
-        """Behind these tokens of an answer. Raises InvalidRequest with what is in the way."""
+        """Behind these tokens of an answer. Raises InvalidRequest with what is in the way. Takes as
+        long as the schema's grammar, where it is new: call it where nobody waits."""
         if not is_installed():
             raise InvalidRequest(MISSING)
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
-            matcher = self._matchers.get(schema)
-            if matcher is None:
-                matcher = self._matchers[schema] = self._compiled(schema, self._vocabulary)
-                if len(self._matchers) > GRAMMARS_MAX:
-                    self._matchers.popitem(last=False)
-            self._matchers.move_to_end(schema)
-            guide = SchemaGuide(matcher.deep_copy(), self._vocabulary, end_ids)
+        vocabulary = self._read_vocabulary()
+        text = schema.encode("utf-8", "surrogatepass")
+        grammar, is_new = self._grammar(hashlib.sha256(text).digest(), len(text))
+        if is_new:
+            self._compile(schema, vocabulary, grammar)
+        guide = SchemaGuide(grammar.matcher.result().deep_copy(), vocabulary, end_ids)
         for token_id in output_ids:
             guide.advance(token_id)
         return guide
+
+    def _read_vocabulary(self) -> _Vocabulary:
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
+            return self._vocabulary
+
+    def _grammar(self, digest: bytes, schema_bytes: int) -> tuple[_Grammar, bool]:
+        """(what is compiled or will be, whether the caller has to)."""
+        with self._lock:
+            grammar = self._grammars.get(digest)
+            if grammar is not None:
+                self._grammars.move_to_end(digest)
+                return grammar, False
+            new = self._grammars[digest] = _Grammar(schema_bytes)
+            while len(self._grammars) > 1 and self._holds_too_much():
+                self._grammars.popitem(last=False)  # who waits for it has it all the same
+            return new, True
+
+    def _holds_too_much(self) -> bool:
+        size_bytes = sum(grammar.schema_bytes for grammar in self._grammars.values())
+        return len(self._grammars) > GRAMMARS_MAX or size_bytes > GRAMMARS_BYTES_MAX
+
+    def _compile(self, schema: str, vocabulary: _Vocabulary, grammar: _Grammar) -> None:
+        try:
+            grammar.matcher.set_result(self._compiled(schema, vocabulary))
+        except BaseException as error:  # whoever waits must hear of it, whatever it is
+            grammar.matcher.set_exception(error)
 
     def _compiled(self, text: str, vocabulary: _Vocabulary) -> Any:
         import llguidance
@@ -175,4 +217,8 @@ def _first_line(error: str) -> str:
         return f"pattern: {lines[-1]}"
     if "NoExtension" in lines[0]:
         return "it leaves no answer"
+    if lines[0].startswith("lexer error"):
+        return f"pattern, format or maxLength: too large ({lines[0]})"
+    if lines[0].startswith("oneOf constraints"):
+        return "oneOf: it cannot be seen that its cases exclude each other; use anyOf"
     return lines[0][:200]

@@ -4,11 +4,14 @@ A keyword that would be left out silently makes answers that do not validate, so
 known here is refused, also a misspelt one; annotations and `x-...` mean nothing and pass. Refused
 although the grammar (guides.py) would take them, because what it makes of them need not validate:
 
-* `minProperties` above the number of `required`: keys that are not named may come twice;
+* `minProperties` above 1 and the number of `required`: keys that are not named may come twice;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in the floats of a validator;
-* `prefixItems` in schemas of a draft before 2020-12, which do not know it.
+* `prefixItems` in schemas of a draft before 2020-12, which do not know it;
+* more parts in one place than a compiler gets through in a second (schema_size.py).
 
-What only the grammar's compiler finds (two types at once, look-ahead in a pattern) it says itself.
+The grammar reads the newest draft. What older ones say otherwise (`items` and `additionalItems` of
+tuples, `exclusiveMinimum` true) is said in its words to it. What only its compiler finds (two types
+at once, look-ahead in a pattern) it says itself.
 Not here: the grammar and its state (guides.py).
 """
 
@@ -21,11 +24,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from backends.text.schema_size import size_problems
+
 DEPTH_MAX = 60
 PROBLEMS_MAX = 5
 MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder: a million take seconds
-DRAFTS = ("draft-06", "draft-07", "2019-09", "2020-12")
-NEWEST_DRAFT = "2020-12"
+DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
+OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -33,11 +38,12 @@ ANNOTATIONS = {
 }  # fmt: skip
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 SCHEMAS_IN_A_LIST = {"anyOf", "oneOf", "allOf", "prefixItems"}
-ONE_SCHEMA = {"items", "additionalProperties"}
+ONE_SCHEMA = {"items", "additionalProperties", "additionalItems"}
 WHOLE_NUMBERS = {
     "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
 }  # fmt: skip
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+BOUNDS = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 TEXTS = {"pattern", "format"}
 OTHERS = {"type", "enum", "const", "required", "multipleOf", "uniqueItems", "$ref", "$schema"}
 KEYWORDS = (
@@ -48,7 +54,7 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 UNSUPPORTED = {
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames",
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
-    "unevaluatedProperties", "additionalItems", "$anchor", "$dynamicRef", "$dynamicAnchor",
+    "unevaluatedProperties", "$anchor", "$dynamicRef", "$dynamicAnchor",
     "$recursiveRef", "$recursiveAnchor", "$vocabulary", "contentSchema",
 }  # fmt: skip
 
@@ -65,7 +71,7 @@ def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
         return {}, ['it is no JSON object; send a schema like {"type": "object"}']
     if depth > DEPTH_MAX:
         return {}, [f"it is nested {depth} deep; use at most {DEPTH_MAX}"]
-    problems = list(_Walk(schema).of(schema, "#"))
+    problems = list(_Walk(schema).of(schema, "#")) or size_problems(schema)
     more = len(problems) - PROBLEMS_MAX
     if more > 0:
         problems = [*problems[:PROBLEMS_MAX], f"and {more} more"]
@@ -73,21 +79,32 @@ def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def constraints_of(schema: Any) -> Any:
-    """The schema without what constrains nothing, for the grammar: it refuses `uniqueItems` false,
-    and has options of its own among the annotations."""
+    """The schema in the newest draft's words and without what constrains nothing, for the grammar:
+    it refuses `uniqueItems` false, and has options of its own among the annotations."""
     if not isinstance(schema, dict):
         return schema
     kept = {}
     for keyword in schema:
-        if keyword not in KEYWORDS or keyword == "uniqueItems":
+        if keyword not in KEYWORDS or keyword in ("uniqueItems", "$schema"):
             continue
         parts = [(name, constraints_of(part)) for name, part in _parts(keyword, schema[keyword])]
         if keyword in SCHEMAS_BY_NAME:
             kept[keyword] = dict(parts)
-        elif keyword in SCHEMAS_IN_A_LIST:
+        elif isinstance(schema[keyword], list) and parts:
             kept[keyword] = [part for _, part in parts]
         else:
             kept[keyword] = parts[0][1] if parts else schema[keyword]
+    return _in_new_words(kept, isinstance(schema.get("items"), list))
+
+
+def _in_new_words(kept: dict[str, Any], is_tuple: bool) -> dict[str, Any]:
+    """What only drafts before the newest one say."""
+    rest = kept.pop("additionalItems", True)
+    if is_tuple:
+        kept["prefixItems"], kept["items"] = kept["items"], rest
+    for bound, exclusive in BOUNDS.items():
+        if isinstance(kept.get(exclusive), bool) and kept.pop(exclusive) and bound in kept:
+            kept[exclusive] = kept.pop(bound)
     return kept
 
 
@@ -104,7 +121,7 @@ def _parts(keyword: str, value: Any) -> list[tuple[Any, Any]]:
     """(name or index in the value, or None: all of it; schema) of each schema in there."""
     if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
         return list(value.items())
-    if keyword in SCHEMAS_IN_A_LIST and isinstance(value, list):
+    if keyword in SCHEMAS_IN_A_LIST | {"items"} and isinstance(value, list):
         return list(enumerate(value))
     return [(None, value)] if keyword in ONE_SCHEMA else []
 
@@ -136,7 +153,8 @@ class _Walk:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
         self._multiple_of = 1  # of all parts, which may meet in one number
-        self._draft = str(whole.get("$schema", NEWEST_DRAFT))
+        said = str(whole.get("$schema", NEWEST_DRAFT))
+        self._draft = next((draft for draft in DRAFTS if draft in said), NEWEST_DRAFT)
 
     def of(self, schema: Any, where: str) -> Iterator[str]:
         if isinstance(schema, bool):
@@ -145,7 +163,7 @@ class _Walk:
             yield f"{where} must be a schema: an object, true or false"
             return
         for keyword, value in schema.items():
-            if keyword in ANNOTATIONS and not (keyword == "$id" and where != "#"):
+            if self._is_annotation(keyword, where):
                 continue
             problem = self._value(keyword, value, schema)
             if problem:
@@ -155,6 +173,11 @@ class _Walk:
                     below = "" if name is None else f"/{_shown(str(name))}"
                     yield from self.of(part, f"{where}/{keyword}{below}")
 
+    def _is_annotation(self, keyword: str, where: str) -> bool:
+        if keyword == "id":  # the older name of $id
+            return self._draft == OLDEST_DRAFT and where == "#"
+        return keyword in ANNOTATIONS and not (keyword == "$id" and where != "#")
+
     def _value(self, keyword: str, value: Any, schema: Mapping[str, Any]) -> str:
         """What is wrong with it there, or nothing."""
         if keyword not in KEYWORDS:
@@ -162,20 +185,29 @@ class _Walk:
         if keyword in SCHEMAS_BY_NAME:
             return "" if isinstance(value, dict) else "it must be an object of schemas"
         if keyword in SCHEMAS_IN_A_LIST:
-            if keyword == "prefixItems" and NEWEST_DRAFT not in self._draft:
+            if keyword == "prefixItems" and self._draft != NEWEST_DRAFT:
                 return f"it means nothing in {self._draft}"
             return "" if isinstance(value, list) and value else "it must be a list of schemas"
-        if keyword == "items" and isinstance(value, list):
-            return "a list is not supported; use prefixItems"
         if keyword in ONE_SCHEMA:
-            return ""  # looked at as a part
+            return self._one_schema(keyword, value)
         if keyword in WHOLE_NUMBERS:
             return _whole_number(keyword, value, schema)
+        if keyword in BOUNDS.values() and self._draft == OLDEST_DRAFT:
+            is_good = isinstance(value, bool)
+            return "" if is_good else f"it must be true or false in {self._draft}"
         if keyword in NUMBERS:
             return "" if _is_number(value) else "it must be a number"
         if keyword in TEXTS:
             return "" if isinstance(value, str) else "it must be a string"
         return self._other(keyword, value)
+
+    def _one_schema(self, keyword: str, value: Any) -> str:
+        """What is wrong with the list of it, or with the keyword; it is looked at as a part."""
+        if self._draft != NEWEST_DRAFT:
+            return ""
+        if keyword == "additionalItems":
+            return f"it means nothing in {NEWEST_DRAFT}; use items"
+        return "use prefixItems for a list" if isinstance(value, list) else ""
 
     def _multiple(self, value: Any) -> str:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -219,10 +251,13 @@ class _Walk:
 def _whole_number(keyword: str, value: Any, schema: Mapping[str, Any]) -> str:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         return "it must be a whole number, 0 or more"
-    required = schema.get("required", [])
-    if keyword == "minProperties" and isinstance(required, list) and value > len(set(required)):
+    if keyword == "minProperties" and value > max(1, _distinct(schema.get("required"))):
         return f"{value} is not supported; name the properties in required instead"
     return ""
+
+
+def _distinct(names: Any) -> int:
+    return len({str(name) for name in names}) if isinstance(names, list) else 0
 
 
 def _control_characters(value: Any) -> str:

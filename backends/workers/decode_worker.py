@@ -77,7 +77,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         tokens_max = request.prompt_tokens + request.sampling.max_tokens
         job = DecodeJob(
             request, ids, client, self._tokenizer, self.process.fingerprint,
-            self.process.incarnation, self.config.block_tokens, self._guide(request, ids),
+            self.process.incarnation, self.config.block_tokens,
         )  # fmt: skip
         self.driver.check(job)
         with self.lock:

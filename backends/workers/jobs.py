@@ -59,7 +59,8 @@ class Job(Generic[R, C]):
     submitted_s: float
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
-    guide: Guide | None = None  # behind the tokens that the request came with, and those drawn here
+    # Behind the tokens that the request came with, and those drawn here; made when its KV is there.
+    guide: Guide | None = None
     error: Exception | None = None  # it failed with this, and leaves
     request_id: str = field(init=False)
 
@@ -70,6 +71,10 @@ class Job(Generic[R, C]):
     def is_leaving(self) -> bool:
         """Nothing more is to be done for it."""
         return self.is_stopped or self.error is not None
+
+    def given_output_ids(self) -> list[int]:
+        """The tokens of the answer that the request came with."""
+        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -98,6 +103,9 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     def is_leaving(self) -> bool:
         """A put that failed has no use for further chunks."""
         return self.is_stopped or self.error is not None or self.put.error is not None
+
+    def given_output_ids(self) -> list[int]:
+        return list(map(int, self.token_ids[self.request.prompt_tokens :]))
 
     def fail(self, error: Exception) -> None:
         """Nothing more is written for it."""
@@ -180,9 +188,8 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         fingerprint: str,
         incarnation: str,
         block_tokens: int,
-        guide: Guide | None = None,
     ) -> None:
-        super().__init__(request=request, client=client, submitted_s=time.monotonic(), guide=guide)
+        super().__init__(request=request, client=client, submitted_s=time.monotonic())
         self._incarnation = incarnation
         self.token_ids: list[int] = ids.tolist()
         self.tokens_given = len(self.token_ids)  # prompt, and what the client had before
@@ -214,6 +221,9 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self._tokens_before = 0  # of the next message
         # Of tokens that were drawn and are not `decoded` yet, where the request wants them.
         self.drawn_logprobs: list[TokenLogprobs] = []
+
+    def given_output_ids(self) -> list[int]:
+        return self.token_ids[self.request.prompt_tokens : self.tokens_given]
 
     @property
     def pages(self) -> list[int]:

@@ -70,7 +70,6 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
         """Queue a prompt; the client is answered from another thread. Raises ServingError."""
         self.process.call_limits.check(request, ids)
-        guide = self._guide(request, ids)
         seed = chain_seed(self.process.fingerprint, cache_salt=request.cache_salt)
         put = BlockPut(
             request.request_id, len(ids), [], block_keys(ids, self.config.block_tokens, seed),
@@ -80,7 +79,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         now_s = time.monotonic()
         job = PrefillJob(
             request=request, client=client, submitted_s=now_s, token_ids=ids.astype(np.int32),
-            put=put, guide=guide,
+            put=put,
         )  # fmt: skip
         with self.lock:
             self.driver.check(job)  # what it says holds until the job is there to be failed

@@ -154,7 +154,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
-        output = job.token_ids[job.request.prompt_tokens :].tolist()
+        output = job.given_output_ids()
         drawn = draw(logits, job.request.sampling, len(output), prompt, output, job.guide)
         job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
         return drawn.token_id

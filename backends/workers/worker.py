@@ -17,11 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.batching.batching import Admission
-from backends.engine.sampling import Guide
 from backends.errors import (
     InvalidRequest,
     Overloaded,
@@ -37,9 +34,7 @@ from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.kv_writer import KvWriter
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.protocol import (
-    DecodeRequest,
     DrainWorker,
-    PrefillRequest,
     Stop,
     TakeRole,
     WorkerMessage,
@@ -51,6 +46,7 @@ from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
+GUIDES_AT_ONCE = 4
 
 
 J = TypeVar("J", bound=Job[Any, Any])
@@ -96,6 +92,7 @@ class JobWorker(ABC, Generic[J]):
             config.transfer_s_max,
         )  # fmt: skip
         self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
+        self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _serve(self) -> None:
@@ -158,7 +155,8 @@ class JobWorker(ABC, Generic[J]):
         for job in self._unfinished(give_up_s):
             self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
-        self._loading.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._loading, self._guiding):  # the second gets work from the first
+            pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
         for job in list(self.jobs.values()):  # the engine's thread never let go of them
             self.process.owners.release(job.request_id)
@@ -210,15 +208,12 @@ class JobWorker(ABC, Generic[J]):
     def _load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self._checkpoint)
 
-    def _guide(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> Guide | None:
+    def _guide(self, job: J) -> bool:
         """What holds the answer to its schema, behind the tokens that the answer has by now: so it
-        goes on where another worker stopped. Raises InvalidRequest. Not with the lock held: a
-        schema that is new takes some milliseconds."""
-        sampling = request.sampling
-        if not sampling.guided_json or not self.driver.draws_by_guide:
-            return None
-        output_ids = ids[request.prompt_tokens :].tolist()
-        return self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
+        goes on where another worker stopped. Raises InvalidRequest."""
+        sampling, output_ids = job.request.sampling, job.given_output_ids()
+        job.guide = self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
+        return True
 
     def _queue_full(self, waiting: str) -> Overloaded:
         return Overloaded(
@@ -229,9 +224,16 @@ class JobWorker(ABC, Generic[J]):
         )
 
     def _load(self, job: J, load: Callable[[J], bool]) -> None:
-        """In a loader's thread: `load`, which is False where it will be called again, and start."""
+        """In a loader's thread: `load`, which is False where it will be called again, and start.
+        A guide comes between them, in another thread: a schema that is new takes milliseconds, up
+        to a second, for which the KV of nobody else may wait."""
+        needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
         try:
-            if load(job):
+            if not load(job):
+                return
+            if needs_guide and job.guide is None:
+                self._guiding.submit(self._load, job, self._guide)
+            else:
                 self.driver.start(job)
             return
         except StoreError as problem:  # without the store there is no hand-over

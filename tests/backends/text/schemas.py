@@ -78,6 +78,8 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
     if extra == "bounded":
         schema["maxProperties"] = draw(st.integers(0, 4))
         schema["minProperties"] = len(schema["required"])
+    if extra == "open" and not schema["required"]:
+        schema["minProperties"] = draw(st.integers(0, 1))
     return schema
 
 
@@ -110,10 +112,30 @@ DEFS = {"shared": {"type": "object", "properties": {"next": {"$ref": "#/$defs/sh
     "type": "integer"}}, "additionalProperties": False}}  # fmt: skip
 
 
+def _as_of_old(schema: Any) -> Any:
+    """The same, said as drafts before 2019-09 say it; exclusive bounds as draft-04's."""
+    if isinstance(schema, list):
+        return [_as_of_old(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    old = {name: _as_of_old(part) for name, part in schema.items()}
+    if isinstance(old.get("prefixItems"), list):
+        if "items" in old:
+            old["additionalItems"] = old["items"]
+        old["items"] = old.pop("prefixItems")
+    for bound in ("minimum", "maximum"):
+        exclusive = f"exclusive{bound.capitalize()}"
+        if isinstance(old.get(exclusive), int | float):
+            old |= {bound: old[exclusive], exclusive: True}
+    return old
+
+
 @st.composite
 def schemas(draw: st.DrawFn) -> dict[str, Any]:
-    """One of eight has a keyword at its top that is refused."""
+    """One of eight has a keyword at its top that is refused, one of seven is of an old draft."""
     schema = {**draw(NESTED), "$defs": DEFS, "title": "of a test"}
     if draw(st.integers(0, 7)) == 7:
         schema |= draw(st.sampled_from(REFUSED))
+    elif draw(st.integers(0, 5)) == 5:
+        schema = _as_of_old(schema) | {"$schema": "http://json-schema.org/draft-04/schema#"}
     return schema

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema.validators import validator_for
 
 from backends.errors import InvalidRequest
 from backends.text import guides
@@ -50,17 +53,18 @@ def drawn_at_random(text: str, chance: np.random.Generator) -> str | None:
 
 def check_refusal(error: InvalidRequest, schema: dict[str, Any]) -> None:
     """It names a keyword of the schema."""
-    named = set(re.findall(r"[\w$-]+", str(error)))
+    named = set(re.findall(r"[\w.$-]+", str(error)))
     said = set(map(str, schema)) | keywords_in(schema) | KEYWORDS | UNSUPPORTED
     assert str(error).startswith("guided_json") and named & said, str(error)
 
 
 def check_validates(text: str, schema: dict[str, Any]) -> None:
     """A number that has more digits than a float counts as it is written."""
+    validator = validator_for(schema)(schema)
     try:
-        jsonschema.validate(json.loads(text), schema)
+        validator.validate(json.loads(text))
     except jsonschema.ValidationError:
-        jsonschema.validate(json.loads(text, parse_float=Decimal), schema)
+        validator.validate(json.loads(text, parse_float=Decimal))
 
 
 def check(schema: dict[str, Any], seed: int) -> bool:
@@ -181,7 +185,15 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"allOf": [{"multipleOf": 37}, {"multipleOf": 41}]}', "multipleOf at #/allOf/1: all of"),
         ('{"const": "\\u0001"}', "const at #: control characters"),
         ('{"type": "integer", "enum": ["a"]}', "incompatible types .*enum, type"),
-        ('{"$schema": "http://json-schema.org/draft-04/schema#"}', r"\$schema at #: use a draft"),
+        ('{"$schema": "http://json-schema.org/draft-03/schema#"}', r"\$schema at #: use a draft"),
+        ('{"$schema": "http://json-schema.org/draft-04/schema#", "exclusiveMinimum": 3}',
+         "exclusiveMinimum at #: it must be true or false in draft-04"),
+        ('{"$schema": "http://json-schema.org/draft-04/schema#", "items": {"id": "#x"}}',
+         "id at #/items: "),
+        ('{"exclusiveMinimum": true}', "exclusiveMinimum at #: it must be a number"),
+        ('{"items": [{}]}', "items at #: use prefixItems"),
+        ('{"items": {}, "additionalItems": {}}', "additionalItems at #: it means nothing in 2020"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf: it cannot be seen that"),
         ('{"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}',
          "prefixItems at #: it means nothing in "),
         ("[]", "it is no JSON object"),
@@ -207,9 +219,22 @@ def test_annotations_and_extensions_of_others_are_no_hindrance() -> None:
     follow(schema, "3")
 
 
+def test_what_older_drafts_say_otherwise_is_understood() -> None:
+    draft = {"$schema": "http://json-schema.org/draft-04/schema#", "id": "urn:x"}
+    above = {**draft, "type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 4}
+    assert not follow(above, "").allowed()[TOKENIZER.encode("3")[0]]
+    assert follow({**above, "exclusiveMinimum": False}, "").allowed()[TOKENIZER.encode("3")[0]]
+    pair = {**draft, "type": "array", "items": [{"type": "integer"}, {"type": "null"}],
+            "minItems": 2}  # fmt: skip
+    follow({**pair, "additionalItems": False}, "[3,null]")
+    closed = follow({**pair, "additionalItems": False}, "[3,null").allowed()
+    assert not closed[TOKENIZER.encode(",")[0]]
+    follow({**pair, "additionalItems": {"const": 5}}, "[3,null,5]")
+
+
 def test_a_schema_that_only_its_first_tokens_show_to_be_too_large_is_refused_before_them() -> None:
     part = {"type": "string", "pattern": "a|b"}
-    large = {f"p{number}": part for number in range(1_200)}
+    large = {f"p{number}": part for number in range(700)}
     schema = {"type": "object", "properties": large, "additionalProperties": False}
     with pytest.raises(InvalidRequest, match=r"cannot be followed: .*properties"):
         GUIDES.guide(json.dumps(schema), END_IDS, [])
@@ -239,6 +264,52 @@ def test_a_grammar_is_compiled_once_and_only_the_latest_are_kept(
     for text in (one, one, two, one, three, one, two):
         counted.guide(text, END_IDS, [])
     assert compiled == [one, two, three, two]
+    monkeypatch.setattr(guides, "GRAMMARS_BYTES_MAX", 2 * len(one) - 1)
+    for text in (three, two):
+        counted.guide(text, END_IDS, [])
+    assert compiled[4:] == [three, two], "two of them are too many bytes"
+
+
+def test_a_refusal_is_remembered() -> None:
+    compiled: list[str] = []
+
+    class Counted(Guides):
+        def _compiled(self, text: str, vocabulary: Any) -> Any:
+            compiled.append(text)
+            return super()._compiled(text, vocabulary)
+
+    counted = Counted(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="minimun"):
+            counted.guide('{"minimun": 1}', END_IDS, [])
+    assert len(compiled) == 1
+
+
+def test_a_schema_that_takes_long_holds_up_nobody_who_has_another_one() -> None:
+    slow, quick = json.dumps(ONE_NAME), "{}"
+    begun, may_end = threading.Event(), threading.Event()
+    compiled: list[str] = []
+
+    class Slow(Guides):
+        def _compiled(self, text: str, vocabulary: Any) -> Any:
+            compiled.append(text)
+            if text == slow:
+                begun.set()
+                assert may_end.wait(60)
+            return super()._compiled(text, vocabulary)
+
+    held = Slow(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(held.guide, slow, END_IDS, [])
+            assert begun.wait(60)
+            second = pool.submit(held.guide, slow, END_IDS, [])
+            assert held.guide(quick, END_IDS, []).allowed().any()
+            assert not first.done() and not second.done()
+        finally:
+            may_end.set()
+        assert first.result(60).allowed().any() and second.result(60).allowed().any()
+    assert compiled == [slow, quick]
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

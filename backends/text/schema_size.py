@@ -1,0 +1,146 @@
+"""How much a schema asks of the grammar's compiler: more than it does in a second is refused.
+
+The compiler cannot be stopped. Almost everything that fits into a request takes it milliseconds,
+or runs into a bound of its own. What does not:
+
+* patterns (and formats) that hold for one string together, as `allOf`, `$ref` and their neighbours
+  make them: their automata are multiplied, so each one more takes about three times as long;
+* the names of one object: `patternProperties` are compared with each other and with `properties`;
+* parts in parts and references that lead from one to the next: it goes down all of them on its
+  thread's stack, and the process dies where that ends.
+
+Sums are upper bounds: parts of an `allOf` count as if the same strings were in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+PATTERNS_TOGETHER_MAX = 8
+NAMES_COMPARED_MAX = 10_000
+NAMES_MAX = 1_000
+LEVELS_MAX = 150  # the compiler's stack ends somewhere between 400 and 2,000
+
+
+class _Load(NamedTuple):
+    """What holds for one value."""
+
+    patterns: int = 0
+    name_patterns: int = 0
+    names: int = 0
+
+    def joined(self, other: _Load) -> _Load:
+        return _Load(*(one + another for one, another in zip(self, other, strict=True)))
+
+
+class _Size(NamedTuple):
+    """What holds for the value of a schema, and for any one of the values within it."""
+
+    here: _Load = _Load()
+    within: _Load = _Load()
+
+    def joined(self, other: _Size) -> _Size:
+        return _Size(self.here.joined(other.here), self.within.joined(other.within))
+
+
+NOTHING = _Size()
+
+
+class _TooLarge(Exception):
+    """With the keyword, its place and what is too much."""
+
+
+def size_problems(schema: dict[str, Any]) -> list[str]:
+    """Of a schema without other problems: its keywords have the right types."""
+    try:
+        _Sizes(schema).of(schema, "#")
+    except _TooLarge as problem:
+        return [str(problem)]
+    return []
+
+
+class _Sizes:
+    """Of one schema and all its parts."""
+
+    def __init__(self, whole: dict[str, Any]) -> None:
+        self._whole = whole
+        self._targets: dict[str, _Size] = {}  # by reference; nothing while it is looked at
+        self._level = 0
+
+    def of(self, schema: Any, where: str) -> _Size:
+        if not isinstance(schema, dict):
+            return NOTHING
+        if self._level == LEVELS_MAX:
+            said = f"parts and references lead more than {LEVELS_MAX} levels down"
+            raise _TooLarge(f"$ref at {where}: {said}")
+        self._level += 1
+        size = self._of(schema, where)
+        self._level -= 1
+        return size
+
+    def _of(self, schema: dict[str, Any], where: str) -> _Size:
+        names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        here = _Load(len(schema.keys() & {"pattern", "format"}), len(patterns), len(names))
+        within = self._largest(names.items(), f"{where}/properties")
+        within = within.joined(self._largest(patterns.items(), f"{where}/patternProperties"))
+        rest = [within]
+        for keyword in ("items", "prefixItems", "additionalItems", "additionalProperties"):
+            value = schema.get(keyword)
+            parts = enumerate(value) if isinstance(value, list) else [("", value)]
+            rest.append(self._largest(parts, f"{where}/{keyword}"))
+        size = _Size(here, _largest(rest))
+        for part in self._parts(schema, where):
+            size = size.joined(part)
+        self._check(size, where)
+        return size
+
+    def _parts(self, schema: dict[str, Any], where: str) -> Iterator[_Size]:
+        """What holds for the same value."""
+        for index, part in enumerate(schema.get("allOf", [])):
+            yield self.of(part, f"{where}/allOf/{index}")
+        for keyword in ("anyOf", "oneOf"):
+            sizes = [
+                self.of(part, f"{where}/{keyword}/{index}")
+                for index, part in enumerate(schema.get(keyword, []))
+            ]
+            yield _Size(_largest(size.here for size in sizes),
+                        _largest(size.within for size in sizes))  # fmt: skip
+        if "$ref" in schema:
+            yield self._target(schema["$ref"])
+
+    def _target(self, reference: str) -> _Size:
+        if reference not in self._targets:
+            self._targets[reference] = NOTHING
+            self._targets[reference] = self.of(self._find(reference), reference)
+        return self._targets[reference]
+
+    def _find(self, reference: str) -> Any:
+        found: Any = self._whole
+        for part in reference.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found[int(name)] if isinstance(found, list) else found[name]
+        return found
+
+    def _largest(self, parts: Iterable[tuple[Any, Any]], where: str) -> _Load:
+        """Of any one of the values that these parts are for."""
+        sizes = [self.of(part, f"{where}/{name}") for name, part in parts]
+        return _largest([load for size in sizes for load in size])
+
+    def _check(self, size: _Size, where: str) -> None:
+        for load in size:
+            compared = load.name_patterns * (load.name_patterns + load.names)
+            if load.patterns > PATTERNS_TOGETHER_MAX:
+                said = f"{load.patterns} patterns and formats may hold for one string"
+                raise _TooLarge(f"pattern at {where}: {said}; use at most {PATTERNS_TOGETHER_MAX}")
+            if compared > NAMES_COMPARED_MAX:
+                said = f"{load.name_patterns} of them may stand beside {load.names} properties"
+                raise _TooLarge(f"patternProperties at {where}: {said}; use fewer")
+            if load.names > NAMES_MAX:
+                said = f"one object may have {load.names} of them"
+                raise _TooLarge(f"properties at {where}: {said}; use at most {NAMES_MAX}")
+
+
+def _largest(loads: Iterable[_Load]) -> _Load:
+    columns = zip(_Load(), *loads, strict=True)
+    return _Load(*(max(column) for column in columns))
