@@ -175,6 +175,15 @@ def test_links_of_documents_lead_somewhere() -> None:
     assert not found, "\n".join(found)
 
 
+def test_the_index_of_documents_leads_to_all_of_them() -> None:
+    index = "docs/README.md"
+    linked = {_flat(f"docs/{link.partition('#')[0]}")
+              for link in LINK.findall((ROOT / index).read_text())}  # fmt: skip
+    of_docs = {page for page in tracked(".md") if page.startswith("docs/")}
+    single = {page for page in of_docs if not page.startswith(OF_THE_PAST)} - {index}
+    assert len(single) > 20 and not single - linked
+
+
 def test_files_and_modules_that_documents_name_are_there() -> None:
     found = [
         problem
