@@ -113,7 +113,8 @@ PARAMETERS = {
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
     "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "
-    "one input all the same, stream say",
+    "one input all the same, stream say. The word cluster: workers, hot prefixes and the latest "
+    "decisions; with API keys only for the gateway",
     "tenant_proof": "string: with API keys, by what the gateway shows that `tenant` is its word",
 }
 # Set by Triton's own front ends, not by users.

@@ -48,6 +48,7 @@ from conductor.messages import (
     ConductorStats,
     Explanation,
     HeatClass,
+    HotPrefix,
     Reject,
     Replicate,
     Request,
@@ -450,6 +451,10 @@ class Conductor:
     def copies_by_heat(self, now_s: float) -> tuple[HeatClass, ...]:
         """Hot blocks of requests that came here, coldest class first; as of the latest tick."""
         return self._hotspots.copies_by_heat(self._tiers.dram, self._advance(now_s))
+
+    def hot_prefixes(self, now_s: float, count_max: int) -> list[HotPrefix]:
+        """The hottest of those that requests found lately, hottest first."""
+        return self._hotspots.hottest(self._tiers.dram, self._advance(now_s), count_max)
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
         """About once a second. Of several frontends one proposes; all agree which."""

@@ -188,6 +188,16 @@ class HeatClass:
 
 
 @dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A prefix that requests found again lately, and who has it in DRAM."""
+
+    key: bytes  # of its last block
+    blocks: int
+    hits_per_s: float
+    blocks_on: Mapping[str, int]  # node -> leading blocks of it
+
+
+@dataclass(frozen=True, slots=True)
 class ConductorStats:
     """Totals since the conductor was made. Counters only grow."""
 

@@ -40,8 +40,9 @@ FLOORS = {
     ],
     "backends": [
         {"cli"}, {"doctor"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
-        {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"}, {"triton"},
-        {"frontend"}, {"frontend/lifecycle"}, {"tracing"},
+        {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"},
+        {"gateway/page"}, {"triton"},
+        {"frontend"}, {"frontend/lifecycle", "frontend/decisions"}, {"tracing"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},

@@ -1,45 +1,24 @@
 """Sends of a request as responses: one each for a stream, or all in one.
 
 A response has the outputs that its client asked for, because Triton takes each tensor of every
-message into its hands. The `decision` output is made only for who asks for it:
-
-    policy, admission          that decided
-    prefill, decode            the pair
-    predicted                  its terms in seconds (conductor/messages.py, Prediction)
-    predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
-    second_fetch_node          where the prefix was to come from
-    queue_order, place_s       order of the queue, and how far behind its arrival it stands there
-    candidates                 the pairs that were considered, best first, each with its terms and a
-                               verdict: chosen, slower, or why it would have been rejected
-    candidates_left_out        how many more there were
-    advice                     advisory mode: the rejection that was not carried out
-    cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
-                               what came of prefill
-    fetched_from               bytes that each node sent for it
-    ttft_s                     from the request's arrival at the frontend to its first token there
-    decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
-                               what came of the hand-over
+message into its hands. The `decision` output (decisions/fields.py) is made only for who asks.
 
 Not here: when there is a message (lifecycle/machine.py), the table of outputs (tensors.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from backends.frontend.cluster_view import Decided, Served
+from backends.frontend.cluster_view import Served
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_tensor
 from backends.text.text_stream import Emission, merge
-from backends.workers.protocol import DecodeReply, PrefillReply
-from conductor.config import ConductorConfig
-from conductor.messages import Candidate, Reject
 
 
 class ReplyStream(Protocol):
@@ -146,7 +125,7 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
         string_tensor(message.finish_reason.encode()) if message.finish_reason else EMPTY
     ),
     "decision": lambda message, _: (
-        string_tensor(json.dumps(message.fields).encode()) if message.fields else EMPTY
+        string_tensor(msgspec.json.encode(message.fields)) if message.fields else EMPTY
     ),
     "batch_index": lambda *_: ZERO,
     "sequence_index": lambda *_: ZERO,
@@ -185,82 +164,12 @@ def describe(
         "unreached_workers": {name: words for name, (_, words) in unreached.items()},
         "fingerprint": served.fingerprint,
     }
-    message = Send(Emission((), json.dumps(facts)), 0, "described", 0)
+    return described(facts, asked)
+
+
+def described(facts: Mapping[str, object], asked: frozenset[str]) -> dict[str, np.ndarray]:
+    """As JSON in text_output."""
+    text = msgspec.json.encode(facts).decode()
+    message = Send(Emission((), text), 0, "described", 0)
     left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}
     return outputs(message, 0, names_sent(asked, left_out))
-
-
-def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]:
-    route = decided.route
-    found: dict[str, object] = {
-        "policy": config.policy,
-        "admission": config.admission,
-        "prefill": route.prefill.worker_id,
-        "decode": route.decode.worker_id,
-        "predicted": asdict(route.predicted),
-        "predicted_cached_tokens": route.cached_tokens,
-        "local_blocks": route.local_blocks,
-        "restore_blocks": route.restore_blocks,
-        "fetch_blocks": route.fetch_blocks,
-        "fetch_node": route.fetch_node,
-        "second_fetch_node": route.second_fetch_node,
-        "queue_order": config.queue_order,
-        "place_s": route.order_key_s - decided.decided_at_s,
-    }
-    if decided.candidates:
-        found["candidates"] = [candidate_fields(candidate) for candidate in decided.candidates]
-        found["candidates_left_out"] = decided.candidates_left_out
-    if (advice := route.advice) is not None:
-        found["advice"] = {
-            "kind": advice.kind,
-            "reason": advice.reason,
-            "retry_after_s": advice.retry_after_s,
-        }
-    return found
-
-
-def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object]:
-    """Of the decision not to take it, for its span."""
-    return {
-        "policy": config.policy,
-        "admission": config.admission,
-        "rejected": rejected.kind,
-        "predicted": asdict(rejected.predicted) if rejected.predicted is not None else None,
-    }
-
-
-def candidate_fields(candidate: Candidate) -> dict[str, object]:
-    return {
-        "prefill": candidate.prefill.worker_id,
-        "pipeline_stages": candidate.pipeline_stages,
-        "decode": candidate.decode.worker_id,
-        "verdict": candidate.verdict,
-        "cached_tokens": candidate.cached_tokens,
-        "local_blocks": candidate.local_blocks,
-        "fetch_blocks": candidate.fetch_blocks,
-        "fetch_node": candidate.fetch_node,
-        "predicted": asdict(candidate.predicted),
-    }
-
-
-def prefill_fields(reply: PrefillReply) -> dict[str, object]:
-    return {
-        "cached_tokens": reply.cached_tokens,
-        "fetched_blocks": reply.fetched_blocks,
-        "fetched_bytes": reply.fetched_bytes,
-        "fetched_from": reply.fetched_from,
-        "queue_ahead": reply.queue_ahead,
-        "queue_s": reply.queue_s,
-        "load_s": reply.load_s,
-        "prefill_s": reply.compute_s,
-        "put_s": reply.put_s,
-    }
-
-
-def decode_fields(end: DecodeReply) -> dict[str, object]:
-    return {
-        "decode_queue_s": end.queue_s,
-        "decode_load_s": end.load_s,
-        "loaded_early_blocks": end.loaded_early_blocks,
-        "decode_read_bytes": end.read_bytes,
-    }

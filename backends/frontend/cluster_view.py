@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import InvalidRequest
+from backends.frontend.decisions.latest import Decided, LatestDecisions
+from backends.frontend.decisions.overview import ClusterReading
 from backends.frontend.routing_notes import NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import (
-    Candidate,
     Explanation,
     HeatClass,
     Reject,
@@ -48,6 +49,8 @@ from mooncake_store.records.membership import WorkerInfo
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 CANDIDATES_MAX = 16  # a fleet has thousands of pairs
+HOT_PREFIXES_MAX = 8  # that are shown
+NOT_EXPLAINED = Explanation((), 0)
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
 DIRECTORY_SILENT_S = 1.5  # it speaks once a second, and workers report twice
@@ -65,16 +68,6 @@ class Served:
     workers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """A route and why it was taken."""
-
-    route: Route
-    decided_at_s: float  # on the clock of route.order_key_s
-    candidates: Sequence[Candidate] = ()  # the first CANDIDATES_MAX; empty unless somebody asked
-    candidates_left_out: int = 0
-
-
 class ClusterView:
     """Thread-safe door to the Conductor, kept up to date from the directory."""
 
@@ -84,6 +77,7 @@ class ClusterView:
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # it is to be told
         self.config = config
         self.copies_by_heat: Sequence[HeatClass] = ()  # as of the latest tick
+        self._latest = LatestDecisions()
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
@@ -166,22 +160,26 @@ class ClusterView:
         """With the pairs that were considered, for who wants to see them: they cost time."""
         with self._lock:
             now_s = time.monotonic()
-            explained = Explanation((), 0)
-            if wants_candidates:
+            explained = NOT_EXPLAINED
+            if self._latest.wants_candidates(now_s) or wants_candidates:
                 explained = self._conductor.explain(request, now_s, CANDIDATES_MAX)
             decision = self._conductor.on_request(request, now_s)
             notes_waiting = self._conductor.notes_waiting
         if notes_waiting:
             self.notes.on_routed(notes_waiting)
-        if isinstance(decision, Reject):
-            return decision
-        return Decided(decision, now_s, explained.candidates, explained.left_out)
+        if isinstance(decision, Route):
+            shown = explained if wants_candidates else NOT_EXPLAINED
+            made: Decided | Reject = Decided(decision, now_s, shown.candidates, shown.left_out)
+        else:
+            made = decision
+        self._latest.add(request, made, explained, now_s)
+        return made
 
     def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
+        now_s = time.monotonic()
         with self._lock:
-            self._conductor.on_prefill_finished(
-                request_id, time.monotonic(), cached_tokens, seconds
-            )
+            self._conductor.on_prefill_finished(request_id, now_s, cached_tokens, seconds)
+        self._latest.prefilled(request_id, cached_tokens, seconds, now_s)
 
     def finished(self, request_id: str, output_tokens: int | None = None) -> None:
         """`output_tokens` of an answer that is complete: others like it will be as long."""
@@ -229,6 +227,17 @@ class ClusterView:
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch:
         with self._lock:
             return self._conductor.take_notes(time.monotonic(), count_max, is_last)
+
+    def reading(self) -> ClusterReading:
+        """For who looks at it: workers, what is hot, the latest decisions."""
+        served, now_s = self.served(), time.monotonic()
+        with self._lock:
+            workers = self._conductor.status(now_s)
+            hot = self._conductor.hot_prefixes(now_s, HOT_PREFIXES_MAX)
+        return ClusterReading(
+            now_s, workers, hot, self._latest.newest_first(),
+            served.block_tokens if served else 0, served.context_tokens_max if served else 0,
+        )  # fmt: skip
 
     def stats(self) -> Any:
         """ConductorStats."""

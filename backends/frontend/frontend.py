@@ -19,8 +19,9 @@ import numpy as np
 
 from backends.config_pbtxt import FrontendConfig
 from backends.errors import Forbidden, Overloaded, ServingError, WorkerUnavailable
-from backends.frontend.answer import ReplyStream
+from backends.frontend.answer import ReplyStream, described
 from backends.frontend.cluster_view import ClusterView
+from backends.frontend.decisions.overview import CLUSTER, overview
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
@@ -33,7 +34,7 @@ from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.launch_secret import secret_of_launch
 from backends.metrics.page import Observations
 from backends.tenants.api_keys import ApiKeys
-from backends.tenants.asker import asker_of
+from backends.tenants.asker import asker_of, check_is_gateway
 from backends.tenants.tenant_labels import TenantLabels
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.export import Tracing, begin_trace
@@ -95,6 +96,9 @@ class Frontend:
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream
     ) -> None:
+        if parameters.get("describe") == CLUSTER:
+            self._start(self._describe_cluster, parameters, client)
+            return
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s, self._limits)
         trace = begin_trace(self.tracing, parameters, now_s)
@@ -121,6 +125,15 @@ class Frontend:
             client.fail(refused)
             return
         request.start(inputs, parameters)
+
+    def _describe_cluster(self, parameters: dict[str, Any], client: ReplyStream) -> None:
+        """It is no request: nothing is counted, and nobody waits for it."""
+        try:
+            check_is_gateway(parameters, self._keys, self._secret, time.time())
+            found = overview(self.cluster.reading(), self.cluster.config)
+            client.send(described(found, client.outputs), is_final=True)
+        except Exception as error:  # edge: a pool has nobody who would say it
+            client.fail(error)
 
     def requests_of_tenants(self) -> dict[str, int]:
         """In flight, as they are shown; nothing where there are no keys."""

@@ -42,13 +42,16 @@ from backends.frontend.answer import (
     ReplyStream,
     StreamedAnswer,
     WholeAnswer,
-    decode_fields,
     describe,
+)
+from backends.frontend.cluster_view import ClusterView, Served
+from backends.frontend.decisions.fields import (
+    decode_fields,
     prefill_fields,
     reject_fields,
     route_fields,
 )
-from backends.frontend.cluster_view import ClusterView, Decided, Served
+from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle import events
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts, is_silent
 from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent

@@ -278,7 +278,7 @@ class _Options:
             )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
-        self.describe = self._flag("describe")
+        self.describe = self._flag("describe")  # the word "cluster" was answered before
 
     def _integer(self, name: str, absolute_max: int) -> int:
         value = self._parameters.get(name, 0)

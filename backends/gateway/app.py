@@ -4,6 +4,7 @@
     GET  /v1/models, /v1/models/NAME                what is served
     POST /tokenize                                  how many tokens a prompt has, and which
     GET  /health, /ready, /metrics                  alive; would a request be served; Prometheus
+    GET  /, /status                                 the status page, and what it shows as JSON
 
 Not here: what stands before every route (doors.py), an answer on its way (generation.py), the
 process (server.py).
@@ -15,7 +16,6 @@ import asyncio
 import http.client
 import secrets
 import time
-import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -39,10 +39,13 @@ from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
 from backends.gateway.logprobs import LogprobsWriter
+from backends.gateway.page.html import page
+from backends.gateway.page.live_status import LiveStatus, shown_to
 from backends.gateway.prompts import read_tokenize
 from backends.gateway.tokenizing import Tokenizing
+from backends.metrics.status.readings import fetch_page
 from backends.statuses import HttpRefusal, unavailable
-from backends.tenants import ApiKeys, ApiTenant, tenant_parameters
+from backends.tenants import GATEWAY, ApiKeys, ApiTenant, tenant_parameters
 from backends.tenants.tenant_labels import without_other_tenants
 from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
@@ -57,7 +60,6 @@ UNSUPPORTED_PATHS = {
     "/v1/images/variations": "it serves models that generate text",
 }
 LEFT = 499  # as other servers count a client that did not wait
-METRICS_S_MAX = 5.0
 NO_CONTENT_YET = "the frontend has not answered yet; ask again"
 
 
@@ -65,8 +67,12 @@ NO_CONTENT_YET = "the frontend has not answered yet; ask again"
 class GatewaySettings:
     frontend: str  # HOST:PORT of its gRPC
     metrics: str = ""  # HOST:PORT of the launcher's page; "": this process' own
-    name: str = "gateway-0"
+    name: str = "gateway-0"  # of this process
     body_bytes_max: int = BODY_BYTES_MAX
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.metrics}/metrics" if self.metrics else ""
 
 
 class Gateway:
@@ -80,6 +86,8 @@ class Gateway:
         self.counts = GatewayCounts(options.name)
         self.calls: FrontendCalls | None = None
         self._tokenizing = Tokenizing()
+        self._has_keys = keys is not None
+        self._live = LiveStatus(options.metrics_url, self._describe)
         self._started_s = int(time.time())
         routes = self._routes()
         paths = frozenset(route.path for route in routes.routes if "{" not in route.path)
@@ -105,6 +113,7 @@ class Gateway:
         for path, answer in (
             ("/v1/models", self.models), ("/v1/models/{name:path}", self.model),
             ("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics),
+            ("/", self.page), ("/status", self.status),
         ):  # fmt: skip
             app.add_api_route(path, answer, methods=["GET"], response_class=Response)
         for path in UNSUPPORTED_PATHS:
@@ -195,18 +204,32 @@ class Gateway:
         is_ready = self.calls is not None and self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
+    async def page(self) -> Response:
+        """It holds nothing of the system: that is what /status says, to who has a key."""
+        return page()
+
+    async def status(self, request: Request) -> Response:
+        shown = shown_to(await self._live.now(), request.scope["tenant"])
+        served = self.calls.served if self.calls is not None else None
+        return _json({"model": served.name if served else "", **shown})
+
+    async def _describe(self) -> bytes:
+        assert self.calls is not None
+        parameters = tenant_parameters(GATEWAY) if self._has_keys else {}
+        return await self.calls.describe_cluster(parameters)
+
     async def metrics(self, request: Request) -> Response:
         """The launcher's page has all gateways and all Tritons; without a launcher its own. Of
         single tenants a key sees its own."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
-            page = await asyncio.to_thread(_fetched, f"http://{self.options.metrics}/metrics")
+            shown = await asyncio.to_thread(fetch_page, self.options.metrics_url)
         except (OSError, http.client.HTTPException) as error:
             raise unavailable(f"the metrics page does not answer: {error}") from None
         if (tenant := request.scope["tenant"]) is not None:
-            page = without_other_tenants(page, tenant.name)
-        return Response(page, media_type="text/plain; version=0.0.4")
+            shown = without_other_tenants(shown, tenant.name)
+        return Response(shown, media_type="text/plain; version=0.0.4")
 
     async def unsupported(self, request: Request) -> Response:
         path = request.url.path
@@ -270,9 +293,3 @@ def _json(content: object, status: int = 200) -> Response:
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _fetched(url: str) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=METRICS_S_MAX) as answer:
-        return bytes(answer.read())

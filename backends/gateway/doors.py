@@ -22,8 +22,9 @@ from backends.tenants import ApiKeys
 BODY_BYTES_MAX = 16 * 2**20  # the conductor takes 4 MiB of text; token ids are longer as JSON
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
-# Asked by load balancers and probes, which have no key, and while the process drains.
-OPEN_PATHS = {"/health", "/ready"}
+# Asked by load balancers and probes, which have no key, and while the process drains; by browsers
+# for the page, which asks its reader for one.
+OPEN_PATHS = {"/", "/health", "/ready"}
 OTHER_PATH = "other"
 # A proxy before us might believe the other one: whose request it is, and where it ends.
 SAID_ONCE = (b"authorization", b"content-length", b"transfer-encoding", b"host")

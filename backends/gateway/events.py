@@ -25,6 +25,7 @@ from backends.statuses import HttpRefusal
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
+EVENT_END = b"}\n\n"
 # OpenAI's words for why an answer ended.
 FINISH_REASONS = {"stop_word": "stop", "end_id": "stop", "length": "length"}
 OBJECTS = {
@@ -43,6 +44,7 @@ class AnswerPiece(NamedTuple):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
+    decision: bytes = b""  # JSON, of who asked for it; more than one piece may have a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class EventStream:
         # The counts of a stream are null but in its last event, as OpenAI sends them.
         no_usage = b',"usage":null' if includes_usage else b""
         self._between = closing + b',"logprobs":null,"finish_reason":'
-        self._end = b"}]" + no_usage + b"}\n\n"
+        self._end = b"}]" + no_usage + EVENT_END
         self._after = self._between + b"null" + self._end
 
     def opening(self) -> bytes:
@@ -102,22 +104,25 @@ class EventStream:
     def event(self, piece: AnswerPiece) -> bytes:
         self._output_tokens += piece.output_tokens
         text = encode(piece.text.decode("utf-8", "replace"))
-        between, after = self._between, self._after
+        between, after, end = self._between, self._after, self._end
         if self._logprobs is not None and piece.logprobs is not None:
             said = encode(self._logprobs.add(piece.logprobs))
             between = between.replace(b"null", said, 1)
-            after = between + b"null" + self._end
+            after = between + b"null" + end
+        if piece.decision:
+            end = end.removesuffix(EVENT_END) + b',"decision":' + piece.decision + EVENT_END
+            after = between + b"null" + end
         if not piece.finish_reason:
             return self._before + text + after
         self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
         reason = encode(finish_reason(piece.finish_reason))
-        return self._before + text + between + reason + self._end + self._closing()
+        return self._before + text + between + reason + end + self._closing()
 
     def _closing(self) -> bytes:
         if not self._includes_usage:
             return DONE
         counts = encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
-        return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + counts + EVENT_END + DONE
 
 
 def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
@@ -151,8 +156,11 @@ def whole(
         choice["text"] = text
     choice |= {"logprobs": of_tokens, "finish_reason": finish_reason(last.finish_reason)}
     output_tokens = sum(piece.output_tokens for piece in pieces)
-    return encode({
+    answer = {
         "id": facts.answer_id, "object": OBJECTS[facts.route][1], "created": facts.created_s,
         "model": facts.model, "choices": [choice],
         "usage": usage(last.prompt_tokens, output_tokens, last.cached_tokens),
-    })  # fmt: skip
+    }  # fmt: skip
+    if last.decision:
+        answer["decision"] = msgspec.Raw(last.decision)
+    return encode(answer)

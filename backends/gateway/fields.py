@@ -75,6 +75,8 @@ FIELDS = (
     Field("response_format", "format", "json_schema: an answer that follows it; json_object"),
     Field("stream", "flag", "server-sent events"),
     Field("stream_options", "stream_options", "include_usage: one more event with the counts"),
+    Field("return_decision", "flag", "which workers, why, and what came of it, as `decision`",
+          "return_decision"),
     Field("n", "one", "1: one answer for a request"),
     Field("timeout", "seconds", "its deadline, in seconds from its arrival"),
     Field("priority", "integer", "below 0 is rejected earlier under load"),

@@ -18,7 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR
+from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR, describe_request
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
 
@@ -31,6 +31,7 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the frontend is near, whatever http_proxy says
     ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
 ]
+CLUSTER = "cluster"  # what the frontend is asked to describe
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
 END_S_MAX = 5.0  # that the conductor may keep a call open behind the last piece
 
@@ -65,6 +66,12 @@ class FrontendCalls:
     ) -> FrontendCall:
         """`names`: of fields that this request names in a way of its own, by tensor."""
         return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
+
+    async def describe_cluster(self, parameters: Mapping[str, str]) -> bytes:
+        """What the frontend knows of it, as JSON. HttpRefusal when it says nothing."""
+        message = describe_request(CLUSTER, parameters)
+        call = FrontendCall(self._probe.ModelStreamInfer(iter((message,)), timeout=PROBE_S_MAX), {})
+        return b"".join([piece.text async for piece in call])
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -139,11 +146,12 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     logprobs = _logprobs(raw) if "output_log_probs" in raw else None
     counts = raw.get("num_output_tokens")
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
+    decision = raw["decision"][4:] if "decision" in raw else b""
     if counts is None:
-        return AnswerPiece(text, reason, logprobs=logprobs)
+        return AnswerPiece(text, reason, logprobs=logprobs, decision=decision)
     return AnswerPiece(
         text, reason, _integer(counts), _integer(raw["num_input_tokens"]),
-        _integer(raw["cached_tokens"]), logprobs,
+        _integer(raw["cached_tokens"]), logprobs, decision,
     )  # fmt: skip
 
 

@@ -55,6 +55,8 @@ class GatewayRequest:
     def outputs(self) -> tuple[str, ...]:
         wants_counts = self.includes_usage or not self.is_stream
         found = OUTPUTS + COUNTS if wants_counts else OUTPUTS
+        if self.inputs.get("return_decision"):
+            found += ("decision",)
         return found + LOGPROBS if self.wants_logprobs else found
 
     @property
@@ -129,7 +131,7 @@ TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in
     "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "guided_json": "BYTES",
     "input_ids": "INT32",
     "seed": "UINT64", "end_id": "INT32", "stream": "BOOL", "return_log_probs": "BOOL",
-    "top_logprobs": "INT32",
+    "top_logprobs": "INT32", "return_decision": "BOOL",
 }  # fmt: skip
 
 
@@ -156,6 +158,18 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
             parameter.int64_param = value
         else:
             parameter.string_param = value
+    return message
+
+
+def describe_request(what: str, parameters: Mapping[str, str]) -> service_pb2.ModelInferRequest:
+    """Not to generate, but to say what is there. Triton wants one input all the same."""
+    message = service_pb2.ModelInferRequest(model_name=MODEL)
+    message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
+    message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))
+    for name in OUTPUTS:
+        message.outputs.add(name=name)
+    for name, value in {**parameters, "describe": what}.items():
+        message.parameters[name].string_param = value
     return message
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from backends.errors import Forbidden
 from backends.tenants.api_keys import ApiKeys
-from backends.tenants.proof import PROOF, TENANT, is_proven
+from backends.tenants.proof import GATEWAY, PROOF, TENANT, is_proven
 from backends.tenants.tenants_file import DEFAULT, ApiTenant
 from conductor.messages import TenantLimits
 
@@ -71,3 +71,16 @@ def asker_of(
     if tenant is None:
         raise Forbidden(f"there is no tenant {named!r} in the file of keys any more")
     return Asker(named, tenant)
+
+
+def check_is_gateway(
+    parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
+) -> None:
+    """Forbidden for everybody else, where keys are configured: what follows is of all tenants."""
+    if keys is None:
+        return
+    named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
+    if named != GATEWAY or not is_proven(GATEWAY, proof, secret, now_unix_s):
+        raise Forbidden(
+            "with API keys only the gateway describes the cluster; ask it, with an operator's key"
+        )

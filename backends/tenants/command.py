@@ -64,6 +64,12 @@ def add(
         int | None, typer.Option(min=0, help=f"prompts and answers; {LIMIT}")
     ] = None,
     requests_in_flight_max: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
+    operator: Annotated[
+        bool | None,
+        typer.Option(
+            "--operator/--no-operator", help="whether its keys see all tenants' decisions"
+        ),
+    ] = None,
     key: Annotated[
         bool, typer.Option("--key/--no-key", help="whether to make a key, or only to set the rest")
     ] = True,
@@ -72,6 +78,7 @@ def add(
     said = {
         "salt": salt, "priority": priority, "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute, "requests_in_flight_max": requests_in_flight_max,
+        "operator": operator,
     }  # fmt: skip
     limits = ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max")
     changes = {
@@ -152,6 +159,8 @@ def shown(name: str, entry: TenantEntry) -> str:
     salt = tenant_of_entry(name, entry).salt
     if salt != name:
         words.append("cached KV is shared by all without a tenant" if not salt else "its own salt")
+    if entry.operator:
+        words.append("operator")
     if entry.priority:
         words.append(f"priority {entry.priority}")
     return ", ".join(words) or "no limits"

@@ -18,6 +18,7 @@ import time
 from backends import launch_secret
 
 TENANT, PROOF = "tenant", "tenant_proof"  # parameters of a request
+GATEWAY = "(gateway)"  # no name of a tenant: the gateway itself asks
 PURPOSE = b"mooncake tenant\0"
 AGE_S_MAX = 60.0  # clocks of hosts differ by less
 

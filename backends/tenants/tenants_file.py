@@ -48,6 +48,7 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and answer
     requests_in_flight_max: int | None = None
+    operator: bool = False  # its keys see all tenants' decisions on the status page
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,6 +78,7 @@ class ApiTenant(msgspec.Struct, frozen=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     requests_in_flight_max: int | None = None
+    is_operator: bool = False
 
 
 def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
@@ -88,6 +90,7 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
         requests_in_flight_max=entry.requests_in_flight_max,
+        is_operator=entry.operator,
     )
 
 

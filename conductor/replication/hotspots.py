@@ -37,13 +37,14 @@ from dataclasses import dataclass
 from conductor.config import ConductorConfig
 from conductor.estimates.forward_decay import ForwardDecay
 from conductor.load.worker import budget, warm_up
-from conductor.messages import HeatClass, Replicate
+from conductor.messages import HeatClass, HotPrefix, Replicate
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
 NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
 KEYS_CONSIDERED_MAX = 128  # hottest keys looked at per tick
 HEATS = (1, 2, 4, 8)  # lower bounds of the classes that are shown, in units of hot_hits_per_s
 KEYS_SHOWN_MAX = 2048  # hottest keys in these classes: nobody waits longer than 1 ms for them
+PREFIXES_MAX = 256  # latest found ones, of which the hottest are shown
 TURN_S = 6.0  # the shell gives up a copy after 5
 
 
@@ -67,6 +68,8 @@ class Hotspots:
         self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
         self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
+        # Ends of the prefixes that were found last: what is hot is among them. In order, as a set.
+        self._latest: dict[bytes, None] = {}
         self._wanted_s: dict[bytes, float] = {}  # leaves that want a copy, and since when
         self._joined_s: dict[str, float] = {}  # when each target was first seen beside others
 
@@ -134,6 +137,18 @@ class Hotspots:
                 blocks[at_least] += 1
                 copies[at_least] += held
         return tuple(HeatClass(heat, blocks[heat], copies[heat]) for heat in HEATS)
+
+    def hottest(self, index: PrefixIndex, now_s: float, count_max: int) -> list[HotPrefix]:
+        """Of the PREFIXES_MAX prefixes that were found last, whole or in part somewhere."""
+        self._count()
+        per_s = self._per_s(now_s)
+        hits = {key: self._heats[key].hits for key in self._latest if key in self._heats}
+        found = []
+        for key in heapq.nlargest(count_max, hits, key=hits.__getitem__):
+            chain = self._chain(key)
+            held = {node: blocks for node, blocks in index.match(chain).items() if blocks}
+            found.append(HotPrefix(key, len(chain), hits[key] * per_s, held))
+        return found
 
     def _with_room(self, nodes: Sequence[str], now_s: float) -> dict[str, int]:
         """How many blocks may be on their way to each node: a newcomer has a growing share."""
@@ -213,7 +228,12 @@ class Hotspots:
                 if heat.hits >= warm:
                     self._warm[key] = None
                 parent = key
+            assert parent is not None  # a note has at least one block
+            self._latest.pop(parent, None)
+            self._latest[parent] = None
         self._notes.clear()
+        for key in list(self._latest)[:-PREFIXES_MAX]:
+            del self._latest[key]
         if len(self._heats) > self._config.hot_keys_max:
             self._forget_colder_half()
 
@@ -238,5 +258,6 @@ class Hotspots:
     def check(self) -> None:
         """Prove the invariants."""
         assert len(self._notes) < NOTES_MAX
+        assert len(self._latest) <= PREFIXES_MAX
         assert len(self._arriving) <= self._config.hot_blocks_in_flight_max
         assert all(heat.hits >= 0 and math.isfinite(heat.hits) for heat in self._heats.values())

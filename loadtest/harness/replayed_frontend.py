@@ -28,6 +28,7 @@ TOKEN_TEXT = " word"
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
 TOKEN_ID, LOG_PROB = 261, -0.5
+DECISION = '{"prefill":"prefill_0","decode":"decode_0"}'
 
 
 class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -36,6 +37,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, interval_s: float = 0.0) -> None:
         self.interval_s = interval_s
         self.is_ready = True
+        self.described = "{}"  # of its cluster
         self.cancelled = 0
         self.requests: list[service_pb2.ModelInferRequest] = []
         self._server: grpc.aio.Server | None = None
@@ -92,6 +94,10 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def _answer(
         self, request: service_pb2.ModelInferRequest
     ) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
+        outputs = [each.name for each in request.outputs]
+        if "describe" in request.parameters:
+            yield response(outputs, self.described, "described", 0, 0)
+            return
         said = _inputs(request)
         tokens = _integer(said.get("max_tokens", b"")) or TOKENS_DEFAULT
         verb, _, words = _text(said).partition(":")
@@ -100,7 +106,6 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         if verb == "fail":
             yield service_pb2.ModelStreamInferResponse(error_message=words)
             return
-        outputs = [each.name for each in request.outputs]
         top = _integer(said.get("top_logprobs", b""))
         if not said.get("stream", b"\0")[0]:
             yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top)
@@ -125,6 +130,7 @@ def response(
         "num_output_tokens": ("INT32", struct.pack("<i", tokens)),
         "num_input_tokens": ("INT32", struct.pack("<i", 5)),
         "cached_tokens": ("INT32", struct.pack("<i", 2)),
+        "decision": ("BYTES", _string(DECISION if finish_reason else "")),
         "output_ids": ("INT32", struct.pack("<i", TOKEN_ID) * tokens),
         "output_log_probs": ("FP32", struct.pack("<f", LOG_PROB) * tokens),
         "top_token_ids": ("INT32", struct.pack("<i", TOKEN_ID) * (tokens * top)),

@@ -10,7 +10,8 @@ import pytest
 
 from backends.errors import InvalidRequest
 from backends.frontend import cluster_view
-from backends.frontend.cluster_view import ClusterView, Decided
+from backends.frontend.cluster_view import ClusterView
+from backends.frontend.decisions.latest import Decided
 from conductor.config import ConductorConfig
 from conductor.messages import Reject
 from mooncake_store.errors import StoreUnavailable

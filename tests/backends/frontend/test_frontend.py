@@ -11,7 +11,7 @@ import pytest
 
 from backends.config_pbtxt import FrontendConfig
 from backends.errors import Overloaded, WorkerUnavailable
-from backends.frontend.cluster_view import Decided
+from backends.frontend.decisions.latest import Decided
 from backends.frontend.frontend import Frontend
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts
 from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed, Understood

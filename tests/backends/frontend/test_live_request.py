@@ -27,7 +27,8 @@ from backends.errors import (
     WorkerGone,
     WorkerUnavailable,
 )
-from backends.frontend.cluster_view import Decided, Served
+from backends.frontend.cluster_view import Served
+from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX
 from backends.frontend.lifecycle.events import TokensArrived, Unwanted, WorkerLost
 from backends.frontend.lifecycle.machine import UNWANTED, Phase
@@ -96,9 +97,8 @@ class Cluster:
         self.asked.append(request)
         if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
-        prefill = WorkerRef("prefill_0", "p", "s0", "ipc://p")
-        decode = WorkerRef("decode_0", "d", "s0", "ipc://d")
-        return Decided(Route(request.request_id, prefill, decode, 0, 0, 0, None, NOTHING), 0.0)
+        pair = [WorkerRef(f"{each}_0", each[0], "s0", "ipc://") for each in ("prefill", "decode")]
+        return Decided(Route(request.request_id, *pair, 0, 0, 0, None, NOTHING), 0.0)
 
     def prefill_finished(self, *_: object) -> None: ...
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from backends.errors import Overloaded
-from backends.frontend.cluster_view import Decided
+from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle.events import Unwanted
 from backends.tenants.asker import Asker
 from backends.tenants.tenants_file import ApiTenant

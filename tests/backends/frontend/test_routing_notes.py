@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.frontend.cluster_view import ClusterView, Decided
+from backends.frontend.cluster_view import ClusterView
+from backends.frontend.decisions.latest import Decided
 from backends.frontend.routing_notes import NOTES_MAX, pack_notes, unpack_notes
 from conductor.config import ConductorConfig
 from conductor.notes import (

@@ -290,7 +290,7 @@ def test_a_body_that_is_no_request_is_400() -> None:
 
 def test_paths_and_models_that_are_not_there_are_404_and_known_ones_refused_by_name() -> None:
     async def check(rig: Rig) -> None:
-        for path in ("/", "/v1", "/v1/chat/completions/", "/v1/files", "/docs", "/v1/models/x"):
+        for path in ("/page", "/v1", "/v1/chat/completions/", "/v1/files", "/docs", "/v1/models/x"):
             answer = await rig.send("GET", path)
             assert (answer.status, answer.error["type"]) == (404, "not_found_error"), path
         for path in UNSUPPORTED_PATHS:
@@ -351,7 +351,7 @@ def test_a_key_reads_the_metrics_of_its_own_tenant_only(monkeypatch: pytest.Monk
     page = b"".join(
         b'mooncake_tenant_requests_live{tenant="%s"} 3\n' % name for name in (b"acme", b"other")
     )
-    monkeypatch.setattr("backends.gateway.app._fetched", lambda url: page)
+    monkeypatch.setattr("backends.gateway.app.fetch_page", lambda url: page)
 
     async def check(rig: Rig) -> None:
         rig.gateway.options = replace(rig.gateway.options, metrics="127.0.0.1:9")
@@ -367,7 +367,7 @@ def test_a_metrics_page_that_breaks_off_is_unavailable(monkeypatch: pytest.Monke
     def broken(url: str) -> bytes:
         raise http.client.IncompleteRead(b"mooncake_", 100)
 
-    monkeypatch.setattr("backends.gateway.app._fetched", broken)
+    monkeypatch.setattr("backends.gateway.app.fetch_page", broken)
 
     async def check(rig: Rig) -> None:
         rig.gateway.options = replace(rig.gateway.options, metrics="127.0.0.1:9")

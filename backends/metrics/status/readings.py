@@ -1,0 +1,65 @@
+"""Readings of the metrics page: fetching it, and those of the last seconds.
+
+Not here: what two of them make (view.py), showing it (watch.py, gateway/page).
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.request
+from collections import deque
+
+from backends.metrics.status.view import Page, View, parse, view
+
+FETCH_S_MAX = 5.0
+RECENT_S = 10.0  # that "recent" numbers are of
+
+
+class NoStatus(Exception):
+    """The page cannot be had, or it is no server of ours; the message says what to do."""
+
+
+def fetch_page(metrics_url: str) -> bytes:
+    """As it is, directly whatever http_proxy says; OSError or HTTPException."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(metrics_url, timeout=FETCH_S_MAX) as answer:
+        return bytes(answer.read())
+
+
+def fetch(metrics_url: str) -> Page:
+    try:
+        page = parse(fetch_page(metrics_url).decode(), time.monotonic())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise NoStatus(
+            f"{metrics_url}: {reason}. Start a server with `mooncake serve`, or name the page of "
+            "one with --metrics-url http://HOST:PORT/metrics"
+        ) from None
+    if page.is_empty:
+        raise NoStatus(
+            f"{metrics_url} answers, but shows no mooncake metrics: it is no mooncake server, or "
+            "it has loaded no model yet"
+        )
+    return page
+
+
+class Readings:
+    """The pages of the last seconds, so that rates are over some of them. Pure."""
+
+    def __init__(self, recent_s: float = RECENT_S) -> None:
+        self._recent_s = recent_s
+        self._pages: deque[Page] = deque()
+
+    def add(self, page: Page) -> None:
+        """The oldest that stays is the newest of those at least `recent_s` old."""
+        self._pages.append(page)
+        while len(self._pages) > 2 and page.read_at_s - self._pages[1].read_at_s >= self._recent_s:
+            self._pages.popleft()
+
+    def clear(self) -> None:
+        """The server was away: what it counted before says nothing of now."""
+        self._pages.clear()
+
+    def view(self, unix_s: float) -> View:
+        return view(self._pages[-1], self._pages[0], unix_s)
