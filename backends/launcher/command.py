@@ -369,6 +369,7 @@ def run_until_stopped(launcher: Launcher) -> None:
         console.print(f"  {asked}", markup=False, soft_wrap=True)
     if launcher.openai_url:
         console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
+        console.print(f"  status page, playground: {launcher.openai_url}/", soft_wrap=True)
     launcher.news()  # what was logged before we were ready is not news
     while True:
         for restart in launcher.supervise():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import urllib.parse
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from backends.extras import install_line, missing
 from backends.metrics.status.readings import RECENT_S, NoStatus, Readings, fetch
 from backends.metrics.status.render import COLUMNS_WANTED, render, unreachable
 from backends.metrics.status.view import view
@@ -60,6 +62,25 @@ def live(metrics_url: str, interval_s: float) -> int:
         return 0
 
 
+def serve_page(metrics_url: str, frontend: str, port: int) -> None:
+    """This process becomes a gateway on loopback, in front of that frontend, until Ctrl-C."""
+    console = Console(stderr=True, soft_wrap=True)
+    if lacking := missing("gateway"):
+        console.print(f"--web needs {lacking}, which is not installed: {install_line('gateway')}")
+        sys.exit(1)
+    try:
+        fetch(metrics_url)
+    except NoStatus as problem:
+        console.print(unreachable(str(problem)))
+        sys.exit(1)
+    console.print(f"status page, playground: http://127.0.0.1:{port}/ (Ctrl-C ends it)")
+    metrics = urllib.parse.urlsplit(metrics_url).netloc
+    os.execv(sys.executable, [
+        sys.executable, "-m", "backends.gateway", "--name", "status-page", "--port", str(port),
+        "--frontend", frontend, "--metrics", metrics,
+    ])  # fmt: skip
+
+
 def status(
     metrics_url: Annotated[
         str, typer.Option(help="Its metrics page.")
@@ -67,8 +88,17 @@ def status(
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
     is_once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve the status page and playground on loopback.")
+    ] = False,
+    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Of --web.")] = 9080,
+    frontend: Annotated[str, typer.Option(help="HOST:PORT of its gRPC, for --web.")] = (
+        "127.0.0.1:8001"
+    ),
 ) -> None:
     """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
+    if web:
+        serve_page(metrics_url, frontend, web_port)
     if is_once or as_json or not sys.stdout.isatty():
         sys.exit(once(metrics_url, interval_s, as_json))
     sys.exit(live(metrics_url, interval_s))

@@ -97,7 +97,7 @@ class Cluster:
         self.asked.append(request)
         if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
-        pair = [WorkerRef(f"{each}_0", each[0], "s0", "ipc://") for each in ("prefill", "decode")]
+        pair = [WorkerRef(f"{r}_0", r[0], "s0", f"ipc://{r[0]}") for r in ("prefill", "decode")]
         return Decided(Route(request.request_id, *pair, 0, 0, 0, None, NOTHING), 0.0)
 
     def prefill_finished(self, *_: object) -> None: ...

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from backends import launch_secret
 from backends.errors import Forbidden
 from backends.tenants import ApiKeys, tenant_parameters
-from backends.tenants.asker import Asker, asker_of
-from backends.tenants.proof import AGE_S_MAX, is_proven, prove
+from backends.tenants.asker import Asker, asker_of, check_is_gateway
+from backends.tenants.proof import AGE_S_MAX, GATEWAY, is_proven, prove
 
 SECRET, NOW_S = "0123456789abcdef", 1_800_000_000.0
 
@@ -29,6 +29,19 @@ def ask(parameters: dict[str, Any], known: ApiKeys | None, now_s: float = NOW_S)
 
 def proven(name: str, at_s: float = NOW_S, secret: str = SECRET) -> dict[str, str]:
     return {"tenant": name, "tenant_proof": prove(name, at_s, secret)}
+
+
+def test_only_the_gateway_itself_is_told_of_all_tenants_where_there_are_keys() -> None:
+    check_is_gateway({}, None, SECRET, NOW_S)
+    check_is_gateway(proven(GATEWAY), keys(), SECRET, NOW_S)
+    for parameters in (
+        {}, {"tenant": GATEWAY}, proven("a"), proven("default"), proven(GATEWAY, secret="another"),
+        proven(GATEWAY, NOW_S - 2 * AGE_S_MAX), proven("a") | {"tenant": GATEWAY},
+    ):  # fmt: skip
+        with pytest.raises(Forbidden):
+            check_is_gateway(parameters, keys(), SECRET, NOW_S)
+    with pytest.raises(Forbidden):
+        ask(proven(GATEWAY), keys())  # it is nobody to generate for
 
 
 def test_without_keys_the_client_says_who_it_is_what_it_salts_and_how_much_it_matters() -> None:

@@ -45,6 +45,16 @@ def test_a_key_that_was_made_opens_and_is_in_no_file(path: Path) -> None:
     assert read(path).tenants["acme"].requests_per_minute is None and len(read(path).keys) == 2
 
 
+def test_a_tenant_is_an_operator_until_it_is_told_otherwise(path: Path) -> None:
+    key = added(path, "ops", "--operator")
+    tenant = ApiKeys(path).tenant_of(key)
+    assert tenant is not None and tenant.is_operator
+    assert "ops: operator" in run("list", path)[1]
+    run("add", path, "ops", "--no-key", "--no-operator")
+    tenant = ApiKeys(path).tenant_of(key)
+    assert tenant is not None and not tenant.is_operator
+
+
 def test_what_is_listed_says_who_may_what_and_shows_neither_keys_nor_salts(path: Path) -> None:
     key = added(path, "acme", "--note", "billing", "--tokens-per-minute", 5000, "--salt", "s-e-c")
     status, output = run("list", path)

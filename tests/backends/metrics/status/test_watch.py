@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,3 +83,20 @@ def test_whoever_else_answers_is_no_server_of_ours(body: str, status: int, reaso
 def test_an_address_that_is_none_is_refused() -> None:
     code, output = run("nonsense", "--once")
     assert code == 1 and "nonsense" in output
+
+
+def test_web_becomes_a_gateway_before_that_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, words: became.append(words))
+    with serving(text(server())) as url:
+        _, output = run(url, "--web", "--web-port", "9081", "--frontend", "127.0.0.1:7", "--once")
+        assert "http://127.0.0.1:9081/" in output
+        address = url.removeprefix("http://").removesuffix("/metrics")
+    assert became[0][1:3] == ["-m", "backends.gateway"]
+    said = dict(zip(became[0][3::2], became[0][4::2], strict=True))
+    assert said == {
+        "--name": "status-page", "--port": "9081", "--frontend": "127.0.0.1:7",
+        "--metrics": address,
+    }  # fmt: skip
+    code, output = run(url, "--web")
+    assert code == 1 and "mooncake serve" in output and len(became) == 1
