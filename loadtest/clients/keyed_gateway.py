@@ -1,6 +1,6 @@
 """A server with a gateway, for public clients.
 
-One of our own, with keys of three tenants; or one that runs, whose keys we do not know: if it wants
+One of our own, with keys of some tenants; or one that runs, whose keys we do not know: if it wants
 one, the variable OPENAI_API_KEY has it, and what is about keys is left out.
 """
 
@@ -23,10 +23,12 @@ from loadtest.harness.server import PORT_MAX, PORT_MIN, serving
 
 # For a server of one's own on loopback only: they are no secret.
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
+OPERATORS_KEY = "mk-of-ops"
 TENANTS = {
     "acme": (KEY, {}),
     "single": (SINGLE_KEY, {"requests_in_flight_max": 1}),
     "metered": (METERED_KEY, {"requests_per_minute": 1}),
+    "ops": (OPERATORS_KEY, {"operator": True}),
 }
 MODEL = "demo"
 ANSWER_S_MAX = 10.0

@@ -1,10 +1,12 @@
-"""OpenAI's interface of a real `mooncake serve`: the package `openai` as it is, curl, and one who
-leaves. API keys are configured, so every request here passes the whole way of a deployment."""
+"""OpenAI's interface of a real `mooncake serve`: the package `openai` as it is, curl, a browser on
+the status page, and one who leaves. API keys are configured, so every request here passes the whole
+way of a deployment."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,8 @@ import pytest
 
 from loadtest.clients import libraries, openai_calls
 from loadtest.clients.call_matrix import Call, CalledServer
-from loadtest.clients.keyed_gateway import KEY, SINGLE_KEY, keyed_gateway
+from loadtest.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
+from tests.e2e.chromium import Tab, chromium, tab
 from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, running, wait_until
 from tests.fuzz_gateway.cases import fuzz
@@ -117,6 +120,224 @@ def test_logprobs_add_up_to_the_text(gateway: Gateway) -> None:
         best = each.top_logprobs
         assert len(best) == 3 and best[0].logprob >= best[1].logprob >= best[2].logprob
         assert (each.token, each.logprob) == (best[0].token, best[0].logprob), "greedy"
+
+
+# --- the status page and playground, in a browser
+
+WORKERS = {f"{role}_{number}" for role in ("prefill", "decode") for number in (0, 1)}
+HOSTILE = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(gateway: Gateway) -> Iterator[Tab]:
+    """A tab on the page, without a key yet."""
+    path = chromium()
+    if path is None:
+        pytest.skip("chromium is not installed")
+    with tab(path) as made:
+        made.look(1280, 900)
+        made.open(gateway.url)
+        yield made
+
+
+def with_key(browser: Tab, key: str) -> None:
+    """Whatever key it had before is forgotten."""
+    if browser.value("!$('page').hidden"):
+        browser.click("#forget")
+    browser.type("#key", key)
+    browser.click("#key-form button")
+    browser.wait("!$('page').hidden && latest", "the status to be shown")
+
+
+def ask(browser: Tab, prompt: str, max_tokens: int = 4, route: str = "completion") -> None:
+    browser.type("#prompt", prompt)
+    browser.type("#max-tokens", str(max_tokens))
+    browser.value(f"$('route').value = '{route}'")
+    browser.click("#send")
+
+
+def answered(browser: Tab) -> None:
+    browser.wait("!running && (!$('result').hidden || !$('error').hidden)", "an answer")
+    assert browser.value("$('error').hidden"), browser.text("#error")
+
+
+def blocks(browser: Tab) -> dict[str, int]:
+    kinds = "[...$('blocks').children].map((each) => each.className)"
+    found = browser.value(kinds)
+    return {kind: found.count(kind) for kind in ("hit", "fetched", "computed")}
+
+
+def test_the_page_asks_for_a_key_and_shows_nothing_without_one(browser: Tab) -> None:
+    browser.wait("!$('key-card').hidden", "the question for a key")
+    browser.type("#key", "mk-of-nobody")
+    browser.click("#key-form button")
+    browser.wait("$('key-said').textContent.includes('does not know')", "its refusal")
+    assert browser.value("$('page').hidden && !latest")
+    assert browser.value("sessionStorage.length + localStorage.length") == 0
+    assert browser.problems and all("401" in each for each in browser.problems)
+    browser.problems.clear()
+
+
+def test_an_operator_sees_workers_with_load_and_decisions_with_terms(
+    browser: Tab, gateway: Gateway
+) -> None:
+    asked = gateway.client().completions.create(model="demo", prompt="Who", max_tokens=2)
+    assert asked.choices[0].text
+    with_key(browser, OPERATORS_KEY)
+    names = "[...$('workers').rows].map((each) => each.cells[0].innerText)"
+    assert set(browser.value(names)) == WORKERS
+    browser.wait("$('workers').innerText.includes('of 512')", "the pages of a worker")
+    assert browser.value("$('nodes').rows.length") == 2
+    browser.wait("$('decisions').children.length", "a decision")
+    browser.value("$('decisions').firstChild.open = true")
+    browser.wait("document.querySelectorAll('.terms table').length", "its terms")
+    heads = "[...document.querySelectorAll('.terms thead th')].map((each) => each.innerText)"
+    terms = ["pair", "queue", "fetch", "compute", "hand-over", "TTFT", "per token"]
+    assert browser.value(heads)[:7] == terms
+    assert "acme" in browser.text("#decisions"), "an operator sees all tenants' decisions"
+    assert not browser.problems
+
+
+def test_a_prompt_streams_and_its_blocks_are_computed_once(browser: Tab, seed: int) -> None:
+    with_key(browser, KEY)
+    chance = random.Random(seed)
+    words = ["house", "letter", "sister", "morning", "carriage", "window", "summer", "garden"]
+    prompt = " ".join(chance.choice(words) for _ in range(150))
+    ask(browser, prompt)
+    answered(browser)
+    first = blocks(browser)
+    assert first["computed"] >= 2 and first["hit"] == first["fetched"] == 0
+    assert browser.text("#answer")
+    label = "document.querySelector('#blocks').getAttribute('aria-label')"
+    assert "computed" in browser.value(label)
+
+    def found_again() -> bool:
+        ask(browser, prompt)
+        answered(browser)
+        return blocks(browser)["computed"] == 0
+
+    wait_until(found_again, "its blocks to be found in the store")
+    again = blocks(browser)
+    assert again["hit"] + again["fetched"] == first["computed"]
+    facts = browser.text("#facts")
+    assert "prefill_" in facts and "decode_" in facts and "tokens a second".upper() in facts.upper()
+    assert browser.value("$('why').querySelectorAll('tbody tr').length") == 4
+    assert browser.value("$('runs').rows.length") >= 2
+    ask(browser, "Who is she?", route="chat")
+    answered(browser)
+    assert not browser.problems
+
+
+def test_of_a_tenant_that_is_no_operator_it_shows_its_own_decisions_only(
+    browser: Tab, gateway: Gateway
+) -> None:
+    gateway.client(SINGLE_KEY).completions.create(model="demo", prompt="Who", max_tokens=2)
+    with_key(browser, SINGLE_KEY)
+    found = browser.wait("latest.cluster.decisions.length && latest", "its decision")
+    assert {each["tenant"] for each in found["cluster"]["decisions"]} == {"single"}
+    assert found["cluster"]["hot_prefixes"] is None and not found["asker"]["is_operator"]
+    assert "operator" in browser.text("#no-hot")
+
+
+def test_past_the_gateway_nobody_is_told_of_all_tenants(gateway: Gateway) -> None:
+    status, body = gateway.server.post(
+        "/v2/models/conductor/generate", {"stream": False, "describe": "cluster"}
+    )
+    assert status == 400 and b"forbidden:" in body and b"decisions" not in body
+
+
+def test_a_rejection_is_shown_as_what_it_is_and_the_stop_button_cancels(
+    browser: Tab, gateway: Gateway
+) -> None:
+    server = gateway.server
+    with_key(browser, KEY)
+    before = server.metric("mooncake_requests_total", outcome="cancelled")
+    browser.type("#temperature", "1.9")  # it hardly ever ends by itself
+    ask(browser, "It was", max_tokens=TOKENS)
+    browser.wait("$('answer').textContent.length > 20", "its first words")
+    browser.click("#stop")
+    browser.wait("!running && $('progress').textContent.startsWith('Stopped')", "it to stop")
+    wait_until(server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
+    cancelled = lambda: server.metric("mooncake_requests_total", outcome="cancelled")  # noqa: E731
+    wait_until(lambda: cancelled() == before + 1, "the request to be cancelled")
+
+    with_key(browser, SINGLE_KEY)
+    stream = gateway.client(SINGLE_KEY).completions.create(
+        model="demo", prompt="It was", max_tokens=TOKENS, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(iter(stream))
+    browser.problems.clear()
+    ask(browser, "Who")
+    browser.wait("!$('error').hidden && !running", "the rejection")
+    stream.close()
+    said = browser.text("#error")
+    assert "429" in said and "tenant_full" in said and "Retry-After" in said
+    assert all("429" in each for each in browser.problems)
+    browser.problems.clear()
+    wait_until(server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
+
+
+def test_what_a_prompt_or_a_model_says_is_never_more_than_text(browser: Tab) -> None:
+    with_key(browser, KEY)
+    ask(browser, HOSTILE)
+    answered(browser)
+    # The demo model does not say what a test wants, so here its words are made.
+    events = [
+        {"choices": [{"text": HOSTILE, "finish_reason": "stop"}],
+         "decision": {"prefill": HOSTILE, "decode": HOSTILE, "fetch_node": HOSTILE,
+                      "predicted": {"ttft_s": 1}}},
+        {"choices": [], "usage": {"prompt_tokens": 130, "completion_tokens": 2,
+                                  "prompt_tokens_details": {"cached_tokens": 64}}},
+    ]  # fmt: skip
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
+    error = json.dumps({"error": {"message": HOSTILE, "code": HOSTILE, "param": HOSTILE}})
+    answers = [f"new Response({json.dumps(body)})",
+               f"new Response({json.dumps(error)}, {{status: 400}})"]  # fmt: skip
+    browser.value("window.realFetch = window.fetch")
+    for answer, place in zip(answers, ("#answer", "#error"), strict=True):
+        browser.value(
+            "window.fetch = async (url, more) => "
+            f"url === 'status' ? realFetch(url, more) : {answer}"
+        )
+        ask(browser, HOSTILE)
+        browser.wait(f"!running && $('{place[1:]}').innerText.includes('<script>')", "the words")
+    browser.value("window.fetch = window.realFetch")
+    assert browser.value("document.querySelectorAll('main img, main script').length") == 0
+    assert browser.value("typeof window.hacked") == "undefined"
+    refused = "(() => { try { document.body.innerHTML = '<b>'; } catch { return true; } })()"
+    assert browser.value(refused), "the policy lets nobody make elements of text"
+    browser.problems.clear()
+
+
+def test_it_fits_a_telephone_and_follows_light_and_dark(browser: Tab) -> None:
+    with_key(browser, OPERATORS_KEY)
+    browser.wait("$('decisions').children.length", "a decision")
+    browser.value("$('decisions').firstChild.open = true")
+    grounds = []
+    for width, is_dark in ((1280, False), (1280, True), (390, False), (390, True)):
+        browser.look(width, 844, is_dark)
+        assert browser.value("innerWidth") == width
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        grounds.append(browser.value("getComputedStyle(document.body).backgroundColor"))
+    assert grounds[0] == grounds[2] != grounds[1] == grounds[3]
+    browser.look(1280, 900)
+    assert not browser.problems
+
+
+def test_a_keyboard_reaches_everything_and_everything_has_a_name(browser: Tab) -> None:
+    with_key(browser, KEY)
+    browser.type("#prompt", "Who")
+    browser.press("Enter", modifiers=2)  # Ctrl
+    browser.wait("running || !$('result').hidden", "it to be sent")
+    browser.wait("!running", "the answer")
+    nameless = """[...document.querySelectorAll('button, input, select, textarea, [tabindex]')]
+        .filter((each) => each.offsetParent && !(each.innerText || '').trim()
+            && !each.labels?.length && !each.getAttribute('aria-label')
+            && !each.getAttribute('aria-labelledby')).map((each) => each.outerHTML)"""
+    assert browser.value(nameless) == []
+    assert browser.value("document.querySelectorAll('[onclick], [onload], [onerror]').length") == 0
+    assert not browser.problems
 
 
 def test_who_leaves_frees_pages_slot_and_leases(gateway: Gateway) -> None:
