@@ -49,6 +49,7 @@ from mooncake_store.records.membership import WorkerInfo
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 CANDIDATES_MAX = 16  # a fleet has thousands of pairs
+PAIRS_EXPLAINED_MAX = 512  # without being asked: 1 ms with the lock held
 HOT_PREFIXES_MAX = 8  # that are shown
 NOT_EXPLAINED = Explanation((), 0)
 COPIES_WAITING_MAX = 16
@@ -161,7 +162,7 @@ class ClusterView:
         with self._lock:
             now_s = time.monotonic()
             explained = NOT_EXPLAINED
-            if self._latest.wants_candidates(now_s) or wants_candidates:
+            if wants_candidates or self._is_time_to_explain(now_s):
                 explained = self._conductor.explain(request, now_s, CANDIDATES_MAX)
             decision = self._conductor.on_request(request, now_s)
             notes_waiting = self._conductor.notes_waiting
@@ -174,6 +175,13 @@ class ClusterView:
             made = decision
         self._latest.add(request, made, explained, now_s)
         return made
+
+    def _is_time_to_explain(self, now_s: float) -> bool:
+        """To list the other pairs though nobody asked; not in a fleet, where they are too many."""
+        if not self._latest.wants_candidates(now_s):
+            return False
+        roles = [worker.role for worker in self._workers.values()]
+        return roles.count("prefill") * roles.count("decode") <= PAIRS_EXPLAINED_MAX
 
     def prefill_finished(self, request_id: str, cached_tokens: int, seconds: float) -> None:
         now_s = time.monotonic()

@@ -106,6 +106,15 @@ def test_other_pairs_are_listed_now_and_then_and_for_who_asks(
     assert len(decisions(view)[0]["candidates"]) <= CANDIDATES_MAX  # type: ignore[arg-type]
 
 
+def test_in_a_fleet_other_pairs_are_listed_only_for_who_asks(view: ClusterView) -> None:
+    view._on_events(fleet(30, 30, 30))
+    kept = view.decide(prompt("r", "a*1"))
+    assert isinstance(kept, Decided) and decisions(view)[0]["candidates"] == []
+    assert decisions(view)[0]["predicted"]
+    asked = view.decide(prompt("asked", "a*1"), wants_candidates=True)
+    assert isinstance(asked, Decided) and asked.candidates
+
+
 def test_a_rejection_is_kept_with_its_reason(view: ClusterView) -> None:
     found = view.decide(prompt("r", prompt_tokens=10**9))
     assert isinstance(found, Reject)
