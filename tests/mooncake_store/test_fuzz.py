@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_walk(seed: int) -> None:
     assert first.world.seen == second.world.seen
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], number: int, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from loadtest.bench import connector
 
 
+@pytest.mark.long
 def test_every_promised_number_is_there_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "REQUESTS", 4)
     monkeypatch.setattr(connector, "COPY_ROUNDS", 1)

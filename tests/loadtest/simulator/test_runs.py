@@ -21,7 +21,8 @@ from tests.loadtest.simulator.fleets import START
 BESIDE = (
     "mooncake_store/client", "mooncake_store/directory/boot_clock.py",
     "mooncake_store/directory/client.py", "mooncake_store/keys",
-    "mooncake_store/memory", "mooncake_store/transports", "mooncake_store/wire",
+    "mooncake_store/memory", "mooncake_store/process", "mooncake_store/transports",
+    "mooncake_store/wire",
     "backends/errors.py", "backends/launch_secret.py", "backends/token_logprobs.py",
     "backends/engine/sampling_params.py",
     "backends/workers/arrivals.py", "backends/workers/kv_loader.py", "backends/workers/protocol.py",
