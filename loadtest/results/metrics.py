@@ -150,6 +150,7 @@ class Summary:
     rejections_by_reason: dict[str, int] = field(default_factory=dict)
     sender_lag_s: Spread | None = None
     is_sender_late: bool = False
+    offered_per_s: float | None = None  # requests sent, over the time in which they were sent
 
 
 def summarize(
@@ -190,6 +191,7 @@ def summarize(
         rejections_by_reason=_kinds(records, REJECTED),
         sender_lag_s=lag,
         is_sender_late=is_late(lag, ttft),
+        offered_per_s=offered_per_s(records),
     )
 
 
@@ -199,6 +201,13 @@ def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
         return False
     limit_s = LAG_SHARE_MAX * ttft_s.p50 if ttft_s else 0.0
     return lag_s.p99 > max(LAG_S_NOTICED, limit_s)
+
+
+def offered_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """The load of a run, however long its last answers took; None of fewer than two moments."""
+    sent_s = [record.sent_s for record in records]
+    between_s = max(sent_s) - min(sent_s) if sent_s else 0.0
+    return len(sent_s) / between_s if between_s > 0 else None
 
 
 def run_duration_s(records: Sequence[RequestRecord]) -> float:

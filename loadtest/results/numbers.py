@@ -93,6 +93,7 @@ def _counts(summary: Summary) -> Iterator[Number]:
         yield Number(name, name, "count", count, better)
         yield Number(f"{name}_share", f"{name}, share", "share", share, better)
     yield Number("duration_s", "time of the run", "s", summary.duration_s)
+    yield Number("offered_per_s", "requests sent per second", "per_s", summary.offered_per_s)
 
 
 def _goodput(recording: Recording) -> Iterator[Number]:

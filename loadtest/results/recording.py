@@ -22,8 +22,9 @@ FORMAT = 2  # 1: no record was compact
 READABLE = (1, 2)
 TOKENS_MAX = 2_000_000  # times of tokens in a page: what a reader waits a few seconds for
 EMBEDDED_RUN = "application/x-mooncake-recording"  # the type of what stands in a page
-EMBEDDED = re.compile(
-    rb'<script type="' + EMBEDDED_RUN.encode() + rb'">\s*([A-Za-z0-9+/=]+)\s*</script>'
+NO_RUN = (
+    "no report of a run: it holds no recording. `mooncake replay --report`, --report of Locust's "
+    "users, `mooncake simulate --experiment replay --report` and `mooncake plan` write such pages"
 )
 Setting = str | int | float | bool | None
 
@@ -97,17 +98,31 @@ def from_bytes(data: bytes) -> Recording:
 
 def read_report(path: Path) -> Recording:
     """The recording inside a run's page; RecordingError with the path and the reason."""
+    data = embedded_in(read_page(path), EMBEDDED_RUN)
+    if data is None:
+        raise RecordingError(f"{path}: {NO_RUN}")
     try:
-        page = path.read_bytes()
-    except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror or error}") from None
-    found = EMBEDDED.findall(page)
-    if not found:
-        raise RecordingError(f"{path}: no report of a run: it holds no recording")
-    try:
-        return from_bytes(found[-1])  # the page ends with it; whatever came before is text
+        return from_bytes(data)
     except RecordingError as error:
         raise RecordingError(f"{path}: {error}") from None
+
+
+def read_page(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror or error}") from None
+
+
+def embedded_in(page: bytes, what: str) -> bytes | None:
+    """The last of this type: the page ends with it, and whatever came before is text."""
+    begin = b'<script type="' + what.encode() + b'">'
+    at = page.rfind(begin)
+    end = page.find(b"</script>", at)
+    if at < 0 or end < 0:
+        return None
+    data = page[at + len(begin) : end].strip()
+    return data if re.fullmatch(rb"[A-Za-z0-9+/=]+", data) else None
 
 
 class _Header(msgspec.Struct):

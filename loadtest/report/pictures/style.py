@@ -154,11 +154,11 @@ def stacked_axes(figure: Figure, count: int) -> list[Axes]:
     return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def label(text: str) -> str:
+def label(text: str, characters_max: int = LABEL_CHARACTERS_MAX) -> str:
     """A name that came from somewhere, fit for a picture: short, printable, never empty."""
     clean = "".join(char if char.isascii() and char.isprintable() else "?" for char in text)
-    if len(clean) > LABEL_CHARACTERS_MAX:
-        clean = clean[: LABEL_CHARACTERS_MAX - 3] + "..."
+    if len(clean) > characters_max:
+        clean = clean[: characters_max - 3] + "..."
     return clean.lstrip("_") or "unnamed"  # matplotlib hides labels that begin with "_"
 
 

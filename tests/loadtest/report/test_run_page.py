@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib
@@ -20,50 +19,8 @@ from loadtest.report.run_page import write_report
 from loadtest.results.lengths import by_length
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, Slo
 from loadtest.results.recording import Recording, RecordingError, Sample, read_report, to_bytes
+from tests.loadtest.report.pages import ParsedPage
 from tests.loadtest.report.runs import DECISION, answered, full, recording, sample, unserved
-
-VOID = {"meta", "br", "link"}
-
-
-class Page(HTMLParser):
-    """Fails on tags that do not close; collects what a test wants to know."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.scripts: list[str | None] = []
-        self.alts: list[str] = []
-        self.text: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "script":
-            self.scripts.append(found.get("type"))
-        if tag == "svg":
-            assert found["role"] == "img"
-            self.alts.append(found["aria-label"] or "")
-        for name in ("src", "href", "xlink:href"):
-            self.addresses += [found[name] or ""] if name in found else []
-        assert not any(name.startswith("on") for name in found), found
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.text.append(data)
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +29,12 @@ def html() -> str:
 
 
 @pytest.fixture(scope="module")
-def page(html: str) -> Page:
-    return Page(html)
+def page(html: str) -> ParsedPage:
+    return ParsedPage(html)
 
 
 def page_of(run: Recording) -> str:
     return rendered(pages.page_of(run, to_bytes(run).decode()))
-
-
-def words(page: Page) -> str:
-    return " ".join(" ".join(page.text).split())
 
 
 def test_the_page_is_the_runs_file_and_the_same_run_gives_the_same_page(
@@ -115,11 +68,11 @@ def test_a_run_is_not_lost_when_its_pictures_cannot_be_drawn(
     with pytest.raises(ZeroDivisionError):
         write_report(full(), tmp_path / "run.html")
     assert read_report(tmp_path / "run.html") == full()
-    assert "were not drawn" in words(Page((tmp_path / "run.html").read_text()))
+    assert "were not drawn" in ParsedPage((tmp_path / "run.html").read_text()).words
 
 
-def test_everything_that_was_measured_is_on_the_page(page: Page) -> None:
-    text = words(page)
+def test_everything_that_was_measured_is_on_the_page(page: ParsedPage) -> None:
+    text = page.words
     assert len(page.alts) == 12 and all(page.alts)
     assert "Not measured" not in text and "not measured" not in text
     for expected in (
@@ -134,7 +87,7 @@ def test_everything_that_was_measured_is_on_the_page(page: Page) -> None:
     assert "unlimited cache: 80.0%" in text
 
 
-def test_the_pictures_say_their_numbers_in_words(page: Page) -> None:
+def test_the_pictures_say_their_numbers_in_words(page: ParsedPage) -> None:
     alts = " | ".join(page.alts)
     assert "burst (4): p50 500 ms" in alts and "100.0% within 1 s" in alts
     assert "512 of 800 prompt tokens were cached" in alts
@@ -144,7 +97,7 @@ def test_the_pictures_say_their_numbers_in_words(page: Page) -> None:
     assert "the median actual TTFT is 1.25 times the predicted one" in alts
 
 
-def test_nothing_is_loaded_and_nothing_runs(page: Page, html: str) -> None:
+def test_nothing_is_loaded_and_nothing_runs(page: ParsedPage, html: str) -> None:
     assert page.scripts == ["application/x-mooncake-recording"]
     assert all(address.startswith("#") for address in page.addresses)
     assert "default-src 'none'" in html
@@ -168,10 +121,10 @@ def test_text_from_a_server_stays_text() -> None:
         })],
     )  # fmt: skip
     html = page_of(run)
-    found = Page(html)  # well formed, no handler, nothing loaded
+    found = ParsedPage(html)  # well formed, no handler, nothing loaded
     assert found.scripts == ["application/x-mooncake-recording"]
     assert all(address.startswith("#") for address in found.addresses)
-    assert "alert(1)" in words(found) and "{{ 7*7 }}" in words(found)
+    assert "alert(1)" in found.words and "{{ 7*7 }}" in found.words
     assert "<img" not in html and "\x00" not in html and "\x1b" not in html
 
 
@@ -263,7 +216,7 @@ def test_an_odd_run_has_a_page_that_says_what_was_not_measured(name: str, tmp_pa
     run, expected = ODD[name]
     write_report(run, tmp_path / "run.html")
     assert read_report(tmp_path / "run.html") == run
-    text = words(Page((tmp_path / "run.html").read_text()))
+    text = ParsedPage((tmp_path / "run.html").read_text()).words
     for phrase in expected:
         assert phrase in text, phrase
     assert "nan" not in text.lower().split() and "inf" not in text.lower().split()
@@ -271,7 +224,7 @@ def test_an_odd_run_has_a_page_that_says_what_was_not_measured(name: str, tmp_pa
 
 def test_a_number_that_is_none_is_never_shown(tmp_path: Path) -> None:
     odd = {**DECISION, "ttft_s": math.nan, "predicted": {"ttft_s": math.inf}}
-    text = words(Page(page_of(recording([answered(0, decision=odd)]))))
+    text = ParsedPage(page_of(recording([answered(0, decision=odd)]))).words
     assert "no answered request has a decision with a predicted TTFT" in text
 
 
@@ -284,15 +237,15 @@ def test_drawing_leaves_no_trace_in_matplotlib() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_users_who_are_due_at_no_time_of_their_own_are_not_on_time_either(page: Page) -> None:
-    assert "sender lag" not in words(page)
+def test_users_who_are_due_at_no_time_of_their_own_are_not_on_time_either(page: ParsedPage) -> None:
+    assert "sender lag" not in page.words
     late = recording([answered(0, due_s=-0.5), answered(1)])
-    assert "sender lag" in words(Page(page_of(late)))
+    assert "sender lag" in ParsedPage(page_of(late)).words
 
 
 def test_the_slowest_requests_come_with_their_decision() -> None:
     slow = answered(3, token_times_s=(3.9,), request_id="slow-one")
     run = recording([answered(0), answered(1), dataclasses.replace(slow, outcome=COMPLETED)])
-    text = words(Page(page_of(run)))
+    text = ParsedPage(page_of(run)).words
     assert text.index("slow-one") < text.index("r-0")
     assert "prefill_0 → decode_1" in text and '"decode_load_s": 0.03' in text

@@ -1,0 +1,181 @@
+"""The page of many runs: the trade-off between them, what differs, and which is best.
+
+It holds the digests of its runs, so that `mooncake report` reads it like the page of a run.
+
+Not here: what is best, and which runs no other beats (sweep.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadtest.report import sweep
+from loadtest.report.page import NOTHING, PageTable, ReportPage, ReportTile, Section
+from loadtest.report.pictures.style import Picture, not_measured
+from loadtest.report.pictures.tradeoff import (
+    RunAxis,
+    TradeOff,
+    lengths_of_runs,
+    outcomes,
+    tradeoff,
+)
+from loadtest.results.digest import EMBEDDED_RUNS, RunDigest, digests_to_bytes
+from loadtest.results.numbers import rate_text, setting_text, shown
+
+COLUMNS_MAX = 10  # of settings that differ
+NUMBERS = (  # of each run, in the table
+    ("requests", "requests", "count"), ("offered_per_s", "sent/s", "per_s"),
+    ("goodput_share", "goodput", "share"), ("goodput_per_s", "goodput/s", "per_s"),
+    ("answered_share", "answered", "share"), ("rejected_share", "rejected", "share"),
+    ("failed_share", "failed", "share"), ("ttft_p90_s", "TTFT p90", "s"),
+    ("tbt_p90_s", "TBT p90", "s"), ("requests_per_s", "answers/s", "per_s"),
+    ("hit_rate", "hit rate", "share"),
+)  # fmt: skip
+GOODPUT_SHARE = RunAxis("goodput_share", "requests within their limits, share", "share", False)
+GOODPUT_PER_S = RunAxis("goodput_per_s", "requests within their limits, per second", "per_s", False)
+SENT = RunAxis(sweep.LOAD, "requests sent per second")
+ANSWERS = RunAxis("requests_per_s", "answers per second", "per_s", False)
+
+
+def sweep_page(
+    runs: Sequence[RunDigest], by: Sequence[str] = (), share: float = sweep.SHARE_LEAST
+) -> ReportPage:
+    """`by`: settings or numbers that goodput is drawn against as well; `share`: sweep.best_of."""
+    best = sweep.best_of(runs, share)
+    return ReportPage(
+        title=f"{len(runs)} runs side by side",
+        subtitle=", ".join(f"{sum(run.name == name for run in runs)} of {name}"
+                           for name in dict.fromkeys(run.name for run in runs)),
+        notes=sweep.warnings_of(runs),
+        tiles=tiles(runs, best),
+        sections=sections(runs, by, best, sweep.best_text(runs, share)),
+        settings=sweep.same(runs),
+        settings_heading="Settings of all runs",
+        footer=[("mooncake report THIS.html OTHER.html", "lays more runs beside these")],
+        embedded=[(EMBEDDED_RUNS, digests_to_bytes(runs).decode())],
+    )  # fmt: skip
+
+
+def sections(
+    runs: Sequence[RunDigest], by: Sequence[str], best: int | None, why_best: str
+) -> list[Section]:
+    drawn = pictures(runs, by, best)
+    return [
+        Section(
+            "Trade-off", [picture for picture in drawn if picture.svg],
+            text=[f"{why_best[0].upper()}{why_best[1:]}.",
+                  *(f"{picture.title}: {picture.missing}" for picture in drawn if picture.missing)],
+        ),
+        Section("Runs", tables=[runs_table(runs, best)]),
+        Section("What became of the requests", [outcomes(runs), lengths_of_runs(runs)]),
+    ]  # fmt: skip
+
+
+def tiles(runs: Sequence[RunDigest], best: int | None) -> list[ReportTile]:
+    """The best run, and those that lead in one number."""
+    found = []
+    if best is not None:
+        run = runs[best - 1]
+        share = shown(run.number("goodput_share"), "share")
+        found.append(ReportTile(
+            "Best", [(f"run {best}", run.label)],
+            f"{share} within their limits, {shown(run.number('goodput_per_s'), 'per_s')} a second",
+        ))  # fmt: skip
+    for name, number, unit, is_less in (
+        ("Most goodput", "goodput_per_s", "per_s", False),
+        ("Lowest TTFT p90", "ttft_p90_s", "s", True),
+        ("Most answers", "requests_per_s", "per_s", False),
+    ):
+        known = [(value, n) for n, run in enumerate(runs, 1)
+                 if (value := sweep.value_of(run, number)) is not None]  # fmt: skip
+        if not known:
+            found.append(ReportTile(name, [(NOTHING, "")], "not measured in any run"))
+            continue
+        value, n = min(known) if is_less else max(known, key=lambda one: (one[0], -one[1]))
+        text = f"{rate_text(value)}/s" if unit == "per_s" else shown(value, unit)
+        found.append(ReportTile(name, [(text, f"run {n}")], runs[n - 1].label))
+    return found
+
+
+def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> list[Picture]:
+    found = []
+    if sweep.has_several_loads(runs):
+        found += [
+            tradeoff(runs, TradeOff(
+                "Goodput against load, share", SENT, GOODPUT_SHARE,
+                "Of all requests sent, the share that was answered within its limits.",
+            ), best),
+            tradeoff(runs, TradeOff(
+                "Goodput against load, per second", SENT, GOODPUT_PER_S,
+                "Requests answered within their limits per second of the run, against those sent "
+                "per second.", is_ideal_drawn=True,
+            ), best),
+        ]  # fmt: skip
+    else:
+        found.append(not_measured("Goodput against load", "all runs were sent the same load."))
+    cost = sweep.cost_of(runs)
+    if cost is None:
+        why = f"no setting says what a run takes ({', '.join(sweep.COSTS)}), or it is the same."
+        found.append(not_measured("Goodput against cost", why))
+    else:
+        axis = RunAxis(cost, cost, "count", True)
+        found.append(tradeoff(runs, TradeOff(
+            f"Goodput against {cost}", axis, GOODPUT_PER_S,
+            f"Requests answered within their limits per second, against {cost}.",
+        ), best))  # fmt: skip
+    for name in by:
+        found.append(tradeoff(runs, TradeOff(
+            f"Goodput against {name}", RunAxis(name, name), GOODPUT_SHARE,
+            f"Of all requests sent, the share within its limits, against {name}.",
+        ), best))  # fmt: skip
+    for what in ("TTFT", "TBT"):
+        found.append(_latency(runs, what, best))
+    return found
+
+
+def _latency(runs: Sequence[RunDigest], what: str, best: int | None) -> Picture:
+    field = f"{what.lower()}_s"
+    axis = RunAxis(f"{what.lower()}_p90_s", f"{what} p90 of answers (logarithmic)", "s", True)
+    return tradeoff(runs, TradeOff(
+        f"{what} p90 against throughput", ANSWERS, axis,
+        f"The 90th percentile of {what} over the answered requests (what was rejected has none), "
+        "against answers per second. Dashed: the service level.",
+        level=lambda run: getattr(run.slo, field, None),
+    ), best)  # fmt: skip
+
+
+def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
+    """Every run: what it was asked to do and the others were not, and what came of it."""
+    varied = sweep.different(runs)
+    names = list(varied)[:COLUMNS_MAX]
+    front = sweep.on_front(runs)
+    several_kinds = len({run.name for run in runs}) > 1
+    rows = []
+    for number, run in enumerate(runs, 1):
+        mark = "best" if number == best else "front" if number in front else ""
+        rows.append([
+            str(number), run.label, *([run.name] if several_kinds else []), mark,
+            *(setting_text(run.settings[name]) if name in run.settings else NOTHING
+              for name in names),
+            *(NOTHING if (value := sweep.value_of(run, name)) is None else shown(value, unit)
+              for name, _, unit in NUMBERS),
+        ])  # fmt: skip
+    words = [n for n, name in enumerate(names) if any(isinstance(v, str) for v in varied[name])]
+    first = 4 if several_kinds else 3
+    caption = (
+        "The columns before the numbers are the settings that differ between the runs. Front: "
+        "no other run has more goodput for less cost (where no cost is known: more answers "
+        "and a lower TTFT). One run each: whether a difference is more than chance only more runs "
+        "can say."
+    )
+    if len(varied) > COLUMNS_MAX:
+        caption += f" These differ as well: {', '.join(list(varied)[COLUMNS_MAX:])}."
+    return PageTable(
+        ["run", "what", *(["kind"] if several_kinds else []), "", *names,
+         *(title for _, title, _ in NUMBERS)],
+        rows,
+        caption=caption,
+        left=(*range(1, first), *(first + n for n in words)),
+        marked=() if best is None else (best - 1,),
+        is_dense=True,
+    )  # fmt: skip

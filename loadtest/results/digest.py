@@ -1,0 +1,97 @@
+"""What is left of a run when many are laid side by side: its settings, numbers and buckets.
+
+A recording has every request; of hundreds of runs that is too much to hold and to send between
+processes. A page of many runs (a sweep, a plan) holds digests, as a page of one holds a recording.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadtest.results.lengths import LengthBucket, by_length
+from loadtest.results.metrics import Slo
+from loadtest.results.numbers import numbers, settings_of
+from loadtest.results.recording import (
+    EMBEDDED_RUN,
+    NO_RUN,
+    Recording,
+    RecordingError,
+    Setting,
+    embedded_in,
+    from_bytes,
+    read_page,
+)
+
+EMBEDDED_RUNS = "application/x-mooncake-runs"  # the type of what stands in a page
+DIGEST_FORMAT = 1
+
+
+class RunDigest(msgspec.Struct, frozen=True):
+    """One run among many."""
+
+    label: str  # that tells it from the others: its file's name, or what was varied
+    name: str  # what made it: replay | locust | simulate | plan
+    title: str
+    settings: dict[str, Setting]  # with its service levels
+    numbers: dict[str, float | None]  # by their names in JSON (numbers.py)
+    lengths: list[LengthBucket]
+    slo: Slo | None = None
+    is_mixed: bool = False  # it has a level for each of its workloads
+
+    def number(self, name: str) -> float | None:
+        return self.numbers.get(name)
+
+
+class _Digests(msgspec.Struct):
+    format: int
+    runs: list[RunDigest]
+
+
+def digest_of(recording: Recording, label: str = "") -> RunDigest:
+    return RunDigest(
+        label=label or recording.title,
+        name=recording.name,
+        title=recording.title,
+        settings=settings_of(recording),
+        numbers={number.name: number.value for number in numbers(recording)},
+        lengths=by_length(recording),
+        slo=recording.slo,
+        is_mixed=bool(recording.slo_by_workload),
+    )
+
+
+def digests_to_bytes(runs: Sequence[RunDigest]) -> bytes:
+    """Printable ASCII, so that it can stand inside a page."""
+    text = msgspec.json.encode(_Digests(DIGEST_FORMAT, list(runs)))
+    return base64.b64encode(gzip.compress(text, mtime=0))
+
+
+def digests_from_bytes(data: bytes) -> list[RunDigest]:
+    """Raises RecordingError."""
+    try:
+        found = msgspec.json.decode(gzip.decompress(base64.b64decode(data, validate=True)))
+        if not isinstance(found, dict) or found.get("format") != DIGEST_FORMAT:
+            raise RecordingError(f"its format is not {DIGEST_FORMAT}, which this version reads")
+        return msgspec.convert(found, _Digests).runs
+    except (ValueError, OSError, EOFError, msgspec.MsgspecError) as error:
+        raise RecordingError(f"no runs: {error}") from None
+
+
+def read_runs(path: Path) -> Recording | list[RunDigest]:
+    """What a page was made of: one run whole, or the digests of many; RecordingError with the path
+    and the reason."""
+    page = read_page(path)
+    many, one = embedded_in(page, EMBEDDED_RUNS), embedded_in(page, EMBEDDED_RUN)
+    try:
+        if many is not None:
+            return digests_from_bytes(many)
+        if one is not None:
+            return from_bytes(one)
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error}") from None
+    raise RecordingError(f"{path}: {NO_RUN}")
