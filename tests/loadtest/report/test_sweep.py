@@ -13,14 +13,14 @@ import pytest
 
 from backends.cli import main
 from loadtest.report import sweep
-from loadtest.report.page import rendered
+from loadtest.report.page import rendered, write_page
 from loadtest.report.pictures.tradeoff import parts_of
-from loadtest.report.run_page import write_report
+from loadtest.report.run_page import bare_page
 from loadtest.report.sweep import RunPoint, best_of, different, front, lines
 from loadtest.report.sweep_page import sweep_page
 from loadtest.results.digest import RunDigest, digest_of, digests_from_bytes, digests_to_bytes
 from loadtest.results.metrics import REJECTED, Slo
-from loadtest.results.recording import Recording, RecordingError
+from loadtest.results.recording import Recording, RecordingError, to_bytes
 from tests.loadtest.report.pages import ParsedPage
 from tests.loadtest.report.runs import answered, full, recording, unserved
 
@@ -171,7 +171,7 @@ def odd_runs() -> dict[str, list[RunDigest]]:
     return {
         "one": [RUNS[0]], "empty": [empty, empty], "refused": [refused, RUNS[0]],
         "no level": [no_level, no_level], "mixed": [no_level, RUNS[1], empty, refused],
-        "nan": [nan, RUNS[0]], "hostile": [hostile, RUNS[0]], "many": RUNS * 50,
+        "nan": [nan, RUNS[0]], "hostile": [hostile, RUNS[0]], "many": RUNS * 10,
         "other levels": [RUNS[0], digest_of(recording([answered(0)], slo=Slo(9.0, 9.0)))],
     }  # fmt: skip
 
@@ -186,7 +186,7 @@ def odd_runs() -> dict[str, list[RunDigest]]:
         ("mixed", "2 of 4 runs have no service level"),
         ("nan", "2 runs side by side"),
         ("hostile", "alert(1)"),
-        ("many", "260 more runs are in the table only"),
+        ("many", "20 more runs are in the table only"),
         ("other levels", "judged by different service levels"),
     ],
 )
@@ -208,7 +208,9 @@ def status_of(*arguments: str) -> int:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("sweep")
     for speed, late in ((1.0, 0), (2.0, 5), (4.0, 15)):
-        write_report(run_of(speed, late, 0), folder / f"run-{speed:g}.html")
+        run = run_of(speed, late, 0)
+        bare = bare_page(run, to_bytes(run).decode())  # pictures are not what is read
+        write_page(bare, folder / f"run-{speed:g}.html")
     return [str(path) for path in sorted(folder.iterdir())]
 
 
