@@ -230,7 +230,7 @@ def _report(
     return {
         "name": "sweep",
         "best": sweep.best_of(runs, options.share),
-        "front": sorted(sweep.on_front(runs)),
+        "pareto": sorted(sweep.pareto_runs(runs)),
         "different": list(sweep.different(runs)),
         "runs": [msgspec.to_builtins(run) for run in runs],
     }
@@ -279,7 +279,7 @@ def _one(run: Recording) -> Group:
 
 def _many(runs: Sequence[RunDigest], share: float) -> Group:
     """A table of all, and what differs between them."""
-    best, front = sweep.best_of(runs, share), sweep.on_front(runs)
+    best, unbeaten = sweep.best_of(runs, share), sweep.pareto_runs(runs)
     table = Table(title=f"{len(runs)} runs", box=None, padding=(0, 1, 0, 0))
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("run", overflow="fold", min_width=12)
@@ -289,7 +289,7 @@ def _many(runs: Sequence[RunDigest], share: float) -> Group:
     for number, run in enumerate(runs, 1):
         values = [shown(value, unit) if (value := sweep.value_of(run, name)) is not None else "-"
                   for _, name, unit in COLUMNS]  # fmt: skip
-        mark = "best" if number == best else "front" if number in front else ""
+        mark = "best" if number == best else "Pareto" if number in unbeaten else ""
         style = "bold" if number == best else ""
         table.add_row(*map(Text, (str(number), run.label, *values, mark)), style=style)
     lines = [Text(f"settings that differ: {', '.join(sweep.different(runs)) or 'none'}")]

@@ -1,6 +1,6 @@
 """Many runs: what differs between them, which of them is best, and which no other run beats.
 
-Runs of any kind in any mix. What is drawn of them is decided here (axes, lines, front), how it
+Runs of any kind in any mix. What is drawn of them is decided here, how it
 looks in pictures/tradeoff.py. Pure.
 """
 
@@ -120,7 +120,7 @@ def _lines_by(runs: Sequence[RunDigest], x: str) -> list[str]:
     ]
 
 
-def front(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPoint]:
+def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPoint]:
     """The points that no other beats: none is as good in both and better in one. Ascending in x.
 
     `less_x`, `less_y`: less of it is better. Of equal points all stay.
@@ -172,14 +172,14 @@ def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
     return f"best: run {best} ({run.label}), the {what} {among}"
 
 
-def on_front(runs: Sequence[RunDigest]) -> set[int]:
-    """Numbers of the runs on the front of goodput against cost; where no cost is known, of TTFT
+def pareto_runs(runs: Sequence[RunDigest]) -> set[int]:
+    """Numbers of the runs that no other beats in goodput against cost; where no cost is known, of TTFT
     against throughput."""
     cost = cost_of(runs)
     x, y = (cost, GOODPUT) if cost else ("requests_per_s", "ttft_p90_s")
     points = [point for line in lines(runs, x, y) for point in line.points]
     is_cost = cost is not None
-    return {point.number for point in front(points, less_x=is_cost, less_y=not is_cost)}
+    return {point.number for point in pareto(points, less_x=is_cost, less_y=not is_cost)}
 
 
 def warnings_of(runs: Sequence[RunDigest]) -> list[str]:

@@ -148,11 +148,11 @@ def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
     """Every run: what it was asked to do and the others were not, and what came of it."""
     varied = sweep.different(runs)
     names = list(varied)[:COLUMNS_MAX]
-    front = sweep.on_front(runs)
+    unbeaten = sweep.pareto_runs(runs)
     several_kinds = len({run.name for run in runs}) > 1
     rows = []
     for number, run in enumerate(runs, 1):
-        mark = "best" if number == best else "front" if number in front else ""
+        mark = "best" if number == best else "Pareto" if number in unbeaten else ""
         rows.append([
             str(number), run.label, *([run.name] if several_kinds else []), mark,
             *(setting_text(run.settings[name]) if name in run.settings else NOTHING
@@ -163,7 +163,7 @@ def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
     words = [n for n, name in enumerate(names) if any(isinstance(v, str) for v in varied[name])]
     first = 4 if several_kinds else 3
     caption = (
-        "The columns before the numbers are the settings that differ between the runs. Front: "
+        "The columns before the numbers are the settings that differ between the runs. Pareto: "
         "no other run has more goodput for less cost (where no cost is known: more answers "
         "and a lower TTFT). One run each: whether a difference is more than chance only more runs "
         "can say."

@@ -1,6 +1,6 @@
 """Many runs in one picture: goodput against load and cost, latency against throughput, outcomes.
 
-Which runs, lines and front: sweep.py.
+Which runs, lines and Pareto front: sweep.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loadtest.report.pictures.style import (
     percent_axis,
     seconds_scale,
 )
-from loadtest.report.sweep import RunLine, RunPoint, front, lines, value_of
+from loadtest.report.sweep import RunLine, RunPoint, lines, pareto, value_of
 from loadtest.results.digest import RunDigest
 from loadtest.results.lengths import tokens_name
 from loadtest.results.numbers import rate_text
@@ -91,7 +91,7 @@ def tradeoff(runs: Sequence[RunDigest], asked: TradeOff, marked: int | None) -> 
     x_better, y_better = asked.x.less_is_better, asked.y.less_is_better
     unbeaten: list[RunPoint] = []
     if x_better is not None and y_better is not None:
-        unbeaten = front(points, less_x=x_better, less_y=y_better)
+        unbeaten = pareto(points, less_x=x_better, less_y=y_better)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()

@@ -16,7 +16,7 @@ from loadtest.report import sweep
 from loadtest.report.page import rendered, write_page
 from loadtest.report.pictures.tradeoff import parts_of
 from loadtest.report.run_page import bare_page
-from loadtest.report.sweep import RunPoint, best_of, different, front, lines
+from loadtest.report.sweep import RunPoint, best_of, different, lines, pareto
 from loadtest.report.sweep_page import sweep_page
 from loadtest.results.digest import RunDigest, digest_of, digests_from_bytes, digests_to_bytes
 from loadtest.results.metrics import REJECTED, Slo
@@ -113,7 +113,7 @@ def test_settings_that_differ_are_told_from_those_that_do_not() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("less_x", [True, False])
 @pytest.mark.parametrize("less_y", [True, False])
-def test_the_front_is_what_no_point_beats(seed: int, less_x: bool, less_y: bool) -> None:
+def test_the_pareto_runs_are_what_no_point_beats(seed: int, less_x: bool, less_y: bool) -> None:
     rng = random.Random(seed)
     points = [RunPoint(n, rng.randrange(8), rng.randrange(8)) for n in range(rng.randrange(1, 30))]
 
@@ -128,7 +128,7 @@ def test_the_front_is_what_no_point_beats(seed: int, less_x: bool, less_y: bool)
         )  # fmt: skip
 
     expected = {point.number for point in points if not is_beaten(point)}
-    assert {point.number for point in front(points, less_x, less_y)} == expected
+    assert {point.number for point in pareto(points, less_x, less_y)} == expected
 
 
 def test_cost_makes_goodput_a_node_the_measure() -> None:
@@ -137,7 +137,7 @@ def test_cost_makes_goodput_a_node_the_measure() -> None:
         for nodes, late in ((2, 2), (4, 0), (8, 0))
     ]
     assert sweep.cost_of(runs) == "nodes" and best_of(runs) == 1
-    assert sweep.on_front(runs) == {1, 2}
+    assert sweep.pareto_runs(runs) == {1, 2}
     text = ParsedPage(rendered(sweep_page(runs))).words
     assert "Goodput against nodes" in text and "most goodput a second and node" in text
     assert "all runs were sent the same load" in text
