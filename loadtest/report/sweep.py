@@ -1,7 +1,7 @@
 """Many runs: what differs between them, which of them is best, and which no other run beats.
 
-Runs of any kind in any mix. What is drawn of them is decided here, how it
-looks in pictures/tradeoff.py. Pure.
+Runs of any kind in any mix. What is drawn of them is decided here, how it looks in
+pictures/tradeoff.py. Pure.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
 
 
 def pareto_runs(runs: Sequence[RunDigest]) -> set[int]:
-    """Numbers of the runs that no other beats in goodput against cost; where no cost is known, of TTFT
-    against throughput."""
+    """Numbers of the runs that no other beats in goodput and cost; where no cost is known, in
+    answers and TTFT."""
     cost = cost_of(runs)
     x, y = (cost, GOODPUT) if cost else ("requests_per_s", "ttft_p90_s")
     points = [point for line in lines(runs, x, y) for point in line.points]
