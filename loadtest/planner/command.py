@@ -2,13 +2,14 @@
 
     mooncake plan --trace T --hardware H100 --model Llama-3-70B --slo-ttft 10 --slo-tbt 0.1
 
-Not here: which fleets are tried (search.py), what is written (overlay.py, page.py).
+Not here: which fleets are tried (search.py), the model repository (overlay.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,22 @@ from rich.table import Table
 from backends.extras import require
 from loadtest.harness.result import Result, Target, shown
 from loadtest.planner.engine import MeasuredEngine, NodeEngine, PlannedEngine, PlanRefused
-from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, run_fleet
+from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, record_fleet, run_fleet
 from loadtest.planner.overlay import serve_command, store_bytes, write_overlay
-from loadtest.planner.search import Search, bounds_of, choose, explore
+from loadtest.planner.search import Search, bounds_of, choose, explore, rows_of
 from loadtest.replay.trace import TraceError
+from loadtest.results.recording import from_bytes
 from loadtest.simulator.cluster.hardware import HARDWARE, MODELS
 from loadtest.simulator.options import console, progress_bar, reasons_shown
 from loadtest.simulator.runs import PlannedRun, TraceSource, run_all
 from mooncake_store.cli.arguments import parse_bytes
 
 PAGE = "plan.html"
+CHOSEN_PAGE = "chosen.html"
+NOT_REAL = (
+    "The real conductor, directory and batching on a virtual clock; models for the seconds of GPUs "
+    "and networks."
+)
 LEFT = ("policy", "admission")
 
 HardwareName = Annotated[str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")]
@@ -81,9 +88,12 @@ def plan(
             help="Folder of runs that are known: a plan that was stopped goes on. none: keep none.",
         ),
     ] = ".mooncake/simulations",
-    out: Annotated[Path, typer.Option(help=f"Folder for the model repository and {PAGE}.")] = Path(
-        "plan"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help=f"Folder for the model repository, {PAGE} (all fleets) and {CHOSEN_PAGE}."
+        ),
+    ] = Path("plan"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
     ] = False,
@@ -160,8 +170,6 @@ def planned(
     nodes: int | None, seed: int, jobs: int, kept: Path | None, out: Path,
 ) -> Result:  # fmt: skip
     """The plan, which then lies in `out`."""
-    from loadtest.planner.page import PlanPage, rows_of, write_plan  # loads matplotlib
-
     started_s = time.monotonic()
     bounds = bounds_of(source.offered(), engine, levels, speed, share)
     out.mkdir(parents=True, exist_ok=True)  # it shows before anything runs
@@ -178,6 +186,11 @@ def planned(
 
         search = explore(engine, bounds, share, nodes, run)
         chosen = choose(search, run)
+        again = (chosen.plan, engine, levels, speed, seed)
+        recorded = run_all(
+            [PlannedRun("the choice, request by request", source, record_fleet, again)], begin,
+            folder=kept,
+        )[0]  # fmt: skip
     why = why_chosen(search, chosen, engine, levels)
     repository = write_overlay(out, chosen, engine, levels)
     command = serve_command(repository, chosen.plan, engine)
@@ -195,10 +208,36 @@ def planned(
         },
         shortened=f"the first {source.requests} requests" if source.requests else "",
     )  # fmt: skip
-    write_plan(PlanPage(search, chosen, levels, result, why, command), out / PAGE)
+    write_pages(search, chosen, recorded, result, (why, command), out)
     console.print(why, markup=False, soft_wrap=True)
-    console.print(f"written: {out / PAGE}, {repository}\n{command}", markup=False, soft_wrap=True)
+    pages = f"{out / PAGE}, {out / CHOSEN_PAGE}"
+    console.print(f"written: {pages}, {repository}\n{command}", markup=False, soft_wrap=True)
     return result
+
+
+def write_pages(
+    search: Search, chosen: FleetRun, recorded: bytes, result: Result, said: tuple[str, str],
+    out: Path,
+) -> None:  # fmt: skip
+    """Every fleet beside the others with the choice marked, and the choice request by request;
+    `said`: why it was chosen, and the command that serves it."""
+    from loadtest.report.page import write_page  # these load matplotlib
+    from loadtest.report.run_page import write_report
+    from loadtest.report.sweep_page import sweep_page
+
+    runs = search.runs()
+    digests = [run.digest for run in runs if run.digest is not None]
+    number = next(number for number, run in enumerate(runs, 1) if run is chosen)
+    page = sweep_page(digests, ["node_blocks"], search.share, chosen=number)
+    why, command = said
+    write_page(
+        replace(
+            page, title="Plan", lead=[why, NOT_REAL], command=command,
+            settings={**page.settings, **result.constants}, settings_heading="What was assumed",
+        ),
+        out / PAGE,
+    )  # fmt: skip
+    write_report(from_bytes(recorded), out / CHOSEN_PAGE)
 
 
 def why_chosen(

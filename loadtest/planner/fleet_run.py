@@ -19,9 +19,13 @@ from dataclasses import dataclass, replace
 
 from conductor import ConductorConfig
 from loadtest.planner.engine import PlannedEngine
+from loadtest.results.digest import RunDigest, digest_of
+from loadtest.results.metrics import Slo
+from loadtest.results.recording import Recording, Sample, Setting, to_bytes
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.outcome import quantiles
+from loadtest.simulator.recorded_run import FleetSampler, recording_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ class FleetPlan:
     def name(self) -> str:
         return f"{self.prefills}P+{self.decodes}D"
 
+    @property
+    def label(self) -> str:
+        """All of it, for people."""
+        return f"{self.name}, {self.node_blocks:,} blocks, {self.policy}, {self.admission}"
+
     def config(self, levels: ServiceLevels) -> ConductorConfig:
         """What the conductor is told."""
         return ConductorConfig(
@@ -73,6 +82,7 @@ class FleetRun:
     prefill_busy: float  # share of the time, mean of the workers
     decode_busy: float
     in_flight_max: int
+    digest: RunDigest | None = None  # as it stands on a page beside others
 
     @property
     def share(self) -> float:
@@ -96,12 +106,7 @@ def run_fleet(
     seed: int,
     on_over: Callable[[], None] = lambda: None,
 ) -> FleetRun:
-    settings = replace(
-        engine.settings(), prefills=plan.prefills, decodes=plan.decodes,
-        node_blocks=plan.node_blocks, seed=seed,
-    )  # fmt: skip
-    fleet = SimulatedFleet(plan.config(levels), settings, engine.gpu())
-    jobs = fleet.run(offered, speed, on_over)
+    fleet, jobs, _ = _simulated(offered, plan, engine, levels, speed, seed, on_over)
     done = [job for job in jobs if job.finished_s is not None]
     ttfts_s = [(job.prefilled_s or 0.0) - job.arrived_s for job in done]
     late = sum(ttft_s > levels.ttft_s for ttft_s in ttfts_s)
@@ -119,8 +124,50 @@ def run_fleet(
         arrivals_s_of(offered, speed), quantiles(ttfts_s).p90,
         quantiles([job.tbt_s for job in done if job.output_tokens > 1]).p90,
         sum(job.cached_tokens for job in done) / max(1, prompt_tokens), *busy,
-        in_flight_max(jobs),
+        in_flight_max(jobs), digest_of(_recording(jobs, plan, engine, levels, speed), plan.label),
     )  # fmt: skip
+
+
+def record_fleet(
+    offered: Sequence[Offered],
+    plan: FleetPlan,
+    engine: PlannedEngine,
+    levels: ServiceLevels,
+    speed: float,
+    seed: int,
+    on_over: Callable[[], None] = lambda: None,
+) -> bytes:
+    """The same run, request by request, as small as a page holds it."""
+    _, jobs, samples = _simulated(offered, plan, engine, levels, speed, seed, on_over)
+    return to_bytes(_recording(jobs, plan, engine, levels, speed, samples))
+
+
+def _simulated(
+    offered: Sequence[Offered], plan: FleetPlan, engine: PlannedEngine, levels: ServiceLevels,
+    speed: float, seed: int, on_over: Callable[[], None],
+) -> tuple[SimulatedFleet, list[SimulatedJob], list[Sample]]:  # fmt: skip
+    settings = replace(
+        engine.settings(), prefills=plan.prefills, decodes=plan.decodes,
+        node_blocks=plan.node_blocks, seed=seed,
+    )  # fmt: skip
+    fleet = SimulatedFleet(plan.config(levels), settings, engine.gpu())
+    sampler = FleetSampler(arrivals_s_of(offered, speed))
+    fleet.reported = sampler.look
+    return fleet, fleet.run(offered, speed, on_over), sampler.samples
+
+
+def _recording(
+    jobs: Sequence[SimulatedJob], plan: FleetPlan, engine: PlannedEngine, levels: ServiceLevels,
+    speed: float, samples: Sequence[Sample] = (),
+) -> Recording:  # fmt: skip
+    described: dict[str, Setting] = {
+        "engine": engine.name, "nodes": plan.nodes, "prefills": plan.prefills,
+        "decodes": plan.decodes, "node_blocks": plan.node_blocks, "policy": plan.policy,
+        "admission": plan.admission, "speed": speed, "requests_max": len(jobs),
+    }  # fmt: skip
+    slo = Slo(levels.ttft_s, levels.tbt_s)
+    title = f"Planned: {plan.label} on {engine.name}"
+    return recording_of(jobs, "plan", title, described, slo, samples)
 
 
 def arrivals_s_of(offered: Sequence[Offered], speed: float) -> float:

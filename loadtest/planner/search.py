@@ -12,7 +12,7 @@ Without a number of nodes the choice is the smallest fleet that serves the share
 if none does, and with a number of nodes, it is the most goodput. What is run is a batch each time,
 so that `--jobs` has work. Nothing is run twice (simulator/runs.py).
 
-Not here: a run (fleet_run.py), what is written of the choice (overlay.py, page.py).
+Not here: a run (fleet_run.py), what is written of the choice (overlay.py, command.py).
 """
 
 from __future__ import annotations
@@ -247,3 +247,33 @@ def _run_of(search: Search, plan: FleetPlan) -> FleetRun:
 
 def _goodput(run: FleetRun) -> float:
     return run.goodput
+
+
+def rows_of(search: Search, chosen: FleetRun) -> Sequence[dict[str, str | int | float | bool]]:
+    """Every run, in the order of the stages."""
+    rows: list[dict[str, str | int | float | bool]] = []
+    for stage, runs in search.stages.items():
+        for run in runs:
+            plan = run.plan
+            rows.append({
+                "stage": stage,
+                "nodes": plan.nodes,
+                "prefills": plan.prefills,
+                "decodes": plan.decodes,
+                "node_blocks": plan.node_blocks,
+                "policy": plan.policy,
+                "admission": plan.admission,
+                "within_percent": round(100 * run.share, 2),
+                "goodput_per_s": round(run.goodput, 4),
+                "goodput_per_s_and_node": round(run.goodput_per_node, 4),
+                "late": run.late,
+                "slow": run.slow,
+                "unanswered": run.unanswered,
+                "ttft_p90_s": round(run.ttft_p90_s, 4),
+                "tbt_p90_s": round(run.tbt_p90_s, 5),
+                "hit_percent": round(100 * run.hit_share, 2),
+                "prefill_busy_percent": round(100 * run.prefill_busy, 1),
+                "decode_busy_percent": round(100 * run.decode_busy, 1),
+                "is_chosen": run is chosen,
+            })  # fmt: skip
+    return rows

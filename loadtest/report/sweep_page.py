@@ -38,17 +38,22 @@ ANSWERS = RunAxis("requests_per_s", "answers per second", "per_s", False)
 
 
 def sweep_page(
-    runs: Sequence[RunDigest], by: Sequence[str] = (), share: float = sweep.SHARE_LEAST
+    runs: Sequence[RunDigest],
+    by: Sequence[str] = (),
+    share: float = sweep.SHARE_LEAST,
+    chosen: int | None = None,
 ) -> ReportPage:
-    """`by`: settings or numbers that goodput is drawn against as well; `share`: sweep.best_of."""
-    best = sweep.best_of(runs, share)
+    """`by`: settings or numbers that goodput is drawn against as well; `share`: sweep.best_of;
+    `chosen`: the number of the run that somebody chose already, instead of the best."""
+    best = sweep.best_of(runs, share) if chosen is None else chosen
+    why = sweep.best_text(runs, share) if chosen is None else f"chosen: run {chosen}"
     return ReportPage(
         title=f"{len(runs)} runs side by side",
         subtitle=", ".join(f"{sum(run.name == name for run in runs)} of {name}"
                            for name in dict.fromkeys(run.name for run in runs)),
         notes=sweep.warnings_of(runs),
         tiles=tiles(runs, best),
-        sections=sections(runs, by, best, sweep.best_text(runs, share)),
+        sections=sections(runs, by, best, why),
         settings=sweep.same(runs),
         settings_heading="Settings of all runs",
         footer=[("mooncake report THIS.html OTHER.html", "lays more runs beside these")],

@@ -8,7 +8,6 @@ Not here: the experiments (experiments/paper), why they differ (experiments/pape
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from loadtest.harness.result import Cell, Result, rows_alike, shown
 from loadtest.report.page import NOTHING, PageTable, ReportPage, Section, write_page
-from loadtest.report.pictures.style import Picture
+from loadtest.report.pictures.style import Picture, inline
 from loadtest.results.tables import duration
 from loadtest.simulator.experiments import constants
 from loadtest.simulator.experiments.paper.reasons import PAPER_SAYS, WHY_APART
@@ -55,6 +54,19 @@ def write_book(path: Path, chapters: Sequence[BookChapter]) -> None:
     )
 
 
+def write_experiment(path: Path, chapter: BookChapter) -> None:
+    """One experiment as a page; OSError when `path` cannot be written."""
+    result = chapter.result
+    sections = [_chapter(chapter)]
+    if result.targets:
+        sections.insert(0, _targets([chapter]))
+    page = ReportPage(
+        f"Simulated: {result.name}", sections, lead=[ABOUT], settings=result.constants,
+        settings_heading="What was assumed",
+    )  # fmt: skip
+    write_page(page, path)
+
+
 def _targets(chapters: Sequence[BookChapter]) -> Section:
     columns = ("experiment", "the paper", "what is counted", "ours", "goal", "met",
                "why they differ")  # fmt: skip
@@ -89,10 +101,11 @@ def _rows(rows: Sequence[Mapping[str, Cell]]) -> PageTable:
     return PageTable(columns, cells, left=words, is_dense=True)
 
 
-def svg_of(save: Callable[[Path], None]) -> str:
-    """What `save` draws into a file, as it can stand in a page."""
+def svg_of(save: Callable[[Path], None], alt: str) -> str:
+    """What `save` draws into a file, as it can stand in a page; "" when it draws nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.svg"
         save(path)
-        text = path.read_text(encoding="utf-8")
-    return re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL)
+        if not path.exists():
+            return ""
+        return inline(path.read_text(encoding="utf-8"), alt)

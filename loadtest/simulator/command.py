@@ -6,17 +6,19 @@ mooncake simulate --experiment hit-rate --traces FOLDER [--json] [--plot hit-rat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from backends.extras import require
-from loadtest.harness.result import Result
+from loadtest.harness.result import Result, Target
 from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceError
+from loadtest.results.digest import digest_of
+from loadtest.results.recording import Recording
 from loadtest.simulator.experiments import (
     constants,
     coupled_baselines,
@@ -26,6 +28,7 @@ from loadtest.simulator.experiments import (
     hit_rate,
     pipeline_groups,
     rejection,
+    replayed,
     roles,
     scale,
     scheduling,
@@ -58,6 +61,9 @@ from loadtest.simulator.options import (
 )
 from loadtest.simulator.profiled import read_profile
 
+if TYPE_CHECKING:
+    from loadtest.simulator.book import BookChapter
+
 
 class Experiment(str, Enum):
     HIT_RATE = "hit-rate"
@@ -82,6 +88,7 @@ class Experiment(str, Enum):
     CPP = "cpp"
     SCALE = "scale"
     CROWD = "crowd"
+    REPLAY = "replay"
 
 
 EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] = {
@@ -118,6 +125,9 @@ OF_PAPERS = (
 )  # fmt: skip
 
 ABOUT = """What to find out.
+
+replay: what `mooncake replay` would have met, request by request; with --report on the page that a
+real replay has. Several --speed, --policy or --admission: a page that lays the runs side by side.
 
 hit-rate: which part of the block references of each trace is found by one cache of 1,000 to 100,000
 blocks of 512 tokens and by an unlimited one, with each policy of eviction, and what the best policy
@@ -157,6 +167,7 @@ capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefi
 OF_ANY_WORKER = (
     Experiment.SCHEDULING, Experiment.REJECTION, Experiment.FRONTENDS, Experiment.GLOBAL_CACHE,
     Experiment.REPLICAS, Experiment.BANDWIDTH, Experiment.PD_RATIO, Experiment.SSD,
+    Experiment.REPLAY,
 )  # fmt: skip
 Which = Annotated[Experiment | None, typer.Option(help=ABOUT)]
 Every = Annotated[
@@ -261,6 +272,10 @@ def simulate(
     peer_python: PeerPython = None,
     jobs: Jobs = 1,
     kept: Kept = ".mooncake/simulations",
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write it as one HTML page, which of replay is also the runs' file."),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
     ] = None,
@@ -269,9 +284,10 @@ def simulate(
     ] = False,
 ) -> None:
     """Run an experiment on recorded requests; no server is needed."""
-    if every or picture is not None:
-        require("report", f"`mooncake simulate {'--all' if every else '--plot'}`")
-    with reasons_shown("simulate", SimulationRefused, TraceError):
+    if every or picture is not None or report is not None:
+        drawing = "--all" if every else "--plot" if picture is not None else "--report"
+        require("report", f"`mooncake simulate {drawing}`")
+    with reasons_shown("simulate", SimulationRefused, TraceError, OSError):
         options = SimulationOptions(
             folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
             admissions=tuple(admission or ()), speeds=tuple(speed or ()),
@@ -296,7 +312,7 @@ def simulate(
                 f"--profile and --length-scale: not in {experiment.value}, which compares with "
                 f"others or with the paper's nodes; in {', '.join(OF_ANY_WORKER)}"
             )
-        result = answer(experiment, options)
+        result = answer(experiment, options, report)
     if as_json:
         print(result.to_json())
     else:
@@ -312,17 +328,52 @@ def _profile_of(path: Path | None) -> Profile | None:
         raise SimulationRefused(f"--profile {path}: {problem}") from None
 
 
-def answer(experiment: Experiment, options: SimulationOptions) -> Result:
-    """What the experiment found; the picture when one was asked for."""
+def answer(
+    experiment: Experiment, options: SimulationOptions, report: Path | None = None
+) -> Result:
+    """What the experiment found; the picture and the page when they were asked for."""
     started_s = time.monotonic()
+    runs: list[Recording] = []
     with progress_bar() as begin:
-        rows, targets = EXPERIMENTS[experiment](options, begin)
+        if experiment is Experiment.REPLAY:
+            runs = replayed.recordings(options, begin)
+            rows, targets = replayed.rows_of(runs), list[Target]()
+        else:
+            rows, targets = EXPERIMENTS[experiment](options, begin)
     if options.picture is not None:
         draw(experiment, options.picture, rows)
-    return Result(
+    result = Result(
         experiment.value, time.monotonic() - started_s, rows, targets,
         constants=constants.stated(options.settings()), shortened=options.is_shortened,
     )  # fmt: skip
+    if report is not None:
+        write(report, result, runs)
+        console.print(f"written: {report}", markup=False, soft_wrap=True)
+    return result
+
+
+def write(path: Path, result: Result, runs: Sequence[Recording]) -> None:
+    """`runs`: of an experiment whose runs are recorded request by request."""
+    # These load matplotlib.
+    from loadtest.report.page import write_page
+    from loadtest.report.run_page import write_report
+    from loadtest.report.sweep_page import sweep_page
+    from loadtest.simulator.book import write_experiment
+
+    if len(runs) == 1:
+        write_report(runs[0], path)
+    elif runs:
+        digests = [digest_of(run, run.title.partition(": ")[2]) for run in runs]
+        write_page(sweep_page(digests), path)
+    else:
+        write_experiment(path, chapter_of(result))
+
+
+def chapter_of(result: Result) -> BookChapter:
+    from loadtest.simulator.book import BookChapter, svg_of
+
+    experiment, rows = Experiment(result.name), list(map(dict, result.rows))
+    return BookChapter(result, svg_of(lambda file: draw(experiment, file, rows), result.name))
 
 
 def draw(experiment: Experiment, path: Path, rows: Rows) -> None:
@@ -336,12 +387,10 @@ def draw(experiment: Experiment, path: Path, rows: Rows) -> None:
 
 def write_all(options: SimulationOptions, path: Path) -> None:
     """Each figure of the papers as a chapter; the page is there, and true, after each of them."""
-    from loadtest.simulator.book import BookChapter, svg_of, write_book  # loads matplotlib
+    from loadtest.simulator.book import write_book  # loads matplotlib
 
     chapters: list[BookChapter] = []
     for experiment in OF_PAPERS:
-        result = answer(experiment, options)
-        svg = svg_of(lambda file, e=experiment, r=result: draw(e, file, list(map(dict, r.rows))))
-        chapters.append(BookChapter(result, svg))
+        chapters.append(chapter_of(answer(experiment, options)))
         write_book(path, chapters)
     console.print(f"written: {path}", markup=False, soft_wrap=True)

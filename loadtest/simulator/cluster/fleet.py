@@ -378,6 +378,7 @@ class SimulatedFleet(SimulatedCluster):
                 excluded_workers=job.request.excluded_workers | {(worker_id, incarnation)},
             )  # fmt: skip
             job.started_s = job.prefilled_s = job.first_token_s = job.joined_s = None
+            job.load_began_s, job.loading_s = None, 0.0
             self._decide(job)
 
     def _strike(self, fault: Fault) -> None:

@@ -100,6 +100,8 @@ class SimulatedJob:
     compute_s: float = 0.0  # seconds of the steps that it took part in
     own_compute_s: float = 0.0  # its share of those, by new tokens
     lost_compute_s: float = 0.0  # of that, what workers that died took with them
+    load_began_s: float | None = None  # its prefix began to be looked up and brought
+    loading_s: float = 0.0  # until its prefix was in the pages of the engine
     prefilled_s: float | None = None  # its first token was computed
     # The first token, with what of the hand-over to decode was not hidden behind prefill. Dynamo's
     # engine computes it in decode.

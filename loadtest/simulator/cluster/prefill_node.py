@@ -166,6 +166,8 @@ class PrefillNode(PromptComputer):
         """Look the prefix up, and bring what is to be brought."""
         site, route = self._site, job.route
         assert route is not None
+        if job.load_began_s is None:
+            job.load_began_s = site.clock.now_s
         found = site.store.find(job.keys, self.node_id, job.request_id)
         if not self._single_flight.lead(job.keys[found.own :], job.request_id):
             self._blocked.setdefault(job.keys[found.own], []).append(job)
@@ -253,6 +255,8 @@ class PrefillNode(PromptComputer):
             self._leave(job)
             self._wake()
             return
+        if job.load_began_s is not None:
+            job.loading_s = self._site.clock.now_s - job.load_began_s
         tokens = blocks * self._site.settings.block_tokens
         job.cached_tokens = min(tokens, job.prompt_tokens - 1)
         self._loaded_blocks[job.request_id] = blocks

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from backends.cli import GROUP, command_of
+from loadtest.results.digest import read_runs
+from loadtest.results.metrics import Slo, goodput
+from loadtest.results.recording import Recording
+from tests.loadtest.report.pages import ParsedPage
 from tests.loadtest.simulator.fleets import START
 
 REQUESTS = 60
@@ -47,8 +51,20 @@ def test_a_plan_has_the_common_shape_a_page_and_a_repository(
         f"decode_{chosen['decodes'] - 1}" in workers
         and f"prefill_{chosen['prefills'] - 1}" in workers
     )
-    page = (tmp_path / "plan" / "plan.html").read_text()
-    assert page.count("<svg") == 3 and "<script" not in page and "Llama-3-70B" in page
+    html = (tmp_path / "plan" / "plan.html").read_text()
+    page, runs = ParsedPage(html), read_runs(tmp_path / "plan" / "plan.html")
+    assert isinstance(runs, list) and len(runs) == len(said["rows"])
+    assert page.scripts == ["application/x-mooncake-runs"] and "Goodput against nodes" in page.words
+    assert "Llama-3-70B" in page.words and page.drawn > 100
+    for row, run in zip(said["rows"], runs, strict=True):
+        assert run.number("goodput_share") == pytest.approx(row["within_percent"] / 100, abs=1e-4)
+        assert run.number("ttft_p90_s") == pytest.approx(row["ttft_p90_s"], abs=1e-4)
+    number = said["rows"].index(chosen) + 1
+    assert page.row(str(number))[2] == "best" and f"Chosen: run {number}." in page.words
+    whole = read_runs(tmp_path / "plan" / "chosen.html")
+    assert isinstance(whole, Recording) and len(whole.requests) == REQUESTS
+    good = goodput(whole.requests, Slo(10.0, 0.1)).share
+    assert good == pytest.approx(chosen["within_percent"] / 100, abs=1e-4)
     assert "mooncake serve --model-repository" in words
     kept = len(list((tmp_path / "kept").iterdir()))
     again, _, _ = planned(tmp_path, capsys)

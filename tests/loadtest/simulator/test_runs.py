@@ -132,7 +132,8 @@ def test_the_oldest_runs_go_first(
 def test_the_code_that_decides_is_all_that_a_cluster_imports() -> None:
     """A module that a run uses and no key knows would let an old result stand for a new one."""
     program = (
-        "import sys, loadtest.simulator.cluster.fleet, loadtest.simulator.cluster.coupled\n"
+        "import sys, loadtest.simulator.cluster.fleet, loadtest.simulator.cluster.coupled"
+        ", loadtest.simulator.recorded_run, loadtest.results.digest\n"
         "for name, module in sorted(sys.modules.items()):\n"
         "    file = getattr(module, '__file__', None) or ''\n"
         "    if name.partition('.')[0] in ('backends', 'conductor', 'loadtest', 'mooncake_store')"
