@@ -299,24 +299,26 @@ def simulate(
             kept=None if kept == "none" else Path(kept), profile=_profile_of(profile),
             length_scale=length_scale,
         )  # fmt: skip
-        if every and (profile is not None or length_scale != 1.0):
-            raise SimulationRefused("--all is about the paper's nodes: no --profile, no scale")
         if every:
             write_all(options, book)
             return
-        if experiment is None:
-            raise SimulationRefused("say what to find out: --experiment NAME, or --all")
-        is_changed = profile is not None or length_scale != 1.0
-        if is_changed and experiment not in OF_ANY_WORKER:
-            raise SimulationRefused(
-                f"--profile and --length-scale: not in {experiment.value}, which compares with "
-                f"others or with the paper's nodes; in {', '.join(OF_ANY_WORKER)}"
-            )
-        result = answer(experiment, options, report)
+        result = answer(chosen(experiment, options), options, report)
     if as_json:
         print(result.to_json())
     else:
         result.print()
+
+
+def chosen(experiment: Experiment | None, options: SimulationOptions) -> Experiment:
+    """SimulationRefused for none, and for one that these workers say nothing about."""
+    if experiment is None:
+        raise SimulationRefused("say what to find out: --experiment NAME, or --all")
+    if options.is_any_worker and experiment not in OF_ANY_WORKER:
+        raise SimulationRefused(
+            f"--profile and --length-scale: not in {experiment.value}, which compares with "
+            f"others or with the paper's nodes; in {', '.join(OF_ANY_WORKER)}"
+        )
+    return experiment
 
 
 def _profile_of(path: Path | None) -> Profile | None:
@@ -387,6 +389,8 @@ def draw(experiment: Experiment, path: Path, rows: Rows) -> None:
 
 def write_all(options: SimulationOptions, path: Path) -> None:
     """Each figure of the papers as a chapter; the page is there, and true, after each of them."""
+    if options.is_any_worker:
+        raise SimulationRefused("--all is about the paper's nodes: no --profile, no scale")
     from loadtest.simulator.book import write_book  # loads matplotlib
 
     chapters: list[BookChapter] = []

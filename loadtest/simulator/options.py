@@ -106,6 +106,11 @@ class SimulationOptions:
         return shape if self.profile is None else settings_of(self.profile, shape)
 
     @property
+    def is_any_worker(self) -> bool:
+        """Not the paper's nodes with the requests as they were recorded."""
+        return self.profile is not None or self.length_scale != 1.0
+
+    @property
     def is_shortened(self) -> str:
         """Why numbers that were promised of a whole trace and 8 + 8 nodes do not follow; or ""."""
         if self.requests is not None:
