@@ -24,6 +24,7 @@ READY_S_MAX = 60.0
 LEAVING_SHARE = 0.1
 USER_TOKENS = 20
 RSS_EVERY_S = 1.0
+REJECTED = 429
 
 
 class AskedWay(Protocol):
@@ -83,6 +84,7 @@ class StreamLoad:
 class SoakRun:
     answered: int = 0
     left: int = 0
+    refused: int = 0  # with 429, and came again
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)  # (since its start, value)
 
     def between(self, from_s: float, to_s: float) -> float:
@@ -144,17 +146,27 @@ async def soak(
                     "stream": True}  # fmt: skip
             if chance.random() < LEAVING_SHARE:
                 answer = await sse_client.ask(
-                    route.address, PATH, body | {"max_tokens": 1000},
+                    route.address, PATH, body | {"max_tokens": 1000}, route.key,
                     events_max=chance.randint(1, USER_TOKENS),
                 )  # fmt: skip
+                if answer.status == REJECTED:
+                    await turned_away()
+                    continue
                 if answer.status != 200:
                     raise CannotMeasure(f"nobody could leave: {answer.status}")
                 found.left += 1
             else:
-                answer = await sse_client.ask(route.address, PATH, body)
+                answer = await sse_client.ask(route.address, PATH, body, route.key)
+                if answer.status == REJECTED:
+                    await turned_away()
+                    continue
                 if not answer.is_done:
                     raise CannotMeasure(f"an answer ended early: {answer.status}")
                 found.answered += 1
+
+    async def turned_away() -> None:
+        found.refused += 1
+        await asyncio.sleep(1.0)  # the least that Retry-After says
 
     async def look() -> None:
         while True:
