@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import os
 import random
+import re
 import shutil
 import socket
 import sys
@@ -24,6 +25,7 @@ from backends.extras import install_line
 # For ports that we choose: below what the kernel gives to outgoing connections, which could take
 # one of them before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
+OF_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?!#~\[\]{}]""")  # what one does not leave as it is
 
 
 class EnvironmentProblem(Exception):
@@ -128,6 +130,11 @@ def problems(
 
 def make_writable(folder: Path, option: str) -> None:
     """Make the folder; `option` says another one."""
+    if found := OF_A_SHELL.search(str(folder)):
+        raise EnvironmentProblem(
+            f"{folder} has a {found[0]!r} in its path, and Triton starts its Python models by a "
+            f"shell, without quotes: name a folder with {option} that has none, like /tmp/mooncake"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):  # a file system can be read-only for root as well

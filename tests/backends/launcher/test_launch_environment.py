@@ -61,3 +61,8 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_option_for_another(
             environment.EnvironmentProblem, match=r"cannot be written .*--state-dir"
         ):
             environment.make_writable(folder, "--state-dir")
+    for name in ("a space", "it's", "$HOME", "(1)"):
+        with pytest.raises(environment.EnvironmentProblem, match=r"by a shell.*--state-dir"):
+            environment.make_writable(tmp_path / name, "--state-dir")
+        assert not (tmp_path / name).exists()
+    environment.make_writable(tmp_path / "mün-chen_1.0,b+c@d=e:f%", "--state-dir")
