@@ -154,7 +154,9 @@ class Gateway:
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
             call = self.calls.start(infer_request(asked, answer_id), asked.names)
-            facts = AnswerFacts(route, answer_id, int(time.time()), served.name)
+            facts = AnswerFacts(
+                route, answer_id, int(time.time()), served.name, asked.counts_each_event
+            )
             return GenerationResponse(
                 call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts,
                 logprobs,

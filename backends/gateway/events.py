@@ -55,6 +55,7 @@ class AnswerFacts:
     answer_id: str
     created_s: int
     model: str
+    counts_each_event: bool = False  # of a stream; not only at its end
 
 
 def finish_reason(word: str) -> str:
@@ -92,37 +93,39 @@ class EventStream:
         no_usage = b',"usage":null' if includes_usage else b""
         self._between = closing + b',"logprobs":null,"finish_reason":'
         self._end = b"}]" + no_usage + EVENT_END
-        self._after = self._between + b"null" + self._end
+        self._counts_each_event = facts.counts_each_event
 
     def opening(self) -> bytes:
         """Before the first piece: in a chat, who speaks."""
         if not self._is_chat:
             return b""
         said = b'{"index":0,"delta":{"role":"assistant","content":""'
-        return self._head + said + self._after
+        return self._head + said + self._between + b"null" + self._end
 
     def event(self, piece: AnswerPiece) -> bytes:
         self._output_tokens += piece.output_tokens
-        text = encode(piece.text.decode("utf-8", "replace"))
-        between, after, end = self._between, self._after, self._end
+        between, end = self._between, self._end
         if self._logprobs is not None and piece.logprobs is not None:
             said = encode(self._logprobs.add(piece.logprobs))
             between = between.replace(b"null", said, 1)
-            after = between + b"null" + end
+        if self._counts_each_event or piece.finish_reason:
+            self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
+        if self._counts_each_event:
+            end = b'}],"usage":' + self._usage() + EVENT_END
         if piece.decision:
             end = end.removesuffix(EVENT_END) + b',"decision":' + piece.decision + EVENT_END
-            after = between + b"null" + end
+        begin = self._before + encode(piece.text.decode("utf-8", "replace")) + between
         if not piece.finish_reason:
-            return self._before + text + after
-        self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
-        reason = encode(finish_reason(piece.finish_reason))
-        return self._before + text + between + reason + end + self._closing()
+            return begin + b"null" + end
+        return begin + encode(finish_reason(piece.finish_reason)) + end + self._closing()
+
+    def _usage(self) -> bytes:
+        return encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
 
     def _closing(self) -> bytes:
         if not self._includes_usage:
             return DONE
-        counts = encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
-        return self._head + b'],"usage":' + counts + EVENT_END + DONE
+        return self._head + b'],"usage":' + self._usage() + EVENT_END + DONE
 
 
 def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:

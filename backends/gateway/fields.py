@@ -74,7 +74,8 @@ FIELDS = (
           routes=(COMPLETION,)),
     Field("response_format", "format", "json_schema: an answer that follows it; json_object"),
     Field("stream", "flag", "server-sent events"),
-    Field("stream_options", "stream_options", "include_usage: one more event with the counts"),
+    Field("stream_options", "stream_options",
+          "include_usage: one more event with the counts; continuous_usage_stats: in each event"),
     Field("return_decision", "flag", "which workers, why, and what came of it, as `decision`",
           "return_decision"),
     Field("n", "one", "1: one answer for a request"),
@@ -154,6 +155,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "properties": {
             "include_usage": {"type": ["boolean", "null"]},
             "include_obfuscation": {"type": ["boolean", "null"]},
+            "continuous_usage_stats": {"type": ["boolean", "null"]},
         },
         "additionalProperties": False,
     },
@@ -186,7 +188,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
 SCHEMA_LABELS = {"name", "description", "strict"}  # of a schema; it is followed in any case
 ANY_OBJECT = '{"type":"object"}'
-STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+# The last is vLLM's, and aiperf and GuideLLM send it.
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
 def fields_of(route: str) -> dict[str, Field]:
@@ -347,7 +350,7 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
     for key, flag in options.items():
         if key not in STREAM_OPTIONS:
             raise bad_field(
-                f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: include_usage"
+                f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {', '.join(STREAM_OPTIONS)}"
             )  # fmt: skip
         if flag is not None:
             _flag(f"{name}.{key}", flag)

@@ -45,6 +45,7 @@ class GatewayRequest:
     model: str  # "": whatever is served
     is_stream: bool
     includes_usage: bool  # in a stream; an answer that is whole always has it
+    counts_each_event: bool  # and not only at the end
     timeout_s: float  # 0: none of its own
     inputs: Mapping[str, Any]  # of the conductor, by tensor
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
@@ -107,9 +108,11 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     options = said.get("stream_options", {})
     if options and not is_stream:
         raise bad_field("stream_options", "stream_options is for streams; send stream: true too")
+    includes_usage = options.get("include_usage", False)
     return GatewayRequest(
         route=route, model=said.get("model", ""), is_stream=is_stream,
-        includes_usage=options.get("include_usage", False), timeout_s=timeout_s,
+        includes_usage=includes_usage, timeout_s=timeout_s,
+        counts_each_event=includes_usage and options.get("continuous_usage_stats", False),
         inputs=inputs, parameters=parameters, names=names,
     )  # fmt: skip
 

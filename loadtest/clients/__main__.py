@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ import typer
 from rich.console import Console
 
 from loadtest.client.server import Addresses
-from loadtest.clients import aiperf, curl, genai_perf, libraries, replay, tensorrt_llm
+from loadtest.clients import aiperf, curl, curl_gateway, genai_perf, libraries, replay, tensorrt_llm
 from loadtest.clients.agreement import (
     Agreement,
     ClientLoad,
@@ -28,8 +29,8 @@ from loadtest.clients.agreement import (
     settled_totals,
 )
 from loadtest.clients.call_matrix import CalledServer
-from loadtest.clients.environment import ENVIRONMENTS, environment
-from loadtest.clients.keyed_gateway import public_server
+from loadtest.clients.environment import ENVIRONMENTS, ClientFailed, environment
+from loadtest.clients.keyed_gateway import PublicServer, public_server
 from loadtest.clients.libraries import LIBRARIES, Library, LibraryRun
 from loadtest.clients.replay import ScaledTrace
 from loadtest.harness.benchmark import BenchmarkRun, ServerUrl, benchmark
@@ -42,6 +43,7 @@ REQUIREMENTS = {
     curl.NAME: (),
 } | {name: library.requirements for name, library in LIBRARIES.items()}
 MODELS = ("conductor", "ensemble")
+CHATS_AT_A_TIME = 4
 WIDTH = 130  # of tables in a file or a pipe
 ClientRun = Callable[[], ClientReport]
 
@@ -62,11 +64,13 @@ def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[st
 def runs_of(
     client: str, binaries: Path, load: ClientLoad, out: Path, trace: ScaledTrace
 ) -> list[ClientRun]:
-    """Each client on both models; aiperf also with the trace, and then our client with the same."""
+    """Each client on both models, aiperf and curl through the gateway too; aiperf also with the
+    trace, and then our client with the same."""
     if client == aiperf.NAME:
         run = partial(aiperf.run, binaries, load)
         return [
             *(partial(run, model, out / f"aiperf-{model}") for model in MODELS),
+            *chats_of_aiperf(binaries, load, out),
             partial(run, MODELS[0], out / "aiperf-trace", trace),
             partial(replay.run, load, MODELS[0], out / "mooncake-replay", trace),
         ]
@@ -78,7 +82,20 @@ def runs_of(
             for backend in genai_perf.BACKENDS
         ]
     run_one = {tensorrt_llm.NAME: tensorrt_llm.run, curl.NAME: curl.run}[client]
-    return [partial(run_one, load, model) for model in MODELS]
+    has_chat = client == curl.NAME and load.gateway is not None
+    chats = [partial(curl_gateway.run, load)] if has_chat else []
+    return [*(partial(run_one, load, model) for model in MODELS), *chats]
+
+
+def chats_of_aiperf(binaries: Path, load: ClientLoad, out: Path) -> list[ClientRun]:
+    """Once as it counts tokens itself, once by the server's counts with more requests at a time."""
+    if load.gateway is None:
+        return []
+    many = replace(load, concurrency=max(CHATS_AT_A_TIME, load.concurrency))
+    return [
+        partial(aiperf.run_chat, binaries, load, out / "aiperf-chat", False),
+        partial(aiperf.run_chat, binaries, many, out / "aiperf-chat-counts", True),
+    ]
 
 
 def compared(run: ClientRun, addresses: Addresses, console: Console) -> Agreement:
@@ -101,11 +118,16 @@ def called(
     return found
 
 
-def show_curl(addresses: Addresses, console: Console) -> None:
-    for call in curl.CALLS:
-        answer = curl.send(call, addresses.http)
-        text = f"\n# {call.title}\n$ {curl.shown(call, addresses.http)}\n{answer.text}"
+def show_curl(server: PublicServer, console: Console) -> None:
+    shown = [(call, f"http://{server.addresses.http}") for call in curl.CALLS]
+    if (gateway := server.gateway) is not None:
+        shown += [(call, gateway.url.removesuffix("/v1")) for call in curl_gateway.calls(gateway)]
+    for call, base in shown:
+        answer = curl.send(call, base)
+        text = f"\n# {call.title}\n$ {curl.shown(call, base)}\n{answer.text}"
         console.print(f"{text}\n[status {answer.status}]", markup=False, soft_wrap=True)
+        if answer.status not in call.statuses:
+            raise ClientFailed(f"{call.title}: status {answer.status}, not {call.statuses}")
 
 
 def measure(
@@ -183,10 +205,11 @@ def main(
         with public_server(url, openai_url) as server:
             addresses = server.addresses
             load = ClientLoad(
-                addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens
-            )
+                addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens,
+                server.gateway,
+            )  # fmt: skip
             if curl.NAME in chosen:
-                show_curl(addresses, console)
+                show_curl(server, console)
             for client in chosen:
                 at = binaries.get(client, folder)
                 if (library := LIBRARIES.get(client)) is None:

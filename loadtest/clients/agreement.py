@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from loadtest.client.metrics_page import counter_sum, fetch_page
 from loadtest.client.server import Addresses
+from loadtest.clients.call_matrix import CalledServer
 from loadtest.harness.benchmark import settled
 from loadtest.harness.result import Cell, Target
 from loadtest.replay.prompts import TokenSource
@@ -29,6 +30,7 @@ from loadtest.replay.prompts import TokenSource
 DISAGREEMENT_GOAL = 0.15
 SPECIAL_TOKEN_IDS = range(16)  # the demo's are 0, 1 and 2
 HISTOGRAM = "mooncake_ttft_seconds"
+GATEWAY = "gateway"  # of a report, in place of the model: OpenAI's interface
 FRONTEND = "conductor"  # every request passes it, also through the ensemble
 ENSEMBLE_ONLY = ("preprocessing", "postprocessing")
 SETTLED_S = 1.5  # the server renews its page at least every second
@@ -45,6 +47,7 @@ class ClientLoad:
     concurrency: int
     input_tokens: int
     output_tokens: int
+    gateway: CalledServer | None = None  # None: the server has none, or nobody said where
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""NVIDIA aiperf against Triton's `generate_stream`: its template endpoint, and trace replay.
+"""NVIDIA aiperf: Triton's `generate_stream`, trace replay, and the gateway's chat.
 
 aiperf speaks HTTP only and has no endpoint type for Triton; its `template` endpoint sends whatever
-JSON a template makes. Version 0.13 cannot use a tokenizer's folder with traces of ten requests or
-more: its decoding processes go offline and then take every name for one of the hub (its pull
-request 1339). A name that is in the Hugging Face cache works with no network, so the folder is laid
-out as the cache would hold it after a download.
+JSON a template makes. For OpenAI's interface it has one. Version 0.13 cannot use a tokenizer's
+folder with traces of ten requests or more: its decoding processes go offline and then take every
+name for one of the hub (its pull request 1339). A name that is in the Hugging Face cache works with
+no network, so the folder is laid out as the cache would hold it after a download.
 
 Not here: installing (environment.py), scaling a trace (replay.py).
 """
@@ -15,7 +15,7 @@ import json
 import secrets
 from pathlib import Path
 
-from loadtest.clients.agreement import ClientLoad, ClientReport
+from loadtest.clients.agreement import GATEWAY, ClientLoad, ClientReport
 from loadtest.clients.environment import ClientFailed, run_client
 from loadtest.clients.replay import ScaledTrace
 
@@ -35,14 +35,37 @@ REVISION = "0" * 40  # the cache names a snapshot by its commit
 
 def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) -> list[str]:
     """Of `aiperf profile`; with `trace`, prompts and times are the trace's."""
-    common = [
+    asked = [
         "profile", "--model", model, "--url", f"http://{load.addresses.http}",
         "--endpoint-type", "template",
-        "--custom-endpoint", f"/v2/models/{model}/generate_stream", "--streaming",
+        "--custom-endpoint", f"/v2/models/{model}/generate_stream",
         "--extra-inputs", f"payload_template:{folder / 'template.jinja'}",
-        "--extra-inputs", "response_field:text_output",
-        "--tokenizer", CACHED_TOKENIZER, "--artifact-dir", str(folder), "--ui", "none",
-        "--no-gpu-telemetry", "--no-server-metrics",
+        "--extra-inputs", "response_field:text_output", *common(load, folder),
+    ]  # fmt: skip
+    if trace is not None:
+        return [
+            *asked, "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace",
+            "--fixed-schedule", "--fixed-schedule-auto-offset",
+        ]  # fmt: skip
+    return [*asked, *synthetic(load)]
+
+
+def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> list[str]:
+    """Through the gateway, by its endpoint type for OpenAI's chat."""
+    server = load.gateway
+    assert server is not None, "no gateway was named"
+    found = [
+        "profile", "--model", server.model, "--url", server.url.removesuffix("/v1"),
+        "--endpoint-type", "chat", "--api-key", server.key,
+        "--extra-inputs", "ignore_eos:true", *common(load, folder), *synthetic(load),
+    ]  # fmt: skip
+    return [*found, "--use-server-token-count", "--per-chunk-usage"] if counts_by_server else found
+
+
+def common(load: ClientLoad, folder: Path) -> list[str]:
+    return [
+        "--streaming", "--tokenizer", CACHED_TOKENIZER, "--artifact-dir", str(folder),
+        "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
         # It starts a process per core and kind otherwise, on cores that the server wants too, and
         # each begins with a slow request: its own imports and connection.
         "--workers-max", str(1 if load.concurrency == 1 else 2),
@@ -50,15 +73,24 @@ def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) ->
         # Without one, a hash id is the same text in every run: the second run would be cached.
         "--random-seed", str(secrets.randbits(31)),
     ]  # fmt: skip
-    if trace is not None:
-        return [
-            *common, "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace",
-            "--fixed-schedule", "--fixed-schedule-auto-offset",
-        ]  # fmt: skip
+
+
+def synthetic(load: ClientLoad) -> list[str]:
     return [
-        *common, "--isl", str(load.input_tokens), "--osl", str(load.output_tokens),
+        "--isl", str(load.input_tokens), "--osl", str(load.output_tokens),
         "--concurrency", str(load.concurrency), "--request-count", str(load.requests),
     ]  # fmt: skip
+
+
+def run_chat(
+    binaries: Path, load: ClientLoad, folder: Path, counts_by_server: bool
+) -> ClientReport:
+    """One run through the gateway, its files in `folder`; raises ClientFailed."""
+    folder.mkdir(parents=True)
+    command = [str(binaries / NAME), *chat_arguments(load, folder, counts_by_server)]
+    run_client(command, folder, lay_out_cache(load.tokenizer, folder / "huggingface"))
+    workload = "server's counts" if counts_by_server else "synthetic"
+    return read_report(folder, GATEWAY, f"{workload}, {load.concurrency} at a time")
 
 
 def run(
@@ -67,7 +99,7 @@ def run(
     """One run, its files in `folder`; raises ClientFailed."""
     folder.mkdir(parents=True)
     (folder / "template.jinja").write_text(TEMPLATE)
-    program = str(binaries / "aiperf")
+    program = str(binaries / NAME)
     if trace is None:
         command = [program, *arguments(load, model, folder, None)]
     else:

@@ -22,7 +22,7 @@ from typing import Any
 VARIABLE = "CALLED_SERVER"
 LONG_ANSWER_TOKENS = 7_000  # nothing of that length ends by itself while a call looks at it
 PROMPT = "It is a truth universally acknowledged"
-MESSAGES = [{"role": "user", "content": PROMPT}]
+MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
 CALL_S_MAX = 60.0
 
 

@@ -9,7 +9,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ import openai
 import psutil
 import pytest
 
-from loadtest.clients import libraries, openai_calls
-from loadtest.clients.call_matrix import Call, CalledServer
+from loadtest.clients import curl, curl_gateway, libraries, openai_calls
+from loadtest.clients.call_matrix import MESSAGES, Call, CalledServer
 from loadtest.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
 from tests.e2e.chromium import Tab, chromium, tab
 from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, running, wait_until
 from tests.fuzz_gateway.cases import fuzz
 
-MESSAGES: list[Any] = [{"role": "user", "content": "It is a truth universally acknowledged"}]
 FREED_S_MAX = 15.0  # a lease that nobody releases lasts twice as long
 TOKENS = 7_000  # nothing ends by itself
 
@@ -356,18 +354,23 @@ def test_who_leaves_frees_pages_slot_and_leases(gateway: Gateway) -> None:
     wait_until(lambda: cancelled() == before + 1, "the request to be cancelled")
 
 
-def test_curl_reads_a_stream(gateway: Gateway) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    body = json.dumps({"messages": MESSAGES, "max_tokens": 3, "stream": True})
-    answer = subprocess.run(
-        ["curl", "-sN", "-H", f"Authorization: Bearer {KEY}", "-d", body,
-         f"{gateway.url}/v1/chat/completions"],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
-    events = [line.removeprefix("data: ") for line in answer.splitlines() if line]
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[0])["choices"][0]["delta"]["role"] == "assistant"
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on the PATH")
+def test_curl_gets_an_answer_or_the_status_of_its_mistake(gateway: Gateway) -> None:
+    calls = curl_gateway.calls(gateway.called)
+    assert {status for call in calls for status in call.statuses} == {
+        200, 400, 401, 403, 404, 405, 413, 429, 504
+    }  # fmt: skip
+    for call in calls:
+        answer = curl.send(call, gateway.url)
+        assert answer.status in call.statuses, (call.title, answer.text)
+        if call.body is not None and call.body.get("stream"):
+            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            assert events[-1] == "[DONE]" and json.loads(events[-2])["usage"]["total_tokens"] > 3
+        elif answer.status == 429 and "-i" in call.options:
+            wait_s = answer.text.lower().partition("retry-after: ")[2].split()[0]
+            assert int(wait_s) >= 1
+        elif answer.status >= 400 and not call.options:
+            assert json.loads(answer.text)["error"]["message"]
 
 
 def test_whatever_is_sent_the_answer_is_an_answer_or_an_error_by_name(

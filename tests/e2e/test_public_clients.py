@@ -114,12 +114,11 @@ def test_perf_analyzer_finds_the_statistics_and_the_configuration_it_needs(
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on the PATH")
 @pytest.mark.parametrize("call", curl.CALLS, ids=lambda call: call.title)
 def test_curl_gets_what_it_asks_for(demo: Server, call: curl.CurlCall) -> None:
-    answer = curl.send(call, demo.addresses.http)
+    answer = curl.send(call, f"http://{demo.addresses.http}")
+    assert answer.status in call.statuses and call.body is not None
     if call.body.get("max_tokens") == 0:
-        assert answer.status == 400
         assert json.loads(answer.text)["error"].startswith("invalid_request: max_tokens is 0")
         return
-    assert answer.status == 200
     lines = answer.text.split("\n\n") if call.body.get("stream") else [f"data: {answer.text}"]
     messages = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert call.body.get("stream") or len(messages) == 1

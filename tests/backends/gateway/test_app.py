@@ -50,6 +50,26 @@ def test_a_chat_is_streamed_as_openais_clients_read_it() -> None:
     run(check)
 
 
+def test_a_stream_has_its_counts_in_each_event_where_they_are_asked_for() -> None:
+    """As vLLM has them, for load generators."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def check(rig: Rig) -> None:
+        for path, opening in ((CHAT, 1), (COMPLETION, 0)):
+            answer = await rig.post(path, stream=True, max_tokens=3, stream_options=options)
+            *chunks, usage, done = answer.events
+            counted = [each["usage"]["completion_tokens"] for each in chunks[opening:]]
+            assert done == "[DONE]" and counted == [1, 2, 3]
+            assert {each["usage"]["prompt_tokens"] for each in chunks[opening:]} == {5}
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            assert usage["usage"] == chunks[-1]["usage"] and usage["choices"] == []
+        alone = {"continuous_usage_stats": True}
+        *chunks, done = (await rig.post(CHAT, stream=True, stream_options=alone)).events
+        assert all("usage" not in each for each in chunks), "as in vLLM, it wants include_usage"
+
+    run(check)
+
+
 def test_a_completion_is_streamed_without_counts_where_none_are_asked_for() -> None:
     async def check(rig: Rig) -> None:
         *chunks, done = (await rig.post(COMPLETION, stream=True, max_tokens=2)).events

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import typer
 from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
 from loadtest.client.server import addresses_of
-from loadtest.clients import aiperf, genai_perf
+from loadtest.clients import aiperf, genai_perf, libraries
+from loadtest.clients.__main__ import chosen_clients
 from loadtest.clients.agreement import (
     Agreement,
     ClientLoad,
@@ -21,6 +26,7 @@ from loadtest.clients.agreement import (
     risen,
     totals,
 )
+from loadtest.clients.call_matrix import VARIABLE, BackOff, CalledServer, raised, run_calls
 from loadtest.clients.environment import ClientFailed, environment, run_client
 from loadtest.clients.replay import ScaledTrace, tables_of
 from loadtest.replay.prompts import TokenSource, plan
@@ -28,6 +34,7 @@ from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 
 TRACE = Path(__file__).resolve().parents[2] / "data" / "conversation_turns.jsonl"
 LOAD = ClientLoad(addresses_of("127.0.0.1:8001"), Path("tokenizer"), 40, 2, 512, 32)
+CALLED = CalledServer("http://127.0.0.1:9000/v1", "demo")
 
 
 PAGE = """# TYPE mooncake_ttft_seconds histogram
@@ -140,6 +147,84 @@ def test_aiperf_is_given_the_model_the_stream_and_the_template(tmp_path: Path) -
     assert asked[asked.index("--url") + 1] == "http://127.0.0.1:8000" and "--isl" in asked
     replaying = aiperf.arguments(LOAD, "conductor", tmp_path, tmp_path / "trace.jsonl")
     assert "--fixed-schedule" in replaying and "--isl" not in replaying
+
+
+def test_aiperf_asks_the_gateway_by_its_endpoint_for_chats(tmp_path: Path) -> None:
+    load = dataclasses.replace(LOAD, gateway=CALLED)
+    asked = aiperf.chat_arguments(load, tmp_path, counts_by_server=False)
+    assert asked[asked.index("--endpoint-type") + 1] == "chat" and "--streaming" in asked
+    assert asked[asked.index("--url") + 1] == "http://127.0.0.1:9000"
+    assert asked[asked.index("--model") + 1] == "demo" and "--use-server-token-count" not in asked
+    counted = aiperf.chat_arguments(load, tmp_path, counts_by_server=True)
+    assert {"--use-server-token-count", "--per-chunk-usage"} <= set(counted)
+
+
+def test_the_calls_of_a_library_are_read_from_between_its_own_words() -> None:
+    said = [
+        "Give Feedback / Get Help",
+        json.dumps({"client": "litellm 1"}),
+        json.dumps({"call": "chat", "came": "hi", "failure": "", "left_out": ""}),
+        json.dumps({"call": "keys", "came": "", "failure": "", "left_out": "no keys"}),
+        json.dumps({"call": "n", "came": "", "failure": "Traceback", "left_out": ""}),
+    ]
+    found = libraries.read_run("\n".join(said))
+    assert found.row() == {"client": "litellm 1", "calls": 2, "failed": 1, "left_out": 1}
+    assert found.target().is_met is False and found.target().why == "n"
+    with pytest.raises(ClientFailed, match="made no call; it said: Segmentation"):
+        libraries.read_run("Segmentation fault")
+
+
+def test_a_call_that_fails_keeps_no_other_from_being_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(server: CalledServer) -> str:
+        raise ValueError(server.model)
+
+    def about_keys(server: CalledServer) -> str:
+        return server.single_key
+
+    monkeypatch.setenv(VARIABLE, json.dumps(dataclasses.asdict(CALLED)))
+    run_calls("a client 1", [fails, lambda server: server.url], [about_keys])
+    found = libraries.read_run(capsys.readouterr().out)
+    failed, came, left_out = found.outcomes
+    assert failed.call == "fails" and "ValueError: demo" in failed.failure
+    assert came.came == CALLED.url and left_out.left_out and not left_out.came
+    with_keys = dataclasses.replace(CALLED, single_key="k", metered_key="m")
+    monkeypatch.setenv(VARIABLE, json.dumps(dataclasses.asdict(with_keys)))
+    run_calls("a client 1", [], [about_keys])
+    assert libraries.read_run(capsys.readouterr().out).outcomes[0].came == "k"
+
+
+def test_what_a_call_raises_has_to_be_of_exactly_its_class() -> None:
+    assert str(raised(KeyError, lambda: {}["a"])) == "'a'"
+    with pytest.raises(AssertionError, match="KeyError, not LookupError"):
+        raised(LookupError, lambda: {}["a"])
+    with pytest.raises(AssertionError, match="no KeyError, but 5"):
+        raised(KeyError, lambda: 5)
+
+
+def test_a_client_that_comes_back_too_soon_is_found_out() -> None:
+    response = types.SimpleNamespace(status_code=429, headers={"retry-after": "1"})
+    noted = BackOff(io.StringIO())
+    noted.answered(response)
+    noted.sent(None)
+    noted.answered(types.SimpleNamespace(status_code=200, headers={}))
+    with pytest.raises(AssertionError):
+        noted.check()
+    noted.waited_s = [(1.0, 1.01)]
+    assert noted.check() == "[429, 200]; told 1 s, waited 1.01 s"
+
+
+def test_clients_of_the_gateway_are_left_out_of_a_server_without_one() -> None:
+    every = chosen_clients(None, None, None)
+    assert "openai-2" in every and every == chosen_clients(None, "h:1", "http://h:9")
+    assert chosen_clients(None, "h:1", None) == ["aiperf", "genai-perf", "tritonclient", "curl"]
+    with pytest.raises(typer.BadParameter, match="litellm want --openai-url"):
+        chosen_clients(["litellm"], "h:1", None)
+    with pytest.raises(typer.BadParameter, match="give --url too"):
+        chosen_clients(None, None, "http://h:9")
+    with pytest.raises(typer.BadParameter, match="no such client: wget"):
+        chosen_clients(["wget"], None, None)
 
 
 def test_a_tokenizer_folder_is_found_by_its_name_in_the_cache(tmp_path: Path) -> None:
