@@ -60,6 +60,11 @@ UNSUPPORTED_PATHS = {
     "/v1/images/variations": "it serves models that generate text",
 }
 LEFT = 499  # as other servers count a client that did not wait
+# What /v1/models says of a model -> what the conductor calls it.
+FACTS = {
+    "max_model_len": "context_tokens_max", "block_tokens": "block_tokens",
+    "vocabulary_tokens": "vocabulary_tokens",
+}  # fmt: skip
 NO_CONTENT_YET = "the frontend has not answered yet; ask again"
 
 
@@ -185,16 +190,24 @@ class Gateway:
         return _json({"count": len(token_ids), "tokens": token_ids})
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._described(await self._served(""))]})
+        return _json({"object": "list", "data": [await self._described("")]})
 
     async def model(self, name: str) -> Response:
-        return _json(self._described(await self._served(name)))
+        return _json(await self._described(name))
 
-    def _described(self, served: ServedModel) -> dict[str, object]:
-        return {
+    async def _described(self, name: str) -> dict[str, object]:
+        """With the length of its context as vLLM says it, and what load generators have to know."""
+        served = await self._served(name)
+        assert self.calls is not None
+        facts = await self.calls.describe_model()
+        found: dict[str, object] = {
             "id": served.name, "object": "model", "created": self._started_s,
             "owned_by": "mooncake-triton",
         }  # fmt: skip
+        for said, known in FACTS.items():
+            if known in facts:
+                found[said] = facts[known]
+        return found
 
     async def health(self) -> Response:
         return _json({"status": "alive"})

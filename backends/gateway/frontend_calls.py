@@ -12,8 +12,10 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -69,7 +71,18 @@ class FrontendCalls:
 
     async def describe_cluster(self, parameters: Mapping[str, str]) -> bytes:
         """What the frontend knows of it, as JSON. HttpRefusal when it says nothing."""
-        message = describe_request(CLUSTER, parameters)
+        return await self._describe({**parameters, "describe": CLUSTER})
+
+    async def describe_model(self) -> dict[str, Any]:
+        """What the conductor says of what it serves; empty when it says nothing."""
+        try:
+            said = msgspec.json.decode(await self._describe({"describe": True}))
+        except (HttpRefusal, msgspec.DecodeError):
+            return {}
+        return said if isinstance(said, dict) else {}
+
+    async def _describe(self, parameters: Mapping[str, str | bool]) -> bytes:
+        message = describe_request(parameters)
         call = FrontendCall(self._probe.ModelStreamInfer(iter((message,)), timeout=PROBE_S_MAX), {})
         return b"".join([piece.text async for piece in call])
 

@@ -164,15 +164,18 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
     return message
 
 
-def describe_request(what: str, parameters: Mapping[str, str]) -> service_pb2.ModelInferRequest:
+def describe_request(parameters: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
     """Not to generate, but to say what is there. Triton wants one input all the same."""
     message = service_pb2.ModelInferRequest(model_name=MODEL)
     message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
     message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))
     for name in OUTPUTS:
         message.outputs.add(name=name)
-    for name, value in {**parameters, "describe": what}.items():
-        message.parameters[name].string_param = value
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            message.parameters[name].bool_param = value
+        else:
+            message.parameters[name].string_param = value
     return message
 
 

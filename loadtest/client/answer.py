@@ -21,7 +21,7 @@ class ReceivedAnswer:
     decision: dict[str, object] = field(default_factory=dict)
 
     def add(self, event: TokenEvent) -> None:
-        self.token_times_s += [event.time_s] * len(event.output_ids)
+        self.token_times_s += [event.time_s] * (len(event.output_ids) or event.tokens)
         self.output_ids += event.output_ids
         if event.text:
             self.texts.append(event.text)

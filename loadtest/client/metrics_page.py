@@ -31,9 +31,14 @@ SAMPLED_PREFIX = "mooncake_"
 SETTLE_S = 0.5  # a server brings its page up to date a few times a second, not at once
 
 
-def fetch_page(metrics_url: str) -> str:
-    """Raises OSError when it cannot be had, ValueError when the address or the text is no such."""
-    with urllib.request.urlopen(metrics_url, timeout=FETCH_S_MAX) as answer:
+def fetch_page(metrics_url: str, key: str = "") -> str:
+    """Raises OSError when it cannot be had, ValueError when the address or the text is no such.
+
+    `key`: a gateway with API keys wants one for its page.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    asked = urllib.request.Request(metrics_url, headers=headers)
+    with urllib.request.urlopen(asked, timeout=FETCH_S_MAX) as answer:
         return str(answer.read().decode())
 
 
@@ -81,9 +86,11 @@ class MetricsSampler:
         now_s: Callable[[], float],
         period_s: float = 1.0,
         settle_s: float = SETTLE_S,
+        key: str = "",
     ) -> None:
         assert period_s > 0, f"period_s {period_s} must be positive"
         self.metrics_url = metrics_url
+        self._key = key
         self.problem = ""  # why the latest page that could not be read was not
         self._now_s = now_s
         self._period_s = period_s
@@ -116,7 +123,7 @@ class MetricsSampler:
 
     def _take(self) -> None:
         try:
-            page = fetch_page(self.metrics_url)
+            page = fetch_page(self.metrics_url, self._key)
         except (OSError, ValueError) as error:
             self.problem = f"{self.metrics_url}: {error}"
             return

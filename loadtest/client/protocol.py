@@ -16,7 +16,8 @@ Errors, by the prefix that the server writes (Triton has no status code for "try
     incomplete       the stream ended without a finish reason
   x Rejected         "rejected kind=<reason> retry_after_s=<s>: ..."  the server chose not to serve
 
-Not here: connections (triton_client.py with asyncio, users/ with gevent).
+Not here: connections (triton_client.py with asyncio, users/ with gevent), what is posted over HTTP
+(http_interfaces.py).
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class GenerateRequest:
     request_id: str
     input_ids: npt.NDArray[np.int32] | None = None
     text_input: str | None = None
+    # The same prompt as a conversation, for interfaces that take one: roles and contents.
+    messages: tuple[Mapping[str, str], ...] = ()
     max_tokens: int | None = None
     min_tokens: int | None = None
     end_id: int | None = None  # -1: no token ends the answer
@@ -85,6 +88,7 @@ class TokenEvent:
     cached_tokens: int | None = None
     input_tokens: int | None = None
     decision: dict[str, Any] | None = None
+    tokens: int = 0  # how many, where their ids are not said
 
 
 # name of the field and of the tensor -> Triton type, numpy type

@@ -9,12 +9,12 @@ demo repository, which are named as assumptions.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from loadtest.client.answer import ReceivedAnswer
-from loadtest.client.protocol import GenerateRequest, ServerError
+from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.client.triton_client import PROBE_S_MAX, TritonClient
 
 ASSUMED = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
@@ -73,15 +73,22 @@ def description(*sources: Mapping[str, Any]) -> ServerDescription:
     return ServerDescription(**(ASSUMED | values), special_token_ids=special, assumed=assumed)
 
 
+class DescribedClient(Protocol):
+    def generate(
+        self, request: GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[TokenEvent, None]: ...
+
+
 async def describe_server(
     client: TritonClient, chosen: Mapping[str, int | None]
 ) -> ServerDescription:
     """Raises ServerError when the server or the model is not there."""
     configured = await client.model_parameters()
-    return description(chosen, await _described(client), configured)
+    return description(chosen, await ask_description(client), configured)
 
 
-async def _described(client: TritonClient) -> Mapping[str, Any]:
+async def ask_description(client: DescribedClient) -> Mapping[str, Any]:
+    """What `conductor` says of itself, over Triton's gRPC or HTTP."""
     answer = ReceivedAnswer()
     try:
         async for event in client.generate(DESCRIBE, PROBE_S_MAX):

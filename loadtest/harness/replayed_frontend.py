@@ -29,6 +29,7 @@ TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
 TOKEN_ID, LOG_PROB = 261, -0.5
 DECISION = '{"prefill":"prefill_0","decode":"decode_0"}'
+FACTS = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
 
 
 class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -96,7 +97,9 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
         outputs = [each.name for each in request.outputs]
         if "describe" in request.parameters:
-            yield response(outputs, self.described, "described", 0, 0)
+            is_cluster = request.parameters["describe"].string_param == "cluster"
+            said_of_it = self.described if is_cluster else json.dumps(FACTS)
+            yield response(outputs, said_of_it, "described", 0, 0)
             return
         said = _inputs(request)
         tokens = _integer(said.get("max_tokens", b"")) or TOKENS_DEFAULT

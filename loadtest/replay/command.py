@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +23,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from backends.extras import require
 from loadtest.client.metrics_page import MetricsSampler
+from loadtest.client.openai_server import ADDRESS as GATEWAY
+from loadtest.client.openai_server import http_address, own_key, served_at
 from loadtest.client.protocol import CHANNELS, REQUEST_S_MAX, ServerError
-from loadtest.client.server import ServerDescription, addresses_of, describe_server
+from loadtest.client.server import (
+    ServerDescription,
+    addresses_of,
+    ask_description,
+    describe_server,
+    description,
+)
 from loadtest.client.triton_client import TritonClient
 from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
 from loadtest.replay.prompts import TokenSource, plan, too_long
@@ -33,6 +42,16 @@ from loadtest.results import tables
 from loadtest.results.metrics import COMPLETED, RequestRecord, Slo, Summary, goodput, summarize
 from loadtest.results.recording import Recording, Sample, slim
 
+CONDUCTOR = "conductor"
+
+
+class SentVia(str, Enum):
+    GRPC, HTTP, OPENAI = "grpc", "http", "openai"
+
+
+ADDRESSES = {
+    SentVia.GRPC: "127.0.0.1:8001", SentVia.HTTP: "127.0.0.1:8000", SentVia.OPENAI: GATEWAY,
+}  # fmt: skip
 # The options as the command line reads them.
 TraceArgument = Annotated[Path, typer.Argument(help="Trace in the published JSONL format.")]
 RequestsOption = Annotated[
@@ -42,8 +61,20 @@ LengthScaleOption = Annotated[
     float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
 ]
 SpeedOption = Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")]
-UrlOption = Annotated[str, typer.Option(help="gRPC address of the server.")]
-ModelOption = Annotated[str, typer.Option(help="Model to send to.")]
+ViaOption = Annotated[
+    SentVia, typer.Option(help="Triton's gRPC, Triton's HTTP, or OpenAI's /v1/completions.")
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of the server: of gRPC (default 127.0.0.1:8001), HTTP (127.0.0.1:8000) or "
+        "OpenAI's interface (127.0.0.1:9000; its key is in OPENAI_API_KEY).",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str, typer.Option(help="Model to send to; OpenAI's interface is asked for what it serves.")
+]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
 ]
@@ -129,9 +160,19 @@ def write_rows(path: Path, run: ReplayRun, ideal: Mapping[int, int]) -> None:
             file.write(json.dumps(row_of(record, ideal)) + "\n")
 
 
-async def _describe(sending: SendOptions, chosen: Mapping[str, int | None]) -> ServerDescription:
+async def _describe(
+    sending: SendOptions, chosen: Mapping[str, int | None]
+) -> tuple[SendOptions, ServerDescription]:
+    """Of OpenAI's interface also the model that it serves."""
+    if sending.via == SentVia.OPENAI:
+        served = served_at(http_address(sending.url), sending.model, sending.key)
+        sending = dataclasses.replace(sending, model=served.model)
+        return sending, description(chosen, served.facts)
+    if sending.via == SentVia.HTTP:
+        async with sending.client() as client:
+            return sending, description(chosen, await ask_description(client))
     async with TritonClient(sending.url, sending.model, channels=1) as client:
-        return await describe_server(client, chosen)
+        return sending, await describe_server(client, chosen)
 
 
 def recording_of(
@@ -146,7 +187,9 @@ def recording_of(
     """The run as a file keeps it."""
     described = {"trace": settings.path.name} | dataclasses.asdict(settings)
     del described["path"]  # a file's folder is nobody's business
-    described |= dataclasses.asdict(sending) | {
+    described |= dataclasses.asdict(sending)
+    del described["key"]
+    described |= {
         "planned": len(run.planned), "cancelled": run.started - len(run.records),
         "is_interrupted": run.is_interrupted, "metrics_url": outputs.metrics_url,
     }  # fmt: skip
@@ -185,7 +228,7 @@ def _run_with_progress(
         async def send() -> None:
             clock = WallClock()
             if metrics_url is not None:
-                samplers.append(MetricsSampler(metrics_url, clock.now_s))
+                samplers.append(MetricsSampler(metrics_url, clock.now_s, key=sending.key))
                 samplers[0].start()
             await send_all(run, sending, clock, on_change)
 
@@ -201,8 +244,9 @@ def replay(
     requests: RequestsOption = None,
     length_scale: LengthScaleOption = 1.0,
     speed: SpeedOption = 1.0,
-    url: UrlOption = "127.0.0.1:8001",
-    model: ModelOption = "conductor",
+    via: ViaOption = SentVia.GRPC,
+    url: UrlOption = None,
+    model: ModelOption = "",
     seed: SeedOption = 0,
     ignore_eos: IgnoreEosOption = True,
     as_json: AsJsonOption = False,
@@ -235,12 +279,22 @@ def replay(
     }
     settings = TraceSettings(trace, requests, length_scale, speed, seed)
     is_explained = out is not None or report is not None
-    sending = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained)
+    url = url or ADDRESSES[via]
+    model = model or ("" if via == SentVia.OPENAI else CONDUCTOR)
+    sending = SendOptions(
+        url, model, ignore_eos, timeout_s, channels, is_explained, via.value, own_key()
+    )
+    try:
+        page = address_of_page(metrics_url, url, via) if report is not None else None
+        if via != SentVia.GRPC:
+            http_address(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"--url: {error}") from None
     slo = Slo(slo_ttft_s, slo_tbt_s)
     outputs = ReplayOutputs(
         rows=out,
         report=report,
-        metrics_url=sampled_url(metrics_url, url) if report is not None else None,
+        metrics_url=page,
         slo=slo if slo != Slo() else None,
         as_json=as_json,
     )
@@ -259,7 +313,7 @@ def carry_out(
         require("report", "`mooncake replay --report`")  # now rather than after the run
     try:
         rows = read_trace(settings.path, settings.requests_max)
-        server = asyncio.run(_describe(sending, chosen))
+        sending, server = asyncio.run(_describe(sending, chosen))
         run = prepare(rows, server, settings)
         for path in filter(None, (outputs.rows, outputs.report)):
             path.open("ab").close()  # refused now rather than after the run
@@ -317,11 +371,13 @@ def json_line(
     return line | dataclasses.asdict(summary)
 
 
-def sampled_url(chosen: str | None, grpc_url: str) -> str | None:
-    """The page to sample: as chosen, none, or where it is by convention."""
+def address_of_page(chosen: str | None, url: str, via: SentVia = SentVia.GRPC) -> str | None:
+    """The page to sample: as chosen, none, or where it is by convention. ValueError: `url`."""
     if chosen is not None:
         return chosen if chosen != "none" else None
-    try:
-        return addresses_of(grpc_url).metrics_url
-    except ValueError as error:
-        raise typer.BadParameter(f"--url: {error}") from None
+    if via == SentVia.OPENAI:
+        return http_address(url).metrics_url
+    if via == SentVia.HTTP:
+        server = http_address(url)
+        url = f"{server.host}:{server.port + 1}"
+    return addresses_of(url).metrics_url

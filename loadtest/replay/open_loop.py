@@ -14,12 +14,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from loadtest.client.answer import ReceivedAnswer, record_of
-from loadtest.client.protocol import ServerError
+from loadtest.client.http_interfaces import OpenAiInterface, TritonInterface
+from loadtest.client.openai_server import http_address
+from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
+from loadtest.client.sse_client import SseClient
 from loadtest.client.triton_client import TritonClient
 from loadtest.replay.prompts import PlannedRequest
 from loadtest.results.metrics import RequestRecord
@@ -81,16 +84,38 @@ async def run_open_loop(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class LoadClient(Protocol):
+    """Whatever sends a request and gives its events."""
+
+    async def __aenter__(self) -> LoadClient: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def generate(
+        self, request: GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[TokenEvent, None]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SendOptions:
     """How each request is sent."""
 
-    url: str
+    url: str  # of gRPC, or of HTTP
     model: str
     ignore_eos: bool
     timeout_s: float
     channels: int
     return_decision: bool
+    via: str = "grpc"
+    key: str = field(default="", repr=False)  # for OpenAI's interface
+
+    def client(self, now_s: Callable[[], float] = time.perf_counter) -> LoadClient:
+        if self.via == "grpc":
+            return TritonClient(self.url, self.model, self.channels, now_s)
+        if self.via == "http":
+            return SseClient(http_address(self.url), TritonInterface(self.model), now_s)
+        interface = OpenAiInterface(model=self.model, key=self.key)
+        return SseClient(http_address(self.url), interface, now_s)
 
 
 @dataclass(slots=True)
@@ -104,7 +129,7 @@ class ReplayRun:
 
 
 async def send_one(
-    client: TritonClient, request: PlannedRequest, options: SendOptions, clock: LoopClock
+    client: LoadClient, request: PlannedRequest, options: SendOptions, clock: LoopClock
 ) -> RequestRecord:
     """Send one request to its end; every way of ending is a record, except being cancelled."""
     sent_s = clock.now_s()
@@ -136,7 +161,7 @@ async def send_all(
     run: ReplayRun, options: SendOptions, clock: LoopClock, on_change: Callable[[ReplayRun], None]
 ) -> None:
     """Send everything; SIGINT ends it early. Fills `run`. The run begins at the clock's zero."""
-    async with TritonClient(options.url, options.model, options.channels, clock.now_s) as client:
+    async with options.client(clock.now_s) as client:
 
         async def send(index: int) -> None:
             run.started += 1

@@ -3,8 +3,9 @@
     python -m loadtest.users --users 5 --seconds 60 [any option of Locust and ours]
 
 Uses the server at --host, by default the one at the default ports if there is one, and otherwise
-starts one and stops it at the end. Locust runs headless in a process of its own; Ctrl-C is passed
-on to it, and it ends as it would have at the end of its time. Its exit status is this command's.
+starts one and stops it at the end; with `--via openai` that is its gateway. Locust runs headless in
+a process of its own; Ctrl-C is passed on to it, and it ends as it would have at the end of its
+time. Its exit status is this command's.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from backends.extras import require
-from loadtest.client.server import Addresses, addresses_of
+from backends.launcher.environment import free_ports
+from loadtest.client.openai_server import http_address
+from loadtest.client.server import addresses_of
 from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, serving
-from loadtest.users.settings import HOST, add_options, address
+from loadtest.users.settings import OPENAI_VIAS, add_options, address, default_host
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"
 SPAWN_S = 2.0  # all users have come by then
+PROBE_S_MAX, POLL_S, GATEWAY_S_MAX = 5.0, 0.2, 60.0
+GATEWAY_PORTS = (20_000, 32_000)  # below the kernel's ephemeral range
 
 
 def parser_of(is_help: bool) -> argparse.ArgumentParser:
@@ -45,39 +54,77 @@ def parser_of(is_help: bool) -> argparse.ArgumentParser:
         add_options(parser)
     else:
         parser.add_argument("-H", "--host", "--url", default="")
-        parser.add_argument("--protocol", default="grpc")
+        parser.add_argument("--via", "--protocol", default="grpc")
         parser.add_argument("--metrics-url", default="")
         parser.add_argument("--report", default=str(REPORT))
     return parser
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """What Locust is given."""
+
+    host: str
+    metrics_url: str
+
+
+def target_of(host: str, via: str) -> LoadTarget:
+    """ValueError for what is no address."""
+    if via in OPENAI_VIAS:
+        gateway = http_address(host)
+        return LoadTarget(gateway.url, gateway.metrics_url)
+    server = address(host)
+    named = f"http://{server.http}" if via == "http" else server.grpc
+    return LoadTarget(named, server.metrics_url)
+
+
 @contextlib.contextmanager
-def server_at(host: str) -> Iterator[Addresses]:
+def target_at(host: str, via: str) -> Iterator[LoadTarget]:
     """The server named, the one at the default ports, or one of our own."""
     if host:
-        yield address(host)
+        yield target_of(host, via)
         return
-    usual = addresses_of(HOST)
-    if not models_waiting(usual):
-        print(f"using the server at {usual.grpc}", flush=True)
-        yield usual
+    usual, is_gateway = default_host(via), via in OPENAI_VIAS
+    if gateway_is_ready(usual) if is_gateway else not models_waiting(addresses_of(usual)):
+        print(f"using the server at {usual}", flush=True)
+        yield target_of(usual, via)
         return
-    print(f"no server is ready at {usual.grpc}; starting one ...", flush=True)
-    with serving(None) as addresses:
-        print(f"it is ready at {addresses.grpc}", flush=True)
-        yield addresses
+    print(f"no server is ready at {usual}; starting one ...", flush=True)
+    port = free_ports(1, (), *GATEWAY_PORTS)[0] if is_gateway else 0
+    with serving(None, ("--openai-port", str(port)) if port else ()) as addresses:
+        own = f"127.0.0.1:{port}" if port else addresses.grpc
+        if port:
+            wait_for_gateway(own)
+        print(f"it is ready at {own}", flush=True)
+        yield target_of(own, via)
         print("stopping it ...", flush=True)
 
 
-def locust_command(options: argparse.Namespace, server: Addresses, rest: list[str]) -> list[str]:
-    is_http = options.protocol == "http"
+def gateway_is_ready(gateway: str) -> bool:
+    """Its models are served, with or without a key of ours."""
+    try:
+        with urllib.request.urlopen(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
+            return bool(answer.status == 200)
+    except (OSError, HTTPException):
+        return False
+
+
+def wait_for_gateway(gateway: str) -> None:
+    """ServerFailed when it does not come."""
+    give_up_s = time.monotonic() + GATEWAY_S_MAX
+    while not gateway_is_ready(gateway):
+        if time.monotonic() > give_up_s:
+            raise ServerFailed(f"the gateway at {gateway} is not ready; is `.[gateway]` installed?")
+        time.sleep(POLL_S)
+
+
+def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[str]) -> list[str]:
     return [
         sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary",
         "--users", str(options.users), "--spawn-rate", f"{max(1.0, options.users / SPAWN_S):g}",
         "--run-time", f"{options.seconds}s",
-        "--host", f"http://{server.http}" if is_http else server.grpc,
-        "--protocol", options.protocol,
-        "--metrics-url", options.metrics_url or server.metrics_url,
+        "--host", target.host, "--via", options.via,
+        "--metrics-url", options.metrics_url or target.metrics_url,
         "--report", options.report, *rest,
     ]  # fmt: skip
 
@@ -108,8 +155,8 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser_of(is_help=False).parse_known_args(list(arguments))
     Path(options.report).parent.mkdir(parents=True, exist_ok=True)
     try:
-        with server_at(options.host) as server:
-            return run_to_end(locust_command(options, server, rest))
+        with target_at(options.host, options.via) as target:
+            return run_to_end(locust_command(options, target, rest))
     except (ServerFailed, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -128,7 +128,7 @@ class WorkerSession:
             settings=settings,
             facts=beginning.facts,
             clock=clock,
-            sender=make_sender(settings, settings.model, clock.now_s),
+            sender=make_sender(settings, beginning.facts.model, clock.now_s),
             environment=environment,
             process_name=f"{self.runner.worker_index}.",
         )

@@ -18,8 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.client.answer import ReceivedAnswer
+from loadtest.client.openai_server import served_at
 from loadtest.client.protocol import GenerateRequest, ServerError
-from loadtest.client.server import DESCRIBE, NOT_UNDERSTOOD, described, description
+from loadtest.client.server import (
+    DESCRIBE,
+    NOT_UNDERSTOOD,
+    ServerDescription,
+    described,
+    description,
+)
 from loadtest.replay.prompts import TokenSource, planned_request
 from loadtest.replay.prompts import (
     too_long as trace_too_long,
@@ -35,6 +42,7 @@ from loadtest.results.metrics import COMPLETED
 from loadtest.users.run import Outgoing, RequestSender, send_one
 from loadtest.users.senders import make_sender
 from loadtest.users.settings import LoadSettings, SettingsError, settings_of
+from loadtest.users.tenants import UserIdentity
 from loadtest.users.text import ServerFacts
 from loadtest.users.verdict import Unloaded
 from loadtest.users.workloads import TEXT_WORKLOADS, author_of, too_long
@@ -81,17 +89,19 @@ def prepare(environment: Any) -> Preparation:
             settings.report.open("ab").close()  # refused now rather than after the run
     except (SettingsError, TraceError, OSError) as error:
         raise CannotStart(str(error)) from error
-    target = make_sender(settings, settings.model, time.perf_counter)
-    conductor = make_sender(settings, "conductor", time.perf_counter)
     try:
-        facts = ask_facts(conductor, target)
+        said, model = ask_description(settings)
+        target = make_sender(settings, model, time.perf_counter)
+    except ServerError as error:
+        raise CannotStart(f"{error.kind}: {error.message}") from error
+    try:
+        facts = ask_facts(settings, target, description(said), model)
         if problems := misfits(settings, facts, rows):
             raise CannotStart("; ".join(problems))
         is_relative = settings.ttft_limit.times_unloaded or settings.tbt_limit.times_unloaded
         unloaded = measure_unloaded(target, settings, facts, rows) if is_relative else {}
     finally:
         target.close()
-        conductor.close()
     return Preparation(settings, facts, rows, unloaded)
 
 
@@ -99,20 +109,26 @@ def read_rows(trace: TraceSettings | None) -> Sequence[TraceRow]:
     return read_trace(trace.path, trace.requests_max) if trace is not None else ()
 
 
-def ask_facts(conductor: RequestSender, target: RequestSender) -> ServerFacts:
-    """`conductor` describes the server; `target` counts the tokens of a sample."""
-    found = description(_describe(conductor))
+def ask_facts(
+    settings: LoadSettings, target: RequestSender, found: ServerDescription, model: str
+) -> ServerFacts:
+    """The server has described itself; `target` counts the tokens of a sample."""
     for name in found.assumed:
         log.warning("the server does not say its %s; assuming %s", name, getattr(found, name))
     # Always the same sample: a run with the same seed must send the same texts.
     sample = author_of(0, "sample", "").prose(SAMPLE_CHARACTERS)
     request = GenerateRequest("sample", text_input=sample, max_tokens=1)
-    tokens = _collect(target, request).input_tokens
+    tokens = _collect(target, unloaded_user(settings, "sample").signed(request)).input_tokens
     if not tokens:
         log.warning("the server does not count tokens; assuming %s bytes each",
                     BYTES_PER_TOKEN_ASSUMED)  # fmt: skip
     bytes_per_token = len(sample) / tokens if tokens else BYTES_PER_TOKEN_ASSUMED
-    return ServerFacts(**dataclasses.asdict(found), bytes_per_token=bytes_per_token)
+    return ServerFacts(**dataclasses.asdict(found), bytes_per_token=bytes_per_token, model=model)
+
+
+def unloaded_user(settings: LoadSettings, workload: str) -> UserIdentity:
+    """Who asks before there are users: one of the first tenant."""
+    return UserIdentity(workload, "unloaded", next(iter(settings.tenants), None))
 
 
 def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]) -> list[str]:
@@ -132,7 +148,7 @@ def measure_unloaded(
     for name in settings.mix:
         ttft_s, tbt_s = [], []
         for request in unloaded_requests(name, settings, facts, rows):
-            outgoing = Outgoing(request, name, 0)
+            outgoing = Outgoing(unloaded_user(settings, name).signed(request), name, 0)
             record, _ = send_one(sender, outgoing, settings.request_s_max, time.perf_counter)
             if record.outcome != COMPLETED or record.ttft_s is None:
                 raise CannotStart(
@@ -175,14 +191,21 @@ def of_all_lengths(rows: Sequence[TraceRow], scale: float, count: int) -> list[T
     return [by_length[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
 
 
-def _describe(conductor: RequestSender) -> Mapping[str, object]:
+def ask_description(settings: LoadSettings) -> tuple[Mapping[str, object], str]:
+    """What the server says of itself, and the name of the model to ask."""
+    if settings.gateway is not None:
+        served = served_at(settings.gateway, key=settings.any_key)
+        return served.facts, served.model
+    conductor = make_sender(settings, "conductor", time.perf_counter)
     try:
-        return described(_collect(conductor, DESCRIBE))
+        return described(_collect(conductor, DESCRIBE)), settings.model
     except CannotStart as error:
         cause = error.__cause__
         if isinstance(cause, ServerError) and cause.kind in NOT_UNDERSTOOD:
-            return {}
+            return {}, settings.model
         raise
+    finally:
+        conductor.close()
 
 
 def _collect(sender: RequestSender, request: GenerateRequest) -> ReceivedAnswer:

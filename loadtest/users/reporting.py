@@ -15,6 +15,7 @@ from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord,
 from loadtest.results.recording import Recording, Sample, slim
 from loadtest.users.run import UserRun
 from loadtest.users.settings import mix_text
+from loadtest.users.tenants import group_of
 from loadtest.users.verdict import Unloaded, judge, slos
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,13 @@ class EndedRun:
 
     def is_good(self) -> bool:
         """Whether it kept its limits and its report was written; the log says both."""
-        settings, unloaded = self.run.settings, self.unloaded
+        settings = self.run.settings
         records = self.run.records.in_order(keep_index=settings.trace is not None)
         limits = (settings.ttft_limit, settings.tbt_limit)
-        slo_of = slos(list(settings.mix), *limits, unloaded)
+        groups = self.groups(records)
+        unloaded = {group: self.unloaded[workload] for group, workload in groups.items()
+                    if workload in self.unloaded}  # fmt: skip
+        slo_of = slos(list(groups), *limits, unloaded)
         verdict = judge(records, slo_of, unloaded, settings.min_goodput)
         if cancelled := self.run.records.cancelled:
             log.info("%d requests were cut off by the end of the run and do not count", cancelled)
@@ -71,6 +75,16 @@ class EndedRun:
             log.log(logging.INFO if verdict.is_passed else logging.WARNING, "%s", line)
         is_reported = settings.report is None or self._write(records, slo_of)
         return verdict.is_passed and is_reported
+
+    def groups(self, records: Sequence[RequestRecord]) -> dict[str, str]:
+        """What requests are counted under -> the workload; without tenants that had no user."""
+        settings = self.run.settings
+        if not settings.tenants:
+            return {workload: workload for workload in settings.mix}
+        sent = {record.workload for record in records}
+        found = {group_of(workload, tenant): workload
+                 for workload in settings.mix for tenant in settings.tenants}  # fmt: skip
+        return {group: workload for group, workload in found.items() if group in sent}
 
     def _write(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> bool:
         from loadtest.report.run_page import write_report  # draws: loads matplotlib
@@ -89,6 +103,7 @@ class EndedRun:
         settings = self.run.settings
         began = datetime.fromtimestamp(self.run.clock.began_unix_s, timezone.utc)
         described = settings.described()
+        described["model"] = model = self.run.facts.model
         for name, alone in self.unloaded.items():
             described[f"unloaded_ttft_s of {name}"] = alone.ttft_s
             described[f"unloaded_tbt_s of {name}"] = alone.tbt_s
@@ -102,7 +117,7 @@ class EndedRun:
         common = None if is_mixed or levels == {Slo()} else levels.pop()
         return Recording(
             name="locust",
-            title=f"Locust: {mix_text(settings.mix)} to {settings.model} at {described['url']}",
+            title=f"Locust: {mix_text(settings.mix)} to {model} at {described['url']}",
             started_at=began.isoformat(timespec="seconds"),
             settings=described | {"cancelled": self.run.records.cancelled},
             requests=slim(records),

@@ -28,6 +28,7 @@ from loadtest.client.answer import ReceivedAnswer, record_of
 from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import LoadSettings
+from loadtest.users.tenants import UserIdentity, tenant_of
 from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import TraceProgress, TraceShare
 
@@ -63,7 +64,7 @@ class Outgoing:
     """A request, and what its record says besides."""
 
     request: GenerateRequest
-    workload: str
+    workload: str  # what it is counted under
     prompt_tokens: int  # an estimate where the prompt is text; the server's count replaces it
     due_s: float | None = None  # None: it is due when it is sent
     index: int = 0
@@ -167,10 +168,11 @@ class UserRun:
         """Whether requests ask for the conductor's decision, which only the report shows."""
         return self.settings.report is not None
 
-    def name_user(self, workload: str) -> str:
+    def identify(self, workload: str) -> UserIdentity:
         """The n-th user of this workload in this process: the same in every run like this one."""
+        tenant = tenant_of(self.settings.tenants, self._users[workload])
         self._users[workload] += 1
-        return f"{self.process_name}{self._users[workload]}"
+        return UserIdentity(workload, f"{self.process_name}{self._users[workload]}", tenant)
 
     def send(self, outgoing: Outgoing) -> tuple[RequestRecord, ReceivedAnswer]:
         try:

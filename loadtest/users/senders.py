@@ -2,15 +2,13 @@
 
 gRPC: as in client/triton_client.py, but the calls wait with gevent, not with asyncio.
 
-HTTP: one POST to generate_stream for each request, answered by server-sent events. A refusal is
-status 400 with {"error": ...}, an error after the first token one more event; both are read alike.
-geventhttpclient is what tritonclient's HTTP client and Locust's fast one are made of.
+HTTP: Triton's interface or OpenAI's (client/http_interfaces.py), as in client/sse_client.py, but
+with geventhttpclient, of which tritonclient's HTTP client and Locust's fast one are made.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 
 from loadtest.users import gevent_setup  # noqa: F401  isort: skip  before grpc
@@ -21,15 +19,18 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketResponse
 from tritonclient.grpc import service_pb2_grpc
 
-from loadtest.client.protocol import (
-    CHANNELS,
-    GenerateRequest,
-    ServerError,
-    TokenEvent,
-    json_body,
-    parse_json,
-    server_error,
+from loadtest.client.http_interfaces import (
+    CHAT,
+    COMPLETIONS,
+    EVENT_STREAM,
+    INCOMPLETE,
+    HttpInterface,
+    OpenAiInterface,
+    TritonInterface,
+    data_of,
 )
+from loadtest.client.openai_server import HttpAddress, http_address
+from loadtest.client.protocol import CHANNELS, GenerateRequest, ServerError, TokenEvent
 from loadtest.client.triton_client import (
     CHANNEL_OPTIONS,
     connection_error,
@@ -48,16 +49,20 @@ OUTPUTS = (
 )
 CONNECTIONS_MAX = 4_096  # over HTTP; no user waits for another's connection
 CONNECT_S_MAX = 10.0
-HEADERS = {"Content-Type": "application/json"}
+PATHS = {"openai": COMPLETIONS, "openai-chat": CHAT}
 
 
 def make_sender(
     settings: LoadSettings, model: str, now_s: Callable[[], float]
 ) -> GrpcSender | HttpSender:
     """To one model of the server; shared by all users of a process."""
-    if settings.protocol == "grpc":
+    if settings.gateway is not None:
+        keys = {tenant.name: tenant.key for tenant in settings.tenants if tenant.key}
+        interface = OpenAiInterface(PATHS[settings.via], model, settings.key, keys)
+        return HttpSender(settings.gateway, interface, now_s)
+    if settings.via == "grpc":
         return GrpcSender(settings.addresses.grpc, model, now_s)
-    return HttpSender(settings.addresses.http, model, now_s)
+    return HttpSender(http_address(settings.addresses.http), TritonInterface(model), now_s)
 
 
 class GrpcSender:
@@ -92,29 +97,37 @@ class GrpcSender:
 
 
 class HttpSender:
-    def __init__(self, url: str, model: str, now_s: Callable[[], float]) -> None:
-        host, _, port = url.rpartition(":")
-        self._url = url
-        self._path = f"/v2/models/{model}/generate_stream"
+    """One POST for each request, answered by server-sent events: Triton's interface or OpenAI's."""
+
+    def __init__(
+        self, address: HttpAddress, interface: HttpInterface, now_s: Callable[[], float]
+    ) -> None:
+        self._url = address.url
+        self._interface = interface
         self._now_s = now_s
         self._client = HTTPClient(
-            host,
-            int(port),
+            address.host,
+            address.port,
             concurrency=CONNECTIONS_MAX,
             connection_timeout=CONNECT_S_MAX,
             network_timeout=None,  # the whole request has a deadline, its silences have none
+            ssl=address.is_tls,
         )
 
     def send(self, request: GenerateRequest, timeout_s: float) -> Iterator[TokenEvent]:
-        is_finished = False
+        posted, answer = self._interface.posted(request), self._interface.reader()
         response: HTTPSocketResponse | None = None
         deadline = gevent.Timeout.start_new(timeout_s)
         try:
-            response = self._client.post(self._path, json_body(request), HEADERS)
-            for data in events(response):
-                event = parse_json(decoded(data), self._now_s())
-                is_finished = is_finished or bool(event.finish_reason)
-                yield event
+            response = self._client.post(posted.path, posted.body, posted.headers)
+            if response.status_code != 200 or not is_stream(response):
+                raise self._interface.refusal(
+                    response.status_code, header(response, "retry-after"), bytes(response.read())
+                )
+            while line := response.readline(b"\n"):
+                data = data_of(bytes(line))
+                if data and (event := answer.read(data, self._now_s())) is not None:
+                    yield event
         except gevent.Timeout as over:
             if over is not deadline:
                 raise
@@ -125,29 +138,17 @@ class HttpSender:
             deadline.close()
             if response is not None:
                 response.release()
-        if not is_finished:
-            raise ServerError("incomplete", "the stream ended without a finish reason")
+        if not answer.is_finished:
+            raise ServerError("incomplete", INCOMPLETE)
 
     def close(self) -> None:
         self._client.close()
 
 
-def events(response: HTTPSocketResponse) -> Iterator[bytes]:
-    """The data of each event; a body that is not made of events is one."""
-    while line := response.readline(b"\n"):
-        if line.startswith(b"data:"):
-            yield line[5:]
-        elif line.strip():
-            yield line
-    if rest := response.read():
-        yield rest
+def header(response: HTTPSocketResponse, name: str) -> str:
+    found = response.get(name) or ""
+    return found if isinstance(found, str) else found[0]
 
 
-def decoded(data: bytes) -> dict[str, object]:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise server_error(data.decode(errors="replace").strip()[:500])
-    return found
+def is_stream(response: HTTPSocketResponse) -> bool:
+    return EVENT_STREAM in header(response, "content-type")

@@ -26,7 +26,7 @@ from loadtest.users.preparation import CannotStart, Preparation, prepare, read_s
 from loadtest.users.reporting import EndedRun, ProgressLine
 from loadtest.users.run import RunClock, UserRun
 from loadtest.users.senders import make_sender
-from loadtest.users.settings import HOST, SettingsError
+from loadtest.users.settings import SettingsError, default_host
 from loadtest.users.trace_share import (
     TraceProgress,
     due_after_start_s,
@@ -103,7 +103,8 @@ class DecidingSession:
     def start(self) -> None:
         """When Locust has started. Without a web page, prepare before its clock runs."""
         options = self.environment.parsed_options
-        self.environment.host = self.environment.host or HOST  # the web page shows it
+        # The web page shows it.
+        self.environment.host = self.environment.host or default_host(options.via)
         try:
             if read_settings(self.environment).trace is not None:
                 self._shape = TraceShape(options.run_time)
@@ -138,7 +139,7 @@ class DecidingSession:
             settings=settings,
             facts=preparation.facts,
             clock=clock,
-            sender=make_sender(settings, settings.model, clock.now_s),
+            sender=make_sender(settings, preparation.facts.model, clock.now_s),
             environment=environment,
         )
         self.share_out(self.run, preparation)
@@ -146,7 +147,7 @@ class DecidingSession:
             due_s = due_after_start_s(preparation.rows, trace.speed)
             self._shape.follow(TraceRun(due_s, clock.now_s, self.trace_progress))
         if settings.metrics_url is not None:
-            self._sampler = MetricsSampler(settings.metrics_url, clock.now_s)
+            self._sampler = MetricsSampler(settings.metrics_url, clock.now_s, key=settings.any_key)
             self._sampler.start()
         if options.headless and options.only_summary:
             self._progress = gevent.spawn(self._show_progress, self.run)

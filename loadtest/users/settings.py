@@ -15,16 +15,20 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest.client.openai_server import ADDRESS as GATEWAY
+from loadtest.client.openai_server import HttpAddress, http_address, own_key
 from loadtest.client.server import Addresses, addresses_of
 from loadtest.replay.trace import TraceSettings
 from loadtest.results.recording import Setting
+from loadtest.users.tenants import LoadTenant, read_keys, shown, tenants, without_keys
 
 WORKLOADS = ("chat", "shared", "document", "burst", "trace")
-PROTOCOLS = ("grpc", "http")
+TRITON_VIAS, OPENAI_VIAS = ("grpc", "http"), ("openai", "openai-chat")
+VIAS = TRITON_VIAS + OPENAI_VIAS
 MODELS = ("conductor", "ensemble")
 HOST = "127.0.0.1:8001"
 STOP_S_DEFAULT = 15
@@ -71,9 +75,9 @@ SIZES = Sizes()
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    addresses: Addresses
-    protocol: str
-    model: str
+    addresses: Addresses | None  # of Triton; None: `gateway` is asked
+    via: str
+    model: str  # of Triton
     mix: Mapping[str, int]
     seed: int
     sizes: Sizes
@@ -85,16 +89,33 @@ class LoadSettings:
     request_s_max: float
     metrics_url: str | None
     report: Path | None
+    gateway: HttpAddress | None = None  # of OpenAI's interface
+    key: str = field(default="", repr=False)  # for it, where a tenant has none of its own
+    tenants: tuple[LoadTenant, ...] = ()
+
+    @property
+    def url(self) -> str:
+        if self.gateway is not None:
+            return self.gateway.url
+        assert self.addresses is not None
+        return self.addresses.grpc if self.via == "grpc" else self.addresses.http
+
+    @property
+    def any_key(self) -> str:
+        """For questions that are no tenant's in particular."""
+        return next((tenant.key for tenant in self.tenants if tenant.key), self.key)
 
     def described(self) -> dict[str, Setting]:
         """Flat, for a recording."""
         found: dict[str, Setting] = {
-            "url": self.addresses.grpc if self.protocol == "grpc" else self.addresses.http,
-            "protocol": self.protocol,
+            "url": self.url,
+            "via": self.via,
             "model": self.model,
             "workload": mix_text(self.mix),
             "seed": self.seed,
         }
+        if self.tenants:
+            found["tenants"] = shown(self.tenants)
         if self.trace is None:
             return found | dataclasses.asdict(self.sizes)
         return found | dataclasses.asdict(self.trace) | {"path": self.trace.path.name}
@@ -192,6 +213,7 @@ class LoadOption:
     parse: Callable[[Any], Any] = str  # raises ValueError
     choices: tuple[str, ...] | None = None
     is_in_web: bool = True
+    aliases: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -214,9 +236,18 @@ def size(name: str, help_text: str) -> LoadOption:
 
 
 OPTIONS = (
-    LoadOption("--protocol", "grpc", "How to send: gRPC streams or HTTP generate_stream.",
-               choices=PROTOCOLS),
-    LoadOption("--target-model", "conductor", "Model to send to.", choices=MODELS),
+    LoadOption("--via", "grpc", "How to send. Triton: grpc, or http (generate_stream). OpenAI's "
+               f"interface at --host (default {GATEWAY}): openai (/v1/completions, the same "
+               "prompts) or openai-chat (/v1/chat/completions).",
+               choices=VIAS, aliases=("--protocol",)),
+    LoadOption("--target-model", "conductor", "Triton's model to send to.", choices=MODELS),
+    LoadOption("--tenants", "",
+               "Whose users there are: NAME[:WEIGHT][@PRIORITY], such as acme:3,batch:1@-1; each "
+               "has lines of its own in statistics and report. Without a key its name is sent.",
+               tenants),
+    LoadOption("--tenant-keys", "",
+               "File with a line TENANT KEY for each of --tenants, for --via openai. One key for "
+               "all goes into OPENAI_API_KEY.", file, is_in_web=False),
     LoadOption("--workload", "chat:3,shared:1,document:1",
                f"What users do: one of {', '.join(WORKLOADS)}, or a mix such as chat:3,burst:1. "
                "trace stands alone; then --users is ignored.", mix),
@@ -261,12 +292,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "Mooncake options",
         "What users send, which limits the run must keep, and where its report goes. --host is "
-        f"the server's gRPC address (default {HOST}) or http://HOST:PORT.",
+        f"the server's gRPC address (default {HOST}), or http://HOST:PORT.",
     )
     group.add_argument("--url", dest="host", metavar="HOST:PORT", help="The same as --host.")
     for option in OPTIONS:
         action = group.add_argument(
             option.flag,
+            *option.aliases,
             default=option.default,
             type=type(option.default),
             choices=option.choices,
@@ -276,6 +308,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.include_in_web_ui = option.is_in_web  # type: ignore[attr-defined]
         action.is_secret = action.is_required = action.is_multiple = False  # type: ignore[attr-defined]
     parser.set_defaults(stop_timeout=STOP_S_DEFAULT, web_host=WEB_HOST_DEFAULT)
+
+
+def default_host(via: str) -> str:
+    return GATEWAY if via in OPENAI_VIAS else HOST
 
 
 def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
@@ -289,13 +325,23 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
             problems.append(f"{flag}: {error}")
             return None
 
-    addresses = checked("--host", address, host or HOST)
     read = {o.name: checked(o.flag, o.read, options[o.name]) for o in OPTIONS}
+    gateway = addresses = None
+    host = host or default_host(read["via"])
+    if read["via"] in OPENAI_VIAS:
+        gateway = checked("--host", http_address, host)
+    else:
+        addresses = checked("--host", address, host)
     if not problems:
         problems += contradictions(read)
+    with_keys = read["tenants"] or ()
+    if read["tenant_keys"] is not None and not problems:
+        with_keys = checked(
+            "--tenant-keys", lambda path: keyed(with_keys, path), read["tenant_keys"]
+        )
     if problems:
         raise SettingsError("; ".join(problems))
-    metrics_url = read["metrics_url"] or addresses.metrics_url
+    metrics_url = read["metrics_url"] or (gateway or addresses).metrics_url
     trace = TraceSettings(
         path=read["trace"],
         requests_max=read["trace_requests"] or None,
@@ -305,7 +351,7 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
     )
     return LoadSettings(
         addresses=addresses,
-        protocol=read["protocol"],
+        via=read["via"],
         model=read["target_model"],
         mix=read["workload"],
         seed=read["seed"],
@@ -318,19 +364,47 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
         request_s_max=read["request_s_max"],
         metrics_url=metrics_url if metrics_url != "none" else None,
         report=read["report"],
+        gateway=gateway,
+        key=own_key() if gateway is not None else "",
+        tenants=with_keys,
     )
 
 
+def keyed(found: tuple[LoadTenant, ...], path: Path) -> tuple[LoadTenant, ...]:
+    """With their keys; ValueError when one is missing."""
+    try:
+        keys = read_keys(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if missing := without_keys(found, keys):
+        raise ValueError(
+            f"{path} has no key of {', '.join(missing)}; add a line TENANT KEY for each "
+            "(`mooncake tenants add` makes one)"
+        )
+    return tuple(dataclasses.replace(tenant, key=keys[tenant.name]) for tenant in found)
+
+
 def contradictions(read: Mapping[str, Any]) -> list[str]:
-    if "trace" not in read["workload"]:
-        return []
     found = []
+    if read["via"] in OPENAI_VIAS and read["target_model"] != "conductor":
+        found.append(f"--via {read['via']} asks the gateway, which stands before conductor alone; "
+                     f"leave out --target-model {read['target_model']}")  # fmt: skip
+    if read["tenant_keys"] is not None and not read["tenants"]:
+        found.append("--tenant-keys is for --tenants; name them, such as --tenants acme:3,batch:1")
+    if read["tenant_keys"] is not None and read["via"] not in OPENAI_VIAS:
+        found.append(f"--tenant-keys: API keys are for --via openai, not for {read['via']}")
+    if "trace" not in read["workload"]:
+        return found
     if len(read["workload"]) > 1:
         found.append("--workload trace cannot be mixed: the trace says when requests arrive")
     if read["target_model"] != "conductor":
         found.append(
             "--workload trace sends token ids, which only --target-model conductor takes, not "
             f"{read['target_model']}"
+        )
+    if read["via"] == "openai-chat":
+        found.append(
+            "--workload trace sends token ids, which a chat does not take; use --via openai"
         )
     if read["trace"] is None:
         found.append("--workload trace needs --trace FILE")

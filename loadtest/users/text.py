@@ -102,6 +102,7 @@ class ServerFacts(ServerDescription):
     """What users must know of the server. A master asks for them and hands them to its workers."""
 
     bytes_per_token: float = 3.0
+    model: str = "conductor"  # that is asked
 
     def characters(self, tokens: int) -> int:
         """How long a text of about this many tokens is; our texts are ASCII."""

@@ -44,7 +44,8 @@ class LoadUser(User):
         if run is None:  # it is over already
             raise GreenletExit  # StopUser would be logged as an error here
         self.run_of_user = run
-        self.name = run.name_user(self.workload)
+        self.identity = run.identify(self.workload)
+        self.name = self.identity.name
         self._chance = random.Random(f"{run.settings.seed}/pause/{self.workload}/{self.name}")
         self._asked = 0
         self._wait_s = 0.0
@@ -82,7 +83,8 @@ class ScriptedUser(LoadUser):
     def outgoing(self, due_s: float | None = None) -> Outgoing:
         ask = self._script.next()
         request = ask.to_send(self.request_id(), self.run_of_user.is_explained)
-        return Outgoing(request, self.workload, ask.prompt_tokens, due_s)
+        signed = self.identity.signed(request)
+        return Outgoing(signed, self.identity.group, ask.prompt_tokens, due_s)
 
 
 class TextUser(ScriptedUser):
@@ -151,13 +153,14 @@ class TraceUser(LoadUser):
             self.pause(IDLE_S)
             return
         self.pause(planned.due_s - run.clock.now_s())
-        request = planned.to_send(f"trace-{planned.index}", return_decision=run.is_explained)
+        request = self.identity.signed(
+            planned.to_send(f"trace-{planned.index}", return_decision=run.is_explained)
+        )
+        group, tokens = self.identity.group, len(planned.prompt_ids)
         share.sent += 1
         share.sending += 1
         try:
-            run.send(
-                Outgoing(request, "trace", len(planned.prompt_ids), planned.due_s, planned.index)
-            )
+            run.send(Outgoing(request, group, tokens, planned.due_s, planned.index))
         finally:
             share.sending -= 1
 

@@ -20,7 +20,9 @@ import pytest
 from loadtest.clients import curl, curl_gateway, libraries, openai_calls
 from loadtest.clients.call_matrix import MESSAGES, Call, CalledServer
 from loadtest.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
+from loadtest.results.metrics import COMPLETED, REJECTED
 from tests.e2e.chromium import Tab, chromium, tab
+from tests.e2e.locusts import LENIENT, headless
 from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, running, wait_until
 from tests.fuzz_gateway.cases import fuzz
@@ -412,3 +414,32 @@ def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -
         model="demo", prompt="Who", max_tokens=2
     )
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_locusts_users_of_two_tenants_come_with_their_keys_and_a_full_one_is_rejected(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """`single` may have one request at a time, so a burst of its user is rejected in part."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"acme {KEY}\nsingle {SINGLE_KEY}\n")
+    run = headless(
+        gateway.server, tmp_path, "--via", "openai", "--host", gateway.url,
+        "--metrics-url", f"{gateway.url}/metrics", "--tenants", "acme,single",
+        "--tenant-keys", str(keys), "--workload", "chat,burst", *LENIENT, users=4,
+    )  # fmt: skip
+    assert (run.status, run.failures) == (0, 0), run.log
+    records = run.recording.requests
+    groups = {"acme/chat", "acme/burst", "single/chat", "single/burst"}
+    assert {record.workload for record in records} == groups
+    assert run.recording.slo is not None or run.recording.slo_by_workload.keys() == groups
+    rejected = [record for record in records if record.outcome == REJECTED]
+    assert {(one.workload.split("/")[0], one.kind) for one in rejected} == {
+        ("single", "tenant_full")
+    }
+    assert {record.retry_after_s for record in rejected} == {1.0}
+    done = [record for record in records if record.outcome == COMPLETED]
+    assert all(
+        len(record.token_times_s) == 12 for record in done if record.finish_reason == "length"
+    )
+    assert max(record.cached_tokens or 0 for record in done) >= 64, "turns find the ones before"
+    assert run.recording.samples and run.recording.settings["model"] == "demo"

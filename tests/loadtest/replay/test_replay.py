@@ -22,11 +22,11 @@ from loadtest.replay.command import (
     ReplayOutputs,
     ReplayRefused,
     TraceSettings,
+    address_of_page,
     ideal_of,
     json_line,
     prepare,
     recording_of,
-    sampled_url,
     write_rows,
 )
 from loadtest.replay.open_loop import ReplayRun, SendOptions, send_one
@@ -252,6 +252,6 @@ def test_an_option_that_makes_no_sense_is_refused(
 
 
 def test_the_page_to_sample_follows_from_the_servers_address_unless_told() -> None:
-    assert sampled_url(None, "10.0.0.1:8001") == "http://10.0.0.1:8002/metrics"
-    assert sampled_url("http://proxy/m", "10.0.0.1:8001") == "http://proxy/m"
-    assert sampled_url("none", "nowhere") is None
+    assert address_of_page(None, "10.0.0.1:8001") == "http://10.0.0.1:8002/metrics"
+    assert address_of_page("http://proxy/m", "10.0.0.1:8001") == "http://proxy/m"
+    assert address_of_page("none", "nowhere") is None

@@ -32,7 +32,7 @@ def read(host: str | None = None, **changed: object) -> LoadSettings:
 
 def test_the_defaults_are_a_mix_over_grpc_with_the_limits_of_the_paper() -> None:
     settings = read()
-    assert (settings.protocol, settings.model) == ("grpc", "conductor")
+    assert (settings.via, settings.model) == ("grpc", "conductor")
     assert settings.addresses.grpc == "127.0.0.1:8001"
     assert settings.metrics_url == "http://127.0.0.1:8002/metrics"
     assert dict(settings.mix) == {"chat": 3, "shared": 1, "document": 1}
@@ -49,7 +49,7 @@ def test_a_form_hands_everything_over_as_text() -> None:
 
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(SettingsError) as refused:
-        read(workload="chat,tea", slo_ttft_p90="fast", think_s="-1", seed="x", protocol="udp")
+        read(workload="chat,tea", slo_ttft_p90="fast", think_s="-1", seed="x", via="udp")
     for part in ("'tea' is no workload", "--slo-ttft-p90", "--think-s", "--seed", "'udp'"):
         assert part in str(refused.value)
 
@@ -99,3 +99,55 @@ def test_the_metrics_page_can_be_named_or_left_out() -> None:
     assert read(metrics_url="none").metrics_url is None
     assert read(metrics_url="http://a:1/metrics").metrics_url == "http://a:1/metrics"
     assert read(host="10.0.0.1:9001").metrics_url == "http://10.0.0.1:9002/metrics"
+
+
+def test_through_the_gateway_the_address_is_openais_and_so_is_the_page() -> None:
+    settings = read(via="openai")
+    assert settings.gateway is not None and settings.addresses is None
+    assert settings.url == "http://127.0.0.1:9000"
+    assert settings.metrics_url == "http://127.0.0.1:9000/metrics"
+    assert read(host="https://llm.example.org/v1", via="openai-chat").url == (
+        "https://llm.example.org:443"
+    )
+    assert read(via="http").url == "127.0.0.1:8000" and read(via="http").gateway is None
+    with pytest.raises(SettingsError, match="--target-model ensemble"):
+        read(via="openai", target_model="ensemble")
+    with pytest.raises(SettingsError, match="use --via openai"):
+        read(via="openai-chat", workload="trace", trace="t.jsonl")
+
+
+def test_the_former_name_of_an_option_is_still_read() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert parser.parse_args(["--protocol", "http"]).via == "http"
+
+
+def test_keys_are_of_the_tenants_and_none_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "mk-of-all")
+    keys = tmp_path / "keys"
+    keys.write_text("# tenant key\nacme mk-of-acme\n\nbatch mk-of-batch\nmore mk-x\n")
+    settings = read(via="openai", tenants="acme:3, batch@-1", tenant_keys=str(keys))
+    assert [one.key for one in settings.tenants] == ["mk-of-acme", "mk-of-batch"]
+    assert settings.any_key == "mk-of-acme" and read(via="openai").any_key == "mk-of-all"
+    assert read().key == "", "Triton's ports know no keys"
+    assert settings.described()["tenants"] == "acme:3,batch:1@-1"
+    assert "mk-" not in repr(settings) + str(settings.described())
+
+
+def test_missing_keys_are_named_with_what_to_do(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("acme mk-of-acme\n")
+    with pytest.raises(SettingsError, match="no key of batch, c; add a line TENANT KEY"):
+        read(via="openai", tenants="acme,batch,c", tenant_keys=str(keys))
+    with pytest.raises(SettingsError, match="No such file"):
+        read(via="openai", tenants="acme", tenant_keys=str(tmp_path / "none"))
+    with pytest.raises(SettingsError, match="name them"):
+        read(via="openai", tenant_keys=str(keys))
+    with pytest.raises(SettingsError, match="are for --via openai, not for grpc"):
+        read(tenants="acme", tenant_keys=str(keys))
+    keys.write_text("acme mk of acme\n")
+    with pytest.raises(SettingsError, match="keys:1: a line is TENANT KEY") as refused:
+        read(via="openai", tenants="acme", tenant_keys=str(keys))
+    assert "mk of" not in str(refused.value), "a key is never shown"

@@ -1,0 +1,115 @@
+"""A server of OpenAI's interface as its clients know it: where it is, what it says of itself.
+
+That is what /v1/models says: the model's name, the length of its context (`max_model_len`, as vLLM
+says it too), and of ours the rest that a run has to know. What nobody says is assumed and named, as
+server.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtest.client.http_interfaces import OpenAiInterface
+from loadtest.client.protocol import ServerError
+
+PROBE_S_MAX = 10.0
+ADDRESS = "127.0.0.1:9000"
+KEY_VARIABLE = "OPENAI_API_KEY"  # as the clients of OpenAI's interface have it
+START_ONE = "start one with `mooncake serve --openai-port 9000`, or name its address"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    host: str
+    port: int
+    is_tls: bool = False
+
+    @property
+    def netloc(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.is_tls else ''}://{self.netloc}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The gateway has the launcher's page."""
+        return f"{self.url}/metrics"
+
+
+def http_address(text: str) -> HttpAddress:
+    """127.0.0.1:9000, http://127.0.0.1:9000, https://llm.example.org, each also with /v1 behind it;
+    ValueError for anything else."""
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    is_tls = parts.scheme == "https"
+    try:
+        port = parts.port or (443 if is_tls else 80 if "://" in text else 0)
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or (
+        parts.path.rstrip("/") not in ("", "/v1")
+    ):  # fmt: skip
+        raise ValueError(
+            f"{text!r} is no address of OpenAI's interface; write for example {ADDRESS}"
+        )
+    return HttpAddress(parts.hostname, port, is_tls)
+
+
+def own_key() -> str:
+    """Of the environment; "" without one."""
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedByOpenAi:
+    """What /v1/models says."""
+
+    model: str
+    facts: Mapping[str, Any]  # as server.description wants them
+
+
+def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByOpenAi:
+    """`model`: the one that is wanted, "" for the first. Raises ServerError."""
+    url = f"{address.url}/v1/models"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(
+            urllib.request.Request(url, headers=headers), timeout=PROBE_S_MAX
+        ) as answer:
+            said = json.loads(answer.read())
+        models = {str(each["id"]): each for each in said["data"]}
+    except urllib.error.HTTPError as error:
+        refused = OpenAiInterface().refusal(
+            error.code, error.headers.get("Retry-After", ""), error.read()
+        )
+        raise ServerError(refused.kind, f"{url}: {refused.message}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError("unreachable", f"{url}: {reason}; {START_ONE}") from None
+    except (ValueError, KeyError, TypeError):
+        what = f"{url}: what answers there is no OpenAI interface; {START_ONE}"
+        raise ServerError("unreachable", what) from None
+    if not models:
+        raise ServerError("unavailable", f"{url}: it serves no model")
+    if model and model not in models:
+        known = ", ".join(models)
+        raise ServerError("invalid_request", f"{url}: there is no model {model!r}; served: {known}")
+    found = models[model or next(iter(models))]
+    return ServedByOpenAi(str(found["id"]), facts_of(found))
+
+
+def facts_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Under the names that the conductor's description has."""
+    found = {"context_tokens_max": model.get("max_model_len")}
+    for name in ("block_tokens", "vocabulary_tokens", "special_token_ids"):
+        found[name] = model.get(name)
+    return found

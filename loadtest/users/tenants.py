@@ -1,0 +1,116 @@
+"""Whose users there are: tenants with weights, priorities and API keys. Pure but for reading keys.
+
+`acme:3,batch:1@-1` are two tenants: of four users three are acme's, one is batch's, whose requests
+have priority -1. Every n-th user of a workload belongs to the same tenant in every run.
+
+Keys are in a file of their own, a line `TENANT KEY` for each, as `mooncake tenants add` prints
+them: a command line can be read by everybody on a host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.client.protocol import GenerateRequest
+
+TENANT = re.compile(r"([A-Za-z0-9._-]{1,64})(?::([1-9][0-9]{0,5}))?(?:@([+-]?[0-9]{1,9}))?")
+EXAMPLE = "acme:3,batch:1@-1"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTenant:
+    name: str
+    weight: int = 1
+    priority: int = 0
+    key: str = field(default="", repr=False)  # "": none; then a request names its tenant
+
+
+def tenants(text: str) -> tuple[LoadTenant, ...]:
+    """ValueError for what cannot be read."""
+    found: list[LoadTenant] = []
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        parsed = TENANT.fullmatch(part)
+        if parsed is None:
+            raise ValueError(f"{part!r} is no tenant; write NAME, NAME:WEIGHT or {EXAMPLE}")
+        name, weight, priority = parsed.groups()
+        if name in {tenant.name for tenant in found}:
+            raise ValueError(f"{name} stands there twice")
+        found.append(LoadTenant(name, int(weight or 1), int(priority or 0)))
+    return tuple(found)
+
+
+def shown(found: Sequence[LoadTenant]) -> str:
+    """As it would be written, without keys."""
+    return ",".join(
+        f"{one.name}:{one.weight}{f'@{one.priority}' if one.priority else ''}" for one in found
+    )
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Tenant -> key. ValueError with the line; OSError when it cannot be read."""
+    keys: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        # The line is not shown: a key stands in it.
+        if len(words) != 2 or not words[1].isascii():
+            raise ValueError(f"{path}:{number}: a line is TENANT KEY, with a space between")
+        if words[0] in keys:
+            raise ValueError(f"{path}:{number}: {words[0]} stands there twice")
+        keys[words[0]] = words[1]
+    if not keys:
+        raise ValueError(f"{path}: it has no key; a line is TENANT KEY")
+    return keys
+
+
+def without_keys(found: Sequence[LoadTenant], keys: Mapping[str, str]) -> list[str]:
+    return [tenant.name for tenant in found if tenant.name not in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class UserIdentity:
+    """Of one user of a run."""
+
+    workload: str
+    name: str  # among the users of its workload
+    tenant: LoadTenant | None = None
+
+    @property
+    def group(self) -> str:
+        """What its requests are counted under."""
+        return group_of(self.workload, self.tenant)
+
+    def signed(self, request: GenerateRequest) -> GenerateRequest:
+        """As one of its tenant."""
+        if self.tenant is None:
+            return request
+        parameters = {**request.parameters, "tenant": self.tenant.name}
+        return dataclasses.replace(request, parameters=parameters, priority=self.tenant.priority)
+
+
+def group_of(workload: str, tenant: LoadTenant | None) -> str:
+    return workload if tenant is None else f"{tenant.name}/{workload}"
+
+
+def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
+    """Whose the `number`-th user is, counted from 0; None where there are no tenants.
+
+    Spread: of weights 3 and 1, the users are a, a, b, a and so on, not three of one first.
+    """
+    if not found:
+        return None
+    total = sum(tenant.weight for tenant in found)
+    number %= total
+    # Who has the largest part of its share still to come is next.
+    due = [
+        ((turn + 0.5) / tenant.weight, place)
+        for place, tenant in enumerate(found)
+        for turn in range(tenant.weight)
+    ]
+    return found[next(itertools.islice(sorted(due), number, None))[1]]

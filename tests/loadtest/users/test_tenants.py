@@ -1,0 +1,39 @@
+"""Whose users there are, and what their requests carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from loadtest.client.protocol import GenerateRequest, parameters
+from loadtest.users.tenants import LoadTenant, UserIdentity, shown, tenant_of, tenants
+
+
+def test_tenants_have_weights_and_priorities() -> None:
+    found = tenants("acme:3, batch:1@-1,a.b_c@2")
+    assert found == (LoadTenant("acme", 3), LoadTenant("batch", 1, -1), LoadTenant("a.b_c", 1, 2))
+    assert shown(found) == "acme:3,batch:1@-1,a.b_c:1@2" and tenants(shown(found)) == found
+    assert tenants("") == ()
+    for wrong in ("acme:0", "acme:x", "a b", "acme@", "acme,acme:2", "ä", "acme@1.5"):
+        with pytest.raises(ValueError):
+            tenants(wrong)
+
+
+def test_users_are_spread_over_tenants_by_weight_from_the_first_on() -> None:
+    found = tenants("acme:3,batch:1")
+    of = [tenant_of(found, number) for number in range(40)]
+    assert Counter(one.name for one in of if one) == {"acme": 30, "batch": 10}
+    assert {one.name for one in of[:4] if one} == {"acme", "batch"}, "four users are enough"
+    assert of[:4] == of[4:8], "in every run alike"
+    assert tenant_of((), 7) is None
+
+
+def test_a_users_requests_are_its_tenants_and_counted_as_such() -> None:
+    request = GenerateRequest("r", text_input="a")
+    alone = UserIdentity("chat", "1")
+    assert alone.group == "chat" and alone.signed(request) is request
+    user = UserIdentity("chat", "1", LoadTenant("batch", 1, -1, "mk-secret"))
+    assert user.group == "batch/chat"
+    assert parameters(user.signed(request)) == {"tenant": "batch", "request_priority": -1}
+    assert "mk-secret" not in repr(user)
