@@ -17,9 +17,25 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtest.users.distributed import MasterSession, WorkerSession
 from loadtest.users.session import DecidingSession
 from loadtest.users.settings import add_options
-from loadtest.users.users import BurstUser, ChatUser, DocumentUser, SharedPromptUser, TraceUser
+from loadtest.users.users import (
+    ArxivUser,
+    BurstUser,
+    ChatUser,
+    DecodeUser,
+    DocumentUser,
+    LEvalUser,
+    Long16kUser,
+    Long32kUser,
+    Long64kUser,
+    Long128kUser,
+    SharedPromptUser,
+    TraceUser,
+)  # fmt: skip
 
-__all__ = ["BurstUser", "ChatUser", "DocumentUser", "SharedPromptUser", "TraceUser"]
+__all__ = [
+    "ArxivUser", "BurstUser", "ChatUser", "DecodeUser", "DocumentUser", "LEvalUser", "Long16kUser",
+    "Long32kUser", "Long64kUser", "Long128kUser", "SharedPromptUser", "TraceUser",
+]  # fmt: skip
 
 events.init_command_line_parser.add_listener(add_options)
 

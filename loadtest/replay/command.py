@@ -34,10 +34,11 @@ from loadtest.client.server import (
     description,
 )
 from loadtest.client.triton_client import TritonClient
+from loadtest.replay.datasets import DATA_SETS, rows_of
 from loadtest.replay.open_loop import ReplayRun, SendOptions, WallClock, send_all
 from loadtest.replay.prompts import TokenSource, plan, too_long
 from loadtest.replay.reuse import ideal_of_completed
-from loadtest.replay.trace import TraceError, TraceRow, TraceSettings, read_trace
+from loadtest.replay.trace import TraceError, TraceRow, TraceSettings
 from loadtest.results import tables
 from loadtest.results.metrics import COMPLETED, RequestRecord, Slo, Summary, goodput, summarize
 from loadtest.results.recording import Recording, Sample, slim
@@ -53,7 +54,13 @@ ADDRESSES = {
     SentVia.GRPC: "127.0.0.1:8001", SentVia.HTTP: "127.0.0.1:8000", SentVia.OPENAI: GATEWAY,
 }  # fmt: skip
 # The options as the command line reads them.
-TraceArgument = Annotated[Path, typer.Argument(help="Trace in the published JSONL format.")]
+TraceArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="Trace in the published JSONL format, or a data set of the papers: "
+        f"{', '.join(DATA_SETS)} (--speed is then requests a second)."
+    ),
+]
 RequestsOption = Annotated[
     int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
 ]
@@ -312,7 +319,7 @@ def carry_out(
     if outputs.report is not None:
         require("report", "`mooncake replay --report`")  # now rather than after the run
     try:
-        rows = read_trace(settings.path, settings.requests_max)
+        rows = rows_of(settings)
         sending, server = asyncio.run(_describe(sending, chosen))
         run = prepare(rows, server, settings)
         for path in filter(None, (outputs.rows, outputs.report)):

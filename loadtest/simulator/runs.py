@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # counts the module of the function that makes the run.
 DECIDING = (
     "loadtest/simulator/cluster", "loadtest/simulator/block_cache.py", "loadtest/replay/trace.py",
-    "loadtest/simulator/recorded_run.py", "loadtest/results", "loadtest/profile/profile.py",
-    "conductor", "mooncake_store/directory/core",
+    "loadtest/replay/datasets.py", "loadtest/simulator/recorded_run.py", "loadtest/results",
+    "loadtest/profile/profile.py", "conductor", "mooncake_store/directory/core",
     "mooncake_store/prefix_index", "mooncake_store/records", "mooncake_store/layout.py",
     "mooncake_store/block_keys.py",
     "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",

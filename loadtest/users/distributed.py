@@ -25,7 +25,7 @@ from loadtest.users.preparation import Preparation, read_rows, read_settings
 from loadtest.users.run import RunBeginning, RunClock, RunReport, UserRun
 from loadtest.users.senders import make_sender
 from loadtest.users.session import DecidingSession
-from loadtest.users.trace_share import TraceProgress, trace_share
+from loadtest.users.trace_share import TraceProgress, data_set_shares, trace_share
 from loadtest.users.users import LoadUser
 
 log = logging.getLogger(__name__)
@@ -133,10 +133,12 @@ class WorkerSession:
             process_name=f"{self.runner.worker_index}.",
         )
         parts = beginning.parts
-        if settings.trace is not None and self.runner.client_id in parts:
+        if self.runner.client_id in parts:
             part = parts.index(self.runner.client_id)
-            rows = read_rows(settings.trace)
-            self.run.trace = trace_share(settings.trace, self.run.facts, rows, part, len(parts))
+            self.run.data_sets = data_set_shares(settings, self.run.facts, part, len(parts))
+            if settings.trace is not None:
+                rows = read_rows(settings.trace)
+                self.run.trace = trace_share(settings.trace, self.run.facts, rows, part, len(parts))
         LoadUser.take_part_in(self.run)
 
     def _report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:

@@ -27,6 +27,7 @@ from loadtest.client.server import (
     described,
     description,
 )
+from loadtest.replay.datasets import DATA_SETS, rows_of
 from loadtest.replay.prompts import TokenSource, planned_request
 from loadtest.replay.prompts import (
     too_long as trace_too_long,
@@ -35,7 +36,6 @@ from loadtest.replay.trace import (
     TraceError,
     TraceRow,
     TraceSettings,
-    read_trace,
     scaled_lengths,
 )
 from loadtest.results.metrics import COMPLETED
@@ -44,6 +44,7 @@ from loadtest.users.senders import make_sender
 from loadtest.users.settings import LoadSettings, SettingsError, settings_of
 from loadtest.users.tenants import UserIdentity
 from loadtest.users.text import ServerFacts
+from loadtest.users.trace_share import DataSetShare, data_set_too_long
 from loadtest.users.verdict import Unloaded
 from loadtest.users.workloads import TEXT_WORKLOADS, author_of, too_long
 
@@ -100,13 +101,14 @@ def prepare(environment: Any) -> Preparation:
             raise CannotStart("; ".join(problems))
         is_relative = settings.ttft_limit.times_unloaded or settings.tbt_limit.times_unloaded
         unloaded = measure_unloaded(target, settings, facts, rows) if is_relative else {}
+        bring_prefixes(target, settings, facts)
     finally:
         target.close()
     return Preparation(settings, facts, rows, unloaded)
 
 
 def read_rows(trace: TraceSettings | None) -> Sequence[TraceRow]:
-    return read_trace(trace.path, trace.requests_max) if trace is not None else ()
+    return rows_of(trace) if trace is not None else ()
 
 
 def ask_facts(
@@ -135,9 +137,29 @@ def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
     """What does not fit the server's context."""
     if settings.trace is not None:
         problem = trace_too_long(rows, settings.trace.length_scale, facts.context_tokens_max)
-        return [problem.refusal("--trace-length-scale")] if problem is not None else []
-    found = (too_long(name, settings.sizes, facts) for name in settings.mix)
+        return [problem.refusal("--length-scale")] if problem is not None else []
+    found = [
+        data_set_too_long(DATA_SETS[name], settings.length_scale, facts) if name in DATA_SETS
+        else too_long(name, settings.sizes, facts)
+        for name in settings.mix
+    ]  # fmt: skip
     return [problem for problem in found if problem is not None]
+
+
+def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerFacts) -> None:
+    """The papers' data sets have a share of their prompts cached: it is, when the users come. Each
+    tenant has a cache of its own."""
+    for name in settings.mix:
+        data_set = DATA_SETS.get(name)
+        if data_set is None or not data_set.prefixes:
+            continue
+        share = DataSetShare(data_set, facts, settings.seed, settings.length_scale)
+        for tenant in settings.tenants or (None,):
+            for planned in share.bringing():
+                request = planned.to_send(f"prefix-{name}-{planned.index}")
+                _collect(sender, UserIdentity(name, "", tenant).signed(request))
+        log.info("%s: %d prefixes are cached, %.0f %% of each prompt", name, data_set.prefixes,
+                 100 * data_set.shared_tokens / data_set.prompt_tokens)  # fmt: skip
 
 
 def measure_unloaded(
@@ -179,6 +201,11 @@ def unloaded_requests(
         for number, row in enumerate(of_all_lengths(rows, scale, settings.unloaded_requests)):
             planned = planned_request(row, number, 0.0, source, scale)
             yield planned.to_send(f"unloaded-trace-{number}")
+        return
+    if name in DATA_SETS:
+        share = DataSetShare(DATA_SETS[name], facts, seed, settings.length_scale)
+        for number in range(settings.unloaded_requests):
+            yield share.take().to_send(f"unloaded-{name}-{number}")
         return
     for number in range(settings.unloaded_requests):
         user = TEXT_WORKLOADS[name](seed, f"unloaded-{number}", settings.sizes, facts)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import LoadSettings
 from loadtest.users.tenants import UserIdentity, tenant_of
 from loadtest.users.text import ServerFacts
-from loadtest.users.trace_share import TraceProgress, TraceShare
+from loadtest.users.trace_share import DataSetShare, TraceProgress, TraceShare
 
 TOTAL, TTFT, TBT, REJECTION = "total", "TTFT", "TBT", "rejected"
 
@@ -113,7 +113,7 @@ class RunBeginning(RunMessage, frozen=True):
 
     began_unix_s: float
     facts: ServerFacts
-    parts: list[str]  # workers with a part of a trace each; those that come later have none
+    parts: list[str]  # workers with a part of a trace or data set; those that come later have none
 
 
 class RunReport(RunMessage, frozen=True):
@@ -160,6 +160,7 @@ class UserRun:
     environment: Any  # Locust's
     process_name: str = ""  # "" alone, the worker's number in a distributed run
     trace: TraceShare | None = None
+    data_sets: Mapping[str, DataSetShare] = field(default_factory=dict)
     records: RunRecords = field(default_factory=RunRecords)
     _users: Counter[str] = field(default_factory=Counter)
 

@@ -29,6 +29,7 @@ from loadtest.users.senders import make_sender
 from loadtest.users.settings import SettingsError, default_host
 from loadtest.users.trace_share import (
     TraceProgress,
+    data_set_shares,
     due_after_start_s,
     trace_share,
     users_needed,
@@ -156,6 +157,7 @@ class DecidingSession:
         """The run to the users: here to those of this process."""
         if run.settings.trace is not None:
             run.trace = trace_share(run.settings.trace, run.facts, preparation.rows, 0, 1)
+        run.data_sets = data_set_shares(run.settings, run.facts)
         LoadUser.take_part_in(run)
 
     def trace_progress(self) -> list[TraceProgress]:

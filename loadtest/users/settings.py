@@ -22,11 +22,13 @@ from typing import Any
 from loadtest.client.openai_server import ADDRESS as GATEWAY
 from loadtest.client.openai_server import HttpAddress, http_address, own_key
 from loadtest.client.server import Addresses, addresses_of
+from loadtest.replay.datasets import DATA_SETS
 from loadtest.replay.trace import TraceSettings
 from loadtest.results.recording import Setting
 from loadtest.users.tenants import LoadTenant, read_keys, shown, tenants, without_keys
 
-WORKLOADS = ("chat", "shared", "document", "burst", "trace")
+TEXTS = ("chat", "shared", "document", "burst", "decode")
+WORKLOADS = (*TEXTS, *DATA_SETS, "trace")
 TRITON_VIAS, OPENAI_VIAS = ("grpc", "http"), ("openai", "openai-chat")
 VIAS = TRITON_VIAS + OPENAI_VIAS
 MODELS = ("conductor", "ensemble")
@@ -68,6 +70,7 @@ class Sizes:
     document_questions: int = 4
     burst_requests: int = 4
     burst_every_s: float = 10.0
+    decode_tokens: int = 512
 
 
 SIZES = Sizes()
@@ -81,6 +84,7 @@ class LoadSettings:
     mix: Mapping[str, int]
     seed: int
     sizes: Sizes
+    length_scale: float  # of data sets
     trace: TraceSettings | None
     ttft_limit: LevelLimit
     tbt_limit: LevelLimit
@@ -116,6 +120,8 @@ class LoadSettings:
         }
         if self.tenants:
             found["tenants"] = shown(self.tenants)
+        if DATA_SETS.keys() & self.mix.keys():
+            found["length_scale"] = self.length_scale
         if self.trace is None:
             return found | dataclasses.asdict(self.sizes)
         return found | dataclasses.asdict(self.trace) | {"path": self.trace.path.name}
@@ -262,12 +268,15 @@ OPTIONS = (
     size("document_questions", "document: questions about each."),
     size("burst_requests", "burst: requests at once, per user."),
     size("burst_every_s", "burst: all users fire at multiples of this."),
-    LoadOption("--trace", "", "trace: file in the published JSONL format.", file, is_in_web=False),
+    size("decode_tokens", "decode: length of every answer."),
+    LoadOption("--length-scale", 1.0,
+               "Data sets and trace: prompts and answers are this much of their lengths.",
+               number(1e-6, 1e3), aliases=("--trace-length-scale",)),
+    LoadOption("--trace", "",
+               "trace: file in the published JSONL format, or a data set's name: then it arrives "
+               "at random, --trace-speed requests a second.", file, is_in_web=False),
     LoadOption("--trace-requests", 0, "trace: only the first N requests (0: all).",
                number(0, 10**9, is_whole=True), is_in_web=False),
-    LoadOption("--trace-length-scale", 1.0,
-               "trace: prompts and answers are this much of the trace's lengths.",
-               number(1e-6, 1e3), is_in_web=False),
     LoadOption("--trace-speed", 1.0, "trace: 2 sends twice as fast.", number(1e-6, 1e6),
                is_in_web=False),
     LoadOption("--slo-ttft-p90", "10x",
@@ -345,7 +354,7 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
     trace = TraceSettings(
         path=read["trace"],
         requests_max=read["trace_requests"] or None,
-        length_scale=read["trace_length_scale"],
+        length_scale=read["length_scale"],
         speed=read["trace_speed"],
         seed=read["seed"],
     )
@@ -355,6 +364,7 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
         model=read["target_model"],
         mix=read["workload"],
         seed=read["seed"],
+        length_scale=read["length_scale"],
         sizes=Sizes(**{field.name: read[field.name] for field in dataclasses.fields(Sizes)}),
         trace=trace if "trace" in read["workload"] else None,
         ttft_limit=read["slo_ttft_p90"],
@@ -393,19 +403,15 @@ def contradictions(read: Mapping[str, Any]) -> list[str]:
         found.append("--tenant-keys is for --tenants; name them, such as --tenants acme:3,batch:1")
     if read["tenant_keys"] is not None and read["via"] not in OPENAI_VIAS:
         found.append(f"--tenant-keys: API keys are for --via openai, not for {read['via']}")
-    if "trace" not in read["workload"]:
-        return found
-    if len(read["workload"]) > 1:
-        found.append("--workload trace cannot be mixed: the trace says when requests arrive")
-    if read["target_model"] != "conductor":
-        found.append(
-            "--workload trace sends token ids, which only --target-model conductor takes, not "
-            f"{read['target_model']}"
-        )
-    if read["via"] == "openai-chat":
-        found.append(
-            "--workload trace sends token ids, which a chat does not take; use --via openai"
-        )
-    if read["trace"] is None:
-        found.append("--workload trace needs --trace FILE")
+    if by_ids := [name for name in read["workload"] if name not in TEXTS]:
+        what = f"--workload {', '.join(by_ids)} sends token ids, which"
+        if read["target_model"] != "conductor":
+            found.append(f"{what} only --target-model conductor takes, not {read['target_model']}")
+        if read["via"] == "openai-chat":
+            found.append(f"{what} a chat does not take; use --via openai")
+    if "trace" in read["workload"]:
+        if len(read["workload"]) > 1:
+            found.append("--workload trace cannot be mixed: the trace says when requests arrive")
+        if read["trace"] is None:
+            found.append("--workload trace needs --trace FILE")
     return found

@@ -1,20 +1,31 @@
-"""One process's part of a trace: which rows it sends, and how many users that takes. Pure.
+"""One process's part of a trace or of a data set: which rows it sends, how many users that takes.
 
 Workers take rows in turn (row i belongs to worker i modulo their number), so all send at the
 trace's own times without talking to each other. A prompt is made when its row is taken; a whole
 trace of prompts would not fit the memory.
+
+A data set has no end and no times: its users take one request after the other. Pure.
 
 Not here: waiting for a row's time (users.py), asking Locust for users (session.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loadtest.replay.prompts import PlannedRequest, TokenSource, due_times_s, planned_request
+from loadtest.replay.datasets import DATA_SETS, DataSet, endless
+from loadtest.replay.prompts import (
+    PlannedRequest,
+    TokenSource,
+    due_times_s,
+    planned_request,
+    too_long,
+)
 from loadtest.replay.trace import TraceRow, TraceSettings
+from loadtest.users.settings import LoadSettings
 from loadtest.users.text import ServerFacts
 
 AHEAD_S = 6.0  # users are there this long before their row is due: a worker reports every 3 s
@@ -81,6 +92,55 @@ def trace_share(
 ) -> TraceShare:
     source = TokenSource.of_server(facts, trace.seed)
     return TraceShare(rows, source, trace.length_scale, trace.speed, part, parts)
+
+
+class DataSetShare:
+    """Requests of a data set, for any user of this process; those of `seed`, in this order."""
+
+    def __init__(
+        self, data_set: DataSet, facts: ServerFacts, seed: int, length_scale: float,
+        part: int = 0, parts: int = 1,
+    ) -> None:  # fmt: skip
+        assert 0 <= part < parts
+        self._data_set, self._length_scale = data_set, length_scale
+        self._source = TokenSource.of_server(facts, seed)
+        self._rows = itertools.islice(endless(data_set, seed), part, None, parts)
+
+    def take(self) -> PlannedRequest:
+        return self._planned(next(self._rows))
+
+    def bringing(self) -> Iterator[PlannedRequest]:
+        """What brings its prefixes into a cache."""
+        for number in range(self._data_set.prefixes):
+            yield self._planned(self._data_set.bringing(number))
+
+    def _planned(self, row: TraceRow) -> PlannedRequest:
+        return planned_request(row, row.line, 0.0, self._source, self._length_scale)
+
+
+def data_set_shares(
+    settings: LoadSettings, facts: ServerFacts, part: int = 0, parts: int = 1
+) -> dict[str, DataSetShare]:
+    """Of each data set in the mix."""
+    return {
+        name: DataSetShare(
+            DATA_SETS[name], facts, settings.seed, settings.length_scale, part, parts
+        )
+        for name in settings.mix if name in DATA_SETS
+    }  # fmt: skip
+
+
+def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts) -> str | None:
+    """Why its requests do not fit the context, and at which scale they do; None when they fit."""
+    row = data_set.request(0, 0)
+    problem = too_long([row], length_scale, facts.context_tokens_max)
+    if problem is None:
+        return None
+    return (
+        f"{data_set.name}: prompt and answer have {problem.context_tokens:,} tokens at "
+        f"--length-scale {length_scale:g}, the server's context {facts.context_tokens_max:,}; they "
+        f"fit at --length-scale {problem.length_scale:g}"
+    )
 
 
 def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:

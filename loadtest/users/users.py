@@ -17,6 +17,7 @@ from gevent import GreenletExit
 from gevent.event import Event
 from locust import User, task
 
+from loadtest.replay.prompts import PlannedRequest
 from loadtest.users.run import Outgoing, UserRun
 from loadtest.users.workloads import TEXT_WORKLOADS, burst_due_s, next_step, retry_s
 
@@ -139,6 +140,59 @@ class BurstUser(ScriptedUser):
         self._not_before_s = run.clock.now_s() + max(map(retry_s, records))
 
 
+class DecodeUser(TextUser):
+    workload = "decode"
+
+
+class DataSetUser(LoadUser):
+    """Takes the next request of its data set, reads the answer, thinks, takes another one."""
+
+    abstract = True
+    _planned: PlannedRequest | None = None  # that was rejected, and is asked again
+
+    @task
+    def ask(self) -> None:
+        run = self.run_of_user
+        share = run.data_sets.get(self.workload)
+        if share is None:  # of a worker that came later than the run began
+            self.pause(IDLE_S)
+            return
+        self._planned = planned = self._planned or share.take()
+        request = self.identity.signed(planned.to_send(
+            self.request_id(), return_decision=run.is_explained
+        ))  # fmt: skip
+        tokens = len(planned.prompt_ids)
+        record, _ = run.send(Outgoing(request, self.identity.group, tokens))
+        then = next_step(record, self.think_s())
+        if not then.is_repeated:
+            self._planned = None
+        self._wait_s = then.wait_s
+
+
+class ArxivUser(DataSetUser):
+    workload = "arxiv"
+
+
+class LEvalUser(DataSetUser):
+    workload = "l-eval"
+
+
+class Long16kUser(DataSetUser):
+    workload = "16k"
+
+
+class Long32kUser(DataSetUser):
+    workload = "32k"
+
+
+class Long64kUser(DataSetUser):
+    workload = "64k"
+
+
+class Long128kUser(DataSetUser):
+    workload = "128k"
+
+
 class TraceUser(LoadUser):
     """Takes a row of the trace, waits until it is due, sends it, takes the next."""
 
@@ -166,5 +220,6 @@ class TraceUser(LoadUser):
 
 
 USERS: tuple[type[LoadUser], ...] = (
-    ChatUser, SharedPromptUser, DocumentUser, BurstUser, TraceUser,
+    ChatUser, SharedPromptUser, DocumentUser, BurstUser, DecodeUser,
+    ArxivUser, LEvalUser, Long16kUser, Long32kUser, Long64kUser, Long128kUser, TraceUser,
 )  # fmt: skip

@@ -7,6 +7,7 @@ seed, the workload and the user's name alone, so a run can be repeated.
 * chat: a conversation. Each prompt is the whole of it so far, so the prefix grows turn by turn.
 * shared: one long system prompt, the same for every user, and each time another question.
 * document: some questions about one long document, then another document.
+* decode: short questions, each with a long answer of exactly `decode_tokens`.
 * burst: short prompts that share nothing; that many come at once is users.py's doing.
 
 The retry policy is a polite client's: a rejected one comes back with the same request after
@@ -19,7 +20,8 @@ Not here: replaying a trace (trace_share.py), sending (run.py).
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from loadtest.client.answer import ReceivedAnswer
@@ -38,12 +40,17 @@ class Ask:
     prompt: str
     max_tokens: int
     prompt_tokens: int  # an estimate, until the server has counted
+    is_exact: bool = False  # the answer is as long as it may be
+    messages: tuple[Mapping[str, str], ...] = ()  # a conversation so far, which the prompt spells
 
     def to_send(self, request_id: str, return_decision: bool = False) -> GenerateRequest:
         return GenerateRequest(
             request_id,
             text_input=self.prompt,
+            messages=self.messages,
             max_tokens=self.max_tokens,
+            min_tokens=self.max_tokens if self.is_exact else None,
+            end_id=-1 if self.is_exact else None,
             return_decision=return_decision or None,
         )
 
@@ -94,6 +101,7 @@ class Conversation(TextWorkload):
 
     def answered(self, answer: ReceivedAnswer) -> None:
         assert self._ask is not None
+        self._messages = (*self._ask.messages, {"role": "assistant", "content": answer.text})
         self._text = f"{self._ask.prompt}{answer.text}\n"
         self._counted_tokens = answer.input_tokens or 0
         self._uncounted = f"{answer.text}\n" if answer.input_tokens else self._text
@@ -102,6 +110,7 @@ class Conversation(TextWorkload):
 
     def gave_up(self) -> None:
         self._text = ""  # all turns that are over
+        self._messages: tuple[Mapping[str, str], ...] = ()  # the same
         self._counted_tokens = 0  # what of it the server has counted
         self._uncounted = ""  # and what not
         self._turns = 0
@@ -110,16 +119,18 @@ class Conversation(TextWorkload):
     def _make(self) -> Ask:
         if self._turns >= self._sizes.chat_turns:
             self.gave_up()
-        turn = self._turn()
+        question, turn = self._turn()
         if self._turns and not self._fits(turn):
             self.gave_up()
-            turn = self._turn()
+            question, turn = self._turn()
         tokens = self._counted_tokens + self._facts.tokens(self._uncounted + turn)
-        return Ask(self._text + turn, self._sizes.answer_tokens, tokens)
+        messages = (*self._messages, {"role": "user", "content": question})
+        return Ask(self._text + turn, self._sizes.answer_tokens, tokens, messages=messages)
 
-    def _turn(self) -> str:
+    def _turn(self) -> tuple[str, str]:
+        """The question, and as it stands in the prompt."""
         question = self._author.question(self._facts.characters(self._sizes.question_tokens))
-        return f"User: {question}\nAssistant:"
+        return question, f"User: {question}\nAssistant:"
 
     def _fits(self, turn: str) -> bool:
         return self._facts.fits(
@@ -176,9 +187,19 @@ class BurstQuestions(TextWorkload):
         return self._question_after("")
 
 
+class LongAnswers(TextWorkload):
+    """Little to prefill, much to decode."""
+
+    name = "decode"
+
+    def _make(self) -> Ask:
+        asked = self._question_after("")
+        return replace(asked, max_tokens=self._sizes.decode_tokens, is_exact=True)
+
+
 TEXT_WORKLOADS: dict[str, type[TextWorkload]] = {
     workload.name: workload
-    for workload in (Conversation, SharedPrompt, QuestionedDocument, BurstQuestions)
+    for workload in (Conversation, SharedPrompt, QuestionedDocument, BurstQuestions, LongAnswers)
 }
 
 

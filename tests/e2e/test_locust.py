@@ -62,7 +62,7 @@ def test_a_trace_is_replayed_row_by_row_and_an_impossible_limit_fails_the_run(
     demo: Server, tmp_path: Path
 ) -> None:
     run = headless(
-        demo, tmp_path, "--workload", "trace", "--trace", str(TRACE), "--trace-length-scale",
+        demo, tmp_path, "--workload", "trace", "--trace", str(TRACE), "--length-scale",
         "0.06", "--trace-speed", "400", "--trace-requests", str(TRACE_ROWS),
         "--slo-ttft-p90", "0.000001", seconds=60,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from loadtest.replay.datasets import PREFIXES, DataSet
 from loadtest.simulator.block_cache import BlockCache, key_of, play
 from loadtest.simulator.experiments.paper import cache_policies, real
 from loadtest.simulator.experiments.paper.cache_policies import CountingOrder, OrderedCache
@@ -16,10 +17,8 @@ from loadtest.simulator.experiments.paper.poisson import (
     NODES,
     OF_PAPER,
     OTHERS,
-    PREFIXES,
     WARM_UP_S,
     Limits,
-    PoissonWorkload,
     gains_of,
     highest_rate,
     limits_of,
@@ -29,7 +28,7 @@ from loadtest.simulator.experiments.paper.poisson import (
 from loadtest.simulator.experiments.paper.served import ServePlan, serve
 from tests.loadtest.simulator.test_paper import ran
 
-HALF = PoissonWorkload("half", 4_096, 20, 0.5)
+HALF = DataSet("half", "half", 4_096, 20, 0.5)
 
 
 def test_every_prefix_comes_to_every_node_before_the_workload() -> None:

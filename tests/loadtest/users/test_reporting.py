@@ -79,7 +79,7 @@ def test_the_recording_of_users_has_a_level_for_each_workload_and_what_it_was_ma
 
 def test_a_trace_is_compared_with_the_unlimited_cache_that_a_replay_is_compared_with() -> None:
     records = [dataclasses.replace(record(), index=index) for index in range(len(ROWS))]
-    run = ended(records, workload="trace", trace=str(TRACE), trace_length_scale=0.5, seed=7)
+    run = ended(records, workload="trace", trace=str(TRACE), length_scale=0.5, seed=7)
     found = run.recording(records[:5] + records[6:], {"trace": Slo()})
     prompts = [
         planned.prompt_ids for planned in plan(ROWS, TokenSource.of_server(FACTS, 7), 0.5, 1)

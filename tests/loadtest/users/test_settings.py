@@ -151,3 +151,14 @@ def test_missing_keys_are_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="keys:1: a line is TENANT KEY") as refused:
         read(via="openai", tenants="acme", tenant_keys=str(keys))
     assert "mk of" not in str(refused.value), "a key is never shown"
+
+
+def test_data_sets_are_workloads_at_a_scale_for_what_takes_token_ids() -> None:
+    settings = read(workload="l-eval:2,chat:1", length_scale="0.25", tenants="a,b")
+    assert dict(settings.mix) == {"l-eval": 2, "chat": 1} and settings.length_scale == 0.25
+    assert settings.described()["length_scale"] == 0.25
+    with pytest.raises(SettingsError, match=r"16k sends token ids.*conductor") as refused:
+        read(workload="16k,chat", target_model="ensemble")
+    assert "chat sends" not in str(refused.value)
+    with pytest.raises(SettingsError, match=r"arxiv sends token ids.*use --via openai"):
+        read(workload="arxiv", via="openai-chat")

@@ -7,20 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadtest.replay.datasets import DATA_SETS
 from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.trace import read_trace
+from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import (
     AHEAD_S,
     LEAD_S,
     USERS_MAX,
+    DataSetShare,
     TraceProgress,
     TraceShare,
+    data_set_too_long,
     due_after_start_s,
     users_needed,
 )
 
 ROWS = read_trace(Path(__file__).parents[2] / "data" / "conversation_turns.jsonl", 30)
 SCALE, SPEED = 0.05, 2.0
+DEMO = ServerFacts(64, 8_192, 2_048, (0, 1, 2))
 SOURCE = TokenSource(2_048, (), seed=3)
 
 
@@ -86,3 +91,26 @@ def test_the_users_follow_the_bursts_of_a_trace_and_stay_bounded() -> None:
     assert users_needed(due_s, nothing, due_s[-1]) == 30
     assert users_needed([0.0] * 10_000, nothing, 0.0) == USERS_MAX
     assert users_needed([0.0, AHEAD_S + 1.0], nothing, 0.0) == 1
+
+
+def test_users_of_several_processes_share_a_data_set_between_them() -> None:
+    def ids(part: int, parts: int, count: int) -> list[list[int]]:
+        share = DataSetShare(DATA_SETS["16k"], DEMO, 5, 1 / 16, part, parts)
+        return [share.take().prompt_ids.tolist() for _ in range(count)]
+
+    whole = ids(0, 1, 6)
+    assert whole == [prompt for pair in zip(ids(0, 2, 3), ids(1, 2, 3), strict=True)
+                     for prompt in pair]  # fmt: skip
+    share = DataSetShare(DATA_SETS["16k"], DEMO, 5, 1 / 16)
+    brought = [one.prompt_ids.tolist() for one in share.bringing()]
+    assert all(len(prefix) == 512 for prefix in brought)
+    assert all(prompt[:512] in brought and len(prompt) == 1_024 for prompt in whole)
+    assert {one.output_tokens for one in share.bringing()} == {1}
+    assert share.take().output_tokens == 32
+
+
+def test_a_data_set_that_does_not_fit_says_at_which_scale_it_would() -> None:
+    problem = data_set_too_long(DATA_SETS["128k"], 1.0, DEMO) or ""
+    assert "131,584 tokens" in problem and "8,192" in problem
+    offered = float(problem.rpartition(" ")[2])
+    assert 0.05 < offered < 0.0625 and data_set_too_long(DATA_SETS["128k"], offered, DEMO) is None

@@ -136,3 +136,21 @@ def test_lengths_are_about_what_was_asked_for() -> None:
 
 def test_bursts_are_at_common_moments() -> None:
     assert [burst_due_s(now_s, 10.0) for now_s in (0.0, 3.2, 9.99, 10.0)] == [10, 10, 10, 20]
+
+
+def test_a_conversation_as_messages_says_the_same_turn_by_turn() -> None:
+    asked = turns("chat", 3)
+    for number, ask in enumerate(asked):
+        assert [one["role"] for one in ask.messages] == ["user", "assistant"] * number + ["user"]
+        assert all(one["content"] in ask.prompt for one in ask.messages)
+    assert asked[2].messages[:3] == (*asked[1].messages[:2], asked[1].messages[2])
+    anew = turns("chat", SIZES.chat_turns + 1)[-1]
+    assert len(anew.messages) == 1
+
+
+def test_a_decode_bound_chat_asks_little_and_gets_long_answers_of_one_length() -> None:
+    asked = turns("decode", 3)
+    assert all(ask.prompt_tokens < 128 < ask.max_tokens == SIZES.decode_tokens for ask in asked)
+    sent = asked[0].to_send("r")
+    assert (sent.min_tokens, sent.max_tokens, sent.end_id) == (512, 512, -1)
+    assert turns("burst", 1)[0].to_send("r").min_tokens is None

@@ -7,19 +7,16 @@ the paper's baseline; the gain over the best of all baselines stands beside it.
 
 from __future__ import annotations
 
+from loadtest.replay.datasets import ARXIV, L_EVAL
 from loadtest.simulator.experiments.paper.poisson import (
-    PoissonWorkload,
     gain_targets,
     rates_of,
     rows_of,
 )
 from loadtest.simulator.options import Answer, Begin, SimulationOptions
 
-WORKLOADS = (
-    PoissonWorkload("ArXiv summarization", 8_088, 229, 0.0),
-    PoissonWorkload("L-Eval", 19_019, 72, 0.8),
-)
-PAPER = {"ArXiv summarization": 20, "L-Eval": 40}  # percent
+WORKLOADS = (ARXIV, L_EVAL)
+PAPER = {ARXIV.title: 20, L_EVAL.title: 40}  # percent
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:

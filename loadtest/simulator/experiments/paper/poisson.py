@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadtest.harness.result import Cell, Target
-from loadtest.simulator.block_cache import key_of
-from loadtest.simulator.cluster.job import Offered
+from loadtest.replay.datasets import DataSet, poisson_rows
+from loadtest.replay.trace import TraceRow
+from loadtest.simulator.cluster.job import Offered, offered_of
 from loadtest.simulator.experiments import constants
 from loadtest.simulator.experiments.paper.served import ServedRun, ServePlan, ours, serve
 from loadtest.simulator.options import Begin, Rows, SimulationOptions
@@ -31,7 +32,6 @@ from loadtest.simulator.runs import OwnRequests, PlannedRun, run_all
 NODES = 4
 REQUESTS = 200  # of each run at least, after those that bring the prefixes
 SPAN = 10.0
-PREFIXES = 8
 WARM_UP_S = 15.0  # between those
 TTFT_FACTOR, TBT_FACTOR, QUANTILE = 10.0, 5.0, 0.9
 HALVINGS = 5  # a rate is 2.2 % off at most
@@ -52,16 +52,6 @@ OTHERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PoissonWorkload:
-    """Requests that are all alike."""
-
-    name: str
-    prompt_tokens: int
-    output_tokens: int
-    cached_share: float  # of the prompt, one of PREFIXES
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     ttft_s: float
     tbt_s: float
@@ -76,39 +66,26 @@ class Limits:
 
 
 def requests_of(
-    workload: PoissonWorkload, rate: float, requests: int, seed: int
+    data_set: DataSet, rate: float, requests: int, seed: int
 ) -> tuple[list[Offered], int]:
-    """Those that bring the prefixes, to every node in turns, and then the workload; how many are
+    """Those that bring the prefixes, to every node in turns, and then the data set's; how many are
     the former."""
-    block_tokens = constants.VLLM.block_tokens
-    shared = int(workload.cached_share * workload.prompt_tokens) // block_tokens
-    whole = workload.prompt_tokens // block_tokens
-    names = iter(range(10**9))
-    prefixes = [[key_of(next(names)) for _ in range(shared)] for _ in range(PREFIXES)]
-    offered = [
-        Offered(number, number * WARM_UP_S, shared * block_tokens, 1, prefixes[number // NODES])
-        for number in range(PREFIXES * NODES if shared else 0)
+    rows, first = poisson_rows(data_set, rate, requests, seed, copies=NODES, every_s=WARM_UP_S)
+    return offered_at(rows, constants.VLLM.block_tokens), first
+
+
+def offered_at(rows: Sequence[TraceRow], block_tokens: int) -> list[Offered]:
+    """At the rows' own times: the first of a data set without prefixes waits for its turn too."""
+    offered = offered_of(rows, block_tokens)
+    return [
+        replace(one, at_s=row.timestamp_ms / 1e3) for one, row in zip(offered, rows, strict=True)
     ]
-    first, random = len(offered), np.random.default_rng(seed)
-    gaps = random.exponential(1.0, requests)
-    gaps *= requests / gaps.sum()  # as many come as the rate says
-    at_s = first * WARM_UP_S + np.cumsum(gaps) / rate
-    chosen = random.integers(PREFIXES, size=requests)
-    for number in range(requests):
-        own = [key_of(next(names)) for _ in range(whole - shared)]
-        offered.append(
-            Offered(
-                first + number, float(at_s[number]), workload.prompt_tokens,
-                workload.output_tokens, prefixes[chosen[number]] + own,
-            )
-        )  # fmt: skip
-    return offered, first
 
 
-def limits_of(workload: PoissonWorkload) -> Limits:
+def limits_of(workload: DataSet) -> Limits:
     """From one request alone."""
     alone = replace(workload, cached_share=0.0)
-    run = serve(requests_of(alone, 1.0, 1, 0)[0], ServePlan(workload.name, OF_PAPER["vllm"]))
+    run = serve(requests_of(alone, 1.0, 1, 0)[0], ServePlan(workload.title, OF_PAPER["vllm"]))
     return Limits(TTFT_FACTOR * float(run.ttfts_s[0]), TBT_FACTOR * float(run.tbts_s[0]))
 
 
@@ -131,19 +108,17 @@ def highest_rate(is_kept: Callable[[float], bool], guess: float) -> float:
     return low
 
 
-def rates_of(
-    workload: PoissonWorkload, options: SimulationOptions, begin: Begin
-) -> dict[str, float]:
+def rates_of(workload: DataSet, options: SimulationOptions, begin: Begin) -> dict[str, float]:
     """Of every system."""
     plans = {}
     for prefills, decodes in SPLITS:
         shape = replace(options.settings(), prefills=prefills, decodes=decodes)
-        plans[f"mooncake {prefills}P+{decodes}D"] = ours(workload.name, shape, options=options)
+        plans[f"mooncake {prefills}P+{decodes}D"] = ours(workload.title, shape, options=options)
     for name, settings in (OF_PAPER | OTHERS).items():
-        plans[name] = ServePlan(workload.name, settings)
+        plans[name] = ServePlan(workload.title, settings)
     planned = [
         PlannedRun(
-            f"{workload.name}, {name}", OwnRequests(), rate_of,
+            f"{workload.title}, {name}", OwnRequests(), rate_of,
             (workload, plan, options.requests, options.seed),
         )
         for name, plan in plans.items()
@@ -153,7 +128,7 @@ def rates_of(
 
 
 def rate_of(
-    offered: Sequence[Offered], workload: PoissonWorkload, plan: ServePlan, requests: int | None,
+    offered: Sequence[Offered], workload: DataSet, plan: ServePlan, requests: int | None,
     seed: int, on_over: Callable[[], None] = lambda: None,
 ) -> float:  # fmt: skip
     """The highest rate that this system serves within the limits; `requests`: of each run."""
@@ -179,10 +154,10 @@ def gains_of(rates: Mapping[str, float]) -> tuple[float, float]:
 
 
 def gain_targets(
-    found: Mapping[PoissonWorkload, Mapping[str, float]], goals: Mapping[str, float], why_not: str
+    found: Mapping[DataSet, Mapping[str, float]], goals: Mapping[str, float], why_not: str
 ) -> list[Target]:
     """`goals`: by workload, of the gain over the paper's baseline."""
-    gains = {workload.name: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
+    gains = {workload.title: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
     return [
         Target(f"{name}: gain over the paper's baseline",
                round(gains[name], 4) if gains else None, ">=", goal, why_not)
@@ -190,15 +165,13 @@ def gain_targets(
     ]  # fmt: skip
 
 
-def rows_of(
-    found: Mapping[PoissonWorkload, Mapping[str, float]], papers: Mapping[str, Cell]
-) -> Rows:
+def rows_of(found: Mapping[DataSet, Mapping[str, float]], papers: Mapping[str, Cell]) -> Rows:
     rows: Rows = []
     for workload, rates in found.items():
         of_paper, of_all = gains_of(rates)
         for name, rate in rates.items():
             rows.append({
-                "workload": workload.name,
+                "workload": workload.title,
                 "prompt_tokens": workload.prompt_tokens,
                 "output_tokens": workload.output_tokens,
                 "cached_percent": round(100 * workload.cached_share),
@@ -206,6 +179,6 @@ def rows_of(
                 "requests_per_s": round(rate, 4),
                 "gain_over_paper_baseline_percent": round(100 * of_paper, 1),
                 "gain_over_best_baseline_percent": round(100 * of_all, 1),
-                "paper_gain_percent": papers[workload.name],
+                "paper_gain_percent": papers[workload.title],
             })  # fmt: skip
     return rows

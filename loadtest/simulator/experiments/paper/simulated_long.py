@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loadtest.harness.result import Target
+from loadtest.replay.datasets import SIMULATED_LONG, DataSet
 from loadtest.simulator.experiments.paper.poisson import (
-    PoissonWorkload,
     gain_targets,
     rates_of,
     rows_of,
 )
 from loadtest.simulator.options import Answer, Begin, SimulationOptions
 
-WORKLOADS = tuple(
-    PoissonWorkload(f"{tokens // 1024}k", tokens, 512, 0.5)
-    for tokens in (16_384, 32_768, 65_536, 131_072)
-)
-PAPER = dict.fromkeys((workload.name for workload in WORKLOADS), "50 to 525")
+WORKLOADS = SIMULATED_LONG
+PAPER = dict.fromkeys((workload.title for workload in WORKLOADS), "50 to 525")
 GAIN_MIN, GAIN_ONCE_MIN = 0.5, 3.0
 
 
@@ -33,7 +30,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     return rows_of(found, PAPER), targets_of(found, options.is_shortened)
 
 
-def targets_of(found: Mapping[PoissonWorkload, Mapping[str, float]], why_not: str) -> list[Target]:
+def targets_of(found: Mapping[DataSet, Mapping[str, float]], why_not: str) -> list[Target]:
     targets = gain_targets(found, dict.fromkeys(PAPER, GAIN_MIN), why_not)
     most = max((target.value for target in targets if target.value is not None), default=None)
     return [*targets, Target("the largest of these gains", most, ">=", GAIN_ONCE_MIN, why_not)]
