@@ -419,27 +419,25 @@ def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -
 def test_locusts_users_of_two_tenants_come_with_their_keys_and_a_full_one_is_rejected(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    """`single` may have one request at a time, so a burst of its user is rejected in part."""
+    """`single` may have one request at a time, so a burst of its only user is rejected in part."""
     keys = tmp_path / "keys"
     keys.write_text(f"acme {KEY}\nsingle {SINGLE_KEY}\n")
     run = headless(
         gateway.server, tmp_path, "--via", "openai", "--host", gateway.url,
-        "--metrics-url", f"{gateway.url}/metrics", "--tenants", "acme,single",
-        "--tenant-keys", str(keys), "--workload", "chat,burst", *LENIENT, users=4,
+        "--metrics-url", f"{gateway.url}/metrics", "--tenants", "acme:3,single",
+        "--tenant-keys", str(keys), "--workload", "shared:1,burst:3", *LENIENT, users=4,
     )  # fmt: skip
     assert (run.status, run.failures) == (0, 0), run.log
     records = run.recording.requests
-    groups = {"acme/chat", "acme/burst", "single/chat", "single/burst"}
+    groups = {"acme/shared", "acme/burst", "single/burst"}
     assert {record.workload for record in records} == groups
     assert run.recording.slo is not None or run.recording.slo_by_workload.keys() == groups
     rejected = [record for record in records if record.outcome == REJECTED]
-    assert {(one.workload.split("/")[0], one.kind) for one in rejected} == {
-        ("single", "tenant_full")
-    }
+    assert {(one.workload, one.kind) for one in rejected} == {("single/burst", "tenant_full")}
     assert {record.retry_after_s for record in rejected} == {1.0}
     done = [record for record in records if record.outcome == COMPLETED]
     assert all(
         len(record.token_times_s) == 12 for record in done if record.finish_reason == "length"
     )
-    assert max(record.cached_tokens or 0 for record in done) >= 64, "turns find the ones before"
+    assert max(record.cached_tokens or 0 for record in done) >= 64, "the common prompt is found"
     assert run.recording.samples and run.recording.settings["model"] == "demo"

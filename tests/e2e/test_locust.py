@@ -46,7 +46,7 @@ def test_one_user_of_make_loadtest_over_http_is_answered_by_the_ensemble(
     demo: Server, tmp_path: Path
 ) -> None:
     run = locusts.ended(tmp_path, [
-        *locusts.DRIVER, "--users", "1", "--seconds", "4", "--protocol", "http",
+        *locusts.DRIVER, "--users", "1", "--seconds", "4", "--via", "http",
         "--host", f"http://{demo.addresses.http}", "--metrics-url", demo.addresses.metrics_url,
         "--target-model", "ensemble", "--workload", "chat",
         *SMALL, *LENIENT, *locusts.outputs(tmp_path),

@@ -16,7 +16,7 @@ from loadtest.client.openai_server import HttpAddress, http_address, served_at
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import description
 from loadtest.client.sse_client import SseClient
-from tests.backends.gateway.test_app import KEYS, rig
+from tests.backends.gateway.rig import KEYS, rig
 
 
 async def asked(
