@@ -41,7 +41,7 @@ RETRY_AFTER_S = 1.0  # of a rejection that does not say
 # By status, where the code of OpenAI's error is none of ours.
 KINDS = {401: "forbidden", 403: "forbidden", 500: "server_error", 504: "timeout"}
 OWN_KINDS = ("invalid_request", "forbidden", "unavailable", "kv_missing")
-NO_KEY = "give its tenant's key by --tenant-keys, or one for all in OPENAI_API_KEY"
+NO_KEY = "put a key into OPENAI_API_KEY (for Locust's tenants: --tenant-keys FILE)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,9 @@ class UserRun:
 
     def identify(self, workload: str) -> UserIdentity:
         """The n-th user of this workload in this process: the same in every run like this one."""
-        tenant = tenant_of(self.settings.tenants, self._users[workload])
+        # Each workload begins with another tenant: few users of several are not all of one.
+        place = list(self.settings.mix).index(workload) if workload in self.settings.mix else 0
+        tenant = tenant_of(self.settings.tenants, place + self._users[workload])
         self._users[workload] += 1
         return UserIdentity(workload, f"{self.process_name}{self._users[workload]}", tenant)
 

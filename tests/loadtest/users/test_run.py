@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
 from loadtest.results.metrics import COMPLETED, RequestRecord
-from loadtest.users.run import RunBeginning, RunRecords, RunReport
+from loadtest.users.run import RunBeginning, RunClock, RunRecords, RunReport, UserRun
+from loadtest.users.settings import add_options, settings_of
 from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import TraceProgress
+
+SILENT: Any = None  # nothing is sent here
 
 
 def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord:
@@ -48,3 +54,16 @@ def test_rows_of_a_trace_keep_their_index() -> None:
     records = RunRecords()
     records.merge(RunReport("run", [record(3.0, index=9), record(1.0, index=4)], 0))
     assert [r.index for r in records.in_order(keep_index=True)] == [4, 9]
+
+
+def test_a_few_users_of_several_workloads_are_of_several_tenants() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = vars(parser.parse_args(["--workload", "chat,decode", "--tenants", "acme,batch"]))
+    settings, facts = settings_of(options, None), ServerFacts(64, 8_192, 2_048)
+    run = UserRun("run", settings, facts, RunClock(0.0), SILENT, environment=None)
+    users = [run.identify(name) for name in ("chat", "decode", "chat", "decode")]
+    assert [user.group for user in users] == [
+        "acme/chat", "batch/decode", "batch/chat", "acme/decode"
+    ]  # fmt: skip
+    assert [user.name for user in users] == ["1", "1", "2", "2"]
