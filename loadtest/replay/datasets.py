@@ -3,8 +3,8 @@
 The arXiv report, Table 2, gives each data set's mean lengths and its share of cached tokens, and no
 distribution: so all requests of one are alike, and that share of each, in whole blocks of 512, is
 one of a few prefixes that were sent before. A request is a row of a trace, whose ids say what is
-shared: the simulator's experiments offer the rows, `mooncake replay` and Locust's users send them at
-any scale. The same seed gives the same requests everywhere.
+shared: the simulator's experiments offer the rows, `mooncake replay` and Locust's users send them
+at any scale. The same seed gives the same requests everywhere.
 
 Ids of prefixes come first, then those of the requests' own whole blocks, request by request. The
 block that a prompt ends in has an id too, for its tokens, from LAST_BLOCKS on.
