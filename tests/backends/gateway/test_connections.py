@@ -286,6 +286,20 @@ def test_a_chunked_body_is_counted_as_it_comes() -> None:
     run(check)
 
 
+def test_what_is_written_is_sent_at_once_and_silent_clients_are_probed() -> None:
+    async def check(rig: Rig) -> None:
+        async with line(rig):
+            await until(lambda: _connections(rig))
+            [connection] = _connections(rig)
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            probes = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            assert probes == connections.PROBE_IDLE_S
+
+    run(check)
+
+
 def test_methods_that_a_path_does_not_take_are_named() -> None:
     async def check(rig: Rig) -> None:
         for method, path, allowed in (
