@@ -365,7 +365,7 @@ def write(path: Path, result: Result, runs: Sequence[Recording]) -> None:
     if len(runs) == 1:
         write_report(runs[0], path)
     elif runs:
-        digests = [digest_of(run, run.title.partition(": ")[2]) for run in runs]
+        digests = [digest_of(run, replayed.label_of(run)) for run in runs]
         write_page(sweep_page(digests), path)
     else:
         write_experiment(path, chapter_of(result))

@@ -98,6 +98,11 @@ def run(
     return to_bytes(recording_of(jobs, "simulate", title, described, slo, sampler.samples))
 
 
+def label_of(run: Recording) -> str:
+    """What tells it from the others of one command."""
+    return "{policy}, {admission}, {speed:g}x".format(**run.settings)
+
+
 def rows_of(runs: Sequence[Recording]) -> Rows:
     rows: Rows = []
     for one in runs:
