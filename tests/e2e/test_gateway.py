@@ -212,13 +212,13 @@ def test_a_prompt_streams_and_its_blocks_are_computed_once(browser: Tab, seed: i
     assert "computed" in browser.value(label)
 
     def found_again() -> bool:
+        """All but the last one, of which a token has to be computed where it ends the prompt."""
         ask(browser, prompt)
         answered(browser)
-        return blocks(browser)["computed"] == 0
+        again = blocks(browser)
+        return again["hit"] + again["fetched"] >= first["computed"] - 1
 
     wait_until(found_again, "its blocks to be found in the store")
-    again = blocks(browser)
-    assert again["hit"] + again["fetched"] == first["computed"]
     facts = browser.text("#facts")
     assert "prefill_" in facts and "decode_" in facts and "tokens a second".upper() in facts.upper()
     assert browser.value("$('why').querySelectorAll('tbody tr').length") == 4
@@ -250,6 +250,7 @@ def test_a_rejection_is_shown_as_what_it_is_and_the_stop_button_cancels(
     browser: Tab, gateway: Gateway
 ) -> None:
     server = gateway.server
+    wait_until(server.is_idle, "an idle start", FREED_S_MAX)
     with_key(browser, KEY)
     before = server.metric("mooncake_requests_total", outcome="cancelled")
     browser.type("#temperature", "1.9")  # it hardly ever ends by itself
