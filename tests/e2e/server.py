@@ -83,6 +83,7 @@ class Stream:
                  parameters: Mapping[str, Any] | None = None,
                  timeout_us: int | None = None) -> None:  # fmt: skip
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_over = False
         self._client = triton.InferenceServerClient(url)
         self._client.start_stream(lambda result, error: self._messages.put((result, error)))
         try:
@@ -97,11 +98,14 @@ class Stream:
 
     def next(self, timeout_s: float = 60.0) -> Any:
         """The next result, or None at the end; an error is raised."""
+        if self._is_over:
+            return None
         result, error = self._messages.get(timeout=timeout_s)
         if error is not None:
             raise error
         final = result.get_response().parameters.get("triton_final_response")
-        if not result.get_response().outputs and final is not None and final.bool_param:
+        self._is_over = final is not None and final.bool_param
+        if not result.get_response().outputs and self._is_over:
             return None
         return result
 
@@ -124,9 +128,6 @@ class Stream:
         try:
             while (result := self.next()) is not None:
                 take(answer, result)
-                response = result.get_response()
-                if response.parameters["triton_final_response"].bool_param:
-                    break
         except triton.InferenceServerException as error:
             answer.error = str(error)
         finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.server import Answer, Server, take, wait_until
+from tests.e2e.server import Answer, Server, wait_until
 from tests.e2e.server_processes import stub_of
 from tests.e2e.trtllm import expected, serving, set_parameter
 
@@ -334,9 +334,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
     stream = server.stream(
         input_ids=ids, max_tokens=1500, end_id=-1, return_decision=True, stream=True,
     )  # fmt: skip
-    answer = Answer()
-    for _ in range(20):
-        take(answer, stream.next())
+    answer = stream.begun(20)
     stub_of(server, answer.decision["decode"]).kill()
     rest = stream.all()
     assert not rest.error, rest.error
