@@ -23,6 +23,7 @@ from loadtest.results.metrics import COMPLETED, RequestRecord, Spread, spread
 
 PHASES = ("queue", "transfer", "prefill", "hand-over", "decode", "elsewhere")
 GROUPS_MAX = 10
+ROUNDING_S = 1e-9  # what is left of sums of times that have nothing elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def phases_of(record: RequestRecord) -> Phases | None:
 
 
 def _with_the_rest(found: dict[str, float], whole_s: float) -> dict[str, float]:
-    return found | {"elsewhere": max(0.0, whole_s - sum(found.values()))}
+    rest_s = whole_s - sum(found.values())
+    return found | {"elsewhere": rest_s if rest_s > ROUNDING_S else 0.0}
 
 
 def measured(records: Sequence[RequestRecord]) -> list[Phases]:

@@ -36,6 +36,7 @@ class FleetSampler:
 
 
 def values_of(fleet: SimulatedFleet) -> dict[str, float]:
+    """A decode worker counts its steps many at a time, too coarse for a share of a moment."""
     values: dict[str, float] = {}
     pages_max = float(fleet.site.pages_max)
     for worker in (*fleet.prefills.values(), *fleet.decodes.values()):
@@ -46,10 +47,10 @@ def values_of(fleet: SimulatedFleet) -> dict[str, float]:
             f"mooncake_requests_running{of}": float(report.running),
             f"mooncake_pages_used{of}": float(report.pages_used),
             f"mooncake_pages_max{of}": pages_max,
-            f"mooncake_step_seconds_total{of}": worker.busy_s,
         }
         if worker.worker_id in fleet.prefills:
             values[f"mooncake_queue_tokens{of}"] = float(report.queue_tokens)
+            values[f"mooncake_step_seconds_total{of}"] = worker.busy_s
         else:
             values[f"mooncake_context_tokens{of}"] = float(report.context_tokens)
     return values
