@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys
 
 BODY_BYTES_MAX = 16 * 2**20  # the conductor takes 4 MiB of text; token ids are longer as JSON
+BODIES_MAX = 16  # so many of the longest may be in hand at once, before their answers begin
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
 # Asked by load balancers and probes, which have no key, and while the process drains; by browsers
@@ -36,6 +38,14 @@ CLOSE = {"Connection": "close"}
 NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
 
 
+@dataclass(slots=True)
+class _Body:
+    """Of one request, so far."""
+
+    seen_bytes: int = 0
+    held_bytes: int = 0  # counted among those of all
+
+
 class Doors:
     """ASGI middleware. `is_draining` is set by the server."""
 
@@ -47,6 +57,7 @@ class Doors:
         self._keys = keys
         self._app, self._counts, self._paths = app, counts, paths
         self._body_bytes_max = body_bytes_max
+        self._bodies_bytes = 0  # of requests whose answer has not begun
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +73,13 @@ class Doors:
         scope["request_id"] = request_id.decode()
         path = scope["path"] if scope["path"] in self._paths else OTHER_PATH
         counts, started = self._counts, False
+        body = _Body()
 
         async def send_and_count(message: Message) -> None:
             nonlocal started
             if not started and message["type"] == "http.response.start":
                 started = True
+                self._let_go(body)
                 counts.answered(path, message["status"])
                 more = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
                 message = {**message, "headers": more}
@@ -79,8 +92,9 @@ class Doors:
                 ends = CLOSE if refusal.status == 400 else None
                 await refusal_response(refusal, ends)(scope, receive, send_and_count)
                 return
-            await self._app(scope, self._limited(receive), send_and_count)
+            await self._app(scope, self._limited(receive, body), send_and_count)
         finally:
+            self._let_go(body)
             counts.in_flight -= 1
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpRefusal | None:
@@ -104,19 +118,26 @@ class Doors:
             return self._too_large()
         return None
 
-    def _limited(self, receive: Receive) -> Receive:
-        """A body that does not say its length is counted as it comes."""
-        seen = 0
+    def _limited(self, receive: Receive, body: _Body) -> Receive:
+        """A body that does not say its length is counted as it comes, and so are all together."""
 
         async def receive_and_count() -> Message:
-            nonlocal seen
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._body_bytes_max:
+            size_bytes = len(message.get("body", b""))
+            body.seen_bytes += size_bytes
+            body.held_bytes += size_bytes
+            self._bodies_bytes += size_bytes
+            if body.seen_bytes > self._body_bytes_max:
                 raise self._too_large()
+            if self._bodies_bytes > BODIES_MAX * self._body_bytes_max:
+                raise unavailable("this gateway has too many long requests in hand; ask again")
             return message
 
         return receive_and_count
+
+    def _let_go(self, body: _Body) -> None:
+        self._bodies_bytes -= body.held_bytes
+        body.held_bytes = 0
 
     def _too_large(self) -> HttpRefusal:
         what = f"the body has more than {self._body_bytes_max:,} bytes; send a shorter prompt"

@@ -7,6 +7,8 @@ although the grammar (guides.py) would take them, because what it makes of them 
 * `minProperties` above 1 and the number of `required`: keys that are not named may come twice;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in the floats of a validator;
 * `prefixItems` in schemas of a draft before 2020-12, which do not know it;
+* beside a `oneOf`, what an older draft passes over: `const` before draft-06, and up to draft-07
+  whatever stands beside a `$ref`. Elsewhere an answer that keeps to it as well is none the worse;
 * more parts in one place than a compiler gets through in a second (schema_size.py).
 
 The grammar reads the newest draft. What older ones say otherwise (`items` and `additionalItems` of
@@ -31,6 +33,8 @@ PROBLEMS_MAX = 5
 MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder: a million take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
+IGNORE_BESIDE_REF = DRAFTS[:3]
+BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # mean the same with a $ref or without
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -152,6 +156,7 @@ class _Walk:
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
+        self._has_cases = "oneOf" in keywords_in(whole)  # of which only one may hold
         self._multiple_of = 1  # of all parts, which may meet in one number
         said = str(whole.get("$schema", NEWEST_DRAFT))
         self._draft = next((draft for draft in DRAFTS if draft in said), NEWEST_DRAFT)
@@ -199,7 +204,15 @@ class _Walk:
             return "" if _is_number(value) else "it must be a number"
         if keyword in TEXTS:
             return "" if isinstance(value, str) else "it must be a string"
+        if self._has_cases and self._passes_over(keyword, schema):
+            return f"with oneOf somewhere it is refused, as {self._draft} passes over it"
         return self._other(keyword, value)
+
+    def _passes_over(self, keyword: str, schema: Mapping[str, Any]) -> bool:
+        """Whether the schema's draft does not mind this keyword, or what stands beside it."""
+        if keyword == "$ref" and self._draft in IGNORE_BESIDE_REF:
+            return bool(schema.keys() & KEYWORDS - BESIDE_REF)
+        return keyword == "const" and self._draft == OLDEST_DRAFT
 
     def _one_schema(self, keyword: str, value: Any) -> str:
         """What is wrong with the list of it, or with the keyword; it is looked at as a part."""

@@ -7,13 +7,14 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from backends.gateway import connections, frontend_calls
 from backends.gateway.app import PATHS
+from backends.gateway.doors import BODIES_MAX
 from backends.gateway.fields import CHAT, COMPLETION
 from tests.backends.gateway.rig import BODY_BYTES_MAX, PROMPT, WAIT_S_MAX, Rig, run, until
 
@@ -282,6 +283,37 @@ def test_a_chunked_body_is_counted_as_it_comes() -> None:
             for _ in range(BODY_BYTES_MAX // 500 + 1):
                 chunks.send("1f4\r\n" + " " * 500 + "\r\n")
             assert b" 413 " in await chunks.head()
+
+    run(check)
+
+
+def test_bodies_take_so_much_memory_in_all_and_those_that_came_first_go_on() -> None:
+    """Until their answers begin. Each alone is within its limit."""
+    part = " " * (BODY_BYTES_MAX - 100)
+    whole = json.dumps({**PROMPT[COMPLETION], "max_tokens": 1})
+    begun = f"{POST}Connection: close\r\nContent-Length: {len(part) + len(whole)}\r\n\r\n{part}"
+
+    async def check(rig: Rig) -> None:
+        async with AsyncExitStack() as stack:
+            count = BODIES_MAX + 2  # as each is a little shorter than it may be
+            lines = [await stack.enter_async_context(line(rig)) for _ in range(count)]
+            for each in lines:
+                each.send(begun)
+            heads = {asyncio.ensure_future(each.head()): each for each in lines}
+            refused, waiting = await asyncio.wait(
+                heads, timeout=WAIT_S_MAX, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert 1 <= len(refused) <= 2, "one has to be too many"
+            assert all(b" 503 " in each.result() for each in refused)
+            for each in waiting:
+                heads[each].send(whole)
+            for each in waiting:
+                answered = await each
+                assert b" 200 " in answered or b" 503 " in answered
+            assert sum(b" 200 " in each.result() for each in heads) >= BODIES_MAX
+        async with line(rig) as later:
+            later.send(begun + whole)
+            assert b" 200 " in await later.head(), "they hold nothing any more"
 
     run(check)
 

@@ -194,6 +194,12 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"items": [{}]}', "items at #: use prefixItems"),
         ('{"items": {}, "additionalItems": {}}', "additionalItems at #: it means nothing in 2020"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf: it cannot be seen that"),
+        ('{"$schema": "http://json-schema.org/draft-04/schema#", '
+         '"oneOf": [{"type": "string"}, {"const": null}]}',
+         "const at #/oneOf/1: with oneOf somewhere it is refused, as draft-04 passes over it"),
+        ('{"$schema": "http://json-schema.org/draft-07/schema#", "$defs": {"text": {}}, '
+         '"oneOf": [{"type": "string"}, {"$ref": "#/$defs/text", "type": "null"}]}',
+         r"\$ref at #/oneOf/1: with oneOf somewhere it is refused, as draft-07 passes over it"),
         ('{"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}',
          "prefixItems at #: it means nothing in "),
         ("[]", "it is no JSON object"),
