@@ -231,14 +231,13 @@ class LoadOption:
         return self.parse(value)
 
 
-def size(name: str, help_text: str) -> LoadOption:
+def size(flag: str, help_text: str) -> LoadOption:
     """One of `Sizes`: a positive number, whole if its default is."""
+    name = flag.removeprefix("--").replace("-", "_")
     default = getattr(SIZES, name)
     is_whole = isinstance(default, int)
     least = 1 if is_whole else 0 if name == "think_s" else 0.1
-    return LoadOption(
-        f"--{name.replace('_', '-')}", default, help_text, number(least, 1e6, is_whole)
-    )
+    return LoadOption(flag, default, help_text, number(least, 1e6, is_whole))
 
 
 OPTIONS = (
@@ -259,16 +258,16 @@ OPTIONS = (
                "trace stands alone; then --users is ignored.", mix),
     LoadOption("--seed", 0, "Same seed, same users, texts and pauses.",
                number(0, 2**63, is_whole=True)),
-    size("think_s", "Mean pause before the next request, +- 50 %%."),
-    size("answer_tokens", "Longest answer."),
-    size("question_tokens", "Length of a question, about."),
-    size("chat_turns", "chat: turns of a conversation; then a new one."),
-    size("system_tokens", "shared: length of the common system prompt."),
-    size("document_tokens", "document: length of a document."),
-    size("document_questions", "document: questions about each."),
-    size("burst_requests", "burst: requests at once, per user."),
-    size("burst_every_s", "burst: all users fire at multiples of this."),
-    size("decode_tokens", "decode: length of every answer."),
+    size("--think-s", "Mean pause before the next request, +- 50 %%."),
+    size("--answer-tokens", "Longest answer."),
+    size("--question-tokens", "Length of a question, about."),
+    size("--chat-turns", "chat: turns of a conversation; then a new one."),
+    size("--system-tokens", "shared: length of the common system prompt."),
+    size("--document-tokens", "document: length of a document."),
+    size("--document-questions", "document: questions about each."),
+    size("--burst-requests", "burst: requests at once, per user."),
+    size("--burst-every-s", "burst: all users fire at multiples of this."),
+    size("--decode-tokens", "decode: length of every answer."),
     LoadOption("--length-scale", 1.0,
                "Data sets and trace: prompts and answers are this much of their lengths.",
                number(1e-6, 1e3), aliases=("--trace-length-scale",)),
