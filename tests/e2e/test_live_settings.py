@@ -17,7 +17,7 @@ from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.small_tokenizers import DEMO
 from tests.e2e.config_command import run_config, run_doctor
 from tests.e2e.load import B
-from tests.e2e.server import Server, running
+from tests.e2e.server import Server, running, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -56,7 +56,10 @@ def test_options_serve_another_checkpoint_with_other_counts_of_workers(
     model = read_model_config(checkpoint)
     weights_id = Checkpoint.open(checkpoint).weights_id(model)
     fingerprint = kv_layout.fingerprint(model.model_id, weights_id, model.layout("bfloat16", B))
-    assert server.metric("mooncake_worker_info", fingerprint=fingerprint) == 4, "all of its dtype"
+    wait_until(
+        lambda: server.metric("mooncake_worker_info", fingerprint=fingerprint) == 4,
+        "all four workers serve it in its dtype",
+    )
     assert server.ask("ensemble", text_input="It was", max_tokens=4, end_id=-1).error == ""
     status, said = run_config(server, "set", "conductor.output_tokens_default=5")
     assert status == 0 and "conductor serves with it" in said
