@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-REPLY_S_MAX = 30.0
+REPLY_S_MAX = 120.0
 POLL_S = 0.05
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -33,7 +33,12 @@ OPTIONS = (
 
 def chromium() -> str | None:
     """Its path; None where there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    for name in NAMES:
+        if path := shutil.which(name):  # which may be no more than a hint to install it
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([path, "--version"], capture_output=True, timeout=60, check=True)
+                return path
+    return None
 
 
 class Tab:

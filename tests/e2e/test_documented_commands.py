@@ -37,7 +37,7 @@ SAYS = {
     "/v1/models": r'"id":"demo"',
     "/generate_stream": r'"finish_reason":"(length|stop)"',
     "/ensemble/generate": r'"finish_reason":"(length|stop)"',
-    "ask; ask": r'(?s)"cached_tokens":0\b.*"cached_tokens":[1-9]\d{2}',
+    "ask; sleep 1; ask": r'(?s)"cached_tokens":0\b.*"cached_tokens":[1-9]\d{2}',
     "mooncake doctor": r"ok +(request: first token after|start: nothing stands against it)",
     "mooncake status": r"prefill, \d live",
     "mooncake config diff": r"conductor\.policy = ",
@@ -122,7 +122,7 @@ class Typist:
         _, http, grpc, metrics = self.ports.values()
         page = f"--metrics-url http://127.0.0.1:{metrics}/metrics"
         listen = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
-        small = "--seconds 2 --users 2 --workload chat --slo-ttft-p90 60 --slo-tbt-p90 60"
+        small = "--seconds 8 --users 2 --workload chat --slo-ttft-p90 60 --slo-tbt-p90 60"
         python = f"""case "$2" in
             loadtest.users) set -- "$@" --unloaded-requests 2 --url 127.0.0.1:{grpc} {small};;
             backends.cli) case "$3" in

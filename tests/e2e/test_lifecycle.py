@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.backends.small_tokenizers import DEMO
-from tests.e2e.server import Server, leftovers, wait_until
+from tests.e2e.server import READY_S_MAX, Server, leftovers, wait_until
 
 STOP_S_MAX = 15.0
 
@@ -75,7 +75,7 @@ def test_who_sees_the_conductor_ready_is_answered_and_a_signal_ends_everything_m
             return urllib.request.urlopen(url, timeout=2.0).status == 200
         return False
 
-    wait_until(is_ready, "the conductor to be ready", 60.0)
+    wait_until(is_ready, "the conductor to be ready", READY_S_MAX)
     assert not (answer := server.ask(text_input="It was", max_tokens=2)).error, answer.error
     streams = [
         server.stream(text_input="It was", max_tokens=4000, end_id=-1, stream=True)
@@ -99,9 +99,10 @@ def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]
     left = children(server)
     server.stop(signal.SIGKILL)
     wait_until(lambda: not [p for p in left if is_alive(p)], "every process to end")
+    assert leftovers(server), "a launcher that is killed cleans nothing up"
     # The files of a launcher that was killed are removed by the next one, before it serves.
     after = serve(wait=False)
-    wait_until(lambda: not leftovers(server), f"{leftovers(server)} to be removed", 60.0)
+    wait_until(lambda: not leftovers(server), f"{leftovers(server)} to be removed", READY_S_MAX)
     after.stop()
 
 

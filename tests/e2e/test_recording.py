@@ -24,7 +24,9 @@ WITHIN = {"max_tokens": 4, "end_id": -1}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("recording")
-    yield from running(folder, state_dir, {"recording_folder": "traces"})
+    yield from running(
+        folder, state_dir, {"recording_folder": "traces", "ttft_slo_s": "600", "tbt_slo_s": "60"}
+    )
 
 
 def traces(server: Server) -> list[Path]:

@@ -96,7 +96,7 @@ def test_who_believes_the_authority_is_answered_and_nobody_else(
 
     async def check(rig: Rig) -> None:
         url = f"https://127.0.0.1:{rig.port}/v1"
-        http = openai.DefaultAsyncHttpxClient(verify=ours.trust)
+        http = openai.DefaultAsyncHttpxClient(verify=ours.trust, trust_env=False)
         async with openai.AsyncOpenAI(base_url=url, api_key="key-of-acme", http_client=http) as one:
             answer = await one.completions.create(model="demo", prompt="hi", max_tokens=2)
             assert answer.choices[0].text == " word word"
