@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample as Series
 
+from loadtest.client.direct import get
 from loadtest.results.recording import Sample
 
 FETCH_S_MAX = 5.0
@@ -34,12 +34,9 @@ SETTLE_S = 0.5  # a server brings its page up to date a few times a second, not 
 def fetch_page(metrics_url: str, key: str = "") -> str:
     """Raises OSError when it cannot be had, ValueError when the address or the text is no such.
 
-    `key`: a gateway with API keys wants one for its page.
+    `key`: a gateway with API keys wants one for its page; no other page is given one.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    asked = urllib.request.Request(metrics_url, headers=headers)
-    with urllib.request.urlopen(asked, timeout=FETCH_S_MAX) as answer:
-        return str(answer.read().decode())
+    return get(metrics_url, key, FETCH_S_MAX).decode()
 
 
 def series_of(lines: Iterable[str]) -> Iterator[Series]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from loadtest.client.direct import get
 from loadtest.client.http_interfaces import OpenAiInterface
 from loadtest.client.protocol import ServerError
 
@@ -43,6 +43,15 @@ class HttpAddress:
     def metrics_url(self) -> str:
         """The gateway has the launcher's page."""
         return f"{self.url}/metrics"
+
+    def key_for(self, page: str, key: str) -> str:
+        """`key` where `page` is `metrics_url`, however written; "" for the page of anybody else."""
+        try:
+            parts = urlsplit(page)
+            server = http_address(f"{parts.scheme}://{parts.netloc}")
+        except ValueError:
+            return ""
+        return key if server == self and parts.path == "/metrics" else ""
 
 
 def http_address(text: str) -> HttpAddress:
@@ -79,13 +88,8 @@ class ServedByOpenAi:
 def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByOpenAi:
     """`model`: the one that is wanted, "" for the first. Raises ServerError."""
     url = f"{address.url}/v1/models"
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(
-            urllib.request.Request(url, headers=headers), timeout=PROBE_S_MAX
-        ) as answer:
-            said = json.loads(answer.read())
+        said = json.loads(get(url, key, PROBE_S_MAX))
         models = {str(each["id"]): each for each in said["data"]}
     except urllib.error.HTTPError as error:
         refused = OpenAiInterface().refusal(

@@ -235,7 +235,8 @@ def _run_with_progress(
         async def send() -> None:
             clock = WallClock()
             if metrics_url is not None:
-                samplers.append(MetricsSampler(metrics_url, clock.now_s, key=sending.key))
+                key = page_key(sending, metrics_url)
+                samplers.append(MetricsSampler(metrics_url, clock.now_s, key=key))
                 samplers[0].start()
             await send_all(run, sending, clock, on_change)
 
@@ -288,9 +289,8 @@ def replay(
     is_explained = out is not None or report is not None
     url = url or ADDRESSES[via]
     model = model or ("" if via == SentVia.OPENAI else CONDUCTOR)
-    sending = SendOptions(
-        url, model, ignore_eos, timeout_s, channels, is_explained, via.value, own_key()
-    )
+    key = own_key() if via == SentVia.OPENAI else ""  # Triton's ports know no keys
+    sending = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained, via.value, key)
     try:
         page = address_of_page(metrics_url, url, via) if report is not None else None
         if via != SentVia.GRPC:
@@ -376,6 +376,13 @@ def json_line(
         line["slo"] = dataclasses.asdict(slo)
         line["goodput"] = dataclasses.asdict(goodput(run.records, slo))
     return line | dataclasses.asdict(summary)
+
+
+def page_key(sending: SendOptions, metrics_url: str) -> str:
+    """The gateway's key, for its own page alone: it is nobody else's business."""
+    if sending.via != SentVia.OPENAI:
+        return ""
+    return http_address(sending.url).key_for(metrics_url, sending.key)
 
 
 def address_of_page(chosen: str | None, url: str, via: SentVia = SentVia.GRPC) -> str | None:

@@ -148,7 +148,7 @@ class DecidingSession:
             due_s = due_after_start_s(preparation.rows, trace.speed)
             self._shape.follow(TraceRun(due_s, clock.now_s, self.trace_progress))
         if settings.metrics_url is not None:
-            self._sampler = MetricsSampler(settings.metrics_url, clock.now_s, key=settings.any_key)
+            self._sampler = MetricsSampler(settings.metrics_url, clock.now_s, key=settings.page_key)
             self._sampler.start()
         if options.headless and options.only_summary:
             self._progress = gevent.spawn(self._show_progress, self.run)

@@ -109,6 +109,13 @@ class LoadSettings:
         """For questions that are no tenant's in particular."""
         return next((tenant.key for tenant in self.tenants if tenant.key), self.key)
 
+    @property
+    def page_key(self) -> str:
+        """For the metrics page, where that is the gateway's own."""
+        if self.gateway is None or self.metrics_url is None:
+            return ""
+        return self.gateway.key_for(self.metrics_url, self.any_key)
+
     def described(self) -> dict[str, Setting]:
         """Flat, for a recording."""
         found: dict[str, Setting] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +14,7 @@ from backends import launch_secret
 from backends.tenants import ApiKeys
 from loadtest.client.answer import ReceivedAnswer
 from loadtest.client.http_interfaces import CHAT, COMPLETIONS, HttpInterface, OpenAiInterface
+from loadtest.client.metrics_page import fetch_page
 from loadtest.client.openai_server import HttpAddress, http_address, served_at
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError
 from loadtest.client.server import description
@@ -198,6 +201,56 @@ def test_nobody_there_is_unreachable_and_the_message_says_what_to_do() -> None:
     with pytest.raises(ServerError, match="mooncake serve --openai-port") as unasked:
         served_at(http_address("127.0.0.1:1"))
     assert unasked.value.kind == "unreachable"
+
+
+def test_a_redirect_and_a_proxy_do_not_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization", "none"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"mooncake_a 1")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Gateway(Elsewhere):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", other)
+            self.end_headers()
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), each) for each in (Elsewhere, Gateway)]
+    other, asked = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(OSError, match="302"):
+            fetch_page(f"{asked}/metrics", "mk-secret")
+        with pytest.raises(ServerError):
+            served_at(http_address(asked), key="mk-secret")
+        monkeypatch.setenv("http_proxy", other)
+        monkeypatch.setenv("no_proxy", "")
+        with pytest.raises(OSError):
+            fetch_page("http://127.0.0.1:1/metrics", "mk-secret")
+        assert seen == []
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+def test_a_key_is_for_the_gateways_own_page_however_that_is_written() -> None:
+    gateway = http_address("https://LLM.example.org/v1")
+    for own in (gateway.metrics_url, "https://llm.example.org/metrics"):
+        assert gateway.key_for(own, "mk-secret") == "mk-secret"
+    for other in (
+        "http://llm.example.org/metrics", "https://llm.example.org:444/metrics", "", "x",
+        "https://llm.example.org@a/metrics", "https://llm.example.org/other", "https://[/metrics",
+    ):  # fmt: skip
+        assert gateway.key_for(other, "mk-secret") == "", other
 
 
 def test_addresses_of_openais_interface() -> None:

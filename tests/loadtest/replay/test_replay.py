@@ -18,6 +18,7 @@ from backends.cli import main
 from loadtest.client.protocol import GenerateRequest, Rejected, ServerError, TokenEvent
 from loadtest.client.server import ServerDescription, description
 from loadtest.client.triton_client import TritonClient
+from loadtest.replay import command
 from loadtest.replay.command import (
     ReplayOutputs,
     ReplayRefused,
@@ -197,6 +198,26 @@ def test_a_scale_of_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         main(["replay", str(SETTINGS.path), "--length-scale", "0"])
     assert ended.value.code == 2
     assert "must be a positive number" in capsys.readouterr().err
+
+
+def test_the_key_is_for_openais_interface_and_its_own_page_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "mk-secret")
+    begun: list[SendOptions] = []
+
+    def keep(settings: object, sending: SendOptions, *_: object) -> int:
+        begun.append(sending)
+        return 0
+
+    monkeypatch.setattr(command, "carry_out", keep)
+    for via in ("grpc", "http", "openai"):
+        with pytest.raises(SystemExit):
+            main(["replay", str(SETTINGS.path), "--via", via])
+    assert [sending.key for sending in begun] == ["", "", "mk-secret"]
+    assert command.page_key(begun[2], "http://127.0.0.1:9000/metrics") == "mk-secret"
+    for sending in begun:
+        assert command.page_key(sending, "http://127.0.0.1:8002/metrics") == ""
 
 
 def test_the_command_line_wins_over_the_server_and_the_rest_is_assumed_by_name() -> None:

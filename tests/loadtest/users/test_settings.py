@@ -136,6 +136,16 @@ def test_keys_are_of_the_tenants_and_none_is_shown(
     assert "mk-" not in repr(settings) + str(settings.described())
 
 
+def test_a_key_goes_to_the_gateways_own_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "mk-of-all")
+    own = "http://127.0.0.1:9000/metrics"
+    assert read(via="openai").page_key == read(via="openai", metrics_url=own).page_key
+    assert read(via="openai").page_key == "mk-of-all"
+    assert read(via="openai", metrics_url="http://127.0.0.1:8002/metrics").page_key == ""
+    assert read(via="openai", metrics_url="none").page_key == ""
+    assert read(metrics_url=own).page_key == ""
+
+
 def test_missing_keys_are_named_with_what_to_do(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("acme mk-of-acme\n")
