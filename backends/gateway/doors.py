@@ -34,6 +34,9 @@ AMBIGUOUS = (
     "the request says twice who asks or how long it is; send one Authorization, and either "
     "Content-Length or Transfer-Encoding"
 )
+# Without keys any page that somebody looks at could ask whatever runs on their machine.
+FOREIGN_PAGES = (b"cross-site", b"same-site")
+FOREIGN_PAGE = "this comes from a page of another site; with API keys it may, if it knows one"
 CLOSE = {"Connection": "close"}
 NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
 
@@ -107,6 +110,8 @@ class Doors:
             return HttpRefusal(400, "invalid_request", AMBIGUOUS)
         if scope["path"] in OPEN_PATHS:
             return None
+        if self._keys is None and headers.get(b"sec-fetch-site") in FOREIGN_PAGES:
+            return HttpRefusal(403, "forbidden", FOREIGN_PAGE)
         if self._keys is not None:
             scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
             if scope["tenant"] is None:
@@ -129,7 +134,7 @@ class Doors:
             self._bodies_bytes += size_bytes
             if body.seen_bytes > self._body_bytes_max:
                 raise self._too_large()
-            if self._bodies_bytes > BODIES_MAX * self._body_bytes_max:
+            if size_bytes and self._bodies_bytes > BODIES_MAX * self._body_bytes_max:
                 raise unavailable("this gateway has too many long requests in hand; ask again")
             return message
 

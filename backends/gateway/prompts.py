@@ -20,6 +20,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # the `provider_specific_fields`, others what a reasoning model thought).
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
+PROMPT_IDS_MAX = 2**20  # longer than the context of any model of today
 
 
 def read_prompt(value: object) -> str | list[int]:
@@ -38,6 +39,9 @@ def read_prompt(value: object) -> str | list[int]:
         raise bad_field(
             "prompt", f"prompt has {len(value)} prompts; send one in a request", code="unsupported"
         )
+    if len(value) > PROMPT_IDS_MAX:
+        what = f"prompt has {len(value):,} token ids; send at most {PROMPT_IDS_MAX:,}"
+        raise bad_field("prompt", what)
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= TOKEN_ID_MAX:
             raise bad_field("prompt", f"prompt[{index}] is {shown(token_id)}; send token ids")

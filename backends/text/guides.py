@@ -40,6 +40,8 @@ from backends.text.tokenizer import Tokenizer
 # once it is compiled.
 GRAMMARS_MAX = 64
 GRAMMARS_BYTES_MAX = 256 * 1024
+STACK_BYTES = 256 * 2**20  # reserved, and used only as far as a schema goes down
+_STACK_SIZE = threading.Lock()  # Python has one size for the stacks of all threads to come
 INDENTATION_MAX = 16
 MISSING = (
     "guided_json needs the package llguidance, which this server does not have: "
@@ -166,10 +168,35 @@ class Guides:
         return len(self._grammars) > GRAMMARS_MAX or size_bytes > GRAMMARS_BYTES_MAX
 
     def _compile(self, schema: str, vocabulary: _Vocabulary, grammar: _Grammar) -> None:
-        try:
-            grammar.matcher.set_result(self._compiled(schema, vocabulary))
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
-            grammar.matcher.set_exception(error)
+        """On a thread with a stack of its own: the compiler goes down all parts and references of a
+        schema on it, and the process would die where it ends. What is no refusal is not kept."""
+
+        def compile_it() -> None:
+            try:
+                grammar.matcher.set_result(self._compiled(schema, vocabulary))
+            except BaseException as error:  # whoever waits must hear of it, whatever it is
+                grammar.matcher.set_exception(error)
+                if not isinstance(error, InvalidRequest):
+                    self._forget(grammar)
+
+        with _STACK_SIZE:
+            before_bytes = threading.stack_size(STACK_BYTES)
+            try:
+                thread = threading.Thread(target=compile_it, name="grammar", daemon=True)
+                thread.start()
+            except BaseException as error:  # no memory for its stack
+                self._forget(grammar)
+                grammar.matcher.set_exception(error)
+                return
+            finally:
+                threading.stack_size(before_bytes)
+        thread.join()
+
+    def _forget(self, grammar: _Grammar) -> None:
+        with self._lock:
+            for digest, kept in list(self._grammars.items()):
+                if kept is grammar:
+                    del self._grammars[digest]
 
     def _compiled(self, text: str, vocabulary: _Vocabulary) -> Any:
         import llguidance

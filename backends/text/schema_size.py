@@ -66,15 +66,15 @@ class _Sizes:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
         self._targets: dict[str, _Size] = {}  # by reference; nothing while it is looked at
-        self._level = 0
+        self._heights: dict[str, int] = {}  # of those that were looked at: levels below them
+        self._level = self._deepest = 0
 
     def of(self, schema: Any, where: str) -> _Size:
         if not isinstance(schema, dict):
             return NOTHING
-        if self._level == LEVELS_MAX:
-            said = f"parts and references lead more than {LEVELS_MAX} levels down"
-            raise _TooLarge(f"$ref at {where}: {said}")
+        self._check_level(self._level + 1, where)
         self._level += 1
+        self._deepest = max(self._deepest, self._level)
         size = self._of(schema, where)
         self._level -= 1
         return size
@@ -110,10 +110,24 @@ class _Sizes:
             yield self._target(schema["$ref"])
 
     def _target(self, reference: str) -> _Size:
-        if reference not in self._targets:
-            self._targets[reference] = NOTHING
-            self._targets[reference] = self.of(self._find(reference), reference)
+        """Looked at once, but each way that leads to it is as long as the way behind it."""
+        if reference in self._targets:
+            deepest = self._level + self._heights.get(reference, 0)
+            self._check_level(deepest, reference)
+            self._deepest = max(self._deepest, deepest)
+            return self._targets[reference]
+        self._targets[reference] = NOTHING
+        before, self._deepest = self._deepest, self._level
+        self._targets[reference] = self.of(self._find(reference), reference)
+        self._heights[reference] = self._deepest - self._level
+        self._deepest = max(before, self._deepest)
         return self._targets[reference]
+
+    @staticmethod
+    def _check_level(level: int, where: str) -> None:
+        if level > LEVELS_MAX:
+            said = f"parts and references lead more than {LEVELS_MAX} levels down"
+            raise _TooLarge(f"$ref at {where}: {said}")
 
     def _find(self, reference: str) -> Any:
         found: Any = self._whole

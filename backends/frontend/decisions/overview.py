@@ -6,7 +6,8 @@
     hot_prefixes               hottest first: hash, blocks, hits a second, leading blocks by node
     decisions                  the latest, newest first (fields.py)
 
-Numbers, names and hashes: nothing that a client has written. Pure. Not here: who may ask
+Numbers, names and hashes: nothing that a client has written, but the name of its tenant
+where there are no keys. Pure. Not here: who may ask
 (frontend.py, tenants/asker.py), who it is shown to (gateway/page).
 """
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import time
 from dataclasses import replace
 
 import pytest
+from starlette.requests import Request
 
 from backends import launch_secret
-from backends.gateway import generation
+from backends.gateway import app, generation
 from backends.gateway.app import PATHS, UNSUPPORTED_PATHS
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls
@@ -472,3 +474,44 @@ def test_without_a_frontend_requests_are_503_and_it_is_found_again() -> None:
         assert (answer.status, answer.error["code"]) == (503, "unavailable")
 
     run(check)
+
+
+@pytest.mark.parametrize("long_body_bytes", [0, 1_000_000])
+def test_a_body_is_not_kept_for_as_long_as_its_answer_takes(
+    monkeypatch: pytest.MonkeyPatch, long_body_bytes: int
+) -> None:
+    monkeypatch.setattr(app, "LONG_BODY_BYTES", long_body_bytes)
+    mark = "kept-" + "x" * 500
+
+    def holders() -> list[object]:
+        return [
+            each for each in gc.get_objects()
+            if isinstance(each, Request) and mark.encode() in getattr(each, "_body", b"")
+        ]  # fmt: skip
+
+    async def check(rig: Rig) -> None:
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(rig.say("silent", metadata={"x": mark}, timeout=1.0))
+            await until(lambda: rig.frontend.requests)
+            assert not holders()
+        assert asked.result().status == 504
+
+    run(check)
+
+
+def test_without_keys_pages_of_other_sites_ask_nothing() -> None:
+    async def check(rig: Rig) -> None:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
+            answer = await rig.send("GET", "/v1/models", Sec_Fetch_Site=site)
+            assert answer.status == status, site
+        assert (await rig.send("GET", "/", Sec_Fetch_Site="cross-site")).status == 200, "a link"
+
+    run(check)
+
+
+def test_with_keys_pages_of_other_sites_may_ask_if_they_know_one() -> None:
+    async def check(rig: Rig) -> None:
+        rig.key = "key-of-acme"
+        assert (await rig.send("GET", "/v1/models", Sec_Fetch_Site="cross-site")).status == 200
+
+    run(check, ApiKeys(None, json.dumps(KEYS)))

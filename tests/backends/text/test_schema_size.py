@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,15 @@ def names(count: int) -> dict[str, Any]:
     return {f"n{number}": {"type": "integer"} for number in range(count)}
 
 
+def chain_behind_its_end(links: int, stride: int = 70) -> dict[str, Any]:
+    """The links that are far down are named first, so none is many levels from one looked at."""
+    schema = chain(links)
+    defs = {name: {"items": link} for name, link in schema["$defs"].items()}
+    named = range(links - stride, 0, -stride)
+    first = {f"p{number}": {"$ref": f"#/$defs/d{number}"} for number in named}
+    return {"$ref": schema["$ref"], "properties": first, "$defs": defs}
+
+
 MANY = [pattern(number) for number in range(38)]
 MEET = "patterns and formats may hold for one string"
 
@@ -56,6 +67,7 @@ MEET = "patterns and formats may hold for one string"
          "patternProperties at #: 101 of them"),
         ({"type": "object", "properties": names(1_001)}, "properties at #: one object may have"),
         (chain(LEVELS_MAX + 5), r"\$ref at #/\$defs/d\d+: parts and references lead more than"),
+        (chain_behind_its_end(1_300), r"\$ref at #/\$defs/d\d+: parts and references lead more"),
         (chain(40, nested=55), r"\$ref at #/\$defs/d.*: parts and references lead more than"),
     ],
 )  # fmt: skip
@@ -88,3 +100,24 @@ def test_what_is_below_the_bounds_is_not_refused_for_its_size() -> None:
 def test_the_deepest_schemas_that_pass_do_not_end_the_process() -> None:
     for schema in (chain(LEVELS_MAX - 5), chain(3, nested=LEVELS_MAX // 4)):
         assert GUIDES.guide(json.dumps(schema), END_IDS, []).allowed().any()
+
+
+def test_a_compiler_that_goes_deep_has_the_stack_for_it() -> None:
+    """In a process of its own, as it would end there: what bounds the levels is left out."""
+    script = """
+import json, sys
+from backends.text import json_schema
+json_schema.size_problems = lambda schema: []
+from backends.errors import InvalidRequest
+from tests.backends.text.test_guides import END_IDS, GUIDES
+from tests.backends.text.test_schema_size import chain_behind_its_end
+try:
+    GUIDES.guide(json.dumps(chain_behind_its_end(1_300)), END_IDS, [])
+except InvalidRequest as error:
+    print(error)
+print("alive")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr[-500:]
