@@ -110,6 +110,13 @@ def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
         kept = [file for file in files if file.resolve() != out.resolve()]
         if len(kept) < len(files):
             errors.print(f"{out} is what is written: it is not read", markup=False, soft_wrap=True)
+        if not kept:
+            errors.print(
+                "cannot report: nothing is left to read: give another file to --out, or name "
+                f"{out} once to draw it anew",
+                style="bold red", markup=False, soft_wrap=True,
+            )  # fmt: skip
+            return 1
         files = kept
     try:
         found = read_all(files, options.slo)

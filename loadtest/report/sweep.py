@@ -72,11 +72,21 @@ def value_of(run: RunDigest, name: str) -> float | None:
 
 
 def cost_of(runs: Sequence[RunDigest]) -> str | None:
-    """The setting that says what a run takes; None when it does not vary, or is not known."""
+    """The setting that says what a run takes; None when it does not vary, or when a run that has
+    goodput does not say it: that run could not be compared with the others."""
+    return next((name for name, silent in _varied_costs(runs).items() if not silent), None)
+
+
+def _varied_costs(runs: Sequence[RunDigest]) -> dict[str, int]:
+    """Costs that differ between the judged runs (all, where none is), the best known first, and how
+    many of them do not say it."""
+    judged = [run for run in runs if value_of(run, SHARE) is not None] or runs
+    found = {}
     for name in COSTS:
-        if len({value_of(run, name) for run in runs} - {None}) > 1:
-            return name
-    return None
+        known = [cost for run in judged if (cost := value_of(run, name))]
+        if len(set(known)) > 1:
+            found[name] = len(judged) - len(known)
+    return found
 
 
 def has_several_loads(runs: Sequence[RunDigest]) -> bool:
@@ -193,6 +203,13 @@ def warnings_of(runs: Sequence[RunDigest]) -> list[str]:
         )
     elif unjudged:
         found.append(f"{unjudged} of {len(runs)} runs have no service level, hence no goodput.")
+    costs = _varied_costs(runs)
+    if costs and all(costs.values()):
+        name, silent = next(iter(costs.items()))
+        found.append(
+            f"{silent} of {len(runs)} runs do not say their {name}, so all are compared without "
+            "what they take."
+        )
     levels = {(run.slo, run.is_mixed) for run in runs if value_of(run, SHARE) is not None}
     if len({(slo.ttft_s, slo.tbt_s) if slo else None for slo, _ in levels}) > 1:
         found.append(

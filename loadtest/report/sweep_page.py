@@ -120,7 +120,8 @@ def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> 
         found.append(not_measured("Goodput against load", "all runs were sent the same load."))
     cost = sweep.cost_of(runs)
     if cost is None:
-        why = f"no setting says what a run takes ({', '.join(sweep.COSTS)}), or it is the same."
+        costs = ", ".join(sweep.COSTS)
+        why = f"no setting of all runs says what they take ({costs}), or it is the same."
         found.append(not_measured("Goodput against cost", why))
     else:
         axis = RunAxis(cost, cost, "count", True)

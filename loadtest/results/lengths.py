@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -35,6 +36,10 @@ class LengthBucket(msgspec.Struct, frozen=True):
     within: int | None  # both
     ttft_p90_s: float | None
     tbt_p90_s: float | None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.tokens_from, self.tokens_to
 
     @property
     def name(self) -> str:
@@ -94,6 +99,15 @@ def length_edges(lengths: Sequence[int]) -> list[int]:
     if min(lengths) < 1:  # a request that names no prompt length
         edges[0] = min(lengths)
     return edges
+
+
+def span_names(buckets: Iterable[LengthBucket]) -> dict[tuple[int, int], str]:
+    """Each span of lengths that the buckets of several runs have, ascending, and its name: where it
+    begins. Where runs have buckets of other widths, spans overlap, and are named with their end."""
+    spans = sorted({bucket.span for bucket in buckets})
+    if any(one[1] > other[0] for one, other in pairwise(spans)):
+        return {span: " to ".join(map(tokens_name, span)) for span in spans}
+    return {span: tokens_name(span[0]) for span in spans}
 
 
 def tokens_name(tokens: int) -> str:

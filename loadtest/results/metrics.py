@@ -204,10 +204,11 @@ def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
 
 
 def offered_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """The load of a run, however long its last answers took; None of fewer than two moments."""
+    """The load of a run, however long its last answers took: the intervals between requests, over
+    the time they fill. None of fewer than two moments."""
     sent_s = [record.sent_s for record in records]
     between_s = max(sent_s) - min(sent_s) if sent_s else 0.0
-    return len(sent_s) / between_s if between_s > 0 else None
+    return (len(sent_s) - 1) / between_s if between_s > 0 else None
 
 
 def run_duration_s(records: Sequence[RequestRecord]) -> float:

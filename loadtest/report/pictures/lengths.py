@@ -20,7 +20,7 @@ from loadtest.report.pictures.style import (
     not_measured,
     percent_axis,
 )
-from loadtest.results.lengths import LengthBucket
+from loadtest.results.lengths import LengthBucket, span_names
 
 Buckets = Sequence[LengthBucket]
 NO_REQUEST = "no request was sent."
@@ -79,23 +79,23 @@ def goodput_of_runs(runs: Mapping[str, Buckets]) -> Picture:
     """The share within both limits of several runs, a line each; buckets may differ."""
     title = "Goodput by prompt length"
     lines = {
-        name: {b.tokens_from: share for b in buckets if (share := b.share(b.within)) is not None}
+        name: {b.span: share for b in buckets if (share := b.share(b.within)) is not None}
         for name, buckets in runs.items()
     }
     lines = {name: line for name, line in lines.items() if line}
     if not lines:
         return not_measured(title, NO_LEVEL if any(runs.values()) else NO_REQUEST)
-    names = {b.tokens_from: b.name for buckets in runs.values() for b in buckets}
-    places = {tokens: at for at, tokens in enumerate(sorted(names))}
+    names = span_names(b for buckets in runs.values() for b in buckets)
+    places = {span: at for at, span in enumerate(names)}
     left_out = len(lines) - len(MANY)
     shown = dict(list(lines.items())[: len(MANY)])
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for (name, line), colour in zip(shown.items(), MANY, strict=False):
-            at = [places[tokens] for tokens in line]
+            at = [places[span] for span in line]
             axes.plot(at, list(line.values()), "o-", color=colour, label=label(name), markersize=4)
-        _lengths_axis(axes, [names[tokens] for tokens in places])
+        _lengths_axis(axes, list(names.values()))
         axes.set_xlim(-0.5, len(places) - 0.5)
         percent_axis(axes)
         axes.set_ylabel("within both limits")
@@ -105,8 +105,7 @@ def goodput_of_runs(runs: Mapping[str, Buckets]) -> Picture:
     if left_out > 0:
         caption += f" {left_out} more runs are left out; the table has them."
     words = (
-        f"{name}: "
-        + ", ".join(f"from {names[tokens]} {share:.1%}" for tokens, share in line.items())
+        f"{name}: " + ", ".join(f"from {names[span]} {share:.1%}" for span, share in line.items())
         for name, line in shown.items()
     )
     return drawn(title, caption, f"{'; '.join(words)}.", draw)
@@ -154,7 +153,8 @@ def outcomes(buckets: Buckets) -> Picture:
 
 
 def _lengths_axis(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_xticks(range(len(names)), names)
+    is_span = any(" to " in name for name in names)
+    axes.set_xticks(range(len(names)), names, rotation=90 if is_span else 0)
     axes.tick_params(axis="x", length=0, labelsize=8)
     axes.grid(False, axis="x")
     axes.set_xlabel(OF_LENGTH)

@@ -28,7 +28,7 @@ from loadtest.report.pictures.style import (
 )
 from loadtest.report.sweep import RunLine, RunPoint, lines, pareto, value_of
 from loadtest.results.digest import RunDigest
-from loadtest.results.lengths import tokens_name
+from loadtest.results.lengths import span_names
 from loadtest.results.numbers import rate_text
 from loadtest.results.tables import duration
 
@@ -209,24 +209,28 @@ def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
     """The share within both limits as a field for each run and each bucket of prompt lengths."""
     title = "Goodput by prompt length"
     shown = [
-        (number, {b.tokens_from: share for b in run.lengths
+        (number, {b.span: share for b in run.lengths
                   if (share := b.share(b.within)) is not None})
         for number, run in enumerate(runs, 1)
     ]  # fmt: skip
     shown = [(number, cells) for number, cells in shown if cells][:BARS_MAX]
     if not shown:
         return not_measured(title, "no run has a service level and requests.")
-    columns = sorted({tokens for _, cells in shown for tokens in cells})
+    names = span_names(
+        b for number, _ in shown for b in runs[number - 1].lengths if b.share(b.within) is not None
+    )
+    columns = {span: at for at, span in enumerate(names)}
+    is_wide = any(" to " in name for name in names.values())
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for row, (_, cells) in enumerate(shown):
-            for tokens, share in cells.items():
-                at = columns.index(tokens)
+            for span, share in cells.items():
+                at = columns[span]
                 axes.barh(row, 0.96, 0.92, at - 0.48, color=NAMED["green"],
                           alpha=0.08 + 0.72 * share, linewidth=0)  # fmt: skip
                 axes.annotate(f"{share:.0%}", (at, row), ha="center", va="center", fontsize=7.5)
-        axes.set_xticks(range(len(columns)), [tokens_name(tokens) for tokens in columns])
+        axes.set_xticks(range(len(columns)), list(names.values()), rotation=90 if is_wide else 0)
         axes.set_yticks(range(len(shown)), [str(number) for number, _ in shown])
         axes.tick_params(length=0, labelsize=8)
         axes.set_xlim(-0.5, len(columns) - 0.5)
@@ -243,7 +247,7 @@ def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
         caption += f" {left_out} more runs are in the numbers only (--json)."
     words = (
         f"run {number}: "
-        + ", ".join(f"from {tokens_name(tokens)} {share:.0%}" for tokens, share in cells.items())
+        + ", ".join(f"from {names[span]} {share:.0%}" for span, share in cells.items())
         for number, cells in shown
     )
     return drawn(title, caption, f"{'; '.join(words)}.", draw, 1.2 + 0.24 * len(shown))

@@ -61,6 +61,14 @@ def test_a_runs_page_can_be_drawn_anew(files, tmp_path: Path, capsys) -> None:
     assert read_report(tmp_path / "again.html") == full()
 
 
+def test_a_page_that_is_only_written_leaves_nothing_to_read(files, capsys) -> None:
+    before = Path(files[0]).read_bytes()
+    assert status_of(files[0], files[0], "--out", files[0]) == 1
+    said = capsys.readouterr()
+    assert "nothing is left to read: give another file to --out" in said.err
+    assert said.out == "" and Path(files[0]).read_bytes() == before
+
+
 def test_what_is_no_report_is_refused_with_its_path_and_the_reason(files, tmp_path, capsys) -> None:
     (tmp_path / "text.html").write_text("<html>")
     for path, why in (("text.html", "no report of a run"), ("none.html", "No such file")):

@@ -14,11 +14,14 @@ import pytest
 from backends.cli import main
 from loadtest.report import sweep
 from loadtest.report.page import rendered, write_page
-from loadtest.report.pictures.tradeoff import parts_of
+from loadtest.report.pictures.lengths import goodput_of_runs
+from loadtest.report.pictures.style import Picture
+from loadtest.report.pictures.tradeoff import lengths_of_runs, parts_of
 from loadtest.report.run_page import bare_page
 from loadtest.report.sweep import RunPoint, best_of, different, lines, pareto
 from loadtest.report.sweep_page import sweep_page
 from loadtest.results.digest import RunDigest, digest_of, digests_from_bytes, digests_to_bytes
+from loadtest.results.lengths import by_length
 from loadtest.results.metrics import REJECTED, Slo
 from loadtest.results.recording import Recording, RecordingError, to_bytes
 from tests.loadtest.report.pages import ParsedPage
@@ -73,7 +76,7 @@ def test_the_table_has_what_was_counted_by_hand(page: ParsedPage) -> None:
         assert row["speed"] == str(speed) and row["policy"] == "ab"[number > 3]
         assert row["goodput"] == f"{(20 - late - rejected) / 20:.1%}"
         assert row["rejected"] == f"{rejected / 20:.1%}" and row["requests"] == "20"
-        assert float(row["sent/s"]) == pytest.approx(20 / (19 / speed), rel=0.01)
+        assert float(row["sent/s"]) == pytest.approx(speed, rel=0.001)
 
 
 def test_the_best_is_the_most_goodput_of_those_that_serve_nearly_all(page: ParsedPage) -> None:
@@ -89,7 +92,7 @@ def test_the_best_is_the_most_goodput_of_those_that_serve_nearly_all(page: Parse
 def test_pictures_say_their_points_in_words_and_are_not_empty(page: ParsedPage) -> None:
     assert len(page.alts) == 6 and page.drawn > 100
     (share,) = [alt for alt in page.alts if "limits, share" in alt]
-    assert "run 1: 1.05, 100.0%" in share and "run 6: 4.21, 55.0%" in share
+    assert "run 1: 1, 100.0%" in share and "run 6: 4, 55.0%" in share
     (bars,) = [alt for alt in page.alts if "too late or slow" in alt]
     assert "run 3: within both 75.0%, too late or slow 15.0%, rejected 10.0%" in bars
 
@@ -141,6 +144,45 @@ def test_cost_makes_goodput_a_node_the_measure() -> None:
     text = ParsedPage(rendered(sweep_page(runs))).words
     assert "Goodput against nodes" in text and "most goodput a second and node" in text
     assert "all runs were sent the same load" in text
+
+
+def test_a_run_that_does_not_say_its_cost_is_compared_and_the_reader_is_told() -> None:
+    sizes: list[dict[str, object]] = [{"gpus": 8}, {"gpus": 16}, {"workers": 4}]
+    runs = [digest_of(run_of(4.0, late, 0, **s)) for s, late in zip(sizes, (4, 2, 0), strict=True)]
+    assert sweep.cost_of(runs) is None and best_of(runs) == 3 and 3 in sweep.pareto_runs(runs)
+    assert "the most goodput a second of" in sweep.best_text(runs)
+    (said,) = sweep.warnings_of(runs)
+    assert said.startswith("1 of 3 runs do not say their gpus")
+
+    both = [digest_of(run_of(4.0, 0, 0, workers=n, **s)) for n, s in enumerate(sizes[:2], 2)]
+    other = digest_of(run_of(4.0, 0, 0, workers=1))
+    assert sweep.cost_of([*both, other]) == "workers" and best_of([*both, other]) == 3
+    assert sweep.warnings_of([*both, other]) == []
+
+    unjudged = digest_of(recording([answered(0), answered(1)]))  # it cannot be best anyway
+    assert sweep.cost_of([*runs[:2], unjudged]) == "gpus"
+
+
+def test_buckets_of_other_widths_are_not_laid_under_one_heading() -> None:
+    def run(tokens: list[int], ttft_s: float) -> Recording:
+        sent = [
+            answered(i, prompt_tokens=n, token_times_s=(i + ttft_s,)) for i, n in enumerate(tokens)
+        ]
+        return recording(sent, slo=Slo(1.0, 1.0))
+
+    near, far = run([64, 100, 200], 0.5), run([64, 2**20], 2.0)
+    assert by_length(near)[0].span == (64, 128) and by_length(far)[0].span == (64, 256)
+
+    def said(picture: Picture) -> str:
+        return ParsedPage(picture.svg).alts[0]
+
+    digests = said(lengths_of_runs([digest_of(near), digest_of(far)]))
+    assert digests.startswith("run 1: from 64 to 128 100%, from 128 to 256 100%; run 2: ")
+    assert "run 2: from 64 to 256 0%, " in digests
+    two = said(goodput_of_runs({"A": by_length(near), "B": by_length(far)}))
+    assert two.startswith("A: from 64 to 128 100.0%, from 128 to 256 100.0%; B: from 64 to 256")
+    same = said(lengths_of_runs([digest_of(near), digest_of(near)]))
+    assert same == "run 1: from 64 100%, from 128 100%; run 2: from 64 100%, from 128 100%."
 
 
 def test_parts_of_a_run_add_up() -> None:

@@ -79,6 +79,13 @@ def test_throughput_counts_completed_requests_over_the_whole_run() -> None:
     assert (summary.input_tokens_per_s, summary.output_tokens_per_s) == (50.0, 1.5)
 
 
+def test_the_load_is_the_intervals_between_requests_over_the_time_they_fill() -> None:
+    assert summarize([record(0, sent_s=1.0), record(1, sent_s=2.0)]).offered_per_s == 1.0
+    assert summarize([record(n, sent_s=n / 4) for n in range(9)]).offered_per_s == 4.0
+    for alone in ([], [record(0)], [record(0), record(1)]):
+        assert summarize(alone).offered_per_s is None
+
+
 def test_hit_rates_compare_the_same_requests() -> None:
     summary = summarize(
         [record(0), record(1, cached_tokens=None), record(2, outcome=REJECTED, kind="ttft")],
