@@ -48,7 +48,7 @@ class MasterSession(DecidingSession):
         environment.events.test_stopping.add_listener(self._drain)
 
     def share_out(self, run: UserRun, preparation: Preparation) -> None:
-        self._parts = self._present()
+        self._parts = sorted(self._present())  # on one host Locust deals users in this order
         self._rows = len(preparation.rows)
         self._trace_of = {}
         beginning = RunBeginning(run.run_id, run.clock.began_unix_s, run.facts, self._parts)
@@ -135,6 +135,7 @@ class WorkerSession:
         parts = beginning.parts
         if self.runner.client_id in parts:
             part = parts.index(self.runner.client_id)
+            self.run.part, self.run.parts = part, len(parts)
             self.run.data_sets = data_set_shares(settings, self.run.facts, part, len(parts))
             if settings.trace is not None:
                 rows = read_rows(settings.trace)

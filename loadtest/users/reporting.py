@@ -69,6 +69,8 @@ class EndedRun:
                     if workload in self.unloaded}  # fmt: skip
         slo_of = slos(list(groups), *limits, unloaded)
         verdict = judge(records, slo_of, unloaded, settings.min_goodput)
+        for name in self.tenants_without_requests(records):
+            log.warning("tenant %s: no request of it ended; it may need more users", name)
         if cancelled := self.run.records.cancelled:
             log.info("%d requests were cut off by the end of the run and do not count", cancelled)
         for line in verdict.lines():
@@ -85,6 +87,13 @@ class EndedRun:
         found = {group_of(workload, tenant): workload
                  for workload in settings.mix for tenant in settings.tenants}  # fmt: skip
         return {group: workload for group, workload in found.items() if group in sent}
+
+    def tenants_without_requests(self, records: Sequence[RequestRecord]) -> list[str]:
+        settings, groups = self.run.settings, self.groups(records)
+        return [
+            tenant.name for tenant in settings.tenants
+            if not any(group_of(workload, tenant) in groups for workload in settings.mix)
+        ]  # fmt: skip
 
     def _write(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> bool:
         from loadtest.report.run_page import write_report  # draws: loads matplotlib

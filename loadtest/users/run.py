@@ -28,7 +28,7 @@ from loadtest.client.answer import ReceivedAnswer, record_of
 from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
 from loadtest.results.metrics import COMPLETED, REJECTED, RequestRecord
 from loadtest.users.settings import LoadSettings
-from loadtest.users.tenants import UserIdentity, tenant_of
+from loadtest.users.tenants import UserIdentity, number_among_parts, tenant_of
 from loadtest.users.text import ServerFacts
 from loadtest.users.trace_share import DataSetShare, TraceProgress, TraceShare
 
@@ -159,6 +159,8 @@ class UserRun:
     sender: RequestSender
     environment: Any  # Locust's
     process_name: str = ""  # "" alone, the worker's number in a distributed run
+    part: int = 0  # which of `parts` processes that share the users this one is
+    parts: int = 1
     trace: TraceShare | None = None
     data_sets: Mapping[str, DataSetShare] = field(default_factory=dict)
     records: RunRecords = field(default_factory=RunRecords)
@@ -172,8 +174,12 @@ class UserRun:
     def identify(self, workload: str) -> UserIdentity:
         """The n-th user of this workload in this process: the same in every run like this one."""
         # Each workload begins with another tenant: few users of several are not all of one.
-        place = list(self.settings.mix).index(workload) if workload in self.settings.mix else 0
-        tenant = tenant_of(self.settings.tenants, place + self._users[workload])
+        mix = self.settings.mix
+        place = list(mix).index(workload) if workload in mix else 0
+        number = number_among_parts(
+            self._users[workload], self.part, self.parts, list(mix.values())
+        )
+        tenant = tenant_of(self.settings.tenants, place + number)
         self._users[workload] += 1
         return UserIdentity(workload, f"{self.process_name}{self._users[workload]}", tenant)
 

@@ -10,7 +10,8 @@ them: a command line can be read by everybody on a host.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from pathlib import Path
 
 from loadtest.client.protocol import GenerateRequest
 
-TENANT = re.compile(r"([A-Za-z0-9._-]{1,64})(?::([1-9][0-9]{0,5}))?(?:@([+-]?[0-9]{1,9}))?")
+TENANT = re.compile(r"([A-Za-z0-9._-]{1,64})(?::([0-9]{1,18}))?(?:@([+-]?[0-9]{1,9}))?")
 EXAMPLE = "acme:3,batch:1@-1"
+WEIGHT_MAX = 999
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ def tenants(text: str) -> tuple[LoadTenant, ...]:
         if parsed is None:
             raise ValueError(f"{part!r} is no tenant; write NAME, NAME:WEIGHT or {EXAMPLE}")
         name, weight, priority = parsed.groups()
+        if weight is not None and not 1 <= int(weight) <= WEIGHT_MAX:
+            raise ValueError(f"{weight} is no weight of {name}; write one from 1 to {WEIGHT_MAX}")
         if name in {tenant.name for tenant in found}:
             raise ValueError(f"{name} stands there twice")
         found.append(LoadTenant(name, int(weight or 1), int(priority or 0)))
@@ -105,12 +109,29 @@ def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
     """
     if not found:
         return None
-    total = sum(tenant.weight for tenant in found)
-    number %= total
-    # Who has the largest part of its share still to come is next.
+    order = turns(tuple(tenant.weight for tenant in found))
+    return found[order[number % len(order)]]
+
+
+@functools.lru_cache(maxsize=8)
+def turns(weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Whose turn it is: who has the largest part of its share still to come is next."""
     due = [
-        ((turn + 0.5) / tenant.weight, place)
-        for place, tenant in enumerate(found)
-        for turn in range(tenant.weight)
+        ((turn + 0.5) / weight, place)
+        for place, weight in enumerate(weights)
+        for turn in range(weight)
     ]
-    return found[next(itertools.islice(sorted(due), number, None))[1]]
+    return tuple(place for _, place in sorted(due))
+
+
+def number_among_parts(own: int, part: int, parts: int, mix_weights: Sequence[int]) -> int:
+    """Which of all users of its workload one is that is the `own`-th in this process.
+
+    Locust deals users to workers in turn, so where the length of the mix and the number of workers
+    have a common divisor, a workload comes only to workers of one remainder. Workers of the same
+    remainder share the numbers of a workload among them.
+    """
+    assert 0 <= part < parts
+    weights = mix_weights or (1,)
+    common = math.gcd(parts, sum(weights) // math.gcd(*weights))
+    return own * (parts // common) + part // common + part % common

@@ -99,12 +99,16 @@ def test_a_run_is_good_when_its_limits_were_kept(caplog: pytest.LogCaptureFixtur
     assert "MISSED chat: P90 TTFT 5 s" in caplog.text
 
 
-def test_each_tenant_is_judged_by_itself_if_it_had_a_user() -> None:
+def test_each_tenant_is_judged_by_itself_if_it_had_a_user(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     late = dataclasses.replace(record(ttft_s=9.0), workload="batch/chat")
     records = [dataclasses.replace(record(), workload="acme/chat"), late]
     run = ended(records, tenants="acme,batch,idle", workload="chat", slo_ttft_p90="10x")
     assert run.groups(records) == {"acme/chat": "chat", "batch/chat": "chat"}
     assert not run.is_good()
+    warned = [line for line in caplog.messages if line.startswith("tenant ")]
+    assert warned == ["tenant idle: no request of it ended; it may need more users"]
     levels = {name: Slo(0.2, 0.025) for name in run.groups(records)}
     found = run.recording(records, levels | {"batch/chat": Slo(10.0, 0.025)})
     assert found.slo_by_workload.keys() == {"acme/chat", "batch/chat"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import Any
 
 from loadtest.results.metrics import COMPLETED, RequestRecord
@@ -67,3 +68,30 @@ def test_a_few_users_of_several_workloads_are_of_several_tenants() -> None:
         "acme/chat", "batch/decode", "batch/chat", "acme/decode"
     ]  # fmt: skip
     assert [user.name for user in users] == ["1", "1", "2", "2"]
+
+
+def tenants_dealt(mix: str, tenants: str, workers: int, users: int) -> Counter[str]:
+    """Groups of users that are dealt to workers in turn, as Locust deals them."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = vars(parser.parse_args(["--workload", mix, "--tenants", tenants]))
+    settings, facts = settings_of(options, None), ServerFacts(64, 8_192, 2_048)
+    runs = [
+        UserRun("run", settings, facts, RunClock(0.0), SILENT, None, part=part, parts=workers)
+        for part in range(workers)
+    ]
+    names = list(settings.mix)
+    return Counter(
+        runs[user % workers].identify(names[user % len(names)]).group for user in range(users)
+    )
+
+
+def test_tenants_have_their_shares_of_users_that_several_workers_run() -> None:
+    for workers in (1, 2, 3, 4, 8):
+        for users in (4, 12, 40):
+            shares = tenants_dealt("chat", "acme:1,batch:1", workers, users)
+            assert shares == {"acme/chat": users // 2, "batch/chat": users // 2}, (workers, users)
+        shares = tenants_dealt("chat", "acme:3,batch:1", workers, 24)
+        assert shares == {"acme/chat": 18, "batch/chat": 6}, workers
+        shares = tenants_dealt("chat,decode", "acme,batch", workers, 24)
+        assert set(shares.values()) == {6} and len(shares) == 4, workers

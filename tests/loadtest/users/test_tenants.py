@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from loadtest.client.protocol import GenerateRequest, parameters
-from loadtest.users.tenants import LoadTenant, UserIdentity, shown, tenant_of, tenants
+from loadtest.users.tenants import LoadTenant, UserIdentity, shown, tenant_of, tenants, turns
 
 
 def test_tenants_have_weights_and_priorities() -> None:
@@ -27,6 +27,14 @@ def test_users_are_spread_over_tenants_by_weight_from_the_first_on() -> None:
     assert {one.name for one in of[:4] if one} == {"acme", "batch"}, "four users are enough"
     assert of[:4] == of[4:8], "in every run alike"
     assert tenant_of((), 7) is None
+
+
+def test_a_weight_has_a_limit_that_the_error_says_and_the_order_is_made_once() -> None:
+    for wrong in ("0", "1000", "999999"):
+        with pytest.raises(ValueError, match=f"{wrong} is no weight of acme; .* from 1 to 999"):
+            tenants(f"acme:{wrong},b:1")
+    weights = (998, 997)
+    assert turns(weights) is turns(weights) and Counter(turns(weights)) == {0: 998, 1: 997}
 
 
 def test_a_users_requests_are_its_tenants_and_counted_as_such() -> None:
