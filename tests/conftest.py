@@ -51,6 +51,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.stash[SEED]} (repeat with --seed={config.stash[SEED]})"
 
 
+UNDER_TRITON = "tests/e2e/"
 SERVER_FIXTURES = {"etcd", "process", "targets"}  # who asks for one of these starts a server
 
 
@@ -66,21 +67,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """File by file; the first process begins with those under Triton, as two cores carry one such
-    system and what needs none beside it. Who runs out of its own takes what is left of the others,
-    so that both end at the same time. The three hosts of `tests/fleet` stay together. (The groups
-    of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids elsewhere.)
+    """File by file; the first process begins with all that is under Triton, as two cores carry one
+    such system and what needs none beside it. The three hosts of `tests/fleet` stay together. (The
+    groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids elsewhere.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class OneTriton(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/fleet" if nodeid.startswith("tests/fleet/") else nodeid.partition("::")[0]
+            for folder in (UNDER_TRITON, "tests/fleet/"):
+                if nodeid.startswith(folder):
+                    return folder
+            return nodeid.partition("::")[0]
 
         def _assign_work_unit(self, node: Any) -> None:
             first = node is self.nodes[0]
             for scope in self.workqueue:  # the longest first
-                if scope.startswith("tests/e2e/") == first:
+                if (scope == UNDER_TRITON) == first:
                     self.workqueue.move_to_end(scope, last=False)
                     break
             super()._assign_work_unit(node)
