@@ -48,7 +48,7 @@ FLOORS = {
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics", "tenants"},
         {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls", "statuses"},
-        {"errors", "extras", "shipped"},
+        {"direct_http", "errors", "extras", "shipped"},
     ],
     "loadtest": [
         {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from backends.cluster.deployment import Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan
+from backends.direct_http import direct_opener
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import leader_at, waiting_at
 from mooncake_store.directory.etcd import etcd_url
@@ -127,7 +128,7 @@ def _opener() -> urllib.request.OpenerDirector:
     """Directly, whatever http_proxy says; a member of etcd asks for this host's certificate."""
     contexts = contexts_of_process()
     tls = urllib.request.HTTPSHandler(context=contexts.client if contexts is not None else None)
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
+    return direct_opener(tls)
 
 
 def _unreached(ready_url: str) -> dict[str, str]:

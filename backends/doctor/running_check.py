@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backends.direct_http import DIRECTLY
 from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding
 from backends.errors import Forbidden
 from backends.metrics.status.view import Page, parse
-from backends.model_settings.running_system import DIRECTLY, REFUSED, RunningSettings
+from backends.model_settings.running_system import REFUSED, RunningSettings
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 

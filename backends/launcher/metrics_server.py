@@ -29,7 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from backends.launcher.repository import DIRECTLY, ModelState
+from backends.direct_http import DIRECTLY
+from backends.launcher.repository import ModelState
 from backends.metrics.table import METRICS
 
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")

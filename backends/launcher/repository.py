@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan
+from backends.direct_http import DIRECTLY
 from backends.model_settings.repository_files import digest
 from backends.model_settings.running_system import (
     LOADED,
@@ -266,7 +267,6 @@ def running_settings(
 
 
 ASK_S_MAX = 2.0
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 Ask = Callable[[str], bool | None]  # is this model ready? None: Triton does not answer
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from backends.direct_http import DIRECTLY
 from backends.shipped import DEFAULT_REPOSITORY
 
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
@@ -23,7 +23,6 @@ POLL_S = 0.2
 GONE_S_MAX = 10.0  # a launcher on a busy machine may be late with an answer
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
 REPLACED = "replaced"  # by another edit, before anything came of it
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 
 
 @dataclass(frozen=True, slots=True)

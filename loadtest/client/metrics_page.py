@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample as Series
 
-from loadtest.client.direct import get
+from backends.direct_http import get
 from loadtest.results.recording import Sample
 
 FETCH_S_MAX = 5.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtest.client.direct import get
+from backends.direct_http import get
 from loadtest.client.http_interfaces import OpenAiInterface
 from loadtest.client.protocol import ServerError
 

@@ -24,6 +24,7 @@ LONG_ANSWER_TOKENS = 7_000  # nothing of that length ends by itself while a call
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
 CALL_S_MAX = 60.0
+RETRIES = 10  # of a library's own, where it is to come again until it is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,8 @@ class BackOff:
             f"told {said:g} s, waited {waited:.2f} s" for said, waited in self.waited_s
         )
         return f"{self.statuses}; {waits}"
+
+
+def text_of(chunks: list[Any]) -> str:
+    """Of a streamed chat, as both libraries show its events."""
+    return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)

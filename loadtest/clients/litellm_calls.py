@@ -18,18 +18,19 @@ from loadtest.clients.call_matrix import (
     LONG_ANSWER_TOKENS,
     MESSAGES,
     PROMPT,
+    RETRIES,
     BackOff,
     Call,
     CalledServer,
     raised,
     run_calls,
+    text_of,
 )
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices from GitHub
 litellm: Any = importlib.import_module("litellm")
 httpx: Any = importlib.import_module("httpx")
 litellm.suppress_debug_info = True
-RETRIES = 10
 
 
 def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
@@ -38,10 +39,6 @@ def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
         "messages": MESSAGES, "max_tokens": 16, "seed": 5, "max_retries": 0,
         "timeout": CALL_S_MAX,
     } | more  # fmt: skip
-
-
-def text_of(chunks: list[Any]) -> str:
-    return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
 
 
 def completion(server: CalledServer) -> str:

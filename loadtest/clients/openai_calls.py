@@ -20,11 +20,13 @@ from loadtest.clients.call_matrix import (
     LONG_ANSWER_TOKENS,
     MESSAGES,
     PROMPT,
+    RETRIES,
     BackOff,
     Call,
     CalledServer,
     raised,
     run_calls,
+    text_of,
 )
 
 # Fields of OpenAI's interface that change nothing here, and those whose value asks for nothing.
@@ -35,7 +37,6 @@ HARMLESS: dict[str, Any] = {
     "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": None,
     "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": None,
 }  # fmt: skip
-RETRIES = 10
 
 
 def synchronous(server: CalledServer, key: str = "", **more: Any) -> openai.OpenAI:
@@ -52,10 +53,6 @@ def endless(server: CalledServer, **more: Any) -> dict[str, Any]:
     body = {"ignore_eos": True} | more
     return {"model": server.model, "prompt": PROMPT, "max_tokens": LONG_ANSWER_TOKENS,
             "stream": True, "extra_body": body}  # fmt: skip
-
-
-def text_of(chunks: list[Any]) -> str:
-    return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
 
 
 def models(server: CalledServer) -> str:

@@ -22,6 +22,7 @@ Not here: who is shown it (answer.py for the request's own client, overview.py f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from backends.frontend.decisions.latest import Decided, DecisionRecord
@@ -48,8 +49,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
         "place_s": route.order_key_s - decided.decided_at_s,
     }
     if decided.candidates:
-        found["candidates"] = [candidate_fields(candidate) for candidate in decided.candidates]
-        found["candidates_left_out"] = decided.candidates_left_out
+        found |= candidates_fields(decided.candidates, decided.candidates_left_out)
     if (advice := route.advice) is not None:
         found["advice"] = {
             "kind": advice.kind,
@@ -66,6 +66,13 @@ def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object
         "admission": config.admission,
         "rejected": rejected.kind,
         "predicted": asdict(rejected.predicted) if rejected.predicted is not None else None,
+    }
+
+
+def candidates_fields(candidates: Sequence[Candidate], left_out: int) -> dict[str, object]:
+    return {
+        "candidates": [candidate_fields(candidate) for candidate in candidates],
+        "candidates_left_out": left_out,
     }
 
 
@@ -127,8 +134,7 @@ def record_fields(
         found |= {"reason": decision.reason, "retry_after_s": decision.retry_after_s}
     else:
         found |= route_fields(decision, config)
-    found["candidates"] = [candidate_fields(candidate) for candidate in record.candidates]
-    found["candidates_left_out"] = record.candidates_left_out
+    found |= candidates_fields(record.candidates, record.candidates_left_out)
     if record.cached_tokens is not None:
         found["came"] = {
             "cached_tokens": record.cached_tokens,

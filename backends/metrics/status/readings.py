@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import http.client
 import time
-import urllib.request
 from collections import deque
 
+from backends.direct_http import DIRECTLY
 from backends.metrics.status.view import Page, View, parse, view
 
 FETCH_S_MAX = 5.0
@@ -22,8 +22,7 @@ class NoStatus(Exception):
 
 def fetch_page(metrics_url: str) -> bytes:
     """As it is, directly whatever http_proxy says; OSError or HTTPException."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(metrics_url, timeout=FETCH_S_MAX) as answer:
+    with DIRECTLY.open(metrics_url, timeout=FETCH_S_MAX) as answer:
         return bytes(answer.read())
 
 
