@@ -9,6 +9,7 @@ Not here: routes (app.py), draining itself (server.py).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import uuid
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ AMBIGUOUS = (
 # Without keys any page that somebody looks at could ask whatever runs on their machine.
 FOREIGN_PAGES = (b"cross-site", b"same-site")
 FOREIGN_PAGE = "this comes from a page of another site; with API keys it may, if it knows one"
+# Nor may such a page reach us under a name of its own that it has pointed at this machine.
+FOREIGN_NAME = (
+    "{host} may be anybody's name for this machine; without API keys ask localhost or an address, "
+    "or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
+)
 CLOSE = {"Connection": "close"}
 NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
 
@@ -112,6 +118,10 @@ class Doors:
             return None
         if self._keys is None and headers.get(b"sec-fetch-site") in FOREIGN_PAGES:
             return HttpRefusal(403, "forbidden", FOREIGN_PAGE)
+        if self._keys is None and is_loopback(scope):
+            host = headers.get(b"host", b"").decode("latin-1")
+            if is_anybodys(host):
+                return HttpRefusal(403, "forbidden", FOREIGN_NAME.format(host=host))
         if self._keys is not None:
             scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
             if scope["tenant"] is None:
@@ -153,3 +163,25 @@ def bearer(header: bytes) -> str:
     """The key in an Authorization header; "" without one."""
     scheme, _, key = header.decode("latin-1").strip().partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_loopback(scope: Scope) -> bool:
+    """Did it come over an address that only this machine has?"""
+    address = (scope.get("server") or ("",))[0]
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_anybodys(host: str) -> bool:
+    """Is the value of a Host header a name whose owner may point it where they like? Addresses
+    and `localhost` are not, nor is a name without a dot, which no public DNS has."""
+    name = re.sub(r":\d*$", "", host).rstrip(".").lower()
+    if "." not in name or name.endswith(".localhost"):
+        return False
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return True
+    return False

@@ -509,6 +509,40 @@ def test_without_keys_pages_of_other_sites_ask_nothing() -> None:
     run(check)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("rebound.example:9000", 403),
+        ("rebound.example.", 403),
+        ("1.2.3.4.example", 403),
+        ("127.0.0.1.example:9000", 403),
+        ("127.0.0.1:9000", 200),
+        ("[::1]:9000", 200),
+        ("10.0.0.7", 200),
+        ("localhost", 200),
+        ("localhost.:9000", 200),
+        ("Me.LocalHost:9000", 200),
+        ("gpu-box:9000", 200),
+    ],
+)
+def test_without_keys_a_name_that_anybody_may_have_pointed_here_is_refused(
+    host: str, status: int
+) -> None:
+    async def check(rig: Rig) -> None:
+        assert (await rig.send("GET", "/v1/models", Host=host)).status == status
+        assert (await rig.send("GET", "/ready", Host=host)).status == 200, "a probe"
+
+    run(check)
+
+
+def test_with_keys_the_server_may_have_any_name() -> None:
+    async def check(rig: Rig) -> None:
+        rig.key = "key-of-acme"
+        assert (await rig.send("GET", "/v1/models", Host="llm.acme.example")).status == 200
+
+    run(check, ApiKeys(None, json.dumps(KEYS)))
+
+
 def test_with_keys_pages_of_other_sites_may_ask_if_they_know_one() -> None:
     async def check(rig: Rig) -> None:
         rig.key = "key-of-acme"
