@@ -53,6 +53,9 @@ def doctor(
     http_port: Annotated[int, typer.Option(help="KServe HTTP port of the next start.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="KServe gRPC port of the next start.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port of the next start.")] = 8002,
+    openai_port: Annotated[
+        int, typer.Option(help="OpenAI's interface of the next start; 0: none.")
+    ] = 0,
     nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
     store_bytes: Annotated[
         str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
@@ -76,6 +79,7 @@ def doctor(
     needed_bytes = len(named) * parse_bytes(store_bytes) + TRITON_SHM_BYTES
     if running is None:
         ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+        ports |= {"openai": openai_port} if openai_port else {}
         findings += start_findings(ports, needed_bytes)
     facts = read_host(devices, threads, 0 if running is not None else needed_bytes)
     findings += host_findings(facts, probed())
