@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,39 +10,11 @@ from backends.errors import InvalidRequest
 from backends.frontend import cluster_view
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.decisions.latest import Decided
-from conductor.config import ConductorConfig
 from conductor.messages import Reject
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import NodeUp, Snapshot, WorkerDown, WorkerReported, WorkerUp
+from tests.backends.frontend.conftest import Clock
 from tests.conductor.fleet import node, prompt, report, worker
-
-
-class Clock:
-    now_s = 100.0
-    on_sleep: Callable[[], None] = staticmethod(lambda: None)
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.now_s += duration_s
-        self.on_sleep()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(cluster_view, "time", made)
-    return made
-
-
-@pytest.fixture
-def view(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterView]:
-    """Without a directory: events come from the test, and ticks too."""
-    monkeypatch.setattr(cluster_view, "TICK_S", 3600.0)
-    made = ClusterView(ConductorConfig(), f"ipc://{tmp_path}/d", f"ipc://{tmp_path}/e")
-    yield made
-    made.close()
 
 
 def test_a_worker_that_is_gone_was_heard_of_with_its_last_report(

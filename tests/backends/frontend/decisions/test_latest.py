@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 import pytest
 
-from backends.frontend import cluster_view
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.decisions.latest import (
     CANDIDATES_MAX,
@@ -17,33 +13,16 @@ from backends.frontend.decisions.latest import (
     Decided,
 )
 from backends.frontend.decisions.overview import overview
-from conductor.config import ConductorConfig
 from conductor.messages import Reject
+from tests.backends.frontend.conftest import Clock
 from tests.conductor.fleet import added, fleet, prompt
 
 
-class Clock:
-    now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(cluster_view, "time", made)
-    return made
-
-
-@pytest.fixture
-def view(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterView]:
-    """Two nodes with a pair each; events and ticks come from the test."""
-    monkeypatch.setattr(cluster_view, "TICK_S", 3600.0)
-    made = ClusterView(ConductorConfig(), f"ipc://{tmp_path}/d", f"ipc://{tmp_path}/e")
-    made._on_events(fleet())
-    yield made
-    made.close()
+def view(view: ClusterView) -> ClusterView:
+    """Two nodes with a pair each."""
+    view._on_events(fleet())
+    return view
 
 
 def shown(view: ClusterView) -> dict[str, object]:
