@@ -6,6 +6,7 @@ that was lost, stale, torn or another rank's gives other tokens.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -129,18 +130,22 @@ def test_decode_computes_only_the_end_of_the_last_page(case: tuple[Server, Varia
 
 
 def test_the_next_turn_finds_what_decode_has_generated(case: tuple[Server, Variant]) -> None:
+    """Who asks before decode's blocks are in the store finds less, and from then on prefill's own
+    pages; so each try is a conversation of its own."""
     server, variant = case
-    ids = prompt(5, 100)
-    first = ask(server, ids, 3 * B, tenant="turns", **dict(zip(
-        ("prefill_worker", "decode_worker"), PATHS["mapped"], strict=True)))  # fmt: skip
-    conversation = ids + first.output_ids + [7, 8, 9]
-    blocks = (len(ids) + len(first.output_ids) - 1) // B  # the last token's KV is nobody's
+    numbers = itertools.count(5)
 
-    def again() -> bool:
-        return ask(server, conversation, 1, tenant="turns",
-                   prefill_worker="prefill_0").cached_tokens == blocks * B  # fmt: skip
+    def found() -> list[int]:
+        ids = prompt(next(numbers), 100)
+        first = ask(server, ids, 3 * B, tenant="turns", **dict(zip(
+            ("prefill_worker", "decode_worker"), PATHS["mapped"], strict=True)))  # fmt: skip
+        wait_until(server.is_idle, "the end of decode's work")
+        conversation = ids + first.output_ids + [7, 8, 9]
+        blocks = (len(ids) + len(first.output_ids) - 1) // B  # the last token's KV is nobody's
+        again = ask(server, conversation, 1, tenant="turns", prefill_worker="prefill_0")
+        return conversation if again.cached_tokens == blocks * B else []
 
-    wait_until(again, "generated blocks in the store")
+    conversation = wait_until(found, "generated blocks in the store")
     answer = ask(server, conversation, tenant="turns")
     want = wanted(variant, conversation)
     assert answer.output_ids == want
