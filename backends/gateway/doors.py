@@ -9,7 +9,6 @@ Not here: routes (app.py), draining itself (server.py).
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import uuid
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from backends.gateway.events import refusal_response
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys
+from mooncake_store.keys.curve import is_loopback
+from mooncake_store.wire.addresses import is_number
 
 BODY_BYTES_MAX = 16 * 2**20  # the conductor takes 4 MiB of text; token ids are longer as JSON
 BODIES_MAX = 16  # so many of the longest may be in hand at once, before their answers begin
@@ -116,13 +117,10 @@ class Doors:
             return HttpRefusal(400, "invalid_request", AMBIGUOUS)
         if scope["path"] in OPEN_PATHS:
             return None
-        if self._keys is None and headers.get(b"sec-fetch-site") in FOREIGN_PAGES:
-            return HttpRefusal(403, "forbidden", FOREIGN_PAGE)
-        if self._keys is None and is_loopback(scope):
-            host = headers.get(b"host", b"").decode("latin-1")
-            if is_anybodys(host):
-                return HttpRefusal(403, "forbidden", FOREIGN_NAME.format(host=host))
-        if self._keys is not None:
+        if self._keys is None:
+            if said := foreign_page(scope, headers):
+                return HttpRefusal(403, "forbidden", said)
+        else:
             scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
             if scope["tenant"] is None:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
@@ -165,23 +163,19 @@ def bearer(header: bytes) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def is_loopback(scope: Scope) -> bool:
-    """Did it come over an address that only this machine has?"""
-    address = (scope.get("server") or ("",))[0]
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+def foreign_page(scope: Scope, headers: dict[bytes, bytes]) -> str:
+    """What shows that a web page of somebody else asks; "" where nothing does."""
+    if headers.get(b"sec-fetch-site") in FOREIGN_PAGES:
+        return FOREIGN_PAGE
+    address, port = scope.get("server") or ("", None)
+    host = headers.get(b"host", b"").decode("latin-1")
+    if is_loopback(f"{address}:{port}") and is_anybodys(host):
+        return FOREIGN_NAME.format(host=host)
+    return ""
 
 
 def is_anybodys(host: str) -> bool:
     """Is the value of a Host header a name whose owner may point it where they like? Addresses
     and `localhost` are not, nor is a name without a dot, which no public DNS has."""
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()
-    if "." not in name or name.endswith(".localhost"):
-        return False
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return True
-    return False
+    return "." in name and not name.endswith(".localhost") and not is_number(name.strip("[]"))

@@ -44,7 +44,7 @@ def number_of_host(host: str) -> str:
     """An IP address and `*` (every address of this host) as they are; a name by its first IPv4
     address."""
     bare = host.strip("[]")
-    if bare == "*" or _is_number(bare):
+    if bare == "*" or is_number(bare):
         return host
     try:
         return str(socket.getaddrinfo(bare, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
@@ -56,7 +56,8 @@ def number_of_host(host: str) -> str:
         ) from error
 
 
-def _is_number(host: str) -> bool:
+def is_number(host: str) -> bool:
+    """Is it an IP address, IPv6 without brackets?"""
     try:
         ipaddress.ip_address(host)
     except ValueError:
