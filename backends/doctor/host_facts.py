@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from backends.launcher.environment import EnvironmentProblem, find_triton
+from mooncake_store.native import library as native
 from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
 
@@ -59,6 +60,7 @@ class HostFacts:
     cores: int = 1
     threads: int = 0  # of all workers
     is_clock_synchronised: bool | None = None  # None: unknown
+    native_problem: str = ""  # why nothing is compiled here
 
 
 def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -> HostFacts:
@@ -78,7 +80,7 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
         files_max=_soft_limit(resource.RLIMIT_NOFILE),
         locked_bytes_max=_soft_limit(resource.RLIMIT_MEMLOCK), has_rdma=has_rdma(),
         cores=len(os.sched_getaffinity(0)), threads=threads,
-        is_clock_synchronised=is_clock_synchronised(),
+        is_clock_synchronised=is_clock_synchronised(), native_problem=native.why_not(),
     )  # fmt: skip
 
 

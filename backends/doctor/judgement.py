@@ -24,6 +24,7 @@ BOUND = re.compile(r"(>=|==|<=|<|>|!=|~=)\s*([0-9][0-9.]*)")
 def host_findings(facts: HostFacts, ways: Sequence[ProbedWay]) -> Iterator[Finding]:
     yield from version_findings(facts)
     yield from torch_findings(facts)
+    yield from native_findings(facts)
     yield from shm_findings(facts)
     yield from limit_findings(facts)
     yield from clock_findings(facts)
@@ -124,6 +125,18 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
                 f"{model} computes on {device}, which is not here",
                 f"mooncake config set {model}.device=cpu",
             )
+
+
+def native_findings(facts: HostFacts) -> Iterator[Finding]:
+    """Whether the hot paths are compiled. Nothing fails without, it is only slower."""
+    if not facts.native_problem:
+        yield Finding("compiled code", OK, "made for this CPU")
+        return
+    yield Finding(
+        "compiled code", WARNING,
+        f"{facts.native_problem}; Python does its work, with the same results and slower",
+        "install a C compiler (Debian: apt install gcc libc6-dev), or point CC at one",
+    )  # fmt: skip
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:

@@ -56,6 +56,7 @@ def test_a_host_that_is_well_has_nothing_to_say_but_ok() -> None:
     (replace(WELL, has_rdma=True), "locked memory", BROKEN),
     (replace(WELL, threads=16), "cores", NOTE),
     (replace(WELL, is_clock_synchronised=False), "clock", NOTE),
+    (replace(WELL, native_problem="no C compiler"), "compiled code", WARNING),
 ])  # fmt: skip
 def test_one_thing_that_is_wrong_is_one_finding(facts: HostFacts, subject: str, state: str) -> None:
     found = states(facts)

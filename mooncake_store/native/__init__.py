@@ -1,0 +1,1 @@
+"""What is compiled, because Python cannot do it fast?"""

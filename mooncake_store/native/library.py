@@ -1,0 +1,172 @@
+"""The project's C file as a loaded library: compiled on first use, kept in the user's cache folder.
+
+The wheel stays pure Python: what is shipped is `native.c`, and `cc` of this host makes a shared
+library of it for this very CPU, once for each text of it. Whoever has something fast there also has
+it in Python, with the same results, for hosts without a compiler: `library()` is None then, and
+`why_not()` says why. MOONCAKE_NATIVE=off asks for Python everywhere.
+
+The folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake; a folder of
+this user in the system's temporary one where that cannot be written. What somebody else could have
+put there is not loaded. Processes that start together wait for the one that compiles.
+
+Not here: the functions' arguments, which are declared by their users (`function`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("native.c")
+SWITCH, CACHE, COMPILER = "MOONCAKE_NATIVE", "MOONCAKE_CACHE", "CC"
+# Sums and products must round as numpy's do, so they are never fused behind our back.
+FLAGS = (
+    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-ffp-contract=off",
+    "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
+)  # fmt: skip
+COMPILE_S_MAX = 120.0
+NativeFunction = Callable[..., Any]
+
+
+class _Unusable(Exception):
+    """Why there is no library here."""
+
+
+def library() -> ctypes.CDLL | None:
+    """None: Python does the work."""
+    return _loaded()[0]
+
+
+def why_not() -> str:
+    """Why `library` is None; empty when it is not."""
+    return _loaded()[1]
+
+
+def function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
+    """A function of native.c; None where there is no library. Others run while it does."""
+    found = library()
+    return None if found is None else _declared(found, name, result, arguments)
+
+
+def quick_function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
+    """One that is done within microseconds: it keeps Python's lock, which would cost more."""
+    found = library()
+    if found is None:
+        return None
+    return _declared(ctypes.PyDLL(found._name), name, result, arguments)
+
+
+def _declared(
+    found: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]
+) -> NativeFunction:
+    made: NativeFunction = found[name]  # a new object each time, unlike an attribute
+    made.restype, made.argtypes = result, list(arguments)  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false"):
+        return None, f"{SWITCH}={os.environ[SWITCH]} asks for Python"
+    try:
+        return ctypes.CDLL(str(_made())), ""
+    except (_Unusable, OSError) as error:
+        return None, str(error)
+
+
+def forget() -> None:
+    """Look again at the environment with the next use. For tests."""
+    _loaded.cache_clear()
+
+
+def _made() -> Path:
+    """The library of this source, flags and CPU; compiled unless it is there."""
+    source = SOURCE.read_bytes()
+    what = b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode(), _cpu()])
+    folder = cache_folder()
+    path = folder / f"native-{hashlib.sha256(what).hexdigest()[:24]}.so"
+    if not _is_trusted(path):
+        with _alone(folder):
+            if not _is_trusted(path):  # somebody else may have made it meanwhile
+                _compile(path)
+    return path
+
+
+def _cpu() -> bytes:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.processor().encode()
+    kept = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.startswith(kept)).encode()
+
+
+def cache_folder() -> Path:
+    """Made if it was not there."""
+    base = os.environ.get(CACHE)
+    if not base:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        base = os.path.join(home, "mooncake")
+    shared = os.path.join(tempfile.gettempdir(), f"mooncake-{os.geteuid()}")
+    for folder in (Path(base), Path(shared)):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if os.access(folder, os.W_OK) and _is_ours(folder):
+                return folder
+    raise _Unusable(
+        f"neither {base} nor {shared} is a folder that this user alone may write; set {CACHE}"
+    )
+
+
+def _is_ours(path: Path) -> bool:
+    """Nobody else could have written it. OSError where there is none."""
+    found = path.stat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_trusted(path: Path) -> bool:
+    if not path.exists():
+        return False
+    if not _is_ours(path):
+        raise _Unusable(f"{path} could be changed by others: remove it")
+    return True
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with open(folder / "compiling.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(path: Path) -> None:
+    compiler = os.environ.get(COMPILER) or "cc"
+    if shutil.which(compiler) is None:
+        raise _Unusable(f"no C compiler: {compiler} is not on PATH (Debian: apt install gcc)")
+    made = path.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S_MAX)
+        made.chmod(0o700)
+        os.replace(made, path)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or ["it said nothing"]
+        at = next((line for line in lines if "error" in line), lines[-1])
+        raise _Unusable(f"{compiler} could not compile {SOURCE.name}: {at}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _Unusable(f"{compiler} could not be run: {error}") from None
+    finally:
+        made.unlink(missing_ok=True)

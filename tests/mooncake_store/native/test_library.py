@@ -1,0 +1,103 @@
+"""The compiled library: made once, shared, and never needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooncake_store.native import library
+
+HAS_COMPILER = not library.why_not()
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason=library.why_not())
+
+
+@pytest.fixture(autouse=True)
+def looked_at_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv(library.CACHE, str(tmp_path))
+    library.forget()
+    yield
+    library.forget()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_kept_for_the_next_process(tmp_path: Path) -> None:
+    assert library.library() is not None
+    (name,) = files(tmp_path)
+    made_ns = (tmp_path / name).stat().st_mtime_ns
+    library.forget()
+    assert library.library() is not None
+    assert files(tmp_path) == [name] and (tmp_path / name).stat().st_mtime_ns == made_ns
+
+
+@needs_compiler
+def test_processes_that_start_together_all_have_it() -> None:
+    code = "from mooncake_store.native import library; assert library.library(), library.why_not()"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait(60) for process in started] == [0] * 4
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SWITCH, "off")
+    assert library.library() is None and library.function("digest_parts", None, []) is None
+    assert library.why_not() == "MOONCAKE_NATIVE=off asks for Python"
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(library.COMPILER, "no-such-compiler")
+    assert library.library() is None
+    assert library.why_not().startswith("no C compiler: no-such-compiler is not on PATH")
+    assert files(tmp_path) == []
+
+
+@needs_compiler
+def test_what_does_not_compile_is_named_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = tmp_path_factory.mktemp("source") / "native.c"
+    source.write_text("int broken(void) { return undeclared; }\n")
+    monkeypatch.setattr(library, "SOURCE", source)
+    assert library.library() is None
+    assert "could not compile native.c" in library.why_not() and "undeclared" in library.why_not()
+    assert files(tmp_path) == []
+
+
+@needs_compiler
+def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    assert library.library() is not None
+    (name,) = files(tmp_path)
+    (tmp_path / name).chmod(0o777)
+    library.forget()
+    assert library.library() is None and "could be changed by others" in library.why_not()
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert library.cache_folder() != tmp_path
+
+
+@needs_compiler
+def test_each_caller_declares_a_function_for_itself() -> None:
+    one = library.function("digest_parts", None, [ctypes.c_void_p])
+    other = library.quick_function("digest_parts", ctypes.c_int, [])
+    assert one is not None and other is not None
+    assert one.argtypes == [ctypes.c_void_p] and other.argtypes == []  # type: ignore[attr-defined]
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(library.CACHE, "/proc/nowhere")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(library.tempfile, "tempdir", None)  # type: ignore[attr-defined]
+    assert library.cache_folder() == tmp_path / f"mooncake-{os.geteuid()}"
