@@ -1,17 +1,23 @@
-"""Mooncake's own store client, measured as ours is. Runs in a Python that has Mooncake's wheel.
+"""Mooncake's own store client, asked as ours is. Runs in a Python that has Mooncake's wheel.
 
-Standard library, numpy and mooncake only: nothing of this project is installed there. Prints one
-JSON object: seconds of batch_get_into and batch_put_from of 16 blocks per size (medians; each get
-of 16 random keys into 16 random positions), and of batch_is_exist of 1,000 keys.
+Standard library, numpy and mooncake only: nothing of this project is installed there. The client
+reads one command a line and answers each with one JSON object; "s" is the seconds of one call, and
+nothing else is on the clock:
 
-    client MASTER MIB ROUNDS SIZES
-    node MASTER MIB
+    fill SIZE    put what the gets of this size ask for
+    get SIZE     batch_get_into of 16 random blocks into 16 random positions
+    put SIZE     batch_put_from of 16 new blocks from 16 random positions
+    exist        batch_is_exist of 1,000 keys that are there
+    empty        remove everything
+
+    client MASTER MIB PORT
+    node MASTER MIB PORT
 
 With MIB above 0 the client itself holds the blocks, in so much memory of its own process: then
 Mooncake copies them (`MC_STORE_MEMCPY`), which is its fastest path on one host. With 0 they lie in
 the node, which is the second form, and come over TCP.
 
-Not here: starting its master and both (__main__.py).
+Not here: starting its master and both (mooncake.py).
 """
 
 from __future__ import annotations
@@ -19,63 +25,96 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 BATCH = 16
 LOCAL_BYTES = 256 * 2**20
-HOST, NODE_HOST = "127.0.0.1:17955", "127.0.0.1:17956"
+FILLED_BYTES = 128 * 2**20  # of blocks that are got, as ours
+HELD = 6  # batches that were put and are not removed yet: a put must not meet its own cache lines
+NAMES = 1_000
 
 
-def measure(
-    store: Any, address: int, size: int, rounds: int, chance: np.random.Generator
-) -> dict[str, float]:
-    """Median seconds of a get and of a put of BATCH blocks of `size` bytes."""
-    positions = LOCAL_BYTES // size
-    blocks = min(positions, 200 * 2**20 // size) // BATCH * BATCH
-    keys = [f"k{size}_{i}" for i in range(blocks)]
-    puts, gets = [], []
+class Asked:
+    """One client and its registered memory of LOCAL_BYTES."""
 
-    def some() -> list[int]:
-        return [address + int(i) * size for i in chance.choice(positions, BATCH, replace=False)]
+    def __init__(self, store: Any, address: int) -> None:
+        self._store, self._address = store, address
+        self._chance = np.random.default_rng(1)
+        self._held: list[list[str]] = []
+        self._puts = 0
+        self._names: list[str] = []
 
-    for start in range(0, blocks, BATCH):
-        chosen, sources = keys[start : start + BATCH], some()
+    def empty(self) -> float:
+        self._held.clear()
+        self._store.remove_all(True)
+        return 0.0
+
+    def fill(self, size: int) -> float:
+        keys = [f"k{size}_{i}" for i in range(FILLED_BYTES // size)]
+        for start in range(0, len(keys), BATCH):
+            self._put(keys[start : start + BATCH], size)
+        return 0.0
+
+    def get(self, size: int) -> float:
+        chosen = self._chance.choice(FILLED_BYTES // size, BATCH, replace=False)
+        keys, targets = [f"k{size}_{int(i)}" for i in chosen], self._some(size)
         began_s = time.perf_counter()
-        codes = store.batch_put_from(chosen, sources, [size] * BATCH)
-        puts.append(time.perf_counter() - began_s)
-        assert all(code == 0 for code in codes), codes[:3]
-    for _ in range(rounds):
-        chosen = [keys[int(i)] for i in chance.choice(blocks, BATCH, replace=False)]
-        targets = some()
-        began_s = time.perf_counter()
-        codes = store.batch_get_into(chosen, targets, [size] * BATCH)
-        gets.append(time.perf_counter() - began_s)
+        codes = self._store.batch_get_into(keys, targets, [size] * BATCH)
+        seconds = time.perf_counter() - began_s
         assert all(code == size for code in codes), codes[:3]
-    return {"get_s": statistics.median(gets), "put_s": statistics.median(puts)}
+        return seconds
+
+    def put(self, size: int) -> float:
+        self._puts += 1
+        keys = [f"p{self._puts}_{i}" for i in range(BATCH)]
+        seconds = self._put(keys, size)
+        self._held.append(keys)
+        if len(self._held) > HELD:
+            codes = self._store.batch_remove(self._held.pop(0), True)
+            assert all(code == 0 for code in codes), codes[:3]
+        return seconds
+
+    def exist(self) -> float:
+        if not self._names:
+            self._names = [f"meta{i}" for i in range(NAMES)]
+            for name in self._names:
+                self._store.put(name, bytes(64))
+        began_s = time.perf_counter()
+        codes = self._store.batch_is_exist(self._names)
+        seconds = time.perf_counter() - began_s
+        assert all(code == 1 for code in codes)
+        return seconds
+
+    def _put(self, keys: list[str], size: int) -> float:
+        sources = self._some(size)
+        began_s = time.perf_counter()
+        codes = self._store.batch_put_from(keys, sources, [size] * BATCH)
+        seconds = time.perf_counter() - began_s
+        assert all(code == 0 for code in codes), codes[:3]
+        return seconds
+
+    def _some(self, size: int) -> list[int]:
+        positions = self._chance.choice(LOCAL_BYTES // size, BATCH, replace=False)
+        return [self._address + int(i) * size for i in positions]
 
 
-def node(master: str, segment_mib: int) -> None:
-    """Holds blocks until it is killed."""
+def ready_store(host: str, segment_mib: int, buffer_mib: int, master: str) -> Any:
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    code = store.setup(NODE_HOST, "P2PHANDSHAKE", segment_mib << 20, 16 << 20, "tcp", "", master)
+    sizes = (segment_mib << 20, buffer_mib << 20)
+    code = store.setup(host, "P2PHANDSHAKE", *sizes, "tcp", "", master)
     assert code == 0, code
-    print(json.dumps({"is_ready": True}), flush=True)
-    time.sleep(3600)
+    return store
 
 
-def client(master: str, segment_mib: int, rounds: int, sizes: list[int]) -> None:
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    code = store.setup(HOST, "P2PHANDSHAKE", segment_mib << 20, 512 << 20, "tcp", "", master)
-    assert code == 0, code
+def client(master: str, segment_mib: int, port: int) -> None:
+    store = ready_store(f"127.0.0.1:{port}", segment_mib, 512, master)
     memory = mmap.mmap(-1, LOCAL_BYTES)
     local = np.frombuffer(memory, np.uint8)
     local[:] = 7
@@ -83,30 +122,27 @@ def client(master: str, segment_mib: int, rounds: int, sizes: list[int]) -> None
     store.register_buffer(address, LOCAL_BYTES)
     for i in range(LOCAL_BYTES // 2**24 * 8):  # touches the node's pages, or puts measure that
         store.put_from(f"warm{i}", address, 2**24)
-    store.remove_all(True)
-    chance = np.random.default_rng(1)
-    found: dict[str, dict[str, float]] = {}
-    for size in sizes:
-        found[str(size)] = measure(store, address, size, rounds, chance)
-        store.remove_all(True)
-    value, names = bytes(64), [f"meta{i}" for i in range(1000)]
-    for name in names:
-        store.put(name, value)
-    asked = []
-    for _ in range(200):
-        began_s = time.perf_counter()
-        codes = store.batch_is_exist(names)
-        asked.append(time.perf_counter() - began_s)
-    assert all(code == 1 for code in codes)
-    found["exist_1000"] = {"s": statistics.median(asked), "best_s": min(asked)}
-    print(json.dumps(found), flush=True)
+    asked = Asked(store, address)
+    asked.empty()
+    ways: dict[str, Callable[..., float]] = {
+        name: getattr(asked, name) for name in ("fill", "get", "put", "exist", "empty")
+    }
+    print(json.dumps({"is_ready": True}), flush=True)
+    for line in sys.stdin:
+        name, *sizes = line.split()
+        print(json.dumps({"s": ways[name](*map(int, sizes))}), flush=True)
     store.close()
     os._exit(0)  # its destructor may hang
 
 
+def node(master: str, segment_mib: int, port: int) -> None:
+    """Holds blocks until it is killed."""
+    store = ready_store(f"127.0.0.1:{port}", segment_mib, 16, master)
+    print(json.dumps({"is_ready": True}), flush=True)
+    sys.stdin.read()
+    store.close()
+
+
 if __name__ == "__main__":
-    role, master, segment_mib = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if role == "node":
-        node(master, segment_mib)
-    else:
-        client(master, segment_mib, int(sys.argv[4]), json.loads(sys.argv[5]))
+    role, master, segment_mib, port = sys.argv[1:5]
+    {"client": client, "node": node}[role](master, int(segment_mib), int(port))

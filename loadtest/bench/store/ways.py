@@ -3,7 +3,7 @@
 `BATCH` blocks at random positions of one memory go to as many random positions of another: more
 than the CPU's cache holds, so each round meets memory it has not just seen. Metadata calls are
 inside: a get asks the directory first, a put allocates before and commits after. `copying` and
-`RawNixl` move the same pattern with nothing around it.
+`RawNixl` move the same pattern with nothing around it, the latter on as many lanes as it is told.
 
 Several clients at once are a process each: it gets ready, waits for the others and works for a
 while.
@@ -17,11 +17,12 @@ import multiprocessing
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake_store.client.client import StoreClient
 from mooncake_store.layout import geometry
@@ -36,6 +37,7 @@ WARM_ROUNDS = 3
 TOGETHER_BYTES = 128 * MB  # of blocks of each client that works beside others
 TOGETHER_S, READY_S_MAX = 2.0, 60.0
 Way = Callable[[], float]
+Indices = npt.NDArray[np.int32]
 _start: Barrier | None = None  # of the clients that work at once, in each of their processes
 
 
@@ -140,10 +142,33 @@ def payload_of(segment: Segment, info: NodeInfo) -> ByteArray:
 
 
 class RawNixl:
-    """NIXL with nothing around it: prepared lists, one handle per batch, as its users write it."""
+    """NIXL with nothing around it: prepared lists, one handle per batch and lane, as its users
+    write it. A lane is an agent and a thread, because whoever waits does the copying."""
 
-    def __init__(self, info: NodeInfo, pattern: Pattern) -> None:
+    def __init__(self, info: NodeInfo, pattern: Pattern, lanes: int = 1) -> None:
         self._pattern = pattern
+        self._lanes = [_RawLane(info, pattern) for _ in range(lanes)]
+        self._threads = ThreadPoolExecutor(lanes)
+
+    def transfer(self, operation: str) -> float:
+        count = len(self._lanes)
+        far = np.array_split(np.array(self._pattern.some(), np.int32), count)
+        near = np.array_split(np.array(self._pattern.some(), np.int32), count)
+        started_s = time.perf_counter()
+        if count == 1:
+            self._lanes[0].transfer(operation, far[0], near[0])
+        else:
+            moved = [
+                self._threads.submit(lane.transfer, operation, there, here)
+                for lane, there, here in zip(self._lanes, far, near, strict=True)
+            ]
+            for each in moved:
+                each.result()
+        return time.perf_counter() - started_s
+
+
+class _RawLane:
+    def __init__(self, info: NodeInfo, pattern: Pattern) -> None:
         self._agent = make_agent(f"raw-{secrets.token_hex(4)}", has_progress_thread=False)
         size, local = pattern.block_bytes, pattern.local
         address = int(local.ctypes.data)
@@ -159,16 +184,12 @@ class RawNixl:
         grid = np.array([[address, size, 0, size, count]], np.uint64)
         return self._agent.prep_xfer_dlist(agent, grid, mem_type="DRAM")
 
-    def transfer(self, operation: str) -> float:
-        far = np.array(self._pattern.some(), np.int32)
-        near = np.array(self._pattern.some(), np.int32)
-        started_s = time.perf_counter()
+    def transfer(self, operation: str, far: Indices, near: Indices) -> None:
         handle = self._agent.make_prepped_xfer(operation, self._here, near, self._there, far)
         state = self._agent.transfer(handle)
         while state == "PROC":
             state = self._agent.check_xfer_state(handle)
         handle.release()
-        return time.perf_counter() - started_s
 
 
 def together(address: str, node_id: str, way: str, count: int, block_bytes: int) -> float:
