@@ -1,4 +1,4 @@
-"""The prefix index, hashing and whole decisions against a clock, beside NVIDIA Dynamo's index.
+"""The prefix index, hashing and whole decisions against a clock, beside NVIDIA Dynamo's.
 
     python -m loadtest.bench.index --traces FOLDER [--peer-python PATH]
 
@@ -6,8 +6,9 @@ On the conversation trace, at 8, 64 and 1,024 workers and two placements (indexe
 and what a scorer takes from it, in our index, in `pydict`, and with --peer-python in Dynamo's
 RadixTree (its find_matches and .scores), all in turns; memory per block; hashing prompts into block
 keys, from a numpy int32 array (how a tokenizer's output crosses Triton) and from a list (whose
-integers have to be gathered one by one); and a decision of the real conductor from block keys to a
-booked route, at 32 (64 in all), 64 and 1,024 workers of each role.
+integers have to be gathered one by one), beside blake2b alone on the same bytes; and a decision of
+the real conductor from block keys to a booked route, at 32 (64 in all), 64 and 1,024 workers of
+each role, in turns with select_and_reserve of Dynamo's SelectionService at as many.
 
 PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then
 /tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1.
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated
 
@@ -39,19 +41,22 @@ from loadtest.bench.index.lookups import (
     LookupTimes,
     contenders,
 )
-from loadtest.harness.benchmark import benchmark, best_s, console
+from loadtest.harness.benchmark import benchmark, best_s, console, in_turns, timed_s
 from loadtest.harness.result import Cell, Target
 from loadtest.replay.trace import read_trace
-from mooncake_store.block_keys import Tokens, block_keys, chain_seed
+from mooncake_store.block_keys import KEY_BYTES, TOKEN_BYTES, Tokens, block_keys, chain_seed
 
 PLACEMENTS = ("rr", "rep4")
 OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers
 OVER_DYNAMO = {8: 3.0, 64: 3.0, 1024: 5.0}
 # By workers of each role. "64 workers" can be read in two ways, so there are rows for both.
 DECISION_P50_US = {32: ("64_in_all", 60.0), 64: ("64", 60.0), 1024: ("1024", 250.0)}
+WITH_PEER = (64, 1024)  # as many workers of Dynamo's as of each role of ours
 P99_OVER_P50, BYTES_PER_BLOCK = 4.0, 150.0
 PROMPTS_TOKENS, BLOCKS_TOKENS, PROMISED_BLOCKS_TOKENS = (8_192, 131_072), (64, 256, 512), (256, 512)
 HASHED_TOKENS_PER_S = 80e6
+DECISION_OVER_DYNAMO, HASHING_OVER_BLAKE2B = 0.5, 0.6
+PIECE_TOKENS = 1_024 // TOKEN_BYTES
 Rows = list[dict[str, Cell]]
 
 
@@ -160,10 +165,7 @@ def hashing_rows(rounds: int, seed: int) -> tuple[Rows, list[Target]]:
             for name, tokens in inputs.items():
                 hashing = partial(block_keys, tokens, block_tokens, seed_key)
                 rate = prompt_tokens / best_s(hashing, rounds)
-                rows.append({
-                    "what": "hashing", "input": name, "prompt_tokens": prompt_tokens,
-                    "block_tokens": block_tokens, "million_tokens_per_s": round(rate / 1e6, 1),
-                })  # fmt: skip
+                rows.append(hashing_row(name, prompt_tokens, block_tokens, rate))
                 if name == "int32 array":
                     worst[block_tokens] = min(worst.get(block_tokens, rate), rate)
     targets = [
@@ -173,32 +175,101 @@ def hashing_rows(rounds: int, seed: int) -> tuple[Rows, list[Target]]:
         )
         for block_tokens in PROMISED_BLOCKS_TOKENS
     ]  # fmt: skip
-    return rows, targets
+    beside_rows, beside = beside_blake2b(rounds, seed)
+    return rows + beside_rows, [*targets, beside]
+
+
+def hashing_row(
+    name: str, prompt_tokens: int, block_tokens: int, tokens_per_s: float
+) -> dict[str, Cell]:
+    return {
+        "what": "hashing", "input": name, "prompt_tokens": prompt_tokens,
+        "block_tokens": block_tokens, "million_tokens_per_s": round(tokens_per_s / 1e6, 1),
+    }  # fmt: skip
+
+
+def beside_blake2b(rounds: int, seed: int) -> tuple[Rows, Target]:
+    """Keys of blocks of 1 KiB, from tokens, in turns with keyed blake2b of pieces that are cut and
+    packed already."""
+    rows, ratios, seed_key = [], [], chain_seed("bench")
+    for prompt_tokens in PROMPTS_TOKENS:
+        array = np.random.default_rng(seed).integers(0, 128_000, prompt_tokens, np.int32)
+        packed = array.tobytes()
+        step_bytes = PIECE_TOKENS * TOKEN_BYTES
+        pieces = [packed[at : at + step_bytes] for at in range(0, len(packed), step_bytes)]
+        ways: dict[str, Callable[[], object]] = {
+            "int32 array": partial(block_keys, array, PIECE_TOKENS, seed_key),
+            "list": partial(block_keys, array.tolist(), PIECE_TOKENS, seed_key),
+            "blake2b alone": partial(hashed, pieces, seed_key),
+        }
+        turns = {name: partial(timed_s, way) for name, way in ways.items()}
+        best = {name: min(seconds) for name, seconds in in_turns(turns, rounds).items()}
+        blake2b_s = best["blake2b alone"]
+        ratios.append(blake2b_s / best["int32 array"])
+        rows += [
+            hashing_row(name, prompt_tokens, PIECE_TOKENS, prompt_tokens / seconds)
+            | {"over_blake2b": round(blake2b_s / seconds, 2)}
+            for name, seconds in best.items()
+        ]
+    why = "blocks of 1 KiB from a numpy int32 array, the slower of two prompt lengths"
+    ratio = round(min(ratios), 2)
+    return rows, Target("hashing_over_blake2b", ratio, ">=", HASHING_OVER_BLAKE2B, why)
+
+
+def hashed(pieces: Sequence[bytes], key: bytes) -> list[bytes]:
+    return [blake2b(piece, key=key, digest_size=KEY_BYTES).digest() for piece in pieces]
 
 
 def decision_rows(
-    trace: Path, sizes: Sequence[int], policies: Sequence[str], rounds: int, decisions: int
-) -> tuple[Rows, list[Target]]:
+    trace: Path, sizes: Sequence[int], policies: Sequence[str], rounds: int, decisions: int,
+    peer_python: Path | None,
+) -> tuple[Rows, list[Target]]:  # fmt: skip
     rows, requests = [], read_trace(trace)
     targets: list[Target] = []
-    for workers in sizes:
-        these = []
-        for policy in policies:
-            with console.status(f"decisions, {policy}, {workers} workers of each role ..."):
-                these.append(decision.measure(requests, workers, policy, rounds, decisions))
-        rows += these
-        p50_us = max(float(row["p50_us"] or 0) for row in these)
-        over = max(float(row["p99_over_p50"] or 0) for row in these)
-        slowest = max(these, key=lambda row: float(row["p50_us"] or 0))
-        why = (
-            f"{slowest['policy']}, the slowest; CPU time p50 {slowest['cpu_p50_us']}, "
-            f"p99 {slowest['cpu_p99_us']} us"
-        )
-        if workers in DECISION_P50_US:
-            name, goal = DECISION_P50_US[workers]
-            targets.append(Target(f"decision_us_p50_{name}", p50_us, "<=", goal, why))
-            targets.append(Target(f"decision_p99_over_p50_{name}", over, "<=", P99_OVER_P50, why))
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if peer_python:
+            peer = decision.DynamoSelections(stack, peer_python, requests, decisions)
+        for workers in sizes:
+            ours = [decision.OurDecisions(requests, workers, one, decisions) for one in policies]
+            with console.status(f"decisions, {workers} workers of each role ..."):
+                for _ in range(rounds):
+                    for one in ours:
+                        one.round()
+                    if peer is not None:
+                        peer.round(workers)
+            these = [one.row() for one in ours]
+            theirs = peer.row(workers) if peer is not None else None
+            rows += [*these, *([theirs] if theirs else [])]
+            if workers in DECISION_P50_US:
+                targets += decision_targets(workers, these, theirs)
     return rows, targets
+
+
+def decision_targets(
+    workers: int, ours: Sequence[dict[str, Cell]], theirs: dict[str, Cell] | None
+) -> list[Target]:
+    """Of the policy that is slowest."""
+    name, goal = DECISION_P50_US[workers]
+    slowest = max(ours, key=lambda row: float(row["p50_us"] or 0))
+    p50_us = float(slowest["p50_us"] or 0)
+    why = (
+        f"{slowest['policy']}, the slowest; CPU time p50 {slowest['cpu_p50_us']}, "
+        f"p99 {slowest['cpu_p99_us']} us"
+    )
+    over = max(float(row["p99_over_p50"] or 0) for row in ours)
+    targets = [
+        Target(f"decision_us_p50_{name}", p50_us, "<=", goal, why),
+        Target(f"decision_p99_over_p50_{name}", over, "<=", P99_OVER_P50, why),
+    ]
+    if workers in WITH_PEER:
+        ratio, why = None, "no --peer-python was given"
+        if theirs is not None:
+            their_us = float(theirs["p50_us"] or 0)
+            ratio, why = round(p50_us / their_us, 2), f"p50 {p50_us} beside {their_us} us"
+        over_dynamo = f"decision_over_dynamo_{name}"
+        targets.append(Target(over_dynamo, ratio, "<=", DECISION_OVER_DYNAMO, why))
+    return targets
 
 
 class IndexPart(str, Enum):
@@ -237,12 +308,13 @@ def main(
     trace, parts = traces / "conversation_trace.jsonl", only or list(IndexPart)
     found: list[tuple[Rows, list[Target]]] = []
     with benchmark("index") as run:
-        prompts = requests_of(trace, requests)
-        loads = [
-            placed(prompts, placement, count)
-            for placement in PLACEMENTS
-            for count in workers or OVER_PYDICT
-        ]
+        prompts, loads = requests_of(trace, requests), []
+        if {IndexPart.LOOKUPS, IndexPart.MEMORY} & set(parts):
+            loads = [
+                placed(prompts, placement, count)
+                for placement in PLACEMENTS
+                for count in workers or OVER_PYDICT
+            ]
         if IndexPart.LOOKUPS in parts:
             found.append(lookup_rows(loads, peer_python, rounds))
         if IndexPart.MEMORY in parts:
@@ -253,7 +325,7 @@ def main(
         if IndexPart.DECISIONS in parts:
             found.append(decision_rows(
                 trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
-                max(1, rounds // 3), decisions,
+                max(1, rounds // 3), decisions, peer_python,
             ))  # fmt: skip
         run.rows = [row for rows, _ in found for row in rows]
         run.targets = [target for _, targets in found for target in targets]

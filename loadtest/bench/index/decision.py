@@ -9,21 +9,29 @@ come as fast as keeps the prefill workers busy for LOAD of the time, whatever N 
 
 The fleet's figures are of LLaMA3-70B on 8 x A800: what they are changes routes, not costs.
 
+NVIDIA Dynamo's SelectionService, where its Python is given, routes the same requests to as many
+workers, and its rounds take turns with ours (dynamo_client.py).
+
 Not here: the decision (conductor/), what is looked up (lookups.py).
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from conductor import Conductor, ConductorConfig, Request, Route
 from loadtest.bench.index.indexes import block_key
+from loadtest.harness.processes import PeerProcess
 from loadtest.harness.result import Cell
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 from mooncake_store.records.events import BlockAdded, Event, NodeUp, WorkerReported, WorkerUp
@@ -168,25 +176,72 @@ def decided_us(
     return times
 
 
-def measure(
-    rows: Sequence[TraceRow], workers: int, policy: str, rounds: int, decisions_max: int
-) -> dict[str, Cell]:
-    """One row: medians over the rounds."""
-    half, every_s = len(rows) // 2, gap_s(rows, workers)
-    taken: list[list[DecisionTime]] = []
-    for _ in range(rounds):
-        fleet = fleet_of(policy, workers)
-        fleet.cache(rows[:half])
-        arriving = islice(rows, half, half + WARM_UP + decisions_max)
-        taken.append(decided_us(fleet, arriving, every_s)[WARM_UP:])
-    wall = [sorted(took.wall_us for took in one) for one in taken]
-    cpu = [sorted(took.cpu_us for took in one) for one in taken]
-    p50, p99 = _median_at(wall, 50), _median_at(wall, 99)
-    return {
-        "what": "decision", "policy": policy, "workers": workers, "decisions": len(taken[0]),
-        "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
-        "cpu_p50_us": round(_median_at(cpu, 50), 1), "cpu_p99_us": round(_median_at(cpu, 99), 1),
-    }  # fmt: skip
+class OurDecisions:
+    """Rounds of one policy, each with a fleet of its own."""
+
+    def __init__(
+        self, rows: Sequence[TraceRow], workers: int, policy: str, decisions_max: int
+    ) -> None:
+        self.policy, self._workers, self._rows = policy, workers, rows
+        self._timed_max, self._every_s = decisions_max, gap_s(rows, workers)
+        self._rounds: list[list[DecisionTime]] = []
+
+    def round(self) -> None:
+        half = len(self._rows) // 2
+        fleet = fleet_of(self.policy, self._workers)
+        fleet.cache(self._rows[:half])
+        arriving = islice(self._rows, half, half + WARM_UP + self._timed_max)
+        self._rounds.append(decided_us(fleet, arriving, self._every_s)[WARM_UP:])
+
+    def row(self) -> dict[str, Cell]:
+        """Medians over the rounds."""
+        wall = [sorted(took.wall_us for took in one) for one in self._rounds]
+        cpu = [sorted(took.cpu_us for took in one) for one in self._rounds]
+        p50, p99 = _median_at(wall, 50), _median_at(wall, 99)
+        return {
+            "what": "decision", "policy": self.policy, "workers": self._workers,
+            "decisions": len(self._rounds[0]),
+            "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
+            "cpu_p50_us": round(_median_at(cpu, 50), 1),
+            "cpu_p99_us": round(_median_at(cpu, 99), 1),
+        }  # fmt: skip
+
+
+class DynamoSelections:
+    """NVIDIA Dynamo's SelectionService in a process of the Python that has its wheel, until the
+    stack ends. It gets the same requests, and does not log what it selects."""
+
+    def __init__(
+        self, stack: ExitStack, python: Path, rows: Sequence[TraceRow], decisions_max: int
+    ) -> None:
+        """RuntimeError, with its last words, when it does not run."""
+        blocks = [row.hash_ids[: row.input_tokens // TRACE_BLOCK_TOKENS] for row in rows]
+        began = len(rows) // 2 + WARM_UP
+        load = {"before": blocks[:began], "timed": blocks[began : began + decisions_max]}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        (folder / "load.json").write_text(json.dumps(load))
+        self._process = PeerProcess(
+            stack, python, Path(__file__).with_name("dynamo_client.py"),
+            "select", str(folder / "load.json"),
+            variables={"DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "false"},
+        )  # fmt: skip
+        self._version, self._timed = self._process.answer()["version"], len(load["timed"])
+        self._rounds: dict[int, list[dict[str, float]]] = {}
+
+    def round(self, workers: int) -> None:
+        self._rounds.setdefault(workers, []).append(self._process.ask(str(workers)))
+
+    def row(self, workers: int) -> dict[str, Cell]:
+        """Medians over the rounds."""
+        p50, p99 = (
+            statistics.median(one[name] for one in self._rounds[workers])
+            for name in ("p50_us", "p99_us")
+        )
+        return {
+            "what": "decision", "policy": f"Dynamo {self._version}, select_and_reserve",
+            "workers": workers, "decisions": self._timed,
+            "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
+        }  # fmt: skip
 
 
 def _median_at(rounds: Sequence[Sequence[float]], percent: int) -> float:

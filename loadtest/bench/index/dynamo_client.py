@@ -1,14 +1,23 @@
-"""NVIDIA Dynamo's RadixTree, measured as ours is. Runs in a Python that has its wheel.
+"""NVIDIA Dynamo's RadixTree and SelectionService, measured as ours are. Runs in a Python that has
+its wheel.
 
-Standard library and dynamo only: nothing of this project is installed there. Stores a trace
-(indexes.py), prints what that took, then does one round for each line on its standard input:
-`find_matches` and `.scores` for every request.
+Standard library and dynamo only: nothing of this project is installed there. Does one round for
+each line on its standard input.
 
-Not here: starting it, ours (lookups.py).
+    index LOAD.json COMPARED    stores a trace (indexes.py) and prints what that took; a round is
+                                `find_matches` and `.scores` for every request
+    select LOAD.json            a line says how many workers there are; a round is a new service,
+                                which routes the requests that come before those on the clock, and
+                                then `select_and_reserve` for each of these. Its index learns from
+                                its own choices. A prompt counts as computed at once, and the last
+                                RESERVED requests keep their place.
+
+Not here: starting it, ours (lookups.py, decision.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -17,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 HASHED_TOKENS = 131_072
+BLOCK_TOKENS = 512  # of the trace
+RESERVED = 64
+MODEL = "m"
 
 
 def stored(tree: Any, events: list[tuple[int, int | None, list[int]]]) -> float:
@@ -68,11 +80,55 @@ def hashing(compute: Any) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+async def selections(service: Any, requests: list[list[int]]) -> list[int]:
+    """Nanoseconds of each."""
+    clock, taken_ns = time.perf_counter_ns, []
+    for number, ids in enumerate(requests):
+        query = {
+            "selection_id": f"r{number}", "model_name": MODEL, "block_hashes": ids,
+            "sequence_hashes": ids, "isl_tokens": len(ids) * BLOCK_TOKENS,
+        }  # fmt: skip
+        began = clock()
+        await service.select_and_reserve(query)
+        taken_ns.append(clock() - began)
+        await service.prefill_complete(f"r{number}")
+        if number >= RESERVED:
+            await service.free_reservation(f"r{number - RESERVED}")
+    return taken_ns
+
+
+async def selection_round(make: Any, workers: int, load: dict[str, Any]) -> dict[str, float]:
+    service = make(indexer_threads=1)
+    for number in range(workers):
+        await service.upsert_worker({
+            "worker_id": number, "model_name": MODEL, "endpoint": f"http://w{number}:8000",
+            "block_size": BLOCK_TOKENS, "total_kv_blocks": 16_384, "max_num_batched_tokens": 8_192,
+            "data_parallel_start_rank": 0, "data_parallel_size": 1,
+        })  # fmt: skip
+    taken_ns = await selections(service, load["before"] + load["timed"])
+    service.shutdown()
+    ordered = sorted(taken_ns[len(load["before"]) :])
+    return {
+        "p50_us": ordered[len(ordered) * 50 // 100] / 1e3,
+        "p99_us": ordered[len(ordered) * 99 // 100] / 1e3,
+    }
+
+
+def serve_selections() -> None:
+    from dynamo._core import SelectionService
+
+    load = json.loads(Path(sys.argv[2]).read_text())
+    print(json.dumps({"version": version("ai-dynamo-runtime")}), flush=True)
+    for line in sys.stdin:
+        found = asyncio.run(selection_round(SelectionService, int(line), load))
+        print(json.dumps(found), flush=True)
+
+
+def serve_index() -> None:
     from dynamo.llm import RadixTree, compute_block_hash_for_seq
 
-    load = json.loads(Path(sys.argv[1]).read_text())
-    requests, compared = load["requests"], int(sys.argv[2])
+    load = json.loads(Path(sys.argv[2]).read_text())
+    requests, compared = load["requests"], int(sys.argv[3])
     tree = RadixTree()
     store_s = stored(tree, load["stored"])
     some = requests[:: max(1, len(requests) // compared)]
@@ -91,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"index": serve_index, "select": serve_selections}[sys.argv[1]]()

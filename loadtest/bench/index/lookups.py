@@ -130,7 +130,7 @@ class DynamoIndex:
         load.save(folder / "load.json")
         script = Path(__file__).with_name("dynamo_client.py")
         self._process = PeerProcess(
-            stack, python, script, str(folder / "load.json"), str(COMPARED),
+            stack, python, script, "index", str(folder / "load.json"), str(COMPARED),
             variables={"DYN_LOG": "error"},
         )  # fmt: skip
         first = self._process.answer()
