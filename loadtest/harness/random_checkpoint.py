@@ -31,6 +31,7 @@ def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
     """Writes the checkpoint into an empty folder."""
     config = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",  # transformers asks for it
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,

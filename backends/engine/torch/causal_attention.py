@@ -27,7 +27,7 @@ def serves(queries: torch.Tensor, context_tokens: int) -> bool:
     """Worth using for these queries [tokens, heads, head_dim]."""
     tokens, heads, _ = queries.shape
     is_large = tokens >= QUERIES_MIN and tokens * heads * context_tokens >= SCORES_MIN
-    return is_large and onednn.serves(queries)
+    return is_large and queries.dtype == torch.float32 and onednn.serves(queries)
 
 
 def causal_attention(

@@ -1,9 +1,9 @@
 """Matrix products with weights: the one place that knows which library is fast at them.
 
-float32 on CPU has two ways (onednn.py says why): packed oneDNN for several rows, and for a single
-row, if the matrix is small, torch's own, which has less to set up. Small matrices are therefore
-kept twice. Everything else is torch's own. The way depends on shapes only, so the same work has
-the same result in every process.
+On CPU float32 and bfloat16 are packed for oneDNN (onednn.py says why), and the plain matrix is
+dropped. float32 has a second way for a single row, if the matrix is small: torch's own, which has
+less to set up. Small matrices of it are therefore kept twice. Everything else is torch's own. The
+way depends on shapes only, so the same work has the same result in every process.
 
 Not here: products of activations with activations (attention.py).
 """
@@ -26,7 +26,8 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias = bias
         self._packed = onednn.pack(weight) if onednn.serves(weight) else None
-        is_plain_used = self._packed is None or weight.nbytes <= PLAIN_BYTES_MAX
+        is_small = weight.dtype == torch.float32 and weight.nbytes <= PLAIN_BYTES_MAX
+        is_plain_used = self._packed is None or is_small
         self._plain = weight if is_plain_used else None
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -51,8 +52,8 @@ class GatedLinear:
     """silu(x @ gate.T) * (x @ up.T): the first half of the feed-forward of these models."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._both = Linear(weight, bias)  # gate's rows, then up's
+        self.both = Linear(weight, bias)  # gate's rows, then up's
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        gate, up = self._both(inputs).chunk(2, dim=-1)
+        gate, up = self.both(inputs).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -28,27 +29,39 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_linear_layer_is_the_product_with_its_weight(way: str, rows: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_is_the_product_with_its_weight(
+    way: str, rows: int, has_bias: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(rows)
-    weight, bias = torch.randn(40, 24), torch.randn(40) if has_bias else None
-    inputs, residual = torch.randn(rows, 24), torch.randn(rows, 40)
-    expected = F.linear(inputs, weight, bias)
+    weight, bias = torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype) if has_bias else None
+    inputs, residual = torch.randn(rows, 24).to(dtype), torch.randn(rows, 40).to(dtype)
+    expected = F.linear(inputs.float(), weight.float(), None if bias is None else bias.float())
     linear = Linear(weight, bias)
+    # bfloat16 has 8 bits: rounded once here, up to three times between the steps of silu.
+    tolerance, more = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-5)
     with torch.inference_mode():
-        torch.testing.assert_close(linear(inputs), expected, atol=1e-5, rtol=1e-5)
-        added = linear.add_to(residual.clone(), inputs)
-        torch.testing.assert_close(added, residual + expected, atol=1e-5, rtol=1e-5)
+        close(linear(inputs), expected, tolerance)
+        close(linear.add_to(residual.clone(), inputs), residual.float() + expected, more)
         gate, up = expected.chunk(2, dim=-1)
-        gated = GatedLinear(weight, bias)(inputs)
-        torch.testing.assert_close(gated, F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+        close(GatedLinear(weight, bias)(inputs), F.silu(gate) * up, more)
 
 
-def test_a_large_matrix_is_kept_once(way: str) -> None:
+def close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(ours.float(), expected, atol=4 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_matrix_is_kept_once(way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight, inputs = torch.randn(1100, 1024), torch.randn(1, 1024)
+    weight, inputs = torch.randn(1100, 1024).to(dtype), torch.randn(1, 1024).to(dtype)
+    kept = weakref.ref(weight)
+    expected = inputs.float() @ weight.float().t()
     with torch.inference_mode():
         linear = Linear(weight)
-        torch.testing.assert_close(linear(inputs), inputs @ weight.t(), atol=1e-3, rtol=1e-4)
+        del weight
+        assert (kept() is None) == (way == "fast")
+        close(linear(inputs), expected, 2e-4 if dtype == torch.float32 else 2**-7)
 
 
 def test_tiled_attention_is_causal_attention(seed: int) -> None:

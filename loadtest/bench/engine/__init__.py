@@ -1,0 +1,1 @@
+"""How fast is the torch engine on CPU, beside transformers and beside its own limits?"""
