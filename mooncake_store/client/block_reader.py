@@ -16,15 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, Geometry
-from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.digests import (
     block_checksum,
-    copy_and_digest,
+    copy_blocks,
     layer_digests,
     pack_digests,
 )
@@ -38,6 +39,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
+COPIED_BYTES = 16 * 1024**2  # out of a mapped segment between two looks at the clock
 OTHER_HOST_LONGER = 2
 HEADERS_DEADLINE_S = 0.5
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
@@ -67,27 +69,19 @@ class Want(NamedTuple):
         buffer, (start, length_bytes) = self.target
         return buffer[start : start + length_bytes]
 
+    @property
+    def parts(self) -> int:
+        """How many are hashed singly; 0: it is hashed as a whole."""
+        return self.layers or (len(self.checksums) if len(self.checksums) > 1 else 0)
+
     def is_whole(self) -> bool:
         """Are the bytes in the target the ones that were promised?"""
-        if not self.checksums:
-            return True
-        if not self.layers and len(self.checksums) == 1:
-            return checksum(self.near) == self.checksums[0]
-        return self._are_right(layer_digests(self.near, self.layers or len(self.checksums)))
+        return not self.checksums or self.is_promised(layer_digests(self.near, self.parts or 1))
 
-    def copy_from(self, source: ByteArray) -> bool:
-        """Copy these bytes into the target: are they the ones that were promised?"""
-        near = self.near
-        if not self.checksums:
-            near[:] = source
-            return True
-        if not self.layers and len(self.checksums) == 1:
-            return copy_and_sum(near, source) == self.checksums[0]
-        return self._are_right(copy_and_digest(near, source, self.layers or len(self.checksums)))
-
-    def _are_right(self, packed: bytes) -> bool:
+    def is_promised(self, packed: bytes) -> bool:
+        """Are these the digests of what was promised, by `parts` as copy_blocks packs them?"""
         if not self.layers:
-            return packed == pack_digests(self.checksums)
+            return not self.checksums or packed == pack_digests(self.checksums)
         if self.digests is not None:
             self.digests[:] = [packed]
         return block_checksum(packed) == self.checksums[0]
@@ -224,21 +218,37 @@ class BlockReader:
 def _copied(
     transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float
 ) -> list[bool]:
-    """Copy out of a mapped segment, the checksum computed on the way: which blocks are whole."""
+    """Copy out of a mapped segment, the checksums computed on the way: which blocks are whole."""
     started_s = time.monotonic()
     whole, moved_bytes = [], 0
     with transport.owned(node.info) as view:
-        for want in wants:
-            far = node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes
-            whole.append(want.copy_from(view[far : far + want.length_bytes]))
-            moved_bytes += want.length_bytes
-            if time.monotonic() - started_s > left_s:
-                raise TransferTimeout(
-                    f"node {node.info.node_id}: copying {moved_bytes} bytes through shared memory "
-                    f"took longer than {left_s:.3f} s: this host is short of CPU"
-                )
+        for alike, group in groupby(wants, _alike):
+            chosen = list(group)
+            for part in parts_of(chosen, attrgetter("length_bytes"), COPIED_BYTES):
+                whole += _copied_alike(view, node.shape, part, *alike)
+                moved_bytes += len(part) * alike[0]
+                if time.monotonic() - started_s > left_s:
+                    raise TransferTimeout(
+                        f"node {node.info.node_id}: copying {moved_bytes} bytes through shared "
+                        f"memory took longer than {left_s:.3f} s: this host is short of CPU"
+                    )
     transport.note(True, moved_bytes, started_s)
     return whole
+
+
+def _alike(want: Want) -> tuple[int, int, bool]:
+    """What the blocks of one copy have in common: length, parts hashed singly, hashed at all."""
+    return want.length_bytes, want.parts, bool(want.checksums)
+
+
+def _copied_alike(
+    view: ByteArray, shape: Geometry, wants: Sequence[Want], length_bytes: int, parts: int,
+    is_hashed: bool,
+) -> list[bool]:  # fmt: skip
+    sources = [(view, shape.slot_offset_bytes(want.copy.slot) + want.start_bytes) for want in wants]
+    targets = [(want.target[0], want.target[1].offset_bytes) for want in wants]
+    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed)
+    return [want.is_promised(found) for want, found in zip(wants, packed, strict=True)]
 
 
 class HeaderReader:

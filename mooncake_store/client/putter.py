@@ -31,8 +31,9 @@ from mooncake_store.errors import (
     TransferTimeout,
     WriteGivenUp,
 )
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING
-from mooncake_store.memory.buffers import ByteArray, checksum, copy_and_sum
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.digests import copy_blocks
 from mooncake_store.memory.registrations import Registrations, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.blocks import Allocation
@@ -44,6 +45,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_wri
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
+COPIED_BYTES = 16 * 1024**2  # into a mapped segment between two looks at the clock
 ATTEMPTS_MAX = 3  # each but the last has found a network path stuck
 
 
@@ -230,7 +232,7 @@ class Putter:
         info, _, shape = node
         started_s = time.monotonic()
         until_s = started_s + deadline_s
-        digests, moved_bytes = [], 0
+        digests: list[int] = []
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
             if any(slots.is_newer(write.slot, write.generation) for write in writes):
@@ -238,23 +240,29 @@ class Putter:
             for write in writes:  # all at once: the code for it is in the CPU's cache then
                 slots.write_header(write.slot, write.header_writing(deadline_s + LEASE_MARGIN_S))
             confirm()
-            for write in writes:
-                target = slots.payload(write.slot, write.source.nbytes)
-                if self._is_verified:
-                    digest = copy_and_sum(target, write.source)
-                else:
-                    digest, target[:] = 0, write.source
-                digests.append(digest)
-                moved_bytes += target.nbytes
+            for part in parts_of(writes, lambda write: write.source.nbytes, COPIED_BYTES):
+                digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
                     raise TransferFailed(
-                        f"node {info.node_id}: {len(digests)} of {len(writes)} blocks were copied "
-                        f"within {deadline_s:g} s: this host is short of CPU; allow more time"
+                        f"node {node.info.node_id}: {len(digests)} of {len(writes)} blocks were "
+                        f"copied within {deadline_s:g} s: this host is short of CPU; allow more "
+                        "time"
                     )
             for write, digest in zip(writes, digests, strict=True):
                 slots.write_header(write.slot, write.header(STATE_READY, digest))
+        moved_bytes = sum(write.source.nbytes for write in writes)
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
+
+    def _copied(self, view: ByteArray, shape: Geometry, part: Sequence[Write]) -> list[int]:
+        """Into their slots in mapped memory: the checksum of each (0 where none is computed)."""
+        packed = copy_blocks(
+            [(view, shape.slot_offset_bytes(write.slot)) for write in part],
+            [(write.source, 0) for write in part],
+            part[0].source.nbytes,
+            is_hashed=self._is_verified,
+        )
+        return [int.from_bytes(each, "big") for each in packed]
 
     def _write_remote(
         self,

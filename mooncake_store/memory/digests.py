@@ -6,11 +6,13 @@ them (the highest first), in the order of the layers; it names the digests of al
 are kept beside the block's header (slot_memory.py). A block without layers (0 of them: the bytes of
 some client) has none, and its checksum is xxh3_64 of its bytes.
 
-A copy is hashed piece by piece while each piece lies in the CPU's cache (buffers.py).
+A copy is hashed while it is made: `copy_blocks` does it in native.c, in one pass; without it, and
+for parts too short for that, piece by piece while each lies in the CPU's cache (buffers.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,11 @@ import xxhash
 
 from mooncake_store.layout import DIGEST_BYTES
 from mooncake_store.memory.buffers import PIECE_BYTES, ByteArray, checksum, copy_and_sum
+from mooncake_store.native import library
+
+Place = tuple[ByteArray, int]  # a buffer, and where in it
+HASHED_BYTES_MIN = 241  # of a part, in native.c: shorter ones are hashed otherwise
+STREAMED_BYTES_MIN = 1024**2  # copied at once: more than a core's cache holds goes past it
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -74,3 +81,66 @@ def copy_and_digest(target: ByteArray, source: ByteArray, layers: int) -> bytes:
 
 def _parts(source: ByteArray, part_bytes: int) -> Iterator[slice]:
     return (slice(at, at + part_bytes) for at in range(0, source.nbytes, part_bytes))
+
+
+def copy_blocks(
+    targets: Sequence[Place],
+    sources: Sequence[Place],
+    block_bytes: int,
+    layers: int = 0,
+    is_hashed: bool = True,
+) -> list[bytes]:
+    """Copy blocks of one size (in buffers of 1-D uint8): for each the packed digests of its layers,
+    or of the whole as if it were one where it has none; b"" where nothing is to be hashed."""
+    parts = layers or 1
+    part_bytes = block_bytes // parts
+    assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
+    native = _native_copy()
+    if native is None or (is_hashed and part_bytes < HASHED_BYTES_MIN):
+        return [
+            _copy_block(target, source, parts, is_hashed)
+            for target, source in zip(
+                _slices(targets, block_bytes), _slices(sources, block_bytes), strict=True
+            )
+        ]
+    count = len(targets)
+    assert len(sources) == count, f"{count} targets and {len(sources)} sources"
+    packed = bytearray(count * parts * DIGEST_BYTES if is_hashed else 0)
+    native(
+        count, _addresses(targets, block_bytes), _addresses(sources, block_bytes), part_bytes,
+        parts, (ctypes.c_char * len(packed)).from_buffer(packed) if is_hashed else None,
+        count * block_bytes >= STREAMED_BYTES_MIN,
+    )  # fmt: skip
+    each_bytes = parts * DIGEST_BYTES
+    return [bytes(packed[at * each_bytes : (at + 1) * each_bytes]) for at in range(count)]
+
+
+@functools.cache
+def _native_copy() -> library.NativeFunction | None:
+    word, pointer = ctypes.c_uint64, ctypes.c_void_p
+    arguments = [word, pointer, pointer, word, word, pointer, ctypes.c_int]
+    return library.function("copy_blocks", None, arguments)
+
+
+def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
+    """As C takes them. Most batches have one buffer on one side, and its address takes a while."""
+    bases: dict[int, int] = {}
+    found = []
+    for buffer, start in places:
+        base = bases.get(id(buffer))
+        if base is None:
+            base = bases[id(buffer)] = buffer.ctypes.data
+        assert 0 <= start <= buffer.nbytes - block_bytes, (start, block_bytes, buffer.nbytes)
+        found.append(base + start)
+    return struct.pack(f"{len(found)}Q", *found)
+
+
+def _slices(places: Sequence[Place], block_bytes: int) -> Iterator[ByteArray]:
+    return (buffer[start : start + block_bytes] for buffer, start in places)
+
+
+def _copy_block(target: ByteArray, source: ByteArray, parts: int, is_hashed: bool) -> bytes:
+    if not is_hashed:
+        target[:] = source
+        return b""
+    return copy_and_digest(target, source, parts)

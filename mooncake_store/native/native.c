@@ -9,6 +9,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 /* ---- copying and hashing: xxh3-64 of more than 240 bytes, in pieces that lie in the cache */
 
@@ -18,6 +21,7 @@
 #define STRIPES_IN_BLOCK ((SECRET_BYTES - STRIPE_BYTES) / SECRET_STEP)
 #define BLOCK_BYTES (STRIPES_IN_BLOCK * STRIPE_BYTES)
 #define LANES 8
+#define AHEAD_BYTES 4096 /* prefetched; 1,024 and 2,048 were slower (docs/measurements.md) */
 
 static const uint64_t PRIME32_1 = 0x9E3779B1u, PRIME32_2 = 0x85EBCA77u, PRIME32_3 = 0xC2B2AE3Du;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87u, PRIME64_2 = 0xC2B2AE3D27D4EB4Fu,
@@ -73,35 +77,59 @@ static inline uint64_t folded(uint64_t left, uint64_t right) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* xxh3-64 of `bytes` (more than 240) at `from`. With `to` they are copied there on the way; what is
- * hashed is what was read, so the copy and the hash are of the same bytes whoever writes beside. */
-static uint64_t hash_long(uint8_t *to, const uint8_t *from, uint64_t bytes) {
+/* Written through the cache, or past it (`streams`, to an aligned place): that saves reading what is
+ * overwritten, a third of a large copy's traffic. */
+static inline __attribute__((always_inline)) void put_stripe(uint8_t *to, lanes_t data,
+                                                             int streams) {
+#if defined(__AVX512F__)
+    if (streams) {
+        _mm512_stream_si512((void *)to, (__m512i)data);
+        return;
+    }
+#elif defined(__AVX__)
+    if (streams) {
+        __m256i halves[2];
+        memcpy(halves, &data, sizeof halves);
+        _mm256_stream_si256((__m256i *)to, halves[0]);
+        _mm256_stream_si256((__m256i *)(to + 32), halves[1]);
+        return;
+    }
+#endif
+    (void)streams;
+    memcpy(to, &data, sizeof data);
+}
+
+/* xxh3-64 of `bytes` (more than 240) at `from`, copied to `to` on the way. What is hashed is what
+ * was copied, whoever writes beside; but for what the last stripe reads again, where such a write
+ * makes a hash that fits neither. */
+static inline __attribute__((always_inline)) uint64_t hash_copied(uint8_t *to, const uint8_t *from,
+                                                                  uint64_t bytes, int streams) {
     lanes_t sums = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                     PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     const uint64_t blocks = (bytes - 1) / BLOCK_BYTES;
-    uint8_t last[STRIPE_BYTES];
     for (uint64_t block = 0; block < blocks; block++) {
         for (int stripe = 0; stripe < STRIPES_IN_BLOCK; stripe++) {
             const lanes_t data = lanes_at(from + stripe * STRIPE_BYTES);
-            if (to) memcpy(to + stripe * STRIPE_BYTES, &data, sizeof data);
-            __builtin_prefetch(from + stripe * STRIPE_BYTES + 2048);
+            __builtin_prefetch(from + stripe * STRIPE_BYTES + AHEAD_BYTES);
+            put_stripe(to + stripe * STRIPE_BYTES, data, streams);
             sums = accumulated(sums, data, SECRET + stripe * SECRET_STEP);
         }
         sums = scrambled(sums);
         from += BLOCK_BYTES;
-        if (to) to += BLOCK_BYTES;
+        to += BLOCK_BYTES;
     }
     const uint64_t left = bytes - blocks * BLOCK_BYTES;
     const uint64_t stripes = (left - 1) / STRIPE_BYTES;
     for (uint64_t stripe = 0; stripe < stripes; stripe++) {
         const lanes_t data = lanes_at(from + stripe * STRIPE_BYTES);
-        if (to) memcpy(to + stripe * STRIPE_BYTES, &data, sizeof data);
+        put_stripe(to + stripe * STRIPE_BYTES, data, streams);
         sums = accumulated(sums, data, SECRET + stripe * SECRET_STEP);
     }
-    /* The last stripe ends with the last byte; what of it was read before is read once more. */
-    memcpy(last, from + left - STRIPE_BYTES, STRIPE_BYTES);
-    if (to) memcpy(to + left - STRIPE_BYTES, last, STRIPE_BYTES);
-    sums = accumulated(sums, lanes_at(last), SECRET + SECRET_BYTES - STRIPE_BYTES - 7);
+    /* It ends with the last byte. */
+    const lanes_t last = lanes_at(from + left - STRIPE_BYTES);
+    const uint64_t fresh = left - stripes * STRIPE_BYTES;
+    memcpy(to + left - fresh, (const uint8_t *)&last + STRIPE_BYTES - fresh, fresh);
+    sums = accumulated(sums, last, SECRET + SECRET_BYTES - STRIPE_BYTES - 7);
 
     uint64_t hash = bytes * PRIME64_1;
     for (int pair = 0; pair < LANES / 2; pair++) {
@@ -113,12 +141,37 @@ static uint64_t hash_long(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     return hash ^ (hash >> 32);
 }
 
-/* digests.py: of `parts` equal parts of `part_bytes` (> 240) at `from`, packed, the highest byte
- * first. `to` 0: nothing is copied. */
-void digest_parts(uint8_t *to, const uint8_t *from, uint64_t part_bytes, uint64_t parts,
-                  uint64_t *packed) {
-    for (uint64_t part = 0; part < parts; part++) {
-        const uint64_t at = part * part_bytes;
-        packed[part] = __builtin_bswap64(hash_long(to ? to + at : 0, from + at, part_bytes));
+static void copy_streamed(uint8_t *to, const uint8_t *from, uint64_t bytes) {
+    const uint64_t whole = bytes / STRIPE_BYTES * STRIPE_BYTES;
+    for (uint64_t at = 0; at < whole; at += STRIPE_BYTES) {
+        __builtin_prefetch(from + at + AHEAD_BYTES);
+        put_stripe(to + at, lanes_at(from + at), 1);
     }
+    memcpy(to + whole, from + whole, bytes - whole);
+}
+
+/* digests.py: `count` blocks of `parts` equal parts (of more than 240 bytes each where they are
+ * hashed) are copied. `packed` gets the digests of the parts of all blocks, the highest byte first;
+ * 0: nothing is hashed. `streams`: past the cache, where the target is aligned for that. */
+void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
+                 uint64_t part_bytes, uint64_t parts, uint64_t *packed, int streams) {
+    for (uint64_t block = 0; block < count; block++) {
+        const int aligned = streams && (uintptr_t)to[block] % STRIPE_BYTES == 0;
+        if (!packed) {
+            if (aligned) copy_streamed(to[block], from[block], part_bytes * parts);
+            else memcpy(to[block], from[block], part_bytes * parts);
+            continue;
+        }
+        for (uint64_t part = 0; part < parts; part++) {
+            uint8_t *there = to[block] + part * part_bytes;
+            const uint8_t *here = from[block] + part * part_bytes;
+            const uint64_t hash = aligned && (uintptr_t)there % STRIPE_BYTES == 0
+                                      ? hash_copied(there, here, part_bytes, 1)
+                                      : hash_copied(there, here, part_bytes, 0);
+            *packed++ = __builtin_bswap64(hash);
+        }
+    }
+#ifdef __AVX__
+    if (streams) _mm_sfence(); /* the copies are there before whoever is told of them */
+#endif
 }

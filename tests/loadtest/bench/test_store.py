@@ -26,7 +26,7 @@ def test_what_is_compared_with_mooncake_is_said() -> None:
         assert over_nodes.value == 3.0 and "2.00 to 30.00 in 3 rounds" in over_nodes.why
         assert "CMA" in over_nodes.why and "TCP" in over_nodes.why
         assert "memcpy" in by_name[f"get_local_over_mooncake_own_process_{name}"].why
-    assert by_name["exist_1000_over_mooncake"].value == 2.0
+    assert by_name["exist_1000_over_mooncake"].value == 0.5
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:

@@ -48,7 +48,7 @@ def test_processes_that_start_together_all_have_it() -> None:
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.SWITCH, "off")
-    assert library.library() is None and library.function("digest_parts", None, []) is None
+    assert library.library() is None and library.function("copy_blocks", None, []) is None
     assert library.why_not() == "MOONCAKE_NATIVE=off asks for Python"
 
 
@@ -88,8 +88,8 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_each_caller_declares_a_function_for_itself() -> None:
-    one = library.function("digest_parts", None, [ctypes.c_void_p])
-    other = library.quick_function("digest_parts", ctypes.c_int, [])
+    one = library.function("copy_blocks", None, [ctypes.c_void_p])
+    other = library.quick_function("copy_blocks", ctypes.c_int, [])
     assert one is not None and other is not None
     assert one.argtypes == [ctypes.c_void_p] and other.argtypes == []  # type: ignore[attr-defined]
 

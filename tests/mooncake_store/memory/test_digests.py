@@ -1,0 +1,82 @@
+"""Blocks are copied and hashed alike by native.c and by Python, and as xxHash says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake_store.memory import digests
+from mooncake_store.memory.digests import (
+    STREAMED_BYTES_MIN,
+    block_checksum,
+    copy_blocks,
+    layer_digests,
+    pack_digests,
+)
+from mooncake_store.native import library
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "python":
+        monkeypatch.setattr(digests, "_native_copy", lambda: None)
+    elif library.why_not():
+        pytest.skip(library.why_not())
+
+
+def random_bytes(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    part_bytes=st.one_of(st.integers(1, 2_200), st.integers(1, 40).map(lambda n: n * 1_024)),
+    layers=st.integers(0, 5), blocks=st.integers(1, 4), shift=st.integers(0, 70),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_a_copy_is_whole_and_has_the_digests_of_xxhash(
+    part_bytes: int, layers: int, blocks: int, shift: int, seed: int
+) -> None:
+    block_bytes = part_bytes * (layers or 1)
+    source = random_bytes(blocks * block_bytes + shift, seed)
+    target = np.full(blocks * (block_bytes + 2) + shift, 255, np.uint8)
+    here = [(source, shift + at * block_bytes) for at in range(blocks)]
+    there = [(target, 1 + at * (block_bytes + 2)) for at in reversed(range(blocks))]
+    packed = copy_blocks(there, here, block_bytes, layers)
+    for (_, start), (_, far), found in zip(there, here, packed, strict=True):
+        wanted = source[far : far + block_bytes]
+        assert (target[start : start + block_bytes] == wanted).all()
+        assert target[start - 1] == 255 == target[start + block_bytes], "beside the block"
+        assert found == layer_digests(wanted, layers or 1)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 63, 64, 65])
+def test_a_large_copy_goes_past_the_cache_and_is_whole(extra: int) -> None:
+    block_bytes = STREAMED_BYTES_MIN // 2 + extra
+    source, target = random_bytes(2 * block_bytes, 1), np.zeros(2 * block_bytes + 64, np.uint8)
+    aligned = -target.ctypes.data % 64
+    there = [(target, aligned), (target, aligned + block_bytes)]
+    here = [(source, 0), (source, block_bytes)]
+    for is_hashed in (True, False):
+        target[:] = 0
+        packed = copy_blocks(there, here, block_bytes, 0, is_hashed)
+        assert (target[aligned : aligned + 2 * block_bytes] == source).all()
+        halves = (source[:block_bytes], source[block_bytes:])
+        sums = [pack_digests([xxhash.xxh3_64_intdigest(half.data)]) for half in halves]
+        assert packed == (sums if is_hashed else [b"", b""])
+
+
+def test_the_checksum_of_a_block_is_over_its_layers_digests() -> None:
+    source, target = random_bytes(4 * 512, 2), np.zeros(4 * 512, np.uint8)
+    (packed,) = copy_blocks([(target, 0)], [(source, 0)], source.nbytes, 4)
+    assert block_checksum(packed) == digests.checksum_of(source, 4)
+
+
+def test_a_place_outside_of_its_buffer_is_refused_before_anything_is_written() -> None:
+    source, target = random_bytes(512, 3), np.zeros(512, np.uint8)
+    with pytest.raises((AssertionError, ValueError)):
+        copy_blocks([(target, 1)], [(source, 0)], 512)
+    assert not target.any()
