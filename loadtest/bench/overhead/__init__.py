@@ -1,0 +1,1 @@
+"""What does serving add to the bare engine?"""

@@ -1,0 +1,119 @@
+"""Answers of a server: by which interface, streamed or whole, and when their tokens came.
+
+Not here: what is compared (__main__.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from loadtest.client import sse_client
+from loadtest.client.protocol import GenerateRequest
+from loadtest.client.triton_client import TritonClient
+from loadtest.harness.server import CannotMeasure
+from loadtest.replay.prompts import TokenIds
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrivals:
+    """When the tokens of one stream came, and how they were packed."""
+
+    sent_s: float
+    times_s: list[float]  # one per token
+    messages: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.sent_s
+
+    def intervals_s(self, from_s: float, to_s: float) -> list[float]:
+        """Between tokens, in that time. Those that came in one message share the time since the
+        message before, so that packing alone makes no tail."""
+        found: list[float] = []
+        moments = sorted(set(self.times_s))
+        for before_s, after_s in pairwise(moments):
+            if before_s >= from_s and after_s <= to_s:
+                tokens = self.times_s.count(after_s)
+                found += [(after_s - before_s) / tokens] * tokens
+        return found
+
+
+async def stream(
+    client: TritonClient, name: str, prompt: TokenIds, output_tokens: int,
+    parameters: Mapping[str, str],
+) -> TokenArrivals:  # fmt: skip
+    request = GenerateRequest(
+        request_id=name, input_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens,
+        end_id=-1, parameters=parameters,
+    )  # fmt: skip
+    times_s: list[float] = []
+    messages = 0
+    sent_s = time.perf_counter()
+    async for event in client.generate(request):
+        messages += 1
+        times_s += [event.time_s] * len(event.output_ids)
+    assert len(times_s) == output_tokens, f"{len(times_s)} tokens of {output_tokens}"
+    return TokenArrivals(sent_s, times_s, messages)
+
+
+async def together(
+    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int,
+    parameters: Mapping[str, str],
+) -> list[TokenArrivals]:  # fmt: skip
+    each = [
+        stream(client, f"tbt-{i}", prompt, output_tokens, parameters)
+        for i, prompt in enumerate(prompts)
+    ]
+    return await asyncio.gather(*each)
+
+
+class AnsweredWay(Protocol):
+    """An interface that is asked for whole answers or streams."""
+
+    async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
+        """Returns with the last token. CannotMeasure where it is not the whole answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWay:
+    """A Triton model over gRPC."""
+
+    client: TritonClient
+
+    async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
+        request = GenerateRequest(
+            request_id=f"{self.client.model}-{hash(text)}", text_input=text, max_tokens=tokens,
+            min_tokens=tokens, end_id=-1, stream=is_streamed,
+        )  # fmt: skip
+        events = [event async for event in self.client.generate(request)]
+        if not events or events[-1].finish_reason != "length":
+            raise CannotMeasure(f"{self.client.model} ended before {tokens} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiWay:
+    address: str
+
+    async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
+        body = {"prompt": text, "max_tokens": tokens, "ignore_eos": True, "stream": is_streamed,
+                "temperature": 0}  # fmt: skip
+        answer = await sse_client.ask(self.address, COMPLETIONS, body)
+        if answer.status != 200 or not (answer.is_done or answer.body):
+            raise CannotMeasure(f"the gateway answered {answer.status}: {answer.body[:300]!r}")
+
+
+async def tokens_per_s(
+    way: AnsweredWay, texts: Sequence[str], tokens: int, is_streamed: bool
+) -> float:
+    """Of so many answers at once, from the first that is asked for to the last token."""
+    started_s = time.perf_counter()
+    await asyncio.gather(*(way.answer(text, tokens, is_streamed) for text in texts))
+    return len(texts) * tokens / (time.perf_counter() - started_s)
