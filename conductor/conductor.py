@@ -59,6 +59,7 @@ from conductor.messages import (
 from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
 from conductor.replication.hotspots import Hotspots
 from conductor.roles.balance import RoleBalance
+from conductor.routing.compiled import CompiledDecision
 from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
@@ -113,6 +114,7 @@ class Conductor:
         self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
         self._loads = None if is_reserved else decode_loads
+        self._compiled = CompiledDecision.of(self._cluster)
         self._now_s = float("-inf")
         self._totals = _Totals()
         self._rejected: Counter[str] = Counter()
@@ -268,7 +270,7 @@ class Conductor:
         ttft_limit_s = self._gate.ttft_limit_s(request)
         return Options(
             cluster, self._tiers, request, (usable, joinable), self._loads,
-            self._gate.order(request), ttft_limit_s, now_s,
+            self._gate.order(request), ttft_limit_s, now_s, self._compiled,
         )  # fmt: skip
 
     def _refuse(self, rejection: Reject) -> Reject:
@@ -438,6 +440,8 @@ class Conductor:
         self._gate.tick(now_s)
         self._quotas.tick(now_s)
         self._cluster.prepare(now_s)
+        if self._compiled is not None:
+            self._compiled.prepare()
         for request_id in self._cluster.overdue(now_s):
             self._drop(request_id, now_s)
         self._others.expire(now_s)

@@ -172,11 +172,6 @@ class Cluster:
         if key in self.workers:
             self._refused_at_s[key] = now_s
 
-    @property
-    def has_refused(self) -> bool:
-        """Whether `overloaded` may name anybody."""
-        return bool(self._refused_at_s)
-
     def overloaded(self, now_s: float) -> list[WorkerState]:
         """Decode workers that refused a request on arrival: full, whatever was predicted. The mark
         lasts until the next report or overload_mark_s, and ends when the batch is empty."""

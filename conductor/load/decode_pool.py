@@ -19,19 +19,16 @@ from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path, Pool
 from conductor.load.worker import WorkerState
 
-COST_ROUNDING = 1e-12  # costs this close are equal
-
 
 class DecodePool(Pool):
     def _allocate(self, count: int) -> None:
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        self._steps = np.zeros((2, count))  # times (tokens of the prompt, 1): the step with it
-        self._per_token_s, self._step_s = self._steps
+        # The step with a prompt is its tokens x the first + the second.
+        self._per_token_s, self._step_s = self._zeros(), self._zeros()
         self._pages_free = self._zeros()  # less than any request needs: no slot either
         self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
-        self._by_prompt, self._by_blocks = np.ones(2), np.ones(2)  # filled in when asked
         self.least_step_s = 0.0  # the shortest of those that `costs_s` found last
         self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved
 
@@ -65,28 +62,27 @@ class DecodePool(Pool):
 
     def costs_s(self, path: Path, prompt_tokens: int, tokens: int) -> Column:
         """The step of each batch with this request in it, and its share of the hand-over, which is
-        spread over so many tokens. Two products of matrices, so equal workers may differ by a
-        rounding: see COST_ROUNDING."""
-        by_prompt, by_blocks = self._by_prompt, self._by_blocks
-        by_prompt[0], by_blocks[1] = prompt_tokens, 1.0 / tokens
-        costs_s = by_prompt.dot(self._steps)
+        spread over so many tokens."""
+        costs_s = self._per_token_s * prompt_tokens
+        costs_s += self._step_s
         self.least_step_s = costs_s.item(costs_s.argmin())
-        if self.block_tokens:
-            by_blocks[0] = -(-prompt_tokens // self.block_tokens) / tokens
-            costs_s += by_blocks.dot(path.both)
-        else:
-            costs_s += (path.block_s * self.blocks(prompt_tokens) + path.latency_s) / tokens
-        found: Column = costs_s
-        return found
+        handover_s = path.block_s * self.blocks(prompt_tokens)
+        handover_s += path.latency_s
+        handover_s *= 1.0 / tokens
+        costs_s += handover_s
+        return costs_s
 
     def has_room(self, tokens: int) -> Mask:
         """For one more request with so many tokens, the longest answer included."""
         return self._pages_free >= self.blocks(tokens)
 
-    def has_room_at(self, row: int, tokens: int) -> bool:
-        """The same for one worker."""
-        block_tokens = self.block_tokens or self.workers[row].info.block_tokens
-        return self._pages_free.item(row) >= -(-tokens // block_tokens)
+    def compared(self) -> dict[str, Column]:
+        """The columns that a compiled decision reads, by their names there."""
+        return {
+            "decode_per_token_s": self._per_token_s, "decode_step_s": self._step_s,
+            "pages_free": self._pages_free, "decode_rank": self.rank,
+            "decode_block_tokens": self.block_tokens_of,
+        }  # fmt: skip
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""

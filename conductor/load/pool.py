@@ -45,6 +45,7 @@ class Path:
     block_s: Column
     latency_s: Column
     own: Sequence[int]  # rows of who is on that node: ahead by one request
+    address: int  # of `both`
 
 
 class Pool:
@@ -54,6 +55,7 @@ class Pool:
         self.config = config
         self.order = config.order
         self.workers: list[WorkerState] = []
+        self.version = 0  # while it is the same, the columns are the same arrays
 
     def build(
         self, workers: Sequence[WorkerState], is_in: Callable[[WorkerState], bool],
@@ -61,12 +63,15 @@ class Pool:
     ) -> None:  # fmt: skip
         """Anew, after somebody came or went. `is_in`: its node is up, and no newer incarnation is
         there. `tokens_max`: of one request that it could hold with nobody else there."""
+        self.version += 1
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
         self.workers = list(workers)
         self.rows = np.arange(len(workers))
-        self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)  # not to be changed
+        # Not to be changed:
+        self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)
+        self.zeros_address, self.nowhere = self.zeros.ctypes.data, np.full(len(workers), -1)
         self.node_ids = [info.node_id for info in infos]
         tokens = {info.block_tokens for info in infos}
         self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
@@ -186,7 +191,7 @@ class Pool:
         if now_s - self._ratio_s > RATIO_FRESH_S:
             self._ratio_s = now_s
             if self.config.learn_speed:
-                self.ratio = ratios(self._measured, self._estimated, self._measured_s, now_s)
+                self.ratio[:] = ratios(self._measured, self._estimated, self._measured_s, now_s)
             self._scale(slice(None))
 
     def takers(self, now_s: float) -> Mask:
@@ -212,9 +217,9 @@ class Pool:
         return self._counted[1]
 
     def mean(self, column: Column, mask: Mask) -> float:
-        """Of these workers; at least one."""
+        """Of these workers; at least one. Summed up one after the other, whatever numpy is."""
         count = self.count(mask)
-        return float(column.dot(self._counted[2])) / count
+        return float(np.add.accumulate(column * self._counted[2])[-1]) / count
 
     def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
         """The takers that could ever hold so many tokens and are not excluded."""
@@ -246,6 +251,10 @@ class Pool:
         far_s = blocks * self._far_block_s_least + self._latency_s_least
         return blocks * self._own_block_s_least, far_s
 
+    def on_node(self, node_id: str) -> Sequence[int]:
+        """The rows of the workers there."""
+        return self._rows_on.get(node_id, ())
+
     def has_neighbour(self, others: Pool) -> Mask:
         """Which workers share their node with one of `others`."""
         return np.array([node_id in others._rows_on for node_id in self.node_ids], bool)
@@ -262,7 +271,7 @@ class Pool:
             latency_s[row] = measured_s
         for row in own:
             latency_s[row] = 0.0  # it is mapped
-        return Path(both, block_s, latency_s, own)
+        return Path(both, block_s, latency_s, own, both.ctypes.data)
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
         """Make so many of the paths that are not known yet, before a decision needs one."""

@@ -137,6 +137,7 @@ class PrefillPool(Pool):
 
     def _set_matrices(self, keys_s: Matrix, work_s: Matrix) -> None:
         """`work_s` has one row more, in front: nothing has gone by."""
+        self.version += 1
         self._keys_s, self._work_s = keys_s, work_s
         self._key_rows_s, self._work_rows_s = list(keys_s), list(work_s[1:])
 
@@ -210,9 +211,9 @@ class PrefillPool(Pool):
                 behind = is_first if behind is self.none else behind + is_first
         return QueuePosition(wait_s * self.ratio, behind)
 
-    def behind(self, queues: Queues, row: int, prefill_s: float) -> int:
+    def behind(self, order: QueueOrder, now_s: float, row: int, prefill_s: float) -> int:
         """What `position` counts, for one worker."""
-        key_s = queues.order.key_s(queues.now_s, prefill_s)
+        key_s = order.key_s(now_s, prefill_s)
         count = int(key_s < self._head_key_s.item(row))
         for keys_s in self._key_rows_s[: self._length.item(row)]:
             count += keys_s.item(row) > key_s
@@ -236,6 +237,19 @@ class PrefillPool(Pool):
         ahead += self.rows
         return self._work_s.take(ahead), behind
 
+    def compared(self) -> dict[str, Counts | Column | Matrix | Mask]:
+        """The columns that a compiled decision reads, by their names there."""
+        return {
+            "ratio": self.ratio, "base_s": self._base_s, "per_token_s": self._per_token_s,
+            "half_pair_s": self._half_pair_s, "block_tokens": self.block_tokens_of,
+            "block_bytes": self.block_bytes, "busy_until_s": self._busy_until_s,
+            "unattributed_until_s": self._unattributed_until_s, "head_key_s": self._head_key_s,
+            "half_step_s": self._half_step_s, "waiting_s": self._waiting_s, "rank": self.rank,
+            "length": self._length, "keys_s": self._keys_s, "work_s": self._work_s,
+            "has_room": self.has_room, "others": self._others, "hops_s": self._hops_s,
+            "chunk_tokens": self._chunk_tokens,
+        }  # fmt: skip
+
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""
         super().check(now_s, why_not)
@@ -256,7 +270,9 @@ class PrefillPool(Pool):
             for found, seconds in zip(columns, expected_s, strict=True):
                 assert close(found[row], ratio * seconds, rel_tol=1e-6, abs_tol=1e-6), worker.key
             assert behind[row] == queue.behind(key_s), worker.key
-            assert behind[row] == self.behind(queues, row, float(prefill_s[row])), worker.key
+            assert behind[row] == self.behind(self.order, now_s, row, float(prefill_s[row])), (
+                worker.key
+            )
             has_room = queue.requests < worker.info.slots_max
             assert self.has_room[row] == has_room, worker.key
             rank = queue.requests * REQUESTS_RANK + self.routed(worker)

@@ -33,7 +33,7 @@ Not here: the work in front (prefill_queue.py), choosing the worker (routing.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.load.cluster import Cluster
-from conductor.load.pool import Column, Mask
+from conductor.load.pool import Column, Counts, Mask
 from conductor.load.prefill_pool import PrefillPool, QueuePosition, Queues
 from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
@@ -67,18 +67,17 @@ class Plans:
     """How each prefill worker would get the prompt's KV, as columns."""
 
     held: Holdings  # what the worker's own node has
-    transfer_s: Seconds  # restoring and fetching
+    sources: Sequence[FetchSource]  # those that are compared
+    fetch_s: Seconds  # restoring and fetching
     prefill_s: Seconds  # computing the rest
-    fetches: list[tuple[FetchSource, Mask]]  # who fetches from where; a later one takes precedence
+    source: Counts  # the number of the one that each worker fetches from; -1: it does not
     fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
     crowding_s: Seconds  # what the copies of those fetches will cost others
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
     def fetched(self, row: int) -> FetchSource | None:
-        for source, is_fetched in reversed(self.fetches):
-            if is_fetched.item(row):
-                return source
-        return None
+        number = self.source.item(row)
+        return None if number < 0 else self.sources[number]
 
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
@@ -86,78 +85,79 @@ def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
     return max(0, min(blocks * block_tokens, prompt_tokens - 1))
 
 
+def worth_asking(
+    cluster: Cluster, held: Holdings, policy: Policy, now_s: float
+) -> list[FetchSource]:
+    """The sources that are compared, longest run first; none where nobody lacks enough."""
+    if policy.fetch == "threshold":
+        if held.least >= held.longest / cluster.config.kvcache_balancing_threshold:
+            return []
+    elif policy.fetch == "never" or held.is_same:
+        return []
+    return _sources(cluster, held, policy.fetch == "threshold", now_s)
+
+
 def make_plans(
-    cluster: Cluster, held: Holdings, policy: Policy, prompt_tokens: int, queues: Queues
-) -> Plans:
+    cluster: Cluster, held: Holdings, policy: Policy, sources: Sequence[FetchSource],
+    prompt_tokens: int, queues: Queues,
+) -> Plans:  # fmt: skip
     """Fetch or compute, at each worker."""
     pool = cluster.prefills
     own_tokens = _own_tokens(pool, held, prompt_tokens)
     own_s = pool.prefill_s(prompt_tokens, own_tokens)
     fill_s = pool.fill_s(prompt_tokens, own_tokens)
-    plans = Plans(held, pool.zeros, own_s, [], fill_s, pool.zeros)
-    if held.is_empty:
-        return plans
+    plans = Plans(held, sources, pool.zeros, own_s, pool.nowhere, fill_s, pool.zeros)
     if held.has_ssd:
         restore_s = pool.block_bytes / cluster.config.ssd_bytes_per_s
-        plans.transfer_s = (held.blocks - held.dram_blocks) * restore_s
+        plans.fetch_s = (held.blocks - held.dram_blocks) * restore_s
+    if not sources:
+        return plans
     if policy.fetch == "threshold":
-        _fetch_by_threshold(plans, cluster, prompt_tokens, queues.now_s)
-    elif policy.fetch == "times":
-        _fetch_by_times(plans, cluster, prompt_tokens, queues)
+        _fetch_by_threshold(plans, cluster, prompt_tokens)
+    else:
+        _fetch_by_times(plans, cluster.prefills, prompt_tokens, queues)
     return plans
 
 
-def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int, now_s: float) -> None:
+def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int) -> None:
     """The paper's rule: the longest run, where it is much longer than the own one."""
-    config = cluster.config
-    if plans.held.least >= plans.held.longest / config.kvcache_balancing_threshold:
-        return  # nobody lacks so much of it
-    sources = _sources(cluster, plans.held, True, now_s)
-    if not sources:
-        return
-    longest = sources[0].blocks
+    config, longest = cluster.config, plans.sources[0].blocks
     is_wanted = plans.held.blocks < longest / config.kvcache_balancing_threshold
-    if not np.count_nonzero(is_wanted):
-        return
     least_s = plans.prefill_s
     if plans.held.has_ssd:
-        least_s = least_s + plans.transfer_s
+        least_s = least_s + plans.fetch_s
     if not config.fetch_must_pay:
         own_tokens = _own_tokens(cluster.prefills, plans.held, prompt_tokens)
         is_wanted &= own_tokens < _tokens(cluster.prefills, longest, prompt_tokens)
         least_s = np.where(is_wanted, math.inf, least_s)
-    _take_the_quickest(plans, cluster.prefills, sources, prompt_tokens, least_s, is_wanted)
+    _take_the_quickest(plans, cluster.prefills, prompt_tokens, least_s, is_wanted)
 
 
-def _fetch_by_times(plans: Plans, cluster: Cluster, prompt_tokens: int, queues: Queues) -> None:
+def _fetch_by_times(plans: Plans, pool: PrefillPool, prompt_tokens: int, queues: Queues) -> None:
     """Ours: whatever lets the first token come soonest, beside the work in front."""
-    pool, held = cluster.prefills, plans.held
-    sources = [] if held.is_same else _sources(cluster, held, False, queues.now_s)
-    if not sources:
-        return
     plans.position = pool.position(queues, plans.prefill_s)
     hidden_s = plans.position.wait_s
     least_s = hidden_s
-    if held.has_ssd:
-        least_s = np.maximum(hidden_s, plans.transfer_s)
+    if plans.held.has_ssd:
+        least_s = np.maximum(hidden_s, plans.fetch_s)
     least_s = least_s + plans.prefill_s
-    _take_the_quickest(plans, pool, sources, prompt_tokens, least_s, hidden_s=hidden_s)
+    _take_the_quickest(plans, pool, prompt_tokens, least_s, hidden_s=hidden_s)
 
 
 def _take_the_quickest(
-    plans: Plans, pool: PrefillPool, sources: list[FetchSource], prompt_tokens: int,
-    least_s: Seconds, is_wanted: Mask | None = None, hidden_s: Seconds | None = None,
+    plans: Plans, pool: PrefillPool, prompt_tokens: int, least_s: Seconds,
+    is_wanted: Mask | None = None, hidden_s: Seconds | None = None,
 ) -> None:  # fmt: skip
     """Each worker fetches from the source with which its prefill ends soonest, if that is before
     `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
     `hidden_s`: so much of the transfer costs nothing."""
-    held, restore_s, own_s = plans.held, plans.transfer_s, plans.prefill_s
-    for source in sources:
+    held, restore_s, own_s = plans.held, plans.fetch_s, plans.prefill_s
+    for number, source in enumerate(plans.sources):
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
         if not np.count_nonzero(may_fetch):
             continue
-        prefill_s, transfer_s = _with(source, pool, held, restore_s, prompt_tokens)
-        total_s = transfer_s if hidden_s is None else np.maximum(hidden_s, transfer_s)
+        prefill_s, fetch_s = _with(source, pool, held, restore_s, prompt_tokens)
+        total_s = fetch_s if hidden_s is None else np.maximum(hidden_s, fetch_s)
         total_s = total_s + prefill_s
         crowding_s = None
         if hidden_s is not None and held.full is not pool.zeros:
@@ -167,16 +167,16 @@ def _take_the_quickest(
         is_better = total_s < least_s
         is_better &= may_fetch
         if np.count_nonzero(is_better):
-            if source is not sources[-1]:
+            if source is not plans.sources[-1]:
                 least_s = np.where(is_better, total_s, least_s)
-            plans.transfer_s = np.where(is_better, transfer_s, plans.transfer_s)
+            plans.fetch_s = np.where(is_better, fetch_s, plans.fetch_s)
             plans.prefill_s = np.where(is_better, prefill_s, plans.prefill_s)
+            plans.source = np.where(is_better, number, plans.source)
             if crowding_s is not None:
                 plans.crowding_s = np.where(is_better, crowding_s, plans.crowding_s)
             if pool.has_groups:
                 fill_s = pool.fill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
                 plans.fill_s = np.where(is_better, fill_s, plans.fill_s)
-            plans.fetches.append((source, is_better))
             plans.position = None
 
 

@@ -37,12 +37,18 @@ import numpy as np
 from conductor.config import ConductorConfig
 from conductor.load.cluster import Cluster
 from conductor.load.decode_batch import DecodeLoad
-from conductor.load.decode_pool import COST_ROUNDING
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.load.worker import SLOWER, WorkerState
 from conductor.messages import Prediction, Request
 from conductor.queue_order import QueueOrder
-from conductor.routing.fetching import FetchSource, cached_tokens, make_plans, second_source
+from conductor.routing.compiled import CompiledDecision
+from conductor.routing.fetching import (
+    FetchSource,
+    cached_tokens,
+    make_plans,
+    second_source,
+    worth_asking,
+)
 from conductor.routing.policies import POLICIES, Terms, at_random
 from conductor.routing.tiers import Holdings, Tiers
 from mooncake_store.layout import blocks_touched
@@ -108,9 +114,11 @@ class Options:
     def __init__(
         self, cluster: Cluster, tiers: Tiers, request: Request, usable: tuple[Mask, Mask],
         loads: Loads | None, order: QueueOrder, ttft_limit_s: float, now_s: float,
+        compiled: CompiledDecision | None = None,
     ) -> None:  # fmt: skip
         """`usable`: the prefill and the decode workers in question, at least one of each.
-        `loads`: what admission takes the decode loads to be; None for the reserved ones."""
+        `loads`: what admission takes the decode loads to be; None for the reserved ones.
+        `compiled`: what computes the same; its columns are good until it is asked again."""
         self._cluster, self._config = cluster, cluster.config
         self._policy = POLICIES[cluster.config.policy]
         self._request, self._now_s = request, now_s
@@ -120,20 +128,44 @@ class Options:
         self._spread = max(1, min(request.output_tokens_max, expected))
         self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
         self.order = order  # what gives this request its place in a queue
-        self._meet_prefills(tiers)
-        # Which decode workers have room; None as long as their reserved loads decide that alone.
-        decodes, is_plain = cluster.decodes, loads is None and not cluster.has_refused
-        is_plain = is_plain and decodes.count(self._is_decode) == len(decodes.workers)
-        self._has_room = None if is_plain else self._rooms()
+        held = Holdings(tiers, request.block_keys, cluster.prefills)
+        sources = worth_asking(cluster, held, self._policy, now_s)
+        self._compiled, self._chosen = compiled, (-1, -1)  # rows, where they are known already
+        if compiled is None:
+            self._meet_prefills(held, sources)
+            self._has_room = self._rooms()
+        else:
+            self._read(compiled, held, sources)
 
-    def _meet_prefills(self, tiers: Tiers) -> None:
+    def _read(
+        self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
+    ) -> None:
+        """Everything, and the best pair, where room is all that is reserved."""
+        is_usual = self._config.policy != "random"
+        if not is_usual or self._cluster.warming_up("prefill", self._now_s):
+            is_usual, self._compiled = False, None
+        may_join = self._is_decode
+        for worker in self._cluster.overloaded(self._now_s):
+            if may_join is self._is_decode:
+                may_join = may_join.copy()
+            may_join[worker.row] = False
+        is_reserved = self._loads is None
+        prefill, decode, self.backlog_s = compiled.decide(
+            self._request, held, sources, (self._is_prefill, self._is_decode), may_join,
+            is_usual and is_reserved, self.order, self._spread, self.ttft_limit_s, self._now_s,
+        )  # fmt: skip
+        self._terms, self._plans = compiled.terms, compiled.plans
+        if is_usual and is_reserved:
+            self._chosen = (prefill, decode)
+        self._has_room = compiled.has_room if is_reserved else self._rooms()
+
+    def _meet_prefills(self, held: Holdings, sources: Sequence[FetchSource]) -> None:
         pool, request, policy = self._cluster.prefills, self._request, self._policy
-        held = Holdings(tiers, request.block_keys, pool)
         queues = pool.queues(self._now_s, self.order)
-        plans = make_plans(self._cluster, held, policy, request.prompt_tokens, queues)
+        plans = make_plans(self._cluster, held, policy, sources, request.prompt_tokens, queues)
         self._plans = plans
-        prefill_s, transfer_s = plans.prefill_s, plans.transfer_s
-        counts_behind, self._queues = policy.spares_others, queues
+        prefill_s, transfer_s = plans.prefill_s, plans.fetch_s
+        counts_behind = policy.spares_others
         wait_s, behind = plans.position or pool.position(queues, prefill_s, counts_behind)
         if transfer_s is pool.zeros:
             start_s = wait_s + prefill_s
@@ -149,6 +181,8 @@ class Options:
         self._terms = Terms(
             queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.crowding_s
         )
+        # Predicted work of a prefill worker, on average.
+        self.backlog_s = pool.mean(queues.queue_s, self._is_prefill)
 
     def _rooms(self) -> Mask:
         """Who of the decode workers in question has room, as admission takes the loads to be."""
@@ -186,11 +220,17 @@ class Options:
 
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
-        first, least_s, cost_s = self._first()
-        row, decode = self._pairing(first, least_s, cost_s)
+        row, decode = self._chosen
+        if row < 0:
+            row, decode = self._best_rows()
         if self._may_be_more and self._leave_those_with_room(self.decode(decode)):
-            row, decode = self._pairing(first, least_s, cost_s)
+            row, decode = self._best_rows()
         return self.pair(self.prefill(row), self.decode(decode))
+
+    def _best_rows(self) -> tuple[int, int]:
+        if self._compiled is not None:
+            return self._compiled.choose(self._has_room)
+        return self._pairing(*self._first())
 
     @property
     def _may_be_more(self) -> bool:
@@ -203,7 +243,6 @@ class Options:
 
         Its time between tokens is not asked for here: of many forecasts the best is mostly the one
         that is most wrong, and prompts were computed for nothing (docs/measurements.md)."""
-        assert self._has_room is not None, "they were asked"
         if chosen.has_room:
             return False
         has_room = np.zeros_like(self._has_room)
@@ -222,7 +261,7 @@ class Options:
         decode, rest_s = self._partner(nodes[first])
         if self._policy.is_blind:
             return first, decode
-        tie_s = within(least_s, self._config) - least_s + COST_ROUNDING * rest_s
+        tie_s = within(least_s, self._config) - least_s
         total_s = cost_s.item(first) + rest_s
         # No pair is done sooner than the quickest batch after the quickest hand-over. Most often
         # this bound says already that no other prefill worker is better.
@@ -302,12 +341,6 @@ class Options:
         pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
         costs_s = pool.costs_s(path, prompt_tokens, self._spread)
-        if self._has_room is None:  # The best of all workers mostly has room: try it alone first.
-            least, row = self._least(costs_s, path)
-            tokens = prompt_tokens + request.output_tokens_max
-            if pool.has_room_at(row, tokens) and (row == least or pool.has_room_at(least, tokens)):
-                return row, self._spread * costs_s.item(least)
-            self._has_room = self._rooms()
         is_choice = self._has_room if np.count_nonzero(self._has_room) else self._is_decode
         costs_s = np.where(is_choice, costs_s, math.inf)
         least, row = self._least(costs_s, path)
@@ -316,7 +349,7 @@ class Options:
     def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
         """The decode worker of least cost, and the first of its equals."""
         pool, least = self._cluster.decodes, int(costs_s.argmin())
-        limit_s = costs_s.item(least) * ((1 + self._config.tie_ratio) * (1 + COST_ROUNDING))
+        limit_s = costs_s.item(least) * (1 + self._config.tie_ratio)
         rows = (costs_s <= limit_s).nonzero()[0]
         row = rows.item(pool.rank[rows].argmin()) if len(rows) > 1 else least
         rank = pool.rank.item(row)
@@ -341,7 +374,7 @@ class Options:
         restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
         used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
         prefill_s, fill_s = terms.prefill_s.item(row), plans.fill_s.item(row)
-        delay_s = (prefill_s - fill_s) * pool.behind(self._queues, row, prefill_s)
+        delay_s = (prefill_s - fill_s) * pool.behind(self.order, self._now_s, row, prefill_s)
         return PrefillOption(
             worker=worker,
             local_blocks=blocks,
@@ -350,7 +383,7 @@ class Options:
             source=source,
             queue_s=terms.queue_s.item(row),
             wait_s=terms.wait_s.item(row),
-            fetch_s=plans.transfer_s.item(row),
+            fetch_s=plans.fetch_s.item(row),
             transfer_s=terms.transfer_s.item(row),
             prefill_s=prefill_s,
             fill_s=fill_s,
@@ -372,10 +405,7 @@ class Options:
         load = pool.loads[row] if self._loads is None else self._loads_of([row])[0]
         step_s = worker.decode_estimate.step_s(load.sequences + 1, load.context_tokens + tokens)
         longest = tokens + self._request.output_tokens_max
-        if self._has_room is not None:
-            has_room = self._has_room.item(row)
-        else:
-            has_room = pool.has_room_at(row, longest)
+        has_room = self._has_room.item(row)
         if self._may_be_more:
             has_room = has_room and _fits(worker, load, longest)
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
@@ -411,11 +441,6 @@ class Options:
     @property
     def prefill_count(self) -> int:
         return self._cluster.prefills.count(self._is_prefill)
-
-    @property
-    def backlog_s(self) -> float:
-        """Predicted work of a prefill worker, on average."""
-        return self._cluster.prefills.mean(self._terms.queue_s, self._is_prefill)
 
 
 def _fits(worker: WorkerState, load: DecodeLoad, tokens: int) -> bool:

@@ -14,6 +14,7 @@ Not here: what it costs to bring a block from one of them (fetching.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,28 +31,31 @@ class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
     __slots__ = (
-        "_in_dram", "_keys", "_on_ssd", "_tiers", "blocks", "dram_blocks", "full", "has_ssd",
-        "is_empty", "is_same", "least", "longest",
+        "_in_dram", "_keys", "_on_ssd", "_tiers", "addresses", "blocks", "dram_blocks", "full",
+        "has_ssd", "is_empty", "is_same", "least", "longest",
     )  # fmt: skip
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys
         dram = tiers.dram
         self._in_dram = dram.find(keys)
-        self.full = tiers.full(pool)  # 1 where the worker's node is
+        self.full, full = tiers.full(pool)  # 1 where the worker's node is
         self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
         # How many leading blocks each worker's node has in DRAM, and with its SSD behind that.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
         self.longest = self.least = 0  # no worker's node has more, and none has less
+        address = pool.zeros_address
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
-            nodes = tiers.nodes(dram, pool)
-            self.dram_blocks, self.least = nodes.blocks(self._in_dram)
+            self.dram_blocks, self.least, address = tiers.nodes(dram, pool).blocks(self._in_dram)
             self.blocks = self.dram_blocks
+        self.addresses = address, address, full  # of blocks, dram_blocks and full; 0: nobody is
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.has_ssd = bool(self._on_ssd)
+        if self.has_ssd:
+            self.addresses = self.blocks.ctypes.data, address, full
         self.is_empty = not self.longest
         self.is_same = self.least == self.longest  # every worker's node has as much
 
@@ -63,7 +67,7 @@ class Holdings:
             if found:
                 self._on_ssd.append((depth, found))
                 self.longest = max(self.longest, depth + found[-1][0])
-                more, _ = nodes.blocks(found)
+                more = nodes.blocks(found).column
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     def longest_holder(self) -> str:
@@ -99,6 +103,14 @@ class Holdings:
                 further = bitmap
 
 
+class _Held(NamedTuple):
+    """How many blocks the node of each worker has."""
+
+    column: Column
+    least: int  # nobody has fewer
+    address: int  # of the column
+
+
 class _Nodes:
     """The nodes of a pool's workers by their numbers in an index."""
 
@@ -107,37 +119,42 @@ class _Nodes:
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        # For each segment, how many blocks each node has if there were no other segment, and the
-        # least of these.
-        self._alone: dict[Segment, tuple[Column, int]] = {}
+        # For each segment, how many blocks each node has if there were no other segment.
+        self._alone: dict[Segment, _Held] = {}
+        self._several = np.zeros(len(numbers))  # of several segments, until the next time
+        self._several_address = self._several.ctypes.data
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
 
-    def blocks(self, found: Sequence[Segment]) -> tuple[Column, int]:
-        """How many of the leading blocks the node of each worker has, and that none has less than
-        so many. Of segments as `find` gives them, at least one."""
-        blocks, least = self._of(found[0])
-        blocks = blocks.copy()
+    def blocks(self, found: Sequence[Segment]) -> _Held:
+        """How many of the leading blocks the node of each worker has. Of segments as `find` gives
+        them, at least one. Good until the next call; not to be changed."""
+        alone = self._of(found[0])
+        if len(found) == 1:
+            return alone
+        blocks = self._several
+        blocks[:] = alone.column
         for segment in found[1:]:
             depth, bitmap = segment
             if bitmap.bit_count() > FEW_BITS:
-                np.maximum(blocks, self._of(segment)[0], blocks)
+                np.maximum(blocks, self._of(segment).column, blocks)
                 continue
             while bitmap:
                 number = bitmap.bit_length() - 1
                 for row in self._rows.get(number, ()):
                     blocks[row] = depth
                 bitmap ^= 1 << number
-        return blocks, least
+        return _Held(blocks, alone.least, self._several_address)
 
-    def _of(self, segment: Segment) -> tuple[Column, int]:
+    def _of(self, segment: Segment) -> _Held:
         known = self._alone.get(segment)
         if known is None:
             if len(self._alone) >= SEGMENTS_MAX:  # most prompts have one of few
                 self._alone.clear()
             blocks = self._index.blocks_by_number([segment]).take(self._numbers).astype(np.float64)
-            known = self._alone[segment] = (blocks, int(blocks.min()))
+            known = _Held(blocks, int(blocks.min()), blocks.ctypes.data)
+            self._alone[segment] = known
         return known
 
 
@@ -149,7 +166,8 @@ class Tiers:
         self.ssd = PrefixIndex(dram.blocks_max)
         self._nodes: dict[int, _Nodes] = {}  # by the index
         self._full: set[str] = set()
-        self._full_rows: tuple[Sequence[str], Column] | None = None  # of these workers' nodes
+        # Of these workers' nodes, and where that column is.
+        self._full_rows: tuple[Sequence[str], Column, int] | None = None
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
         """In the order in which they were announced."""
@@ -174,14 +192,15 @@ class Tiers:
         self._full.clear()
         self._full_rows = None
 
-    def full(self, pool: Pool) -> Column:
-        """For each worker 1 if its node's memory is full, else 0; `pool.zeros` if nobody's is."""
+    def full(self, pool: Pool) -> tuple[Column, int]:
+        """For each worker 1 if its node's memory is full, else 0; `pool.zeros` if nobody's is.
+        And the address of that column, 0 if nobody's is."""
         if not self._full:
-            return pool.zeros
+            return pool.zeros, 0
         if self._full_rows is None or self._full_rows[0] is not pool.node_ids:
-            is_full = [float(node_id in self._full) for node_id in pool.node_ids]
-            self._full_rows = (pool.node_ids, np.array(is_full))
-        return self._full_rows[1]
+            is_full = np.array([float(node_id in self._full) for node_id in pool.node_ids])
+            self._full_rows = (pool.node_ids, is_full, is_full.ctypes.data)
+        return self._full_rows[1:]
 
     def _of(self, holder: str) -> PrefixIndex:
         return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram

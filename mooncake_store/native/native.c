@@ -5,6 +5,7 @@
  * the caller has checked. Lengths are in bytes, times in seconds, unless a name says otherwise.
  *
  *   copying and hashing    mooncake_store/memory/digests.py
+ *   a decision             conductor/routing/compiled.py
  */
 
 #include <stdint.h>
@@ -174,4 +175,428 @@ void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
 #ifdef __AVX__
     if (streams) _mm_sfence(); /* the copies are there before whoever is told of them */
 #endif
+}
+
+/* ---- a decision: which prefill and which decode worker. The terms of all workers, what each would
+ * fetch, and the best pair, as conductor/routing/{fetching,routing}.py have it with numpy: the same
+ * operations on each element, in the same order. Sums go over the workers one after the other. */
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define SOURCES_MAX 4
+#define PARTNERS_MAX 64
+
+enum cost { COST_QUEUE, COST_START, COST_START_AND_OTHERS };
+enum fetch { FETCH_NEVER, FETCH_THRESHOLD, FETCH_TIMES };
+
+/* Who could send a prefix, and how long a block takes from there to each prefill worker; behind
+ * that, the latencies. */
+typedef struct {
+    const double *path_s;
+    double blocks, dram_blocks, wait_s;
+} source_t;
+
+/* Every member has 8 bytes. compiled.py fills it in, member by member. */
+typedef struct {
+    /* the fleet: columns of pool.py, until workers come or go */
+    int64_t prefills, decodes, has_groups, has_one_block_size;
+    const double *ratio, *base_s, *per_token_s, *half_pair_s, *block_tokens, *block_bytes;
+    const double *busy_until_s, *unattributed_until_s, *head_key_s, *half_step_s, *waiting_s, *rank;
+    const int64_t *length;
+    const double *keys_s, *work_s; /* [position][worker] */
+    const uint8_t *has_room, *is_beside_decode;
+    const double *others, *hops_s, *chunk_tokens; /* of pipeline groups */
+    const int64_t *node;           /* of each prefill worker: the first one on the same node */
+    const double *const *path_s;   /* from there to each decode worker; 0: not known yet */
+    const int64_t *own_from, *own; /* decode workers there: own[own_from[p]] .. own[own_from[p+1]] */
+    const double *decode_per_token_s, *decode_step_s, *pages_free, *decode_rank,
+        *decode_block_tokens;
+    double tie_ratio, tie_s, ssd_bytes_per_s, balancing_threshold, crowding_share, requests_rank;
+    int64_t must_pay, finalists_max;
+    /* columns that are filled in */
+    double *queue_s, *wait_s, *fetch_s, *transfer_s, *prefill_s, *fill_s, *delay_s, *start_s,
+        *crowding_s;
+    int64_t *source;
+    uint8_t *decode_has_room;
+    double *busy_s, *behind, *own_s, *least_s, *cost_s, *decode_cost_s, *decode_whole_s;
+    int64_t *candidates;
+    uint8_t *is_choice;
+    /* the request */
+    int64_t cost, fetch, is_blind, spares_others, wants_pair;
+    const double *blocks, *dram_blocks; /* that each prefill worker's node has; equal: no SSD */
+    const double *full;                 /* 1 where its memory is; 0: nowhere */
+    const uint8_t *is_prefill, *is_decode, *may_join;
+    const uint8_t *rooms; /* of decode workers: decode_has_room, or what the caller says */
+    double now_s, prompt_tokens, longest_tokens, spread, stretch, wait_s_max, ttft_limit_s, near_s,
+        far_s;
+    int64_t sources;
+    source_t sources_of[SOURCES_MAX];
+    /* the answer */
+    int64_t first, prefill, decode;
+    double backlog_s; /* of all prefill workers in question */
+} decision_t;
+
+#define LANES_OF_DOUBLES 16
+/* Columns do not overlap, so rows are independent; and what is read of `d` is copied first. */
+#define EACH(row, count) _Pragma("GCC ivdep") for (int64_t row = 0; row < (count); row++)
+
+static double least_of(const double *values, int64_t count) {
+    double lanes[LANES_OF_DOUBLES], least = __builtin_inf();
+    int64_t at = 0;
+    for (int lane = 0; lane < LANES_OF_DOUBLES; lane++) lanes[lane] = __builtin_inf();
+    for (; at + LANES_OF_DOUBLES <= count; at += LANES_OF_DOUBLES)
+        for (int lane = 0; lane < LANES_OF_DOUBLES; lane++)
+            lanes[lane] = MIN(values[at + lane], lanes[lane]);
+    for (int lane = 0; lane < LANES_OF_DOUBLES; lane++) least = MIN(lanes[lane], least);
+    for (; at < count; at++) least = MIN(values[at], least);
+    return least;
+}
+
+/* Of the rows with values up to the limit the one of least rank, the first of equals. */
+static int64_t best_ranked(const double *values, double limit, const double *rank, int64_t count) {
+    int64_t best = -1;
+    for (int64_t from = 0; from < count; from += LANES_OF_DOUBLES) {
+        const int64_t end = MIN(from + LANES_OF_DOUBLES, count);
+        if (end - from == LANES_OF_DOUBLES) {
+            int64_t within = 0;
+            for (int lane = 0; lane < LANES_OF_DOUBLES; lane++)
+                within |= values[from + lane] <= limit;
+            if (!within) continue;
+        }
+        for (int64_t row = from; row < end; row++)
+            if (values[row] <= limit && (best < 0 || rank[row] < rank[best])) best = row;
+    }
+    return best;
+}
+
+/* PrefillPool.fill_s */
+static double fill_of(const decision_t *d, int64_t row, double cached) {
+    const double *others = d->others + 3 * row;
+    const double last = MIN(d->prompt_tokens - cached, d->chunk_tokens[row]);
+    const double found =
+        others[0] + last * (others[1] + others[2] * (d->prompt_tokens - last / 2));
+    return (found + d->hops_s[row]) * d->ratio[row];
+}
+
+/* PrefillPool.position: the work that goes before a request with so much work at each worker, and
+ * how many requests it overtakes. */
+static void positions(decision_t *d) {
+    const decision_t in = *d;
+    EACH(row, in.prefills) {
+        const double key_s = MIN(in.prefill_s[row] * in.stretch, in.wait_s_max) + in.now_s;
+        const double others = in.unattributed_until_s[row] - in.now_s, others_s = MAX(others, 0.0);
+        const double head_s = in.busy_s[row] - others_s;
+        const int is_first = key_s < in.head_key_s[row];
+        const double first_s = MIN(head_s, in.half_step_s[row]) + others_s;
+        in.behind[row] = is_first ? 1.0 : 0.0;
+        in.wait_s[row] = (is_first ? first_s : in.busy_s[row]) * in.ratio[row];
+    }
+    for (int64_t row = 0; row < in.prefills; row++) {
+        const int64_t length = in.length[row]; /* behind the head; mostly nobody */
+        if (!length) continue;
+        const double key_s = MIN(in.prefill_s[row] * in.stretch, in.wait_s_max) + in.now_s;
+        int64_t ahead = 0;
+        for (int64_t at = 0; at < length; at++) ahead += in.keys_s[at * in.prefills + row] <= key_s;
+        in.behind[row] += (double)(length - ahead);
+        if (key_s >= in.head_key_s[row])
+            in.wait_s[row] = (in.busy_s[row] + in.work_s[ahead * in.prefills + row]) * in.ratio[row];
+    }
+}
+
+/* make_plans, as far as nothing is fetched. */
+static void own_plans(decision_t *d) {
+    const decision_t in = *d;
+    const double tokens = in.prompt_tokens;
+    EACH(row, in.prefills) {
+        const double busy = in.busy_until_s[row] - in.now_s, busy_s = MAX(busy, 0.0);
+        in.busy_s[row] = busy_s;
+        in.queue_s[row] = (busy_s + in.waiting_s[row]) * in.ratio[row];
+    }
+    EACH(row, in.prefills) {
+        const double cached = MIN(in.blocks[row] * in.block_tokens[row], tokens - 1.0);
+        const double pair_s = in.half_pair_s[row] * (cached + tokens);
+        in.prefill_s[row] = (pair_s + in.per_token_s[row]) * (tokens - cached) + in.base_s[row];
+        in.fetch_s[row] = in.fill_s[row] = in.crowding_s[row] = 0.0;
+        in.source[row] = -1;
+    }
+    if (in.has_groups)
+        for (int64_t row = 0; row < in.prefills; row++) {
+            const double cached = MIN(in.blocks[row] * in.block_tokens[row], tokens - 1.0);
+            in.fill_s[row] = fill_of(d, row, cached);
+            in.prefill_s[row] += in.fill_s[row];
+        }
+    if (in.dram_blocks != in.blocks)
+        EACH(row, in.prefills)
+            in.fetch_s[row] = (in.blocks[row] - in.dram_blocks[row]) *
+                              (in.block_bytes[row] / in.ssd_bytes_per_s);
+}
+
+/* _take_the_quickest for one source. `is_threshold`, else by times. `is_plain`: no groups, no SSD,
+ * nobody's memory is full. */
+static inline __attribute__((always_inline)) void take_from(decision_t *d, int64_t number,
+                                                            const int is_threshold,
+                                                            const int is_plain) {
+    const decision_t in = *d;
+    const source_t from = in.sources_of[number];
+    const double *latency_s = from.path_s + in.prefills;
+    const double tokens = in.prompt_tokens, longest = in.sources_of[0].blocks;
+    const double on_ssd = from.blocks - from.dram_blocks;
+    const double wanted_below = is_threshold ? longest / in.balancing_threshold : from.blocks;
+    EACH(row, in.prefills) {
+        const double blocks = in.blocks[row], block_s = from.path_s[row];
+        const double cached = MIN(from.blocks * in.block_tokens[row], tokens - 1.0);
+        const double pair_s = in.half_pair_s[row] * (cached + tokens);
+        double work_s = (pair_s + in.per_token_s[row]) * (tokens - cached) + in.base_s[row];
+        const double missing = from.blocks - blocks;
+        double fixed_s = latency_s[row] + from.wait_s, fill_s = 0.0, crowding_s = 0.0;
+        if (!is_plain) {
+            if (in.has_groups) work_s += fill_s = fill_of(d, row, cached);
+            if (in.dram_blocks != in.blocks)
+                fixed_s += (blocks - in.dram_blocks[row]) *
+                           (in.block_bytes[row] / in.ssd_bytes_per_s);
+        }
+        double fetch_s = missing * block_s + fixed_s;
+        if (!is_plain && on_ssd != 0.0) {
+            const double slow = MIN(missing, on_ssd);
+            const double ssd_s = in.block_bytes[row] / in.ssd_bytes_per_s;
+            fetch_s = ((missing - slow) * block_s + slow * MAX(block_s, ssd_s)) + fixed_s;
+        }
+        const double hidden_s = in.wait_s[row];
+        double total_s = (is_threshold ? fetch_s : MAX(hidden_s, fetch_s)) + work_s;
+        if (!is_plain && !is_threshold && in.full) {
+            crowding_s = in.crowding_share * (in.own_s[row] - work_s) * in.full[row];
+            total_s += crowding_s;
+        }
+        const int is_better = (blocks < wanted_below) & (total_s < in.least_s[row]);
+        in.least_s[row] = is_better ? total_s : in.least_s[row];
+        in.fetch_s[row] = is_better ? fetch_s : in.fetch_s[row];
+        in.prefill_s[row] = is_better ? work_s : in.prefill_s[row];
+        in.source[row] = is_better ? number : in.source[row];
+        if (!is_plain) {
+            in.crowding_s[row] = is_better ? crowding_s : in.crowding_s[row];
+            in.fill_s[row] = is_better ? fill_s : in.fill_s[row];
+        }
+    }
+}
+
+static void fetches(decision_t *d) {
+    const decision_t in = *d;
+    const int is_threshold = in.fetch == FETCH_THRESHOLD, has_ssd = in.dram_blocks != in.blocks;
+    const double tokens = in.prompt_tokens, longest = in.sources_of[0].blocks;
+    EACH(row, in.prefills) {
+        const double own_s = in.prefill_s[row], fetch_s = in.fetch_s[row], wait_s = in.wait_s[row];
+        in.own_s[row] = own_s;
+        in.least_s[row] = (is_threshold ? fetch_s : MAX(wait_s, fetch_s)) + own_s;
+    }
+    if (is_threshold && !in.must_pay)
+        EACH(row, in.prefills) {
+            const double cached = MIN(in.blocks[row] * in.block_tokens[row], tokens - 1.0);
+            const int is_more = cached < MIN(longest * in.block_tokens[row], tokens - 1.0);
+            in.least_s[row] = is_more ? __builtin_inf() : -__builtin_inf();
+        }
+    for (int64_t number = 0; number < in.sources; number++) {
+        const source_t *from = &in.sources_of[number];
+        const int is_plain =
+            !(in.has_groups || has_ssd || in.full) && from->blocks == from->dram_blocks;
+        if (is_threshold && is_plain) take_from(d, number, 1, 1);
+        else if (is_threshold) take_from(d, number, 1, 0);
+        else if (is_plain) take_from(d, number, 0, 1);
+        else take_from(d, number, 0, 0);
+    }
+}
+
+/* Options._meet_prefills: the terms of every prefill worker. */
+static void meet_prefills(decision_t *d) {
+    const decision_t in = *d;
+    double sum_s = 0.0;
+    int64_t in_question = 0;
+    own_plans(d);
+    if (in.sources) {
+        if (in.fetch == FETCH_TIMES) positions(d);
+        fetches(d);
+    }
+    positions(d);
+    EACH(row, in.prefills) {
+        const double fetch_s = in.fetch_s[row], wait_s = in.wait_s[row], late_s = fetch_s - wait_s;
+        const double seen_s = MAX(late_s, 0.0);
+        const double transfer_s = in.fetch == FETCH_TIMES ? seen_s : fetch_s;
+        in.transfer_s[row] = transfer_s;
+        in.start_s[row] = (wait_s + transfer_s) + in.prefill_s[row];
+        const double delay_s = (in.prefill_s[row] - in.fill_s[row]) * in.behind[row];
+        in.delay_s[row] = in.spares_others ? delay_s : 0.0;
+        in_question += in.is_prefill[row];
+    }
+    for (int64_t row = 0; row < in.prefills; row++)
+        sum_s += in.is_prefill[row] ? in.queue_s[row] : 0.0;
+    d->backlog_s = sum_s / (double)in_question;
+}
+
+/* Policy.cost */
+static void costs(const decision_t *d) {
+    const decision_t in = *d;
+    if (in.cost == COST_QUEUE) EACH(row, in.prefills) in.cost_s[row] = in.queue_s[row];
+    else if (in.cost == COST_START) EACH(row, in.prefills) in.cost_s[row] = in.start_s[row];
+    else
+        EACH(row, in.prefills)
+            in.cost_s[row] = (in.start_s[row] + in.delay_s[row]) + in.crowding_s[row];
+}
+
+static double within(const decision_t *d, double least_s) {
+    return least_s + MAX(least_s * d->tie_ratio, d->tie_s);
+}
+
+/* Options._first: the prefill worker that the policy prefers. Returns the least cost. */
+static double choose_first(decision_t *d) {
+    const decision_t in = *d;
+    const int64_t count = in.prefills;
+    int64_t choices = 0;
+    EACH(row, count) choices += in.is_choice[row] = in.is_prefill[row] & in.has_room[row];
+    if (!choices) memcpy(in.is_choice, in.is_prefill, (size_t)count);
+    costs(d);
+    if (in.spares_others) { /* what is best for all must not cost this request its own limit */
+        int64_t in_time = 0;
+        EACH(row, count) in_time += in.is_choice[row] & (in.start_s[row] <= in.ttft_limit_s);
+        if (in_time)
+            EACH(row, count) in.is_choice[row] &= in.start_s[row] <= in.ttft_limit_s;
+        else
+            EACH(row, count) in.cost_s[row] = in.start_s[row];
+    }
+    EACH(row, count) in.cost_s[row] = in.is_choice[row] ? in.cost_s[row] : __builtin_inf();
+    const double least_s = least_of(in.cost_s, count);
+    d->first = best_ranked(in.cost_s, within(d, least_s), in.rank, count);
+    return least_s;
+}
+
+/* Pool.blocks */
+static inline double blocks_at(const decision_t *d, int64_t row, double tokens) {
+    return __builtin_ceil(tokens / d->decode_block_tokens[row]);
+}
+
+/* Options._partner: the decode worker for a prefill worker. Returns the least of what follows. */
+static double choose_partner(const decision_t *d, const uint8_t *joinable, int64_t prefill,
+                             int64_t *decode) {
+    const decision_t in = *d;
+    const int64_t count = in.decodes;
+    const double *block_s = in.path_s[prefill], *latency_s = block_s + count, *rank = in.decode_rank;
+    const double blocks = blocks_at(d, 0, in.prompt_tokens), each = 1.0 / in.spread;
+    if (in.has_one_block_size)
+        EACH(row, count)
+            in.decode_cost_s[row] =
+                in.decode_whole_s[row] + (block_s[row] * blocks + latency_s[row]) * each;
+    else
+        EACH(row, count) {
+            const double blocks_there = blocks_at(&in, row, in.prompt_tokens);
+            in.decode_cost_s[row] =
+                in.decode_whole_s[row] + (block_s[row] * blocks_there + latency_s[row]) * each;
+        }
+    EACH(row, count)
+        in.decode_cost_s[row] = joinable[row] ? in.decode_cost_s[row] : __builtin_inf();
+    const double least_s = least_of(in.decode_cost_s, count);
+    const double limit_s = least_s * (1.0 + in.tie_ratio);
+    int64_t best = best_ranked(in.decode_cost_s, limit_s, rank, count);
+    double best_rank = rank[best];
+    for (int64_t at = in.own_from[prefill]; at < in.own_from[prefill + 1]; at++) {
+        const int64_t row = in.own[at];
+        const double own_rank = rank[row] - in.requests_rank;
+        if (in.decode_cost_s[row] <= limit_s &&
+            (own_rank < best_rank || (own_rank == best_rank && row < best))) {
+            best = row;
+            best_rank = own_rank;
+        }
+    }
+    *decode = best;
+    return in.spread * least_s;
+}
+
+/* Options._rooms for reserved loads, and the step of each batch with the request in it. */
+static void meet_decodes(decision_t *d) {
+    const decision_t in = *d;
+    const int64_t count = in.decodes;
+    const double blocks = blocks_at(d, 0, in.longest_tokens);
+    EACH(row, count)
+        in.decode_whole_s[row] =
+            in.decode_per_token_s[row] * in.prompt_tokens + in.decode_step_s[row];
+    EACH(row, count) {
+        const double wanted = in.has_one_block_size ? blocks : blocks_at(&in, row, in.longest_tokens);
+        in.decode_has_room[row] = (in.pages_free[row] >= wanted) & in.may_join[row];
+    }
+}
+
+/* Options._handover_s */
+static double handover_of(const decision_t *d, int64_t prefill, int64_t decode) {
+    const double *block_s = d->path_s[prefill];
+    const double blocks = blocks_at(d, decode, d->prompt_tokens);
+    return block_s[decode] * blocks + block_s[d->decodes + decode];
+}
+
+/* The best pair, once `decide` was called: Options._first and _pairing. Returns -1, or the row of a
+ * prefill worker whose node's path is to be filled in before this is called again. */
+int64_t choose_pair(decision_t *d) {
+    const double least_s = choose_first(d), step_s = least_of(d->decode_whole_s, d->decodes);
+    const int64_t first = d->first;
+    /* Without room anywhere a pair is chosen all the same. */
+    int64_t rooms = 0;
+    EACH(row, d->decodes) rooms += d->rooms[row];
+    const uint8_t *joinable = rooms ? d->rooms : d->is_decode;
+    if (!d->path_s[first]) return first;
+    const double rest_s = choose_partner(d, joinable, first, &d->decode);
+    d->prefill = first;
+    if (d->is_blind) return -1;
+    const double tie_s = within(d, least_s) - least_s;
+    const double steps_s = d->spread * step_s, nearest_s = MIN(d->near_s, d->far_s);
+    double total_s = d->cost_s[first] + rest_s;
+    if (total_s - tie_s <= least_s + steps_s + nearest_s) return -1;
+    /* Another prefill worker may be better once what follows its prefill counts too: those that
+     * could be, by their bounds, the most promising first. */
+    double *bound_s = d->own_s, *found_s = d->least_s; /* of no use any more */
+    int64_t *rows = d->candidates, count = 0;
+    for (int64_t row = 0; row < d->prefills; row++) {
+        const double after_s = steps_s + (d->is_beside_decode[row] ? nearest_s : d->far_s);
+        bound_s[row] = after_s + d->cost_s[row];
+        if (bound_s[row] < total_s - tie_s) rows[count++] = row;
+    }
+    int64_t nodes[PARTNERS_MAX], partners[PARTNERS_MAX], known = 1, found = 1;
+    double rests_s[PARTNERS_MAX];
+    nodes[0] = d->node[first], partners[0] = d->decode, rests_s[0] = rest_s;
+    const double first_s = total_s;
+    int64_t *of = d->candidates + d->prefills, *with = of + d->prefills + 1;
+    of[0] = first, with[0] = d->decode, found_s[0] = total_s;
+    for (int64_t at = 0; at < count; at++) {
+        int64_t next = at; /* of equal bounds the first row; the rest stays in order */
+        for (int64_t other = at + 1; other < count; other++)
+            if (bound_s[rows[other]] < bound_s[rows[next]]) next = other;
+        const int64_t row = rows[next];
+        memmove(rows + at + 1, rows + at, sizeof(*rows) * (size_t)(next - at));
+        rows[at] = row;
+        if (bound_s[row] >= total_s - tie_s) break;
+        int64_t partner = 0;
+        while (partner < known && nodes[partner] != d->node[row]) partner++;
+        if (partner == known) {
+            if (known >= d->finalists_max) break;
+            if (!d->path_s[row]) return row;
+            rests_s[known] = choose_partner(d, joinable, row, &partners[known]);
+            nodes[known++] = d->node[row];
+        }
+        if (d->start_s[row] + handover_of(d, row, partners[partner]) > d->ttft_limit_s) continue;
+        of[found] = row, with[found] = partners[partner];
+        found_s[found] = d->cost_s[row] + rests_s[partner];
+        total_s = MIN(found_s[found], total_s);
+        found++;
+    }
+    if (first_s <= total_s + tie_s) return -1;
+    int64_t best = -1;
+    for (int64_t at = 1; at < found; at++)
+        if (found_s[at] <= total_s + tie_s &&
+            (best < 0 || d->rank[of[at]] < d->rank[of[best]]))
+            best = at;
+    d->prefill = of[best];
+    d->decode = with[best];
+    return -1;
+}
+
+/* Fills in what each worker means for the request; with `wants_pair` also the best pair, as above. */
+int64_t decide(decision_t *d) {
+    meet_prefills(d);
+    meet_decodes(d);
+    return d->wants_pair ? choose_pair(d) : -1;
 }

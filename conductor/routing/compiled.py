@@ -1,0 +1,234 @@
+"""A decision in one call: the terms of all workers and the best pair, computed by native.c.
+
+What it computes is written down in fetching.py and routing.py, with numpy, and the same comes out
+to the last bit (tests/conductor/routing/test_compiled.py): the same operations on the same columns,
+in one pass instead of a hundred calls. The columns of the pools are passed as addresses, which are
+looked up again when a pool has other arrays (Pool.version). What it fills in are columns too, and
+`Options` reads them as it reads those of numpy; they are good until the next decision.
+
+Without a compiler there is no `CompiledDecision`, and numpy decides. The pair is left to numpy
+while workers warm up, and with the policy `random`.
+
+Not here: the formulas (fetching.py, routing.py), compiling (mooncake_store/native/library.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.load.cluster import PATHS_PER_TICK, Cluster
+from conductor.load.pool import REQUESTS_RANK, Mask
+from conductor.messages import Request
+from conductor.queue_order import QueueOrder
+from conductor.routing.fetching import CROWDING_SHARE, SOURCES_MAX, FetchSource, Plans
+from conductor.routing.policies import POLICIES, Terms
+from conductor.routing.tiers import Holdings
+from mooncake_store.native.library import NativeFunction, quick_function
+
+PARTNERS_MAX = 64  # decode workers of so many nodes are compared at most
+COSTS = {"load_balance": 0, "cache_aware": 1, "kvcache_centric": 1, "adaptive": 2, "random": 0}
+FETCHES = {"never": 0, "threshold": 1, "times": 2}
+NUMBER, REAL, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+Array = npt.NDArray[Any]
+
+FLEET = {
+    NUMBER: "prefills decodes has_groups has_one_block_size",
+    ADDRESS: (
+        "ratio base_s per_token_s half_pair_s block_tokens block_bytes busy_until_s "
+        "unattributed_until_s head_key_s half_step_s waiting_s rank length keys_s work_s has_room "
+        "is_beside_decode others hops_s chunk_tokens node path_s own_from own decode_per_token_s "
+        "decode_step_s pages_free decode_rank decode_block_tokens"
+    ),
+}
+CONFIG = {
+    REAL: "tie_ratio tie_s ssd_bytes_per_s balancing_threshold crowding_share requests_rank",
+    NUMBER: "must_pay finalists_max",
+}
+FILLED = {
+    ADDRESS: (
+        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s source "
+        "decode_has_room busy_s behind own_s least_s cost_s decode_cost_s decode_whole_s "
+        "candidates is_choice"
+    )
+}
+REQUEST = {
+    NUMBER: "cost fetch is_blind spares_others wants_pair",
+    ADDRESS: "blocks dram_blocks full is_prefill is_decode may_join rooms",
+    REAL: "now_s prompt_tokens longest_tokens spread stretch wait_s_max ttft_limit_s near_s far_s",
+}
+
+
+def _members(parts: Mapping[Any, str]) -> list[tuple[str, Any]]:
+    return [(name, kind) for kind, names in parts.items() for name in names.split()]
+
+
+class _Source(ctypes.Structure):
+    _fields_ = (("path_s", ADDRESS), ("blocks", REAL), ("dram_blocks", REAL), ("wait_s", REAL))
+
+
+class _Decision(ctypes.Structure):
+    """`decision_t` of native.c."""
+
+    _fields_ = (
+        *_members(FLEET), *_members(CONFIG), *_members(FILLED), *_members(REQUEST),
+        ("sources", NUMBER), ("sources_of", _Source * SOURCES_MAX),
+        ("first", NUMBER), ("prefill", NUMBER), ("decode", NUMBER), ("backlog_s", REAL),
+    )  # fmt: skip
+
+
+ASKED, SENDER, ANSWER = struct.Struct("=12q9dq"), struct.Struct("=qddd"), struct.Struct("=qqd")
+
+
+class Chosen(NamedTuple):
+    """The rows of the best pair, where they were asked for; the mean work of a prefill worker."""
+
+    prefill: int
+    decode: int
+    backlog_s: float
+
+
+class CompiledDecision:
+    """The arguments of native.c's `decide` for one cluster, kept up to date."""
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> CompiledDecision | None:
+        """None where nothing is compiled."""
+        made = [quick_function(name, NUMBER, [ADDRESS]) for name in ("decide", "choose_pair")]
+        decide, choose_pair = made
+        if not decide or not choose_pair or cluster.config.finalists_max > PARTNERS_MAX:
+            return None
+        return cls(cluster, decide, choose_pair)
+
+    def __init__(
+        self, cluster: Cluster, decide: NativeFunction, choose_pair: NativeFunction
+    ) -> None:
+        self._cluster, self._decide, self._choose_pair = cluster, decide, choose_pair
+        config = cluster.config
+        policy = POLICIES[config.policy]
+        self._kind = (COSTS[config.policy], FETCHES[policy.fetch], int(policy.is_blind),
+                      int(policy.spares_others))  # fmt: skip
+        self._arguments = arguments = _Decision(
+            tie_ratio=config.tie_ratio, tie_s=config.tie_s, ssd_bytes_per_s=config.ssd_bytes_per_s,
+            balancing_threshold=config.kvcache_balancing_threshold, crowding_share=CROWDING_SHARE,
+            requests_rank=REQUESTS_RANK, must_pay=config.fetch_must_pay,
+            finalists_max=config.finalists_max,
+        )  # fmt: skip
+        self._address = ctypes.c_void_p(ctypes.addressof(arguments))
+        self._versions = (-1, -1)
+        self._kept: dict[str, Array] = {}  # what the addresses are of
+        self._is_prefill = self._is_decode = np.zeros(0, bool)
+        self._masks = (0, 0)  # their addresses
+
+    def decide(
+        self, request: Request, held: Holdings, sources: Sequence[FetchSource],
+        usable: tuple[Mask, Mask], may_join: Mask, wants_pair: bool, order: QueueOrder, spread: int,
+        ttft_limit_s: float, now_s: float,
+    ) -> Chosen:  # fmt: skip
+        """Fill in `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
+        `may_join`: the decode workers in question that have not refused."""
+        cluster = self._cluster
+        prefills, decodes = cluster.prefills, cluster.decodes
+        if (prefills.version, decodes.version) != self._versions:
+            self._look_up()
+        is_prefill, is_decode = usable
+        if is_prefill is not self._is_prefill or is_decode is not self._is_decode:
+            self._is_prefill, self._is_decode = usable
+            self._masks = (is_prefill.ctypes.data, is_decode.ctypes.data)
+        joinable = self._masks[1] if may_join is is_decode else may_join.ctypes.data
+        tokens = request.prompt_tokens
+        ASKED.pack_into(
+            self._arguments, ASKED_AT, *self._kind, wants_pair, *held.addresses, *self._masks,
+            joinable, self._has_room_address, now_s, tokens, tokens + request.output_tokens_max,
+            spread, order.stretch, order.wait_s_max, ttft_limit_s, *decodes.paths_s_least(tokens),
+            len(sources),
+        )  # fmt: skip
+        at = SOURCES_AT
+        for source in sources:
+            path = prefills.path(source.node_id).address
+            SENDER.pack_into(
+                self._arguments, at, path, source.blocks, source.dram_blocks, source.wait_s
+            )
+            at += SENDER.size
+        if (row := self._decide(self._address)) >= 0:
+            self._choose_after(row)
+        self.plans = Plans(held, sources, *self._plans)
+        return Chosen._make(ANSWER.unpack_from(self._arguments, ANSWER_AT))
+
+    def choose(self, has_room: Mask) -> tuple[int, int]:
+        """The rows of the best pair, after `decide`, where other decode workers have room."""
+        self._arguments.rooms = has_room.ctypes.data
+        self._choose_after(self._choose_pair(self._address))
+        return self._arguments.prefill, self._arguments.decode
+
+    def _choose_after(self, row: int) -> None:
+        """From 0 on, a path is missing: that from the node of the prefill worker of this row."""
+        while row >= 0:
+            self._look_up_path(self._cluster.prefills.node_ids[row])
+            row = self._choose_pair(self._address)
+
+    def prepare(self) -> None:
+        """Look up paths that a decision may need, while none waits for it."""
+        if (self._cluster.prefills.version, self._cluster.decodes.version) != self._versions:
+            self._look_up()
+        missing = np.flatnonzero(self._kept["path_s"] == 0)[:PATHS_PER_TICK].tolist()
+        for row in missing:
+            self._look_up_path(self._cluster.prefills.node_ids[row])
+
+    def _look_up(self) -> None:
+        """The pools have other arrays than before."""
+        prefills, decodes = self._cluster.prefills, self._cluster.decodes
+        self._versions = (prefills.version, decodes.version)
+        count, node_ids = len(prefills.workers), prefills.node_ids
+        beside = [decodes.on_node(node_id) for node_id in node_ids]
+        own = [row for rows in beside for row in rows]
+        kept = self._kept = {
+            **prefills.compared(),
+            **decodes.compared(),
+            "is_beside_decode": self._cluster.is_beside_decode,
+            "node": np.array([prefills.on_node(name)[0] for name in node_ids], np.int64),
+            "path_s": np.zeros(count, np.int64),
+            "own_from": np.array([0, *map(len, beside)], np.int64).cumsum(),
+            "own": np.array(own, np.int64),
+            **self._new_columns(count, len(decodes.workers)),
+        }
+        for name, array in kept.items():
+            assert array.flags.c_contiguous, name
+            setattr(self._arguments, name, array.ctypes.data)
+        arguments = self._arguments
+        arguments.prefills, arguments.decodes = count, len(decodes.workers)
+        arguments.has_groups = prefills.has_groups
+        arguments.has_one_block_size = bool(decodes.block_tokens)
+        self.terms = Terms(*(kept[name] for name in Terms._fields))
+        of_plans = ("fetch_s", "prefill_s", "source", "fill_s", "crowding_s")
+        self._plans: tuple[Any, ...] = tuple(kept[name] for name in of_plans)
+        self.has_room = kept["decode_has_room"]
+        self._has_room_address = self.has_room.ctypes.data
+
+    def _new_columns(self, prefills: int, decodes: int) -> dict[str, Array]:
+        """Those that are filled in."""
+        made: dict[str, Array] = {}
+        for name in FILLED[ADDRESS].split():
+            count = decodes if name.startswith("decode_") else prefills
+            made[name] = np.zeros(count + 1)[:count]
+        made["source"], made["candidates"] = (
+            np.zeros(prefills, np.int64),
+            np.zeros(3 * prefills + 2, np.int64),
+        )
+        made["decode_has_room"] = np.zeros(decodes, bool)
+        made["is_choice"] = np.zeros(prefills, np.uint8)
+        return made
+
+    def _look_up_path(self, node_id: str) -> None:
+        address = self._cluster.decodes.path(node_id).address
+        for row in self._cluster.prefills.on_node(node_id):
+            self._kept["path_s"][row] = address
+
+
+ASKED_AT, SOURCES_AT = _Decision.cost.offset, _Decision.sources_of.offset
+ANSWER_AT = _Decision.prefill.offset
