@@ -97,7 +97,12 @@ def decode_loads(
 ) -> list[DecodeLoad]:
     """What each of these decode workers has, without the request, as the admission policy sees it
     for one whose prefill ends at `at_s`."""
-    if cluster.forecasts is not None:
+    if not workers:
+        return []
+    if cluster.forecasts is not None and len(workers) == 1 and workers[0].batch.forecast:
+        forecast = workers[0].batch.forecast
+        loads = [DecodeLoad(*cluster.forecasts.one_at(forecast.row, at_s))]
+    elif cluster.forecasts is not None:
         known = [w.batch.forecast.row for w in workers if w.batch.forecast is not None]
         rows = np.array(known, dtype=np.intp)
         loads = [DecodeLoad(*row) for row in cluster.forecasts.at(rows, at_s).tolist()]

@@ -36,6 +36,7 @@ which requests there are and what reports say of them (decode_batch.py).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -43,11 +44,13 @@ import numpy.typing as npt
 
 from conductor.estimates.forward_decay import ForwardDecay
 from conductor.estimates.lengths import EDGES, ClassKey, OutputLengths, Vector, residual
+from conductor.load.compiled_forecast import CompiledForecast
 
 GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
 PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # beyond the last moment nothing changes
+GRID, GRID_PER_S = GRID_S.tolist(), PER_S.tolist()
 SHOWN = 3  # sequences, context tokens, pages
 SUMS = 2 * SHOWN  # and the variance of each
 
@@ -64,7 +67,9 @@ class ForecastTable:
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
+        self.compiled = CompiledForecast.of(GRID_S.ctypes.data, EDGES.ctypes.data, len(EDGES))
         self._peaks: Vector = np.zeros((0, len(GRID_S) + 1, SHOWN))
+        self._peaks_address = 0
         self._base_s: Vector = np.zeros(0)
         self._free: list[int] = []
 
@@ -73,6 +78,7 @@ class ForecastTable:
             old, more = len(self._base_s), max(8, len(self._base_s))
             self._peaks = np.concatenate([self._peaks, np.zeros((more, len(GRID_S) + 1, SHOWN))])
             self._base_s = np.concatenate([self._base_s, np.zeros(more)])
+            self._peaks_address = self._peaks.ctypes.data
             self._free = list(range(old + more - 1, old - 1, -1))
         return self._free.pop()
 
@@ -83,6 +89,19 @@ class ForecastTable:
     def put(self, row: int, base_s: float, peaks: Vector) -> None:
         self._base_s[row] = base_s
         self._peaks[row, :-1], self._peaks[row, -1] = peaks, peaks[-1]
+
+    def begin(self, row: int, base_s: float) -> int:
+        """The row's grid begins then. The address of its peaks, which are to be filled in."""
+        self._base_s[row] = base_s
+        return self._peaks_address + row * self._peaks.strides[0]
+
+    def one_at(self, row: int, at_s: float) -> list[float]:
+        """As `at`, for one worker."""
+        offset_s = max(at_s - self._base_s.item(row), 0.0)
+        left = bisect_right(GRID, offset_s) - 1
+        part = (offset_s - GRID[left]) * GRID_PER_S[left]
+        low, high = self._peaks[row, left : left + 2].tolist()
+        return [a + part * (b - a) for a, b in zip(low, high, strict=True)]
 
     def at(self, rows: npt.NDArray[np.intp], at_s: float) -> Vector:
         """[worker, (sequences, context tokens, pages)] from one moment on, for many at once."""
@@ -103,6 +122,7 @@ class _RequestColumns:
         self.keys: list[ClassKey | None] = []
         self.columns: Vector = np.zeros((0, len(self.NAMES)))
         self.sums: Vector = np.zeros((0, len(GRID_S), SUMS))
+        self.sums_address = 0
         self.is_joined: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self.free: list[int] = []
 
@@ -112,6 +132,7 @@ class _RequestColumns:
             self.keys += [None] * more
             self.columns = np.concatenate([self.columns, np.zeros((more, len(self.NAMES)))])
             self.sums = np.concatenate([self.sums, np.zeros((more, len(GRID_S), SUMS))])
+            self.sums_address = self.sums.ctypes.data
             self.is_joined = np.concatenate([self.is_joined, np.zeros(more, dtype=bool)])
             self.free = list(range(old + more - 1, old - 1, -1))
         row = self.numbers[request_id] = self.free.pop()
@@ -140,6 +161,11 @@ class DecodeForecast:
         self._share = 1.0  # of the joined ones, what the report confirmed
         self._unattributed = (0, 0, 0)
         self._unattributed_alive: Vector = np.ones(len(GRID_S))
+        # Of these four, which stay the same arrays.
+        self._addresses = (
+            self._sums[0].ctypes.data, self._sums[1].ctypes.data, self._most.ctypes.data,
+            self._unattributed_alive.ctypes.data,
+        )  # fmt: skip
 
     def reserve(
         self, request_id: str, answer: ExpectedAnswer, context_tokens: int, pages: int,
@@ -171,6 +197,12 @@ class DecodeForecast:
     def settle(self, share: float, unattributed: tuple[int, int, int]) -> None:
         """After a change: what the report left of the joined requests, and what is not ours."""
         self._share, self._unattributed = share, unattributed
+        if self._table.compiled is not None:
+            peaks_address = self._table.begin(self.row, self._base_s)
+            self._table.compiled.settle(
+                self._addresses, peaks_address, self._table.sigma, share, unattributed
+            )
+            return
         total = np.maximum(self._sums[0] + self._share * self._sums[1], 0.0)
         doubt = self._table.sigma * np.sqrt(total[:, SHOWN:])
         total = np.minimum(total[:, :SHOWN] + doubt, np.maximum(self._most, 0.0))
@@ -185,32 +217,42 @@ class DecodeForecast:
         if step_s > 0:
             self._step_s = step_s
         rows = np.array(sorted(self._requests.numbers.values()), dtype=np.intp)
-        self._sums = np.zeros_like(self._sums)
+        self._sums.fill(0.0)
         if len(rows):
             self._requests.sums[rows] = self._curves(rows, now_s)
             for stage in (0, 1):
                 chosen = rows[self._requests.is_joined[rows] == bool(stage)]
                 self._sums[stage] = self._requests.sums[chosen].sum(axis=0)
         curve = residual(self._lengths.pooled(now_s))
-        self._unattributed_alive = np.interp(GRID_S / self._step_s, EDGES, curve)
+        self._unattributed_alive[:] = np.interp(GRID_S / self._step_s, EDGES, curve)
 
     def close(self) -> None:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
         """One that has had no token yet; the same as _curves, for it alone."""
-        (began_s, context, pages, tokens_max), key = (
-            self._requests.columns[row],
-            self._requests.keys[row],
-        )
+        requests = self._requests
+        began_s, context, pages, tokens_max = requests.columns[row].tolist()
+        key, is_joined = requests.keys[row], requests.is_joined.item(row)
         assert key is not None, f"row {row} is free"
-        is_joined = bool(self._requests.is_joined[row])
-        tokens = (GRID_S + (self._base_s - max(began_s, now_s))) / self._step_s
-        alive = np.interp(tokens, EDGES, self._lengths.curve(key, now_s))
-        alive[tokens >= max(tokens_max, 1.0)] = 0.0
+        since_s, curve = self._base_s - max(began_s, now_s), self._lengths.curve(key, now_s)
+        tokens_max = max(tokens_max, 1.0)
+        if self._table.compiled is not None:
+            sums_address = requests.sums_address + row * requests.sums.strides[0]
+            self._table.compiled.count(
+                curve.ctypes.data, is_joined, (sums_address, self._addresses[is_joined]), since_s,
+                self._step_s, context, pages, tokens_max,
+            )  # fmt: skip
+            return
+        tokens = (GRID_S + since_s) / self._step_s
+        right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)
+        left_edge, low = EDGES[right - 1], curve[right - 1]
+        part = np.clip((tokens - left_edge) / (EDGES[right] - left_edge), 0.0, 1.0)
+        alive = low + part * (curve[right] - low)
+        alive[tokens >= tokens_max] = 0.0
         if not is_joined:
             alive[tokens < 0.0] = 0.0
-        sums = self._requests.sums[row]
+        sums = requests.sums[row]
         sums[:, 0] = alive
         sums[:, 1] = alive * (context + np.maximum(tokens, 0.0))
         sums[:, 2] = alive * pages

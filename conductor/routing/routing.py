@@ -200,8 +200,7 @@ class Options:
         pool = self._cluster.decodes
         # Loads are taken at one moment for all pairs, because the prefills of the finalists end
         # within tie_ratio of each other.
-        starts_s = np.where(self._is_prefill, self._terms.start_s, math.inf)
-        self._at_s = self._now_s + starts_s.item(starts_s.argmin())
+        self._at_s = self._now_s + float(self._terms.start_s[self._is_prefill].min())
         # What admission takes a load to be is mostly less than what is reserved, so a worker with
         # room for the latter is not asked. Where it can be more, the chosen worker is asked later.
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
@@ -220,12 +219,14 @@ class Options:
 
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
-        row, decode = self._chosen
+        row, decode_row = self._chosen
         if row < 0:
-            row, decode = self._best_rows()
-        if self._may_be_more and self._leave_those_with_room(self.decode(decode)):
-            row, decode = self._best_rows()
-        return self.pair(self.prefill(row), self.decode(decode))
+            row, decode_row = self._best_rows()
+        decode = self.decode(decode_row)
+        if self._may_be_more and self._leave_those_with_room(decode):
+            row, decode_row = self._best_rows()
+            decode = self.decode(decode_row)
+        return self.pair(self.prefill(row), decode)
 
     def _best_rows(self) -> tuple[int, int]:
         if self._compiled is not None:

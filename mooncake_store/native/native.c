@@ -6,6 +6,7 @@
  *
  *   copying and hashing    mooncake_store/memory/digests.py
  *   a decision             conductor/routing/compiled.py
+ *   a batch's forecast     conductor/load/compiled_forecast.py
  */
 
 #include <stdint.h>
@@ -599,4 +600,70 @@ int64_t decide(decision_t *d) {
     meet_prefills(d);
     meet_decodes(d);
     return d->wants_pair ? choose_pair(d) : -1;
+}
+
+/* ---- a batch's forecast: conductor/load/decode_forecast.py for one request or one worker */
+
+#define MOMENTS 16 /* of its grid */
+#define SHOWN 3    /* sequences, context tokens, pages; behind them the variance of each */
+#define SUMS (2 * SHOWN)
+
+/* Every member has 8 bytes. */
+typedef struct {
+    /* of one request */
+    const double *grid_s, *edges, *curve;
+    int64_t edges_count, is_joined;
+    double (*request)[SUMS], (*stage)[SUMS]; /* its sums, and those of its stage */
+    double since_s, step_s, context_tokens, pages, tokens_max;
+} forecast_request_t;
+
+typedef struct {
+    /* of one worker */
+    const double (*coming)[SUMS], (*joined)[SUMS], *most, *unattributed_alive;
+    double (*peaks)[SHOWN];
+    double sigma, share, unattributed[SHOWN];
+} forecast_worker_t;
+
+/* DecodeForecast._count */
+void forecast_count(const forecast_request_t *of) {
+    const int64_t last = of->edges_count - 1;
+    for (int at = 0; at < MOMENTS; at++) {
+        const double tokens = (of->grid_s[at] + of->since_s) / of->step_s;
+        double alive = 0.0;
+        if (tokens < of->tokens_max && (of->is_joined || tokens >= 0.0)) {
+            int64_t right = 1;
+            while (right < last && of->edges[right] <= tokens) right++;
+            const double edge = of->edges[right - 1], low = of->curve[right - 1];
+            const double part = MIN((tokens - edge) / (of->edges[right] - edge), 1.0);
+            alive = low + MAX(part, 0.0) * (of->curve[right] - low);
+        }
+        const double sums[SHOWN] = {alive, alive * (of->context_tokens + MAX(tokens, 0.0)),
+                                    alive * of->pages};
+        const double odds = alive > 0.0 ? (1.0 - alive) / alive : 0.0;
+        for (int sum = 0; sum < SHOWN; sum++) {
+            of->request[at][sum] = sums[sum];
+            of->request[at][SHOWN + sum] = sums[sum] * sums[sum] * odds;
+        }
+        for (int sum = 0; sum < SUMS; sum++) of->stage[at][sum] += of->request[at][sum];
+    }
+}
+
+/* DecodeForecast.settle */
+void forecast_settle(const forecast_worker_t *of) {
+    double peak[SHOWN];
+    for (int sum = 0; sum < SHOWN; sum++) peak[sum] = -__builtin_inf();
+    for (int at = MOMENTS - 1; at >= 0; at--) {
+        for (int sum = 0; sum < SHOWN; sum++) {
+            const double mean = of->coming[at][sum] + of->share * of->joined[at][sum];
+            const double variance =
+                of->coming[at][SHOWN + sum] + of->share * of->joined[at][SHOWN + sum];
+            const double doubt = of->sigma * __builtin_sqrt(MAX(variance, 0.0));
+            const double raised = MAX(mean, 0.0) + doubt, most = MAX(of->most[sum], 0.0);
+            const double total = MIN(raised, most) +
+                                 of->unattributed_alive[at] * of->unattributed[sum];
+            peak[sum] = MAX(total, peak[sum]);
+            of->peaks[at][sum] = peak[sum];
+        }
+    }
+    memcpy(of->peaks[MOMENTS], of->peaks[MOMENTS - 1], sizeof peak);
 }

@@ -49,6 +49,8 @@ class Twins:
         )
         assert self.compiled._compiled is not None
         self.plain._compiled = None
+        if self.plain._cluster.forecasts is not None:
+            self.plain._cluster.forecasts.compiled = None
         self.nodes = [f"s{number}" for number in range(rng.randint(1, 12))]
         self.is_alike = rng.random() < 0.5  # blocks, links and stages
         self.workers: list[WorkerInfo] = []
