@@ -93,7 +93,7 @@ class StoreClient:
         self._movers = Movers(threads)
         self._putter = Putter(
             self.directory, self.nodes, self._registrations, scratch, self._movers, is_verified,
-            tenant,
+            tenant, self._name,
         )  # fmt: skip
         batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
         self._headers = HeaderReader(self.nodes, scratch)
@@ -289,6 +289,7 @@ class StoreClient:
         """Ends transfers under way first. Twice is harmless."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        self._putter.close()
         self._restorer.close()
         self._movers.close()
         self.nodes.close()

@@ -5,6 +5,12 @@ so whoever reads a slot without asking (a reader without checksums, a directory 
 whose bytes it saw. On this host the payload is copied into the mapped segment and its checksum is
 computed on the way; elsewhere it goes through the transport of the node.
 
+A client that puts again and again has slots that it reserved ahead and marked already
+(reserved_slots.py): then a put is payload, header and one message. Else it asks for its slots,
+marks them, and asks whether it may write. The payload and the header that says "ready" are never
+one transfer: what order the writes of one transfer arrive in, NIXL does not promise, and a
+directory that restarts believes that header (docs/decisions/0031).
+
 What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
 the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
 ends. Where one of several network paths got stuck (WriteGivenUp) they begin to rest at once, and
@@ -18,10 +24,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.client.reserved_slots import LEASE_S, ReservedSlots, Use
 from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import (
@@ -31,12 +40,12 @@ from mooncake_store.errors import (
     TransferTimeout,
     WriteGivenUp,
 )
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
 from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.digests import copy_blocks
 from mooncake_store.memory.registrations import Registrations, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
-from mooncake_store.records.blocks import Allocation
+from mooncake_store.records.blocks import REFUSED, Allocation
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
@@ -46,6 +55,10 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_wri
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
 COPIED_BYTES = 16 * 1024**2  # into a mapped segment between two looks at the clock
+UNVERIFIED_PART_BYTES = 64 * 2**20
+SHARE_BYTES_MIN = 1024**2  # less is not worth another thread
+MARK_S_MAX = 2.0
+_NO_KEY = bytes(KEY_BYTES)  # in the header of a slot of which nobody knows yet what comes there
 ATTEMPTS_MAX = 3  # each but the last has found a network path stuck
 
 
@@ -60,8 +73,9 @@ class Write(NamedTuple):
     def header(self, state: int, digest: int) -> SlotHeader:
         return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes)
 
-    def header_writing(self, lease_s: float) -> SlotHeader:
-        return SlotHeader.writing(self.generation, self.key, self.source.nbytes, lease_s)
+    @property
+    def use(self) -> Use:
+        return self.slot, self.generation
 
 
 class Putter:
@@ -76,6 +90,7 @@ class Putter:
         movers: Movers,
         is_verified: bool,
         tenant: str,
+        name: str,
     ) -> None:
         self._directory = directory
         self._nodes = nodes
@@ -85,6 +100,11 @@ class Putter:
         self._is_verified = is_verified
         self._tenant = tenant
         self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
+        self._reserved = ReservedSlots(directory, tenant, name, self._mark)
+
+    def close(self) -> None:
+        """Gives back what it has reserved."""
+        self._reserved.close()
 
     def put(
         self,
@@ -96,6 +116,73 @@ class Putter:
     ) -> list[bool]:
         """`sources` have one size. True: it is in the store, by now or from before."""
         until_s = time.monotonic() + deadline_s
+        done = self._put_reserved(node_id, keys, sources, deadline_s)
+        left = [at for at, is_there in enumerate(done) if is_there is None]
+        if left:
+            chosen = [keys[at] for at in left], [sources[at] for at in left]
+            for at, is_there in zip(left, self._put_asked(node_id, *chosen, owner, until_s),
+                                    strict=True):  # fmt: skip
+                done[at] = is_there
+        return [bool(is_there) for is_there in done]
+
+    # ---- into slots reserved ahead
+
+    def _put_reserved(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        sources: Sequence[ByteArray],
+        deadline_s: float,
+    ) -> list[bool | None]:
+        """None: it is still to be put, in slots that are asked for."""
+        info = self._nodes.find(node_id)
+        if info is None or self._attached.get(node_id) != info.incarnation:
+            return [None] * len(keys)
+        taken = self._reserved.take(info, sources[0].nbytes, len(keys), deadline_s)
+        if taken is None:
+            return [None] * len(keys)
+        writes = list(map(Write, keys, *zip(*taken.uses, strict=True), sources))
+        try:
+            with self._registrations.covering(sources):
+                until_s = time.monotonic() + deadline_s
+                digests = self._fill(info, writes, taken.raw, until_s)
+            rows = [(write.key, *write.use, digest)
+                    for write, digest in zip(writes, digests, strict=True)]  # fmt: skip
+            verdicts = self._reserved.commit(taken, rows)
+        except (EpochPassed, WriteGivenUp) as error:
+            log.warning("put on node_id=%s: %s", node_id, error)
+            self._reserved.drop(taken.reserve)
+            return [None] * len(keys)
+        except TransferFailed as error:  # after a timeout bytes may still arrive: all of it rests
+            log.warning("put on node_id=%s: %s", node_id, error)
+            self._reserved.drop(taken.reserve)
+            if not isinstance(error, TransferTimeout):
+                self._nodes.mark_bad(info)
+            return [False] * len(keys)
+        except BaseException:
+            self._reserved.drop(taken.reserve)
+            raise
+        return [None if verdict == REFUSED else True for verdict in verdicts]
+
+    def _mark(self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float) -> None:
+        """Say in the headers of these slots that they are being written."""
+        node, headers = self._access(info), _writing(uses, size_bytes, lease_s)
+        if isinstance(node.transport, MappedTransport):
+            with node.transport.owned(info) as view:
+                _mark_mapped(SlotMemory(view, node.shape), headers)
+        else:
+            self._put_headers(node, headers, time.monotonic() + MARK_S_MAX)
+
+    # ---- into slots that are asked for
+
+    def _put_asked(
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        sources: Sequence[ByteArray],
+        owner: str,
+        until_s: float,
+    ) -> list[bool]:
         for attempt in range(ATTEMPTS_MAX):
             name = f"{owner}+{attempt}" if attempt else owner
             try:
@@ -118,12 +205,15 @@ class Putter:
         info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
         done = [slot is None and at < given.covered for at, slot in enumerate(given.slots)]
         try:
-            return self._fill(info, given, keys, sources, owner, deadline_s, done)
+            if any(given.slots):
+                self._reserved.asked(info, sources[0].nbytes, len(keys))
+                self._fill_asked(info, given, keys, sources, owner, deadline_s, done)
+            return done
         finally:
             if None in given.slots:  # blocks that were there already are leased to `owner` now
                 self._directory.release_later(owner)
 
-    def _fill(
+    def _fill_asked(
         self,
         info: NodeInfo,
         given: Allocation,
@@ -132,33 +222,36 @@ class Putter:
         owner: str,
         deadline_s: float,
         done: list[bool],
-    ) -> list[bool]:
-        node_id = info.node_id
+    ) -> None:
+        node_id, lease_s = info.node_id, deadline_s + LEASE_MARGIN_S
         taken = [(at, slot) for at, slot in enumerate(given.slots) if slot is not None]
         writes = [Write(keys[at], slot.slot, slot.generation, sources[at]) for at, slot in taken]
-        if not writes:
-            return done
+
+        def confirm() -> None:
+            if not self._directory.may_write(given, owner, lease_s):
+                raise EpochPassed("the slots were granted by a directory that leads no more")
+
+        until_s = time.monotonic() + deadline_s
         try:
             with self._registrations.covering([write.source for write in writes]):
-                digests = self._write(info, writes, given, owner, deadline_s)
+                self._begin(info, writes, confirm, lease_s, until_s)
+                digests = self._fill(info, writes, (), until_s)
         except WriteGivenUp:
             raise
         except (EpochPassed, TransferTimeout) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
-            return done
+            return
         except TransferFailed as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             self._nodes.mark_bad(info)
             self._directory.abandon([slot for _, slot in taken], owner)
-            return done
+            return
         rows = [
-            (write.key, write.slot, write.generation, digest)
-            for write, digest in zip(writes, digests, strict=True)
+            (write.key, *write.use, digest) for write, digest in zip(writes, digests, strict=True)
         ]
         stored = self._directory.commit(node_id, rows, owner, 0.0, epoch=taken[0][1].epoch)
         for (at, _), is_stored in zip(taken, stored, strict=True):
             done[at] = is_stored
-        return done
 
     def _allocate(
         self, node_id: str, keys: Sequence[bytes], size_bytes: int, owner: str, deadline_s: float
@@ -191,65 +284,76 @@ class Putter:
 
     # ---- bytes
 
-    def _write(
-        self,
-        info: NodeInfo,
-        writes: Sequence[Write],
-        given: Allocation,
-        owner: str,
-        deadline_s: float,
-    ) -> list[int]:
-        """The checksum of each block written (0 when this store computes none).
-
-        TransferFailed: nothing of it may be committed. TransferTimeout: bytes may still arrive.
-        EpochPassed: the slots may be somebody else's; no byte of a payload was written, nor, where
-        that was seen in time, of a header.
-        """
+    def _access(self, info: NodeInfo) -> NodeAccess:
         node = self._nodes.access_to(info)
         if node is None:
             raise TransferFailed(
                 f"node {info.node_id} cannot be written from this host in this mode"
             )
-        lease_s = deadline_s + LEASE_MARGIN_S
+        return node
 
-        def confirm() -> None:
-            if not self._directory.may_write(given, owner, lease_s):
-                raise EpochPassed("the slots were granted by a directory that leads no more")
-
+    def _begin(
+        self,
+        info: NodeInfo,
+        writes: Sequence[Write],
+        confirm: Callable[[], None],
+        lease_s: float,
+        until_s: float,
+    ) -> None:
+        """Mark the slots. EpochPassed: they may be somebody else's; no byte of a payload may be
+        written, nor, where that was seen in time, was one of a header."""
+        node = self._access(info)
         confirm()  # and again when the headers are written, which keep the next one off these slots
+        size_bytes = writes[0].source.nbytes
+        headers = [
+            (slot, SlotHeader.writing(generation, key, size_bytes, lease_s))
+            for key, slot, generation, _ in writes
+        ]
         if isinstance(node.transport, MappedTransport):
-            return self._write_mapped(node.transport, node, writes, confirm, deadline_s)
-        return self._write_remote(node, writes, confirm, time.monotonic() + deadline_s)
+            with node.transport.owned(info) as view:
+                _mark_mapped(SlotMemory(view, node.shape), headers)
+        else:
+            self._put_headers(node, headers, until_s)
+        confirm()
 
-    def _write_mapped(
+    def _fill(
+        self, info: NodeInfo, writes: Sequence[Write], raw: Sequence[Use], until_s: float
+    ) -> list[int]:
+        """Into slots that are marked; and mark the `raw` ones, too, of blocks of that size.
+
+        The checksum of each block written (0 when this store computes none). TransferFailed:
+        nothing of it may be committed. TransferTimeout: bytes may still arrive.
+        """
+        node = self._access(info)
+        if isinstance(node.transport, MappedTransport):
+            return self._fill_mapped(node.transport, node, writes, raw, until_s)
+        return self._fill_remote(node, writes, raw, until_s)
+
+    def _fill_mapped(
         self,
         transport: MappedTransport,
         node: NodeAccess,
         writes: Sequence[Write],
-        confirm: Callable[[], None],
-        deadline_s: float,
+        raw: Sequence[Use],
+        until_s: float,
     ) -> list[int]:
         info, _, shape = node
         started_s = time.monotonic()
-        until_s = started_s + deadline_s
         digests: list[int] = []
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
-            if any(slots.is_newer(write.slot, write.generation) for write in writes):
+            if not all(slots.is_being_written(*write.use) for write in writes):
                 raise EpochPassed("the slots have been given away since: this comes too late")
-            for write in writes:  # all at once: the code for it is in the CPU's cache then
-                slots.write_header(write.slot, write.header_writing(deadline_s + LEASE_MARGIN_S))
-            confirm()
             for part in parts_of(writes, lambda write: write.source.nbytes, COPIED_BYTES):
                 digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
                     raise TransferFailed(
-                        f"node {node.info.node_id}: {len(digests)} of {len(writes)} blocks were "
-                        f"copied within {deadline_s:g} s: this host is short of CPU; allow more "
-                        "time"
+                        f"node {info.node_id}: {len(digests)} of {len(writes)} blocks were copied "
+                        "within the deadline: this host is short of CPU; allow more time"
                     )
             for write, digest in zip(writes, digests, strict=True):
                 slots.write_header(write.slot, write.header(STATE_READY, digest))
+            _mark_mapped(slots, _writing(raw, writes[0].source.nbytes, LEASE_S))
         moved_bytes = sum(write.source.nbytes for write in writes)
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
@@ -264,51 +368,83 @@ class Putter:
         )
         return [int.from_bytes(each, "big") for each in packed]
 
-    def _write_remote(
-        self,
-        node: NodeAccess,
-        writes: Sequence[Write],
-        confirm: Callable[[], None],
-        until_s: float,
+    def _fill_remote(
+        self, node: NodeAccess, writes: Sequence[Write], raw: Sequence[Use], until_s: float
     ) -> list[int]:
         info, transport, shape = node
-        slices = [shape.headers(write.slot, write.source.nbytes) for write in writes]
-        positions = [ByteSpan(each.start, HEADER_BYTES) for each in slices]
-        others = [ByteSpan(each.start + HEADER_BYTES, length) for each in slices
-                  if (length := each.stop - each.start - HEADER_BYTES)]  # fmt: skip
-        zeros = max((other.length_bytes for other in others), default=0)
-
-        def put_headers(headers: Sequence[SlotHeader]) -> None:
-            state = headers[0].state
-            raw = b"".join(header.pack() for header in headers)
-            with self._scratch.take(len(raw) + zeros) as heads:
-                heads[: len(raw)] = np.frombuffer(raw, np.uint8)
-                heads[len(raw) : len(raw) + zeros] = 0
-                starts = range(0, len(raw), HEADER_BYTES)
-                sources = [(heads, ByteSpan(start, HEADER_BYTES)) for start in starts]
-                emptied = others if state == STATE_WRITING else []
-                sources += [(heads, ByteSpan(len(raw), other.length_bytes)) for other in emptied]
-                transport.write(info, sources, [*positions, *emptied], left_to_write_s(until_s))
+        size_bytes = writes[0].source.nbytes
 
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.
             digests = [checksum(write.source) if self._is_verified else 0 for write in part]
-            payloads: list[LocalSpan] = [
-                (write.source, ByteSpan(0, write.source.nbytes)) for write in part
+            headers = [
+                (write.slot, write.header(STATE_READY, digest))
+                for write, digest in zip(part, digests, strict=True)
             ]
-            targets = [
-                ByteSpan(shape.slot_offset_bytes(write.slot), write.source.nbytes) for write in part
-            ]
-            transport.write(info, payloads, targets, left_to_write_s(until_s))
+            if part[0] is writes[0]:
+                headers += _writing(raw, size_bytes, LEASE_S)
+            span = ByteSpan(0, size_bytes)
+            payloads: list[LocalSpan] = [(write.source, span) for write in part]
+            targets = [ByteSpan(shape.slot_offset_bytes(write.slot), size_bytes) for write in part]
+            if transport.keeps_order(info):
+                self._put_headers(node, headers, until_s, payloads, targets)
+            else:
+                transport.write(info, payloads, targets, left_to_write_s(until_s))
+                self._put_headers(node, headers, until_s)
             return digests
 
-        lease_s = until_s - time.monotonic() + LEASE_MARGIN_S
-        put_headers([write.header_writing(lease_s) for write in writes])
-        confirm()
-        found = self._movers.each(
-            put_part, parts_of(writes, lambda write: write.source.nbytes, PART_BYTES)
-        )
-        digests = [digest for part in found for digest in part]
-        pairs = zip(writes, digests, strict=True)
-        put_headers([write.header(STATE_READY, digest) for write, digest in pairs])
-        return digests
+        part_bytes = PART_BYTES if self._is_verified else UNVERIFIED_PART_BYTES
+        share_bytes = -(-len(writes) * size_bytes // self._movers.threads)
+        part_bytes = min(part_bytes, max(share_bytes, SHARE_BYTES_MIN))
+        parts = parts_of(writes, lambda write: size_bytes, part_bytes)
+        return [digest for part in self._movers.each(put_part, parts) for digest in part]
+
+    def _put_headers(
+        self,
+        node: NodeAccess,
+        headers: Sequence[tuple[int, SlotHeader]],
+        until_s: float,
+        payloads: Sequence[LocalSpan] = (),
+        slots: Sequence[ByteSpan] = (),
+    ) -> None:
+        """The payloads first, where there are any, by the same write. Headers that say "writing"
+        empty those of their blocks' other units, too."""
+        info, transport, shape = node
+        pieces: list[bytes] = []
+        targets: list[ByteSpan] = []
+        for slot, header in sorted(headers):
+            heads, packed = shape.headers(slot, header.length_bytes), header.pack()
+            if header.state == STATE_WRITING:
+                packed = packed.ljust(heads.stop - heads.start, b"\0")
+            if targets and sum(targets[-1]) == heads.start:  # side by side: one span
+                targets[-1] = ByteSpan(
+                    targets[-1].offset_bytes, targets[-1].length_bytes + len(packed)
+                )
+            else:
+                targets.append(ByteSpan(heads.start, len(packed)))
+            pieces.append(packed)
+        whole = b"".join(pieces)
+        with self._scratch.take(len(whole)) as buffer:
+            buffer[: len(whole)] = np.frombuffer(whole, np.uint8)
+            starts = accumulate((span.length_bytes for span in targets), initial=0)
+            sources = [
+                (buffer, ByteSpan(start, span.length_bytes))
+                for start, span in zip(starts, targets, strict=False)
+            ]
+            left_s = left_to_write_s(until_s)
+            transport.write(info, [*payloads, *sources], [*slots, *targets], left_s)
+
+
+def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:
+    """For slots of which nobody knows yet what comes there."""
+    return [
+        (slot, SlotHeader.writing(generation, _NO_KEY, size_bytes, lease_s))
+        for slot, generation in uses
+    ]
+
+
+def _mark_mapped(slots: SlotMemory, headers: Sequence[tuple[int, SlotHeader]]) -> None:
+    if any(slots.is_newer(slot, header.generation) for slot, header in headers):
+        raise EpochPassed("the slots have been given away since: this comes too late")
+    for slot, header in headers:
+        slots.write_header(slot, header)

@@ -18,7 +18,7 @@ from mooncake_store.block_keys import check_keys
 from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import AccessRefused, EpochPassed, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
-from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
+from mooncake_store.records.blocks import Allocation, Copy, ReservedCommit, Slot, Spill
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
@@ -40,6 +40,7 @@ _BOOLS = Decoder(list[bool])
 _INT = Decoder(int)
 _GEOMETRY = Decoder(Geometry)
 _ALLOCATION = Decoder(Allocation)
+_RESERVED_COMMIT = Decoder(ReservedCommit)
 _PLACES = Decoder(list[tuple[Copy, ...]])
 _NODES = Decoder(list[NodeInfo])
 _BYTES = Decoder(bytes)
@@ -158,6 +159,24 @@ class DirectoryClient:
         except EpochPassed as error:
             log.warning("owner=%s commits %d blocks too late: %s", owner, len(blocks), error)
             return [False] * len(blocks)
+
+    def commit_reserved(
+        self,
+        node_id: str,
+        blocks: Sequence[tuple[bytes, int, int, int]],
+        owner: str,
+        size_bytes: int,
+        slots: int,
+        lease_s: float,
+        epoch: int = 0,
+        tenant: str = "",
+    ) -> ReservedCommit:
+        """(key, slot, generation, checksum) are written into reserved slots, and up to so many
+        more are wished. EpochPassed when another directory leads by now."""
+        request = protocol.CommitReserved(
+            node_id, list(blocks), owner, size_bytes, slots, lease_s, epoch, tenant
+        )
+        return self._ask(request, _RESERVED_COMMIT)
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> int:
         """Free slots that will not be committed and to which nothing is in flight."""

@@ -63,6 +63,23 @@ class Allocation:
         return self.covered < len(self.slots)
 
 
+REFUSED, STORED, THERE = 0, 1, 2  # of a block in a reserved slot: see Directory.commit_reserved
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedCommit:
+    """The answer to `commit_reserved`."""
+
+    verdicts: tuple[int, ...]  # per block REFUSED, STORED or THERE (its slot stays reserved)
+    is_held: bool  # had this owner any slot reserved when it asked? Else all that it had are gone
+    most: int  # slots that it may have reserved now; it gives back what is over that
+    slots: tuple[tuple[int, int], ...]  # newly reserved: slot, generation
+    epoch: int  # of the directory that granted them
+    begin_s: float = (
+        0.0  # as in Allocation: they are marked within so long of asking, or not at all
+    )
+
+
 class Spill(NamedTuple):
     """Copy this block: from `slot` of the segment to `ssd_slot` of the SSD."""
 

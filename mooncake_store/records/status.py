@@ -17,7 +17,7 @@ class HolderStats:
     block_bytes: int  # of that worker; 0 until one attached
     unit_bytes: int
     units: int
-    used_units: int  # by ready and writing blocks
+    used_units: int  # by ready and writing blocks, and reserved
     quarantined_units: int
     pinned_units: int  # hard
     used_bytes: int  # of blocks, without what rounding up to units costs
@@ -28,6 +28,7 @@ class HolderStats:
     adopted: int  # blocks taken over from before this directory began
     is_open: bool
     is_draining: bool
+    reserved_units: int = 0  # of the used ones: by writers ahead of their blocks
 
     @property
     def free_units(self) -> int:

@@ -179,6 +179,9 @@ class MultiNicTransport(Transport):
 
     # ---- the contract
 
+    def keeps_order(self, node: NodeInfo) -> bool:
+        return self._is_same_host(node) and self._shared.keeps_order(node)
+
     def register(self, buffer: ByteArray) -> None:
         with self._making:
             self._buffers = [*self._buffers, buffer]

@@ -45,6 +45,9 @@ PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
 REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
 REFUSED_MAX = 64
 REACH_S_MAX = 0.5
+LONG_WRITE_BYTES = (
+    128 * 1024
+)  # more than a socket takes at once, so over TCP its post returns first
 _LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
 INDEX_MAX = 2**31 - 1  # indices travel as int32
 
@@ -85,6 +88,8 @@ class NixlPeer:
     agent_name: str  # of that incarnation; no other has this name
     transfers: int = 0  # under way, orphans included: the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
+    has_moved: bool = False  # something, so it is wired up
+    is_copied_at_once: bool | None = None  # are long writes over when their post returns?
 
 
 @dataclass(slots=True, eq=False)
@@ -299,7 +304,10 @@ class AgentLane:
             raise TransferFailed(
                 f"node {node.node_id} refused a transfer of {len(remote)} spans: {error}"
             ) from error
+        was_wired_up = peer.has_moved
         self._step(transfer, self._agent.transfer)
+        if was_wired_up and not is_read and int(lengths.max()) >= LONG_WRITE_BYTES:
+            peer.is_copied_at_once = transfer.is_done and peer.is_copied_at_once is not False
         return transfer
 
     def poll(self, transfer: Transfer) -> None:
@@ -323,7 +331,7 @@ class AgentLane:
             self._end(transfer)
 
     def _end(self, transfer: Transfer) -> None:
-        transfer.is_done = True
+        transfer.is_done = transfer.peer.has_moved = True
         transfer.peer.transfers -= 1
         self._release(transfer.handle)
         self._under_way.discard(transfer)

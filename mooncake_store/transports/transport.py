@@ -170,6 +170,10 @@ class Transport:
         """
         return []
 
+    def keeps_order(self, node: NodeInfo) -> bool:
+        """Do the spans of one write to this node arrive in their order, the earlier ones whole?"""
+        return False
+
     def read(
         self,
         node: NodeInfo,

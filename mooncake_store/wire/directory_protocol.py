@@ -85,6 +85,17 @@ class Commit(Verb, tag="commit", frozen=True):
     epoch: Count = 0  # of the directory that granted what it is about
 
 
+class CommitReserved(Verb, tag="commit_reserved", frozen=True):
+    node_id: Name
+    blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
+    owner: Name
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # of each slot that is wished
+    slots: Annotated[int, msgspec.Meta(ge=0, le=KEYS_MAX)]
+    lease_s: Lease
+    epoch: Count = 0  # of the directory that granted what it is about
+    tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
 class Abandon(Verb, tag="abandon", frozen=True):
     slots: Annotated[list[Slot], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
@@ -203,10 +214,10 @@ class Stats(Verb, tag="stats", frozen=True):
 
 
 AnyRequest = (
-    RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | Abandon | Lookup
-    | Exist | Remove | Renew | Release | DropCopy | Adopt | TakeSpills | DrainNode | BlocksOn
-    | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker | DeregisterWorker
-    | NoteRouted | Nodes | Workers | TakeSnapshot | Stats
+    RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | CommitReserved
+    | Abandon | Lookup | Exist | Remove | Renew | Release | DropCopy | Adopt | TakeSpills
+    | DrainNode | BlocksOn | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker
+    | DeregisterWorker | NoteRouted | Nodes | Workers | TakeSnapshot | Stats
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Not here: the walk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,10 +128,19 @@ def a_renewal_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mooncake_store.directory.core.directory.Directory.renew", planted)
 
 
+def a_lost_reservation_is_said_to_stand(patch: pytest.MonkeyPatch) -> None:
+    commit = Directory.commit_reserved
+
+    def planted(*arguments: Any) -> Any:
+        return replace(commit(*arguments), is_held=True)
+
+    patch.setattr(Directory, "commit_reserved", planted)
+
+
 DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
     a_report_of_a_bad_copy_skips_the_generation, a_dead_writers_slot_does_not_rest,
     an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
     a_writer_of_before_the_restart_rests_too_short, a_commit_of_an_earlier_epoch_is_carried_out,
-    a_block_is_spilled_twice, a_renewal_is_forgotten,
+    a_block_is_spilled_twice, a_renewal_is_forgotten, a_lost_reservation_is_said_to_stand,
 ]  # fmt: skip

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Incarnation = tuple[int, str]  # epoch of the directory, incarnation of the holder
 NEVER = float("-inf")
+NO_KEY = bytes(16)  # of a slot that is reserved ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Use:
     leases: int = 0
     rests_until_s: float = NEVER  # gone, and its writer or readers may still be in it
     is_hard: bool = False  # pinned
+    is_reserved: bool = False  # ahead, of no key yet
     is_damaged: bool = False  # its bytes may be wrong, and no promise was broken
 
 
@@ -179,7 +181,18 @@ class Promises:
 
     def writing(self, node_id: str) -> int:
         uses = {use for owner in self.owners.values() for use in owner.uses}
-        return sum(use.state == "writing" and use.node_id == node_id for use in uses)
+        return sum(
+            use.state == "writing" and use.node_id == node_id and not use.is_reserved
+            for use in uses
+        )
+
+    def reserved_units(self, node_id: str) -> int:
+        uses = {use for owner in self.owners.values() for use in owner.uses}
+        return sum(
+            use.units
+            for use in uses
+            if use.state == "writing" and use.node_id == node_id and use.is_reserved
+        )
 
     @property
     def ephemeral(self) -> int:

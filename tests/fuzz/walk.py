@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.membership import SSD_SUFFIX
-from tests.fuzz import admin, orders, requests
+from tests.fuzz import admin, ahead, orders, requests
 from tests.fuzz.jobs import WRITE_LEASE_MS
 from tests.fuzz.world import KEYS, Allowed, World
 
-STEPS = {**requests.STEPS, **admin.STEPS, **orders.STEPS}
+STEPS = {**requests.STEPS, **ahead.STEPS, **admin.STEPS, **orders.STEPS}
 _CHOICES, _WEIGHTS = list(STEPS), list(STEPS.values())
 
 
@@ -65,6 +65,7 @@ class Walk:
         assert stats.ephemeral == promises.ephemeral
         for node in stats.nodes:
             assert node.writing_blocks == promises.writing(node.node_id)
+            assert node.reserved_units == promises.reserved_units(node.node_id)
 
     def finish(self) -> None:
         """Everybody leaves: all memory comes back, in one piece."""

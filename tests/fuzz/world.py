@@ -136,7 +136,7 @@ class World:
         self.draining: set[str] = set()
         self.seen: Counter[str] = Counter()  # what this walk went through
         self.nodes = {name: self._node(name, *units) for name, units in UNITS.items()}
-        self.tails = 0
+        self.tails = self.reserved = 0
 
     def _node(self, name: str, dram_units: int, ssd_units: int) -> Node:
         holders = [Holder(name, Memory(dram_units, is_ssd=False))]

@@ -20,7 +20,8 @@ COMMON = {
     "directories restarted", "inventories", "late commits", "late reads", "late writes",
     "leased reads", "misses noticed", "nodes killed", "pinned hard", "removed", "restores",
     "spills kept", "writers quarantined", "commits of an earlier epoch",
-    "writers too late to begin",
+    "writers too late to begin", "reserved slots committed", "reserved slots not needed",
+    "reservations lost",
 }  # fmt: skip
 
 

@@ -97,21 +97,32 @@ class CopyTable:
 
         QuotaExceeded when the tenant has no room and none of its own blocks may go.
         """
+        self.make_tenant_room(tenant, size_bytes)
+        units = holder.pool.units_for(size_bytes)
+        slot = self._slot(holder, units)
+        if slot is None:
+            return None
+        copy = holder.hold(key, owner, slot, self._generation(), size_bytes, units, is_ephemeral)
+        if tenant:
+            self.tenants.charge(tenant, copy)
+        return copy
+
+    def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
+        """Evict what must go of a tenant's own; QuotaExceeded when that is not enough."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
+
+    def _generation(self) -> int:
         generation, self.next_generation = self.next_generation, self.next_generation + 1
-        units = holder.pool.units_for(size_bytes)
+        return generation
+
+    def _slot(self, holder: Holder, units: int) -> int | None:
         slot = holder.pool.take(units)
         if slot is None and holder.pool.end_quarantines(self.now_s):
             slot = holder.pool.take(units)
         if slot is None and self._make_room(holder, units):
             slot = holder.pool.take(units)
-        if slot is None:
-            return None
-        copy = holder.hold(key, owner, slot, generation, size_bytes, units, is_ephemeral)
-        if tenant:
-            self.tenants.charge(tenant, copy)
-        return copy
+        return slot
 
     def grant(
         self, holder: Holder, keys: Sequence[bytes], there: Sequence[HeldCopy | None], owner: str,
@@ -127,7 +138,8 @@ class CopyTable:
         ]
         if len(new) > 1:
             new = list(dict.fromkeys(new))
-        copies = self._reserve_chain(holder, new, owner, size_bytes, is_ephemeral)
+        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
+        copies = self.reserve_chain(holder, new, owner, size_bytes, kind)
         if len(copies) == len(keys):
             self.leases.write_chain(owner, first, copies, until_s)
             node_id, columns = holder.info.node_id, holder.columns
@@ -149,13 +161,13 @@ class CopyTable:
                 break
         return slots
 
-    def _reserve_chain(
-        self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, is_ephemeral: bool
+    def reserve_chain(
+        self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, kind: CopyKind
     ) -> list[HeldCopy]:
-        """`reserve` for as many of these keys as find room, each of them leased once."""
+        """`reserve` for as many of these keys as find room, each of them leased once. Reserved
+        ahead they have no key yet, and count for no tenant."""
         pool, units = holder.pool, holder.pool.units_for(size_bytes)
         size_class = holder.size_class(units)
-        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
         slots = pool.take_many(units, len(keys))
         if len(slots) < len(keys) and pool.end_quarantines(self.now_s):
             slots += pool.take_many(units, len(keys) - len(slots))
@@ -168,12 +180,11 @@ class CopyTable:
         if len(copies) < len(keys):
             more = keys[len(copies) :]
             copies += self._take_over(size_class, more, owner, size_bytes, kind)
-        for key in keys[len(copies) :]:
-            copy = self.reserve(holder, key, owner, size_bytes, is_ephemeral)
-            if copy is None:
-                break
-            copy.leases = 1
-            copies.append(copy)
+        while len(copies) < len(keys) and (slot := self._slot(holder, units)) is not None:
+            generation = self._generation()
+            copies += holder.hold_chain(
+                size_class, keys[len(copies) :][:1], owner, [slot], generation, size_bytes, kind
+            )
         return copies
 
     def _take_over(
@@ -184,7 +195,7 @@ class CopyTable:
         evicted, and its slot and its row are the new copy's at once. In a full memory this is the
         usual way."""
         holder, columns = size_class.holder, size_class.columns
-        generations, checksums, writing = columns.generation, columns.checksum, holder.writing
+        generations, checksums = columns.generation, columns.checksum
         held, made, generation = self.blocks.held, [], self.next_generation
         victims = size_class.idle.take_coldest(len(keys))
         for victim, key in zip(victims, keys, strict=False):
@@ -196,14 +207,14 @@ class CopyTable:
                 self.blocks.remove(gone)
             assert not gone.leases, f"{victim.hex()} is leased and would be evicted"
             gone.state, row = CopyState.GONE, gone.row
-            holder.used_bytes += size_bytes - gone.size_bytes
+            holder.used_bytes -= gone.size_bytes
             generations[row], checksums[row] = generation, 0
             copy = HeldCopy(key, size_class, row, size_bytes, CopyState.WRITING, kind, Pin.NONE, 1)
-            writing[key] = copy, owner
             made.append(copy)
             generation += 1
             if self.tenants:
                 self.tenants.discharge(gone)
+        holder.begin(made, owner, self.next_generation)
         self.next_generation = generation
         holder.ready -= len(made)
         holder.evictions += len(made)
@@ -324,6 +335,12 @@ class CopyTable:
         assert copy is not None, f"{key.hex()} is idle on {holder.info.node_id} and not there"
         return copy
 
+    def touch(self, copy: HeldCopy) -> None:
+        """It was used, perhaps without a lease."""
+        if copy.leases == 0:
+            copy.touch()
+            self.tenants.used(copy)
+
     def evict(self, copy: HeldCopy) -> None:
         """Drop an idle copy for room."""
         assert copy.leases == 0, f"{copy.key.hex()} is leased and would be evicted"
@@ -420,7 +437,7 @@ class CopyTable:
             self._forget(copy)
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
-        for copy, _ in holder.writing.values():
+        for copy, _ in (*holder.writing.values(), *holder.reserved.values()):
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
         self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
@@ -496,7 +513,8 @@ class CopyTable:
         for holder, copies in by_holder.items():
             holder.check(copies)
             assert set(self.of(holder)) == set(copies), "a copy would survive its holder"
-            for copy in (*copies, *(copy for copy, _ in holder.writing.values())):
+            begun = (*holder.writing.values(), *holder.reserved.values())
+            for copy in (*copies, *(copy for copy, _ in begun)):
                 assert copy.leases == counts.get(copy, 0)
                 if copy.state is CopyState.WRITING:
                     assert copy.leases == 1, "a slot is written by nobody, or by two"

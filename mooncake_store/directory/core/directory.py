@@ -33,7 +33,7 @@ from dataclasses import asdict
 from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.directory.core import inventory
+from mooncake_store.directory.core import inventory, reservations
 from mooncake_store.directory.core.block_index import Held, copies_of, records_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable
@@ -49,7 +49,7 @@ from mooncake_store.errors import (
     StoreUnavailable,
 )
 from mooncake_store.layout import STATE_READY, Geometry
-from mooncake_store.records.blocks import Allocation, Copy, Slot, Spill
+from mooncake_store.records.blocks import REFUSED, Allocation, Copy, ReservedCommit, Slot, Spill
 from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
@@ -211,6 +211,29 @@ class Directory:
             table.totals.spills += len(committed)
         return done
 
+    def commit_reserved(
+        self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]], owner: str,
+        size_bytes: int, slots: int, lease_s: float, now_s: float, epoch: int = 0, tenant: str = "",
+    ) -> ReservedCommit:  # fmt: skip
+        """(key, slot, generation, checksum) are written into slots that `owner` has reserved.
+
+        They are ready now, and not leased. Then up to `slots` more of `size_bytes` each are
+        reserved, with no key yet, and the lease of all that `owner` has reserved begins anew.
+        """
+        table = self._copies
+        table.advance(now_s)
+        self._refuse_epoch(epoch)
+        holder = self._nodes.get(node_id)
+        if holder is None or not holder.is_open:
+            return ReservedCommit((REFUSED,) * len(blocks), False, 0, (), self.epoch, self.begin_s)
+        is_held, until_s = owner in holder.reserved_units, table.leases.deadline_s(now_s, lease_s)
+        verdicts = reservations.commit(table, holder, blocks, owner, tenant)
+        table.leases.renew(owner, until_s)
+        wished = 0 if holder.is_draining or lease_s <= 0 else slots
+        new = reservations.reserve(table, holder, owner, size_bytes, wished, until_s)
+        most = reservations.slots_max(holder, owner, holder.pool.units_for(size_bytes))
+        return ReservedCommit(tuple(verdicts), is_held, most, tuple(new), self.epoch, self.begin_s)
+
     def _refuse_epoch(self, epoch: int) -> None:
         """`epoch`: of the directory that granted what a verb is about; 0: not said.
 
@@ -291,9 +314,7 @@ class Directory:
             return answer
         for held in reversed(hits):  # the end of the chain first: it is the colder one
             for copy in copies_of(held):
-                if copy.leases == 0:
-                    copy.touch()
-                    table.tenants.used(copy)
+                table.touch(copy)
         return answer
 
     def exist(self, keys: bytes, now_s: float) -> bytes:

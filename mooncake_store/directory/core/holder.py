@@ -45,6 +45,7 @@ class CopyKind(Enum):
     COMMITTED = "committed"  # written and committed, or being written
     EPHEMERAL = "ephemeral"  # likewise, and freed with its last lease
     ADOPTED = "adopted"  # from before this directory, or before this registration of the node
+    RESERVED = "reserved"  # a slot that its writer has ahead, of no key yet (reservations.py)
 
 
 class Pin(Enum):
@@ -232,6 +233,10 @@ class Holder:
     block_bytes: int = 0  # of that worker
     columns: ColumnStore = field(default_factory=ColumnStore)
     writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
+    reserved: dict[int, tuple[HeldCopy, str]] = field(
+        default_factory=dict
+    )  # by generation, (_, owner)
+    reserved_units: dict[str, int] = field(default_factory=dict)  # by owner
     size_classes: dict[int, SizeClass] = field(default_factory=dict)  # by the units of a slot
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
     pinned_units: int = 0
@@ -292,15 +297,52 @@ class Holder:
         kind: CopyKind,
     ) -> list[HeldCopy]:
         """`hold` for several keys, each leased once; their generations count up from this one."""
-        take, writing, held = self.columns.take, self.writing, []
-        for key, slot in zip(keys, slots, strict=True):
-            row = take(slot, generation)
-            copy = HeldCopy(key, size_class, row, size_bytes, CopyState.WRITING, kind, Pin.NONE, 1)
-            writing[key] = copy, owner
-            held.append(copy)
-            generation += 1
-        self.used_bytes += len(held) * size_bytes
+        take = self.columns.take
+        held = [
+            HeldCopy(
+                key, size_class, take(slot, generation + number), size_bytes, CopyState.WRITING,
+                kind, Pin.NONE, 1,
+            )
+            for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
+        ]  # fmt: skip
+        self.begin(held, owner, generation)
         return held
+
+    def begin(self, copies: Sequence[HeldCopy], owner: str, generation: int) -> None:
+        """`owner` writes these, which are alike; their generations count up from this one."""
+        if not copies:
+            return
+        if copies[0].kind is CopyKind.RESERVED:
+            for number, copy in enumerate(copies, generation):
+                self.reserved[number] = copy, owner
+            self._count_reserved(owner, len(copies) * copies[0].size_class.units)
+            return
+        for copy in copies:
+            self.writing[copy.key] = copy, owner
+        self.used_bytes += len(copies) * copies[0].size_bytes
+
+    def reserved_copy(self, owner: str, slot: int, generation: int) -> HeldCopy | None:
+        """The slot that `owner` has reserved so; None when it has not, or not any more."""
+        copy, writer = self.reserved.get(generation, (None, ""))
+        return copy if copy is not None and writer == owner and copy.slot == slot else None
+
+    def name_reserved(self, named: dict[bytes, tuple[HeldCopy, int]], owner: str) -> None:
+        """Reserved slots that are these blocks from now on, whole; with their checksums."""
+        checksums, generations = self.columns.checksum, self.columns.generation
+        units = 0
+        for key, (copy, checksum) in named.items():
+            del self.reserved[generations[copy.row]]
+            copy.key, copy.kind, copy.state = key, CopyKind.COMMITTED, CopyState.READY
+            checksums[copy.row] = checksum
+            self.used_bytes += copy.size_bytes
+            units += copy.size_class.units
+        self.ready += len(named)
+        self._count_reserved(owner, -units)
+
+    def _count_reserved(self, owner: str, units: int) -> None:
+        left = self.reserved_units.pop(owner, 0) + units
+        if left:
+            self.reserved_units[owner] = left
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
         """The copy that `owner` is writing in that slot; None when it is not, or not any more."""
@@ -340,7 +382,10 @@ class Holder:
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
     ) -> None:
         """The copy is gone; its slot is free, at once or after the quarantine."""
-        if copy.state is CopyState.WRITING:
+        if copy.kind is CopyKind.RESERVED:
+            _, owner = self.reserved.pop(copy.generation)
+            self._count_reserved(owner, -copy.size_class.units)
+        elif copy.state is CopyState.WRITING:
             del self.writing[copy.key]
         else:
             self.ready -= 1
@@ -348,7 +393,8 @@ class Holder:
                 del self.pinned[copy.key]
                 self.pinned_units -= copy.size_class.units
             copy.size_class.gone(copy.key, is_evicted)
-        self.used_bytes -= copy.size_bytes
+        if copy.kind is not CopyKind.RESERVED:
+            self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
         slot = copy.slot
         self.columns.give(copy.row)
@@ -377,6 +423,7 @@ class Holder:
             idle_blocks=self.idle_blocks,
             evictions=self.evictions,
             adopted=self.adopted,
+            reserved_units=sum(self.reserved_units.values()),
             is_open=self.is_open,
             is_draining=self.is_draining,
         )
@@ -385,14 +432,21 @@ class Holder:
         """Prove the invariants; `copies` are the ready ones, from the index."""
         self.pool.check()
         self.columns.check()
-        every = [*copies, *(copy for copy, _ in self.writing.values())]
+        ahead = [copy for copy, _ in self.reserved.values()]
+        every = [*copies, *(copy for copy, _ in self.writing.values()), *ahead]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
         assert len({copy.row for copy in every}) == len(every) == len(self.columns)
         used_units = sum(copy.size_class.units for copy in every)
         assert self.pool.used_units == used_units, "a slot is lost"
         assert {copy.slot for copy in every} <= set(self.pool.used_slots())
         assert self.ready == len(copies)
-        assert self.used_bytes == sum(copy.size_bytes for copy in every)
+        assert self.used_bytes == sum(copy.size_bytes for copy in every if copy not in ahead)
+        assert all(copy.generation == number for number, (copy, _) in self.reserved.items())
+        assert all(copy.kind is CopyKind.RESERVED and copy.leases == 1 for copy in ahead)
+        by_owner: dict[str, int] = {}
+        for copy, owner in self.reserved.values():
+            by_owner[owner] = by_owner.get(owner, 0) + copy.size_class.units
+        assert self.reserved_units == by_owner, "reserved units are miscounted"
         assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
         pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}
         assert self.pinned == pinned, "the hard pins are miscounted"

@@ -133,10 +133,17 @@ class LeaseTable:
 
     def drop(self, owner: str, copy: HeldCopy) -> None:
         """End one lease. An owner without any is forgotten: its name may never be used again."""
+        self.drop_all(owner, (copy,))
+
+    def drop_all(self, owner: str, copies: Sequence[HeldCopy]) -> None:
+        """End these leases of `owner`."""
+        if not copies:
+            return
         holding = self._owners[owner]
-        del holding.copies[copy]
-        copy.leases -= 1
-        self._leases -= 1
+        for copy in copies:
+            del holding.copies[copy]
+            copy.leases -= 1
+        self._leases -= len(copies)
         if not holding.copies:
             self.release(owner)
 

@@ -172,13 +172,13 @@ def test_memory_registered_during_a_call_stays_registered(
 ) -> None:
     keys, blocks = values(2, seed)
     with StoreClient(site.address, "a") as store:
-        write = store._putter._write
+        write = store._putter._fill
 
         def registering(*arguments: Any) -> list[int]:
             store.register(blocks[0])
             return write(*arguments)
 
-        monkeypatch.setattr(store._putter, "_write", registering)
+        monkeypatch.setattr(store._putter, "_fill", registering)
         assert store.put(keys[:1], blocks[:1], "b") == [True]
         monkeypatch.undo()
         assert store.put(keys[1:], [blocks[0][:1_000]], "b") == [True]

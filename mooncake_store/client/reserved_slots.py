@@ -1,0 +1,307 @@
+"""Slots that this client has reserved ahead: a put is then its bytes and one message.
+
+A reserve has slots of one size on one node, all of one owner, which is not a request: its lease is
+renewed while puts come. A slot goes through three hands:
+
+    raw       granted, and nothing says so yet where it lies
+    marked    its header says "writing": no reader takes it for the block that was there before,
+              and a directory that begins from now on lets it rest (inventory.py)
+    ready     marked, and the directory that granted it has answered since: no other one began
+              before the mark was there, so the slot may be written without asking anybody
+
+Raw slots are marked with the headers of the next put, and confirmed by its commit, whose answer
+brings as many raw ones as it used up; so two puts' worth of slots last for ever. What lingers is
+marked by a thread, which also fills a reserve first and gives back what nobody uses any more.
+Commits of several threads at once go as one message.
+
+A block that the node has already is found out by the commit, too late to save the writing of it:
+so for a while after that all puts ask first (`take` gives nothing).
+
+Not here: bytes (putter.py), how much may be reserved (directory/core/reservations.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mooncake_store.client.restorer import LEASE_MARGIN_S
+from mooncake_store.directory.boot_clock import boot_s
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError, StoreUnavailable
+from mooncake_store.records.blocks import THERE, Slot
+from mooncake_store.records.membership import NodeInfo
+
+log = logging.getLogger("mooncake_store.client")
+LEASE_S = 60.0
+BLOCKS_MAX = 64  # of a put; larger ones ask for their slots, which costs them little
+SIZE_BYTES_MAX = 64 * 2**20  # of a block
+IDLE_S = 3.0  # without a put, and a reserve is given back
+STEP_S = 0.25  # so long raw slots may linger
+ASK_FIRST_S = 5.0  # after a put of blocks that were there
+SIZES_SEEN_MAX = 64
+Use = tuple[int, int]  # slot, generation
+Row = tuple[bytes, int, int, int]  # key, slot, generation, checksum
+
+
+@dataclass(slots=True, eq=False)
+class _Commit:
+    rows: Sequence[Row]
+    verdicts: Sequence[int] | None = None
+    error: StoreError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Reserve:
+    """Its owner's lock guards it, but for `turn`: that of whoever asks the directory."""
+
+    info: NodeInfo
+    size_bytes: int
+    owner: str
+    epoch: int = 0  # 0: nothing was granted yet
+    begin_s: float = 0.0
+    until_s: float = 0.0  # of the lease, by CLOCK_BOOTTIME, counted from when it was asked for
+    used_s: float = 0.0
+    wished: int = 0  # slots, in whichever hand
+    raw: list[tuple[Use, float]] = field(default_factory=list)  # and when they were asked for
+    marking: int = 0  # raw ones that somebody is just marking
+    marked: list[Use] = field(default_factory=list)
+    ready: list[Use] = field(default_factory=list)
+    late: list[Use] = field(default_factory=list)  # raw for too long: to be given back
+    most: int = BLOCKS_MAX  # slots that the directory lets it have, as said last
+    is_dropped: bool = False
+    waiting: list[_Commit] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def missing(self) -> int:
+        """How many more to ask for."""
+        there = len(self.raw) + self.marking + len(self.marked) + len(self.ready)
+        return max(0, self.wished - there)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.raw or self.marking or self.marked or self.ready)
+
+    def uses(self) -> list[Use]:
+        return [*(use for use, _ in self.raw), *self.marked, *self.ready]
+
+
+class Taken(NamedTuple):
+    """For one put."""
+
+    reserve: Reserve
+    uses: list[Use]  # to be written and committed
+    raw: list[Use]  # to be marked meanwhile
+
+
+class ReservedSlots:
+    """Thread-safe. `mark(info, size_bytes, uses, lease_s)` writes their headers; StoreError."""
+
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        tenant: str,
+        name: str,
+        mark: Callable[[NodeInfo, int, Sequence[Use], float], None],
+    ) -> None:
+        self._directory, self._tenant, self._mark = directory, tenant, mark
+        self._names = (f"{name}/ahead{number}" for number in itertools.count())
+        self._lock = threading.Lock()
+        self._reserves: dict[tuple[str, int], Reserve] = {}
+        self._seen: dict[tuple[str, int], float] = {}  # when a put of such blocks came last
+        self._ask_first_s = float("-inf")
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    # ---- a put
+
+    def take(self, info: NodeInfo, size_bytes: int, count: int, deadline_s: float) -> Taken | None:
+        """Slots for a put of so many blocks, all of them or none; they are leased for longer than
+        its deadline."""
+        with self._lock:
+            reserve = self._reserves.get((info.node_id, size_bytes))
+            now_s = boot_s()
+            if (
+                reserve is None
+                or len(reserve.ready) < count
+                or reserve.info.incarnation != info.incarnation
+                or reserve.until_s < now_s + deadline_s + LEASE_MARGIN_S
+                or now_s < self._ask_first_s
+            ):
+                return None
+            uses = reserve.ready[:count]
+            del reserve.ready[:count]
+            reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
+            return Taken(reserve, uses, self._take_raw(reserve, now_s))
+
+    def _take_raw(self, reserve: Reserve, now_s: float) -> list[Use]:
+        """To be marked. What is too old for that may be somebody else's by now: it is left."""
+        raw = [use for use, _ in reserve.raw]
+        if reserve.begin_s and reserve.raw and now_s > reserve.raw[0][1] + reserve.begin_s:
+            raw = [use for use, asked_s in reserve.raw if now_s <= asked_s + reserve.begin_s]
+            reserve.late += [
+                use for use, asked_s in reserve.raw if now_s > asked_s + reserve.begin_s
+            ]
+        reserve.raw = []
+        reserve.marking += len(raw)
+        return raw
+
+    def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
+        """They are written, and what was to be marked is. The verdict on each: STORED, THERE or
+        REFUSED (records/blocks.py). EpochPassed when nothing of it counts."""
+        reserve, own = taken.reserve, _Commit(rows)
+        with self._lock:
+            reserve.marked += taken.raw
+            reserve.marking -= len(taken.raw)
+        verdicts = self._commit(reserve, own)
+        left = [row[1:3] for row, verdict in zip(rows, verdicts, strict=True) if verdict == THERE]
+        if left:
+            with self._lock:
+                self._ask_first_s = boot_s() + ASK_FIRST_S
+            self._abandon(reserve, left)
+        return verdicts
+
+    def drop(self, reserve: Reserve, are_idle: bool = False) -> None:
+        """Give all of it up. Its slots rest, unless nothing can be under way to any of them."""
+        with self._lock:
+            reserve.is_dropped = True
+            key = reserve.info.node_id, reserve.size_bytes
+            if self._reserves.get(key) is reserve:
+                del self._reserves[key]
+            uses = reserve.uses()
+            reserve.raw, reserve.marked, reserve.ready = [], [], []
+        if are_idle:
+            self._abandon(reserve, uses)
+        elif reserve.epoch:
+            with contextlib.suppress(StoreError):
+                self._directory.release_later(reserve.owner)
+
+    def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
+        """A put asked for its slots: have some ahead for the next ones, from the second on."""
+        if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
+            return
+        key, now_s = (info.node_id, size_bytes), boot_s()
+        with self._lock:
+            last_s = self._seen.pop(key, float("-inf"))
+            self._seen[key] = now_s
+            if len(self._seen) > SIZES_SEEN_MAX:
+                del self._seen[next(iter(self._seen))]
+            if now_s > last_s + IDLE_S or now_s < self._ask_first_s or self._is_closed:
+                return
+            reserve = self._reserves.get(key)
+            if reserve is None or reserve.info.incarnation != info.incarnation:
+                reserve = self._reserves[key] = Reserve(info, size_bytes, next(self._names))
+            reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    # ---- the directory
+
+    def _commit(self, reserve: Reserve, own: _Commit) -> Sequence[int]:
+        """With whatever other threads have to commit on this reserve."""
+        with self._lock:
+            reserve.waiting.append(own)
+        with reserve.turn:
+            if own.verdicts is None and own.error is None:
+                self._send(reserve)
+        if own.error is not None:
+            raise own.error
+        assert own.verdicts is not None
+        return own.verdicts
+
+    def _send(self, reserve: Reserve) -> None:
+        with self._lock:
+            batch, reserve.waiting = reserve.waiting, []
+            wished = 0 if reserve.is_dropped else reserve.missing
+            epoch, had_any = reserve.epoch, reserve.has_any
+            confirmed, reserve.marked = reserve.marked, []
+        rows = [row for each in batch for row in each.rows]
+        asked_s = boot_s()
+        try:
+            answer = self._directory.commit_reserved(
+                reserve.info.node_id, rows, reserve.owner, reserve.size_bytes, wished, LEASE_S,
+                epoch, self._tenant,
+            )  # fmt: skip
+        except StoreError as error:
+            for each in batch:
+                each.error = error
+            return
+        with self._lock:
+            reserve.epoch, reserve.begin_s = answer.epoch, answer.begin_s
+            reserve.until_s, reserve.most = asked_s + LEASE_S, answer.most
+            if not reserve.is_dropped:
+                reserve.ready += confirmed
+                reserve.raw += [(use, asked_s) for use in answer.slots]
+        if had_any and not answer.is_held:
+            self.drop(reserve)
+        verdicts = iter(answer.verdicts)
+        for each in batch:
+            each.verdicts = list(itertools.islice(verdicts, len(each.rows)))
+
+    def _abandon(self, reserve: Reserve, uses: Sequence[Use]) -> None:
+        slots = [Slot(reserve.info.node_id, *use) for use in uses]
+        if slots:
+            with contextlib.suppress(StoreError):
+                self._directory.abandon(slots, reserve.owner)
+
+    # ---- in the background
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wake.wait(STEP_S if self._reserves else None)
+            self._wake.clear()
+            with self._lock:
+                reserves = list(self._reserves.values())
+            for reserve in reserves if not self._is_closed else ():
+                try:
+                    self._look_after(reserve)
+                except StoreUnavailable:
+                    self.drop(reserve)
+                except StoreError as error:
+                    log.warning("reserving on node_id=%s: %s", reserve.info.node_id, error)
+                    self.drop(reserve)
+                except Exception:  # edge: puts go on without
+                    log.exception("reserving on node_id=%s failed", reserve.info.node_id)
+                    self.drop(reserve)
+
+    def _look_after(self, reserve: Reserve) -> None:
+        now_s = boot_s()
+        if now_s > reserve.used_s + IDLE_S:
+            self.drop(reserve, are_idle=True)
+            return
+        with self._lock:
+            surplus = max(0, len(reserve.uses()) - reserve.most)
+            given_back = [*reserve.late, *reserve.ready[:surplus]]
+            reserve.late = []
+            del reserve.ready[:surplus]
+        self._abandon(reserve, given_back)
+        if reserve.missing or reserve.until_s < now_s + LEASE_S / 2:
+            self._commit(reserve, _Commit(()))
+        with self._lock:
+            raw = self._take_raw(reserve, boot_s())
+        if raw:
+            self._mark(reserve.info, reserve.size_bytes, raw, LEASE_S)
+            with self._lock:
+                reserve.marked += raw
+                reserve.marking -= len(raw)
+            self._commit(reserve, _Commit(()))
+
+    def close(self) -> None:
+        """Gives everything back. Nobody puts any more."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        self._wake.set()
+        if thread is not None:
+            thread.join()
+        for reserve in list(self._reserves.values()):
+            self.drop(reserve, are_idle=True)

@@ -1,0 +1,290 @@
+"""Puts into slots that the client reserved ahead, with a real directory and real nodes."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake_store.client import reserved_slots
+from mooncake_store.client.client import StoreClient
+from mooncake_store.client.reserved_slots import Reserve, ReservedSlots
+from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.layout import STATE_WRITING, geometry
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.status import HolderStats
+from tests.e2e.server import wait_until
+from tests.mooncake_store.processes import SiteProcesses
+
+pytestmark = pytest.mark.servers
+SIZE = 100_000
+COUNT = 3
+NODE = "b"
+
+
+def started(folder: Path) -> SiteProcesses:
+    made = SiteProcesses(folder)
+    made.node("a", 8, "--data", "127.0.0.1:0")
+    made.node(NODE, 16, "--data", "127.0.0.1:0")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:
+    made = started(tmp_path_factory.mktemp("site"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def doomed(tmp_path: Path) -> Iterator[SiteProcesses]:
+    """For tests that kill what is in it, or leave slots that rest."""
+    made = started(tmp_path)
+    yield made
+    made.close()
+
+
+WAYS = {"mapped": (NODE, "auto"), "nixl": ("a", "auto"), "tcp": ("a", "tcp")}
+
+
+@pytest.fixture(params=[*WAYS, "unverified"])
+def store(site: SiteProcesses, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
+    """Reaches node `b` in each way."""
+    verified = request.param != "unverified"
+    way = WAYS[request.param if verified else "nixl"]
+    with StoreClient(site.address, *way, is_verified=verified) as made:
+        yield made
+
+
+@pytest.fixture(params=["mapped", "nixl"])
+def doomed_store(doomed: SiteProcesses, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
+    with StoreClient(doomed.address, *WAYS[request.param]) as made:
+        yield made
+
+
+def blocks(count: int = COUNT, size: int = SIZE) -> tuple[list[bytes], list[np.ndarray]]:
+    keys = [secrets.token_bytes(16) for _ in range(count)]
+    chance = np.random.default_rng(list(keys[0]))
+    return keys, [chance.integers(0, 256, size, dtype=np.uint8) for _ in keys]
+
+
+def reserved(store: StoreClient) -> ReservedSlots:
+    return store._putter._reserved
+
+
+def reserve_of(store: StoreClient) -> Reserve:
+    (reserve,) = reserved(store)._reserves.values()
+    return reserve
+
+
+def get_ready(store: StoreClient, count: int = COUNT) -> Reserve:
+    """Put until so many slots are reserved for the next put."""
+
+    def is_ready() -> bool:
+        reserves = list(reserved(store)._reserves.values())
+        if not reserves:
+            assert all(store.put(*blocks(count), NODE))
+        return bool(reserves) and len(reserves[0].ready) >= count
+
+    wait_until(is_ready, "reserved slots")
+    return reserve_of(store)
+
+
+def node_stats(store: StoreClient) -> HolderStats:
+    return next(node for node in store.directory.stats().nodes if node.node_id == NODE)
+
+
+def refuse_to_ask(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a put asked for its slots")
+
+    monkeypatch.setattr(store.directory, "allocate", ask)
+
+
+def test_puts_go_into_slots_reserved_ahead_and_are_got_bytewise_equal(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_ready(store)
+    refuse_to_ask(store, monkeypatch)
+    put = []
+    for _ in range(10):
+        wait_until(lambda: len(reserve_of(store).ready) >= COUNT, "reserved slots")
+        keys, arrays = blocks()
+        assert store.put(keys, arrays, NODE) == [True] * COUNT
+        put.append((keys, arrays))
+        for keys, arrays in put:
+            for array, found in zip(arrays, store.get(keys), strict=True):
+                assert found is not None and np.array_equal(array, found)
+    for keys, _ in put:
+        assert store.remove(keys) == [True] * COUNT
+
+
+def test_what_is_ready_is_marked_so_nobody_takes_it_for_the_block_before(
+    store: StoreClient,
+) -> None:
+    reserve = get_ready(store)
+    info = reserve.info
+    with Segment.open(info.segment_path, info.segment_bytes) as segment:
+        memory = SlotMemory(segment.view, geometry(info.segment_bytes, info.unit_bytes))
+        for _ in range(5):
+            keys, arrays = blocks()
+            assert all(store.put(keys, arrays, NODE))
+            wait_until(lambda: len(reserve.ready) >= COUNT, "reserved slots")
+            for slot, generation in list(reserve.ready):
+                header = memory.header(slot)
+                assert header is not None and header.state == STATE_WRITING
+                assert (header.generation, header.key) == (generation, bytes(16))
+                assert header.checksum == reserved_slots.LEASE_S * 1_000
+                heads = memory.view[memory.shape.headers(slot, SIZE)]
+                assert not heads[64:].any(), "a header of another block lies inside"
+            for (copy,), key in zip(store.stat(keys), keys, strict=True):
+                assert memory.is_ready(copy.slot, copy.generation, key)
+
+
+def test_a_client_that_closes_gives_everything_back_at_once(doomed: SiteProcesses) -> None:
+    with StoreClient(doomed.address, "a") as watcher:
+        with StoreClient(doomed.address, "a") as store:
+            get_ready(store)
+            assert node_stats(watcher).reserved_units > 0
+        node = node_stats(watcher)
+        assert (node.reserved_units, node.quarantined_units) == (0, 0)
+
+
+def test_a_client_that_puts_no_more_gives_everything_back(
+    site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(site.address, "a") as store:
+        get_ready(store)
+        monkeypatch.setattr(reserved_slots, "IDLE_S", 0.1)
+        before = node_stats(store).quarantined_units
+        wait_until(lambda: node_stats(store).reserved_units == 0, "their return")
+        assert node_stats(store).quarantined_units <= before
+
+
+def test_one_put_alone_reserves_nothing(site: SiteProcesses) -> None:
+    with StoreClient(site.address, "a") as store:
+        assert all(store.put(*blocks(), NODE))
+        assert not reserved(store)._reserves
+
+
+def test_a_directory_that_restarts_finds_what_was_put_and_the_next_put_asks_anew(
+    doomed: SiteProcesses, doomed_store: StoreClient
+) -> None:
+    store = doomed_store
+    get_ready(store)
+    keys, arrays = blocks()
+    assert all(store.put(keys, arrays, NODE))
+    wait_until(lambda: len(reserve_of(store).ready) >= COUNT, "reserved slots")
+    doomed.directory.end(signal.SIGKILL)
+    doomed.directory.start()
+    wait_until(lambda: all(store.exist(keys)), "the node to say what it holds")
+    for array, found in zip(arrays, store.get(keys), strict=True):
+        assert found is not None and np.array_equal(array, found)
+    more, others = blocks()
+    assert store.put(more, others, NODE) == [True] * COUNT
+    for array, found in zip(others, store.get(more), strict=True):
+        assert found is not None and np.array_equal(array, found)
+
+
+def test_a_block_that_is_there_is_stored_and_the_next_puts_ask_first(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, arrays = blocks()
+    assert all(store.put(keys, arrays, NODE))
+    get_ready(store)
+    written = store.nodes.access(NODE)
+    assert written is not None
+    assert store.put(keys, arrays, NODE) == [True] * COUNT
+    before = written.transport.counters.writes
+    assert store.put(keys, arrays, NODE) == [True] * COUNT
+    assert written.transport.counters.writes == before, "it was written though it was there"
+    for array, found in zip(arrays, store.get(keys), strict=True):
+        assert found is not None and np.array_equal(array, found)
+
+
+def test_commits_of_several_threads_go_as_one(
+    site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(site.address, "a") as store:
+        reserve = get_ready(store, 1)
+        threads = len(reserve.ready)
+        assert threads >= 2
+        commit, messages = store.directory.commit_reserved, []
+
+        def counted(node_id: str, rows: list[Any], *rest: Any) -> Any:
+            messages.append(len(rows))
+            return commit(node_id, rows, *rest)
+
+        with ThreadPoolExecutor(threads) as pool:
+            with reserve.turn:  # somebody's message is under way
+                monkeypatch.setattr(store.directory, "commit_reserved", counted)
+                sets = [blocks(1) for _ in range(threads)]
+                puts = [pool.submit(store.put, *each, NODE) for each in sets]
+                wait_until(lambda: len(reserve.waiting) == threads, "all of them")
+            assert all(put.result() == [True] for put in puts)
+        assert threads in messages
+        for keys, (array,) in sets:
+            (found,) = store.get(keys)
+            assert found is not None and np.array_equal(array, found)
+
+
+@pytest.mark.parametrize("error", [TransferTimeout, TransferFailed])
+def test_after_a_failed_write_everything_reserved_rests(
+    doomed: SiteProcesses, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    with StoreClient(doomed.address, "a") as store:
+        reserve = get_ready(store)
+
+        def fail(*_: Any) -> list[int]:
+            raise error("the network is gone")
+
+        monkeypatch.setattr(store._putter, "_fill_remote", fail)
+        keys, arrays = blocks()
+        assert store.put(keys, arrays, NODE) == [False] * COUNT
+        monkeypatch.undo()
+        wait_until(lambda: node_stats(store).reserved_units == 0, "their return")
+        assert node_stats(store).quarantined_units > 0
+        assert reserve.is_dropped and not any(store.exist(keys))
+        wait_until(lambda: store.put(keys, arrays, NODE) == [True] * COUNT, "the node")
+
+
+def test_a_put_whose_reservation_is_lost_is_written_once_more(store: StoreClient) -> None:
+    reserve = get_ready(store)
+    store.directory.release(reserve.owner)  # as when its lease ran out: somebody else may have them
+    keys, arrays = blocks()
+    assert store.put(keys, arrays, NODE) == [True] * COUNT
+    assert reserve.is_dropped
+    for array, found in zip(arrays, store.get(keys), strict=True):
+        assert found is not None and np.array_equal(array, found)
+
+
+def test_a_node_that_comes_back_is_put_on_anew(
+    doomed: SiteProcesses, doomed_store: StoreClient
+) -> None:
+    store = doomed_store
+    reserve = get_ready(store)
+    doomed.nodes[NODE].end(signal.SIGKILL)
+    doomed.nodes[NODE].start()
+    keys, arrays = blocks()
+    wait_until(lambda: store.put(keys, arrays, NODE) == [True] * COUNT, "the node")
+    for array, found in zip(arrays, store.get(keys), strict=True):
+        assert found is not None and np.array_equal(array, found)
+    assert all(each is not reserve for each in reserved(store)._reserves.values())
+
+
+def test_a_draining_node_takes_nothing_more(store: StoreClient) -> None:
+    get_ready(store)
+    store.directory.drain(NODE)
+    keys, arrays = blocks()
+    try:
+        assert store.put(keys, arrays, NODE) == [False] * COUNT
+        assert not any(store.exist(keys))
+    finally:
+        store.directory.drain(NODE, is_on=False)
