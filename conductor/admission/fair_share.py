@@ -67,6 +67,7 @@ class Demand:
     def __init__(self) -> None:
         self.offered: Vector = np.zeros((CLASSES, BUCKETS))
         self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))
+        self.steady_s = 0.0  # all of `offered_s`
         self.recent_s = 0.0  # offered work again, fading faster: what has changed lately
         self.offered_of = [0.0] * CLASSES  # requests, all costs together
         self.admitted_of = [0.0] * CLASSES
@@ -92,6 +93,7 @@ class Demand:
             self.admitted_of[length] += weight
         self.offered[position] += weight
         self.offered_s[position] += weight * work_s
+        self.steady_s += weight * work_s
         self.offered_of[length] += weight
 
     def is_owed(self, length: int, floor: float, weight: float) -> bool:
@@ -103,6 +105,7 @@ class Demand:
     def rescale(self, divisor: float) -> None:
         self.offered /= divisor
         self.offered_s /= divisor
+        self.steady_s /= divisor
         self.offered_of = [value / divisor for value in self.offered_of]
         self.admitted_of = [value / divisor for value in self.admitted_of]
 
@@ -138,6 +141,7 @@ class Demand:
     def check(self) -> None:
         """Prove the invariants."""
         assert np.allclose(self.offered.sum(axis=1), self.offered_of)
+        assert math.isclose(self.offered_s.sum(), self.steady_s, rel_tol=1e-6, abs_tol=1e-9)
         assert self.offered.min() >= 0 and self.offered_s.min() >= 0
         assert all(0 <= credit <= 1 for credit in self._credit), self._credit
         for admitted, offered in zip(self.admitted_of, self.offered_of, strict=True):
@@ -288,9 +292,8 @@ class FairShare:
         faded = FADED_REQUESTS * weight
         self._demands = {t: d for t, d in self._demands.items() if sum(d.offered_of) > faded}
         self._granted.clear()
-        steady = {t: float(d.offered_s.sum()) for t, d in self._demands.items()}
         demands = {
-            t: max(steady[t] * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
+            t: max(d.steady_s * per_s, d.recent_s * recent_per_s) for t, d in self._demands.items()
         }
         everywhere = dict(pressure.elsewhere)
         for tenant, wanted in demands.items():
@@ -305,7 +308,7 @@ class FairShare:
                 floor = self._config.length_share_min
                 # The mix of requests is taken from the steady rate, which has more samples, and
                 # the amount from the larger of both rates.
-                self._demands[tenant].split(steady[tenant] * part, floor)
+                self._demands[tenant].split(self._demands[tenant].steady_s * part, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
 
@@ -322,7 +325,7 @@ class FairShare:
 
     def _forget(self, newest: str) -> None:
         others = (tenant for tenant in self._demands if tenant != newest)
-        least = min(others, key=lambda tenant: (self._demands[tenant].offered_s.sum(), tenant))
+        least = min(others, key=lambda tenant: (self._demands[tenant].steady_s, tenant))
         del self._demands[least]
 
     def check(self) -> None:

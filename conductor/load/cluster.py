@@ -255,6 +255,7 @@ class Cluster:
 
     def prepare(self, now_s: float) -> None:
         """Work that a decision would have to do, done while none waits for it."""
+        self._looked_s = -math.inf
         self.look(now_s)
         for pool in self._pools.values():
             pool.prepare(self.nodes, PATHS_PER_TICK)

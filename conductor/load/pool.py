@@ -9,7 +9,7 @@ a row stays true until its worker changes. `check` compares every row with its o
 Two things are looked at only now and then, because asking each time would cost as much as deciding:
 
     takers   who may be given a request: anew when a report, a failure or time can change it
-    ratio    speed ratios fade: anew every RATIO_FRESH_S, and for a worker that was measured
+    ratio    speed ratios fade: anew with every tick, and for a worker that was measured
 
 Not here: the figures of each role (prefill_pool.py, decode_pool.py), what they mean (routing.py).
 """
@@ -33,7 +33,7 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-RATIO_FRESH_S = 0.5  # a ratio comes 1.2 % nearer to 1 in this time
+RATIO_FRESH_S = 2.0  # without a tick; a ratio comes 4.5 % nearer to 1 in this time
 REQUESTS_RANK = 2.0**40  # weighs one request more than the order of any two routings
 
 
@@ -106,7 +106,6 @@ class Pool:
         self._is_away = np.zeros(len(workers), bool)
         self._measured, self._estimated, self._measured_s = (self._zeros() for _ in range(3))
         self.ratio = np.ones(len(workers))
-        self._ratio_s = -math.inf
         self._takers, self._takers_until_s = np.zeros(len(workers), bool), -math.inf
         self._counted = (self._takers, 0, self.zeros)
         self._allocate(len(workers))
@@ -188,11 +187,9 @@ class Pool:
 
     def look(self, now_s: float) -> None:
         """Bring up to date what fades."""
-        if now_s - self._ratio_s > RATIO_FRESH_S:
-            self._ratio_s = now_s
-            if self.config.learn_speed:
-                self.ratio[:] = ratios(self._measured, self._estimated, self._measured_s, now_s)
-            self._scale(slice(None))
+        if self.config.learn_speed:
+            self.ratio[:] = ratios(self._measured, self._estimated, self._measured_s, now_s)
+        self._scale(slice(None))
 
     def takers(self, now_s: float) -> Mask:
         """Who may be given a request now, as `Cluster.why_not` says. Not to be changed."""
