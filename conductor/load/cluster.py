@@ -53,7 +53,7 @@ class InFlightRequest:
     decode: WorkerState
     request: Request
     routed_at_s: float
-    answer: ExpectedAnswer
+    answer: ExpectedAnswer | None  # where batches are forecast
     number: int  # of its routing: grows, and no other has it
     joined_at_s: float | None = None  # when its prefill ended
     is_elsewhere: bool = False  # another frontend routed it (other_frontends.py)
@@ -306,8 +306,10 @@ class Cluster:
         )
         pages = blocks_touched(prompt_tokens + request.output_tokens_max, decode.info.block_tokens)
         prefill_end_s = now_s + predicted.queue_s + predicted.transfer_s + predicted.prefill_s
-        key = self.lengths.class_of(prompt_tokens, request.tenant)
-        answer = ExpectedAnswer(key, request.output_tokens_max)
+        answer = None
+        if self.forecasts is not None:
+            key = self.lengths.class_of(prompt_tokens, request.tenant)
+            answer = ExpectedAnswer(key, request.output_tokens_max)
         decode.batch.reserve(route.request_id, prompt_tokens, pages, prefill_end_s, answer, now_s)
         if self.expected_arrivals is not None:
             self.expected_arrivals.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
@@ -395,7 +397,7 @@ class Cluster:
             return
         decoded_s = max(now_s - routed.joined_at_s, 1e-3)
         self.decode_s += RESIDENCE_WEIGHT * (decoded_s - self.decode_s)
-        if self.forecasts is not None:
+        if routed.answer is not None:
             tokens_max = max(1, routed.request.output_tokens_max)
             tokens = decoded_s / max(routed.route.predicted.tbt_s, 1e-6)
             tokens = min(tokens_max, tokens if output_tokens is None else output_tokens)

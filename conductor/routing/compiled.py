@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,18 +79,20 @@ class _Decision(ctypes.Structure):
         *_members(FLEET), *_members(CONFIG), *_members(FILLED), *_members(REQUEST),
         ("sources", NUMBER), ("sources_of", _Source * SOURCES_MAX),
         ("first", NUMBER), ("prefill", NUMBER), ("decode", NUMBER), ("backlog_s", REAL),
+        ("handover_s", REAL), ("described", NUMBER * 11),
     )  # fmt: skip
 
 
-ASKED, SENDER, ANSWER = struct.Struct("=12q9dq"), struct.Struct("=qddd"), struct.Struct("=qqd")
+ASKED, SENDER, ANSWER = (
+    struct.Struct("=12q9dq"),
+    struct.Struct("=qddd"),
+    struct.Struct("=qqdd2dq8d"),
+)
 
 
-class Chosen(NamedTuple):
-    """The rows of the best pair, where they were asked for; the mean work of a prefill worker."""
-
-    prefill: int
-    decode: int
-    backlog_s: float
+# The rows of the best pair, the mean work of a prefill worker, the hand-over of the pair; then what
+# Options._option takes. The pair's only if one was wanted.
+Answer = tuple[Any, ...]
 
 
 class CompiledDecision:
@@ -129,7 +131,7 @@ class CompiledDecision:
         self, request: Request, held: Holdings, sources: Sequence[FetchSource],
         usable: tuple[Mask, Mask], may_join: Mask, wants_pair: bool, order: QueueOrder, spread: int,
         ttft_limit_s: float, now_s: float,
-    ) -> Chosen:  # fmt: skip
+    ) -> Answer:  # fmt: skip
         """Fill in `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
         `may_join`: the decode workers in question that have not refused."""
         cluster = self._cluster
@@ -158,13 +160,13 @@ class CompiledDecision:
         if (row := self._decide(self._address)) >= 0:
             self._choose_after(row)
         self.plans = Plans(held, sources, *self._plans)
-        return Chosen._make(ANSWER.unpack_from(self._arguments, ANSWER_AT))
+        return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
-    def choose(self, has_room: Mask) -> tuple[int, int]:
-        """The rows of the best pair, after `decide`, where other decode workers have room."""
+    def choose(self, has_room: Mask) -> Answer:
+        """As `decide`, after it, where these decode workers have room."""
         self._arguments.rooms = has_room.ctypes.data
         self._choose_after(self._choose_pair(self._address))
-        return self._arguments.prefill, self._arguments.decode
+        return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def _choose_after(self, row: int) -> None:
         """From 0 on, a path is missing: that from the node of the prefill worker of this row."""

@@ -75,10 +75,6 @@ class Plans:
     crowding_s: Seconds  # what the copies of those fetches will cost others
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
-    def fetched(self, row: int) -> FetchSource | None:
-        number = self.source.item(row)
-        return None if number < 0 else self.sources[number]
-
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
     """At least one token is always computed: its logits are the first output token."""

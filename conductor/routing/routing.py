@@ -41,7 +41,7 @@ from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.load.worker import SLOWER, WorkerState
 from conductor.messages import Prediction, Request
 from conductor.queue_order import QueueOrder
-from conductor.routing.compiled import CompiledDecision
+from conductor.routing.compiled import Answer, CompiledDecision
 from conductor.routing.fetching import (
     FetchSource,
     cached_tokens,
@@ -130,7 +130,8 @@ class Options:
         self.order = order  # what gives this request its place in a queue
         held = Holdings(tiers, request.block_keys, cluster.prefills)
         sources = worth_asking(cluster, held, self._policy, now_s)
-        self._compiled, self._chosen = compiled, (-1, -1)  # rows, where they are known already
+        self._compiled = compiled
+        self._answer: Answer | None = None  # of `compiled`, where it said the pair
         if compiled is None:
             self._meet_prefills(held, sources)
             self._has_room = self._rooms()
@@ -150,13 +151,14 @@ class Options:
                 may_join = may_join.copy()
             may_join[worker.row] = False
         is_reserved = self._loads is None
-        prefill, decode, self.backlog_s = compiled.decide(
+        answer = compiled.decide(
             self._request, held, sources, (self._is_prefill, self._is_decode), may_join,
             is_usual and is_reserved, self.order, self._spread, self.ttft_limit_s, self._now_s,
         )  # fmt: skip
         self._terms, self._plans = compiled.terms, compiled.plans
+        self.backlog_s = answer[2]
         if is_usual and is_reserved:
-            self._chosen = (prefill, decode)
+            self._answer = answer
         self._has_room = compiled.has_room if is_reserved else self._rooms()
 
     def _meet_prefills(self, held: Holdings, sources: Sequence[FetchSource]) -> None:
@@ -219,19 +221,19 @@ class Options:
 
         Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
         """
-        row, decode_row = self._chosen
-        if row < 0:
-            row, decode_row = self._best_rows()
-        decode = self.decode(decode_row)
-        if self._may_be_more and self._leave_those_with_room(decode):
-            row, decode_row = self._best_rows()
-            decode = self.decode(decode_row)
-        return self.pair(self.prefill(row), decode)
+        pair = self._best()
+        if self._may_be_more and self._leave_those_with_room(pair.decode):
+            self._answer = None
+            pair = self._best()
+        return pair
 
-    def _best_rows(self) -> tuple[int, int]:
-        if self._compiled is not None:
-            return self._compiled.choose(self._has_room)
-        return self._pairing(*self._first())
+    def _best(self) -> Pair:
+        if self._compiled is None:
+            row, decode_row = self._pairing(*self._first())
+            return self.pair(self.prefill(row), self.decode(decode_row))
+        answer = self._answer or self._compiled.choose(self._has_room)
+        row, decode_row, _, handover_s, *of_prefill = answer
+        return self._pair(self._option(row, *of_prefill), self.decode(decode_row), handover_s)
 
     @property
     def _may_be_more(self) -> bool:
@@ -370,26 +372,40 @@ class Options:
 
     def prefill(self, row: int) -> PrefillOption:
         pool, plans, terms = self._cluster.prefills, self._plans, self._terms
-        source, held, worker = plans.fetched(row), plans.held, pool.workers[row]
-        blocks = int(held.blocks.item(row))
-        restore = blocks - int(held.dram_blocks.item(row)) if held.has_ssd else 0
-        used, prompt_tokens = source.blocks if source else blocks, self._request.prompt_tokens
         prefill_s, fill_s = terms.prefill_s.item(row), plans.fill_s.item(row)
         delay_s = (prefill_s - fill_s) * pool.behind(self.order, self._now_s, row, prefill_s)
+        return self._option(
+            row, plans.held.blocks.item(row), plans.held.dram_blocks.item(row),
+            plans.source.item(row), terms.queue_s.item(row), terms.wait_s.item(row),
+            plans.fetch_s.item(row), terms.transfer_s.item(row), prefill_s, fill_s, delay_s,
+            plans.crowding_s.item(row),
+        )  # fmt: skip
+
+    def _option(
+        self, row: int, blocks: float, dram_blocks: float, source_number: int, queue_s: float,
+        wait_s: float, fetch_s: float, transfer_s: float, prefill_s: float, fill_s: float,
+        delay_s: float, crowding_s: float,
+    ) -> PrefillOption:  # fmt: skip
+        pool = self._cluster.prefills
+        worker, local_blocks = pool.workers[row], int(blocks)
+        source = self._plans.sources[source_number] if source_number >= 0 else None
+        used = local_blocks if source is None else source.blocks
         return PrefillOption(
             worker=worker,
-            local_blocks=blocks,
-            restore_blocks=restore,
-            cached_tokens=cached_tokens(used, worker.info.block_tokens, prompt_tokens),
+            local_blocks=local_blocks,
+            restore_blocks=local_blocks - int(dram_blocks),
+            cached_tokens=cached_tokens(
+                used, worker.info.block_tokens, self._request.prompt_tokens
+            ),
             source=source,
-            queue_s=terms.queue_s.item(row),
-            wait_s=terms.wait_s.item(row),
-            fetch_s=plans.fetch_s.item(row),
-            transfer_s=terms.transfer_s.item(row),
+            queue_s=queue_s,
+            wait_s=wait_s,
+            fetch_s=fetch_s,
+            transfer_s=transfer_s,
             prefill_s=prefill_s,
             fill_s=fill_s,
             delay_s=delay_s,
-            crowding_s=plans.crowding_s.item(row),
+            crowding_s=crowding_s,
             has_room=pool.has_room.item(row),
         )
 
@@ -412,7 +428,9 @@ class Options:
         return DecodeOption(worker, load, pool.ratio.item(row) * step_s, has_room)
 
     def pair(self, prefill: PrefillOption, decode: DecodeOption) -> Pair:
-        handover_s = self.handover_s(prefill, decode)
+        return self._pair(prefill, decode, self.handover_s(prefill, decode))
+
+    def _pair(self, prefill: PrefillOption, decode: DecodeOption, handover_s: float) -> Pair:
         predicted = Prediction(
             queue_s=prefill.wait_s,
             transfer_s=prefill.transfer_s,

@@ -235,6 +235,11 @@ typedef struct {
     /* the answer */
     int64_t first, prefill, decode;
     double backlog_s; /* of all prefill workers in question */
+    struct { /* of the pair */
+        double handover_s, blocks, dram_blocks;
+        int64_t source;
+        double queue_s, wait_s, fetch_s, transfer_s, prefill_s, fill_s, delay_s, crowding_s;
+    } pair;
 } decision_t;
 
 #define LANES_OF_DOUBLES 16
@@ -530,9 +535,8 @@ static double handover_of(const decision_t *d, int64_t prefill, int64_t decode) 
     return block_s[decode] * blocks + block_s[d->decodes + decode];
 }
 
-/* The best pair, once `decide` was called: Options._first and _pairing. Returns -1, or the row of a
- * prefill worker whose node's path is to be filled in before this is called again. */
-int64_t choose_pair(decision_t *d) {
+/* Options._pairing. Returns -1, or the row of a prefill worker whose node's path is missing. */
+static int64_t choose(decision_t *d) {
     const double least_s = choose_first(d), step_s = least_of(d->decode_whole_s, d->decodes);
     const int64_t first = d->first;
     /* Without room anywhere a pair is chosen all the same. */
@@ -593,6 +597,35 @@ int64_t choose_pair(decision_t *d) {
     d->prefill = of[best];
     d->decode = with[best];
     return -1;
+}
+
+/* Options.prefill */
+static void describe(decision_t *d) {
+    const int64_t row = d->prefill;
+    const double key_s = MIN(d->prefill_s[row] * d->stretch, d->wait_s_max) + d->now_s;
+    double behind = key_s < d->head_key_s[row];
+    for (int64_t at = 0; at < d->length[row]; at++)
+        behind += d->keys_s[at * d->prefills + row] > key_s;
+    d->pair.handover_s = handover_of(d, row, d->decode);
+    d->pair.blocks = d->blocks[row];
+    d->pair.dram_blocks = d->dram_blocks[row];
+    d->pair.source = d->source[row];
+    d->pair.queue_s = d->queue_s[row];
+    d->pair.wait_s = d->wait_s[row];
+    d->pair.fetch_s = d->fetch_s[row];
+    d->pair.transfer_s = d->transfer_s[row];
+    d->pair.prefill_s = d->prefill_s[row];
+    d->pair.fill_s = d->fill_s[row];
+    d->pair.delay_s = (d->prefill_s[row] - d->fill_s[row]) * behind;
+    d->pair.crowding_s = d->crowding_s[row];
+}
+
+/* The best pair, once `decide` was called. Returns -1, or the row of a prefill worker whose node's
+ * path is to be filled in before this is called again. */
+int64_t choose_pair(decision_t *d) {
+    const int64_t missing = choose(d);
+    if (missing < 0) describe(d);
+    return missing;
 }
 
 /* Fills in what each worker means for the request; with `wants_pair` also the best pair, as above. */
