@@ -1,8 +1,8 @@
 """config.json of a Hugging Face folder: what the model is, or everything that is wrong with it.
 
-Reads Llama, Qwen2 and Qwen3; both the keys of transformers 4 (`rope_theta`, `rope_scaling`) and
-those of transformers 5 (`rope_parameters`). Loads no torch, so the launcher may ask for the KV
-layout. What the engine cannot compute exactly is refused by name, never ignored.
+Reads Llama, Mistral, Qwen2 and Qwen3; both the keys of transformers 4 (`rope_theta`,
+`rope_scaling`) and those of transformers 5 (`rope_parameters`). Loads no torch, so the launcher may
+ask for the KV layout. What the engine cannot compute exactly is refused by name, never ignored.
 A checkpoint that cannot be served is one `CheckpointError` with all its problems.
 
 Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py).
@@ -20,9 +20,11 @@ from mooncake_store.layout import KvLayout, LayerRange
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MISTRAL_WINDOW_TOKENS = 4096  # of a config.json that does not say; null: there is no window
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and KV
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -41,7 +43,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    family: str  # llama | qwen2 | qwen3
+    family: str  # llama | mistral | qwen2 | qwen3
     layers: int
     hidden: int
     heads: int
@@ -171,7 +173,8 @@ def _parsed(
         )
     if head_dim % 2:
         found.append(f"config.json: head_dim is {head_dim}; rotary embedding needs an even one")
-    attention_bias = read.flag("attention_bias") if family != "qwen2" else False
+    has_own_bias = family in ("llama", "qwen3")  # that a config may ask for
+    attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     return ModelConfig(
         family=family,
@@ -182,7 +185,7 @@ def _parsed(
         head_dim=head_dim,
         intermediate=read.integer("intermediate_size"),
         vocabulary_tokens=vocabulary_tokens,
-        context_tokens_max=read.integer("max_position_embeddings"),
+        context_tokens_max=_context_tokens_max(family, raw, read),
         norm_epsilon=read.number("rms_norm_eps", default=1e-6),
         rope=_rope(raw, found),
         has_tied_embeddings=read.flag("tie_word_embeddings"),
@@ -192,6 +195,15 @@ def _parsed(
         has_qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(raw, generation, vocabulary_tokens, found),
     )
+
+
+def _context_tokens_max(family: str, raw: Mapping[str, Any], read: _Reader) -> int:
+    """A Mistral with a sliding window is taken as far as that reaches: up to there every token sees
+    all that are before it."""
+    context_tokens = read.integer("max_position_embeddings")
+    if family != "mistral" or raw.get("sliding_window", MISTRAL_WINDOW_TOKENS) is None:
+        return context_tokens
+    return min(context_tokens, read.integer("sliding_window", MISTRAL_WINDOW_TOKENS))
 
 
 def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:

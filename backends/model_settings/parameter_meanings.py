@@ -24,8 +24,8 @@ class ParameterMeaning:
 
 WORKER: tuple[ParameterMeaning, ...] = (
     ParameterMeaning("checkpoint", "`demo`, or a folder with `config.json`",
-        "Hugging Face folder of the Llama, Qwen2 or Qwen3 family; a relative path starts beside "
-        "the model repository"),
+        "Hugging Face folder of the Llama, Mistral, Qwen2 or Qwen3 family; a relative path starts "
+        "beside the model repository"),
     ParameterMeaning("engine", "`torch`, `tensorrt_llm`",
         "the engine behind the worker; `tensorrt_llm` needs GPUs and its own package "
         "([deploy/README.md](../../deploy/README.md))"),

@@ -224,6 +224,27 @@ def test_the_kv_layout_is_read_without_torch(tmp_path: Path) -> None:
     assert answer.stdout.strip() == str(2 * 2 * 2 * 64 * 24 * 2), answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("window", "context_tokens"), [(None, 8192), (512, 512), (9000, 8192), ("not said", 4096)]
+)
+def test_a_mistral_is_taken_as_far_as_its_sliding_window(
+    tmp_path: Path, window: int | str | None, context_tokens: int
+) -> None:
+    path = make_checkpoint("mistral", tmp_path, max_position_embeddings=8192)
+    config = json.loads((path / "config.json").read_text())
+    config["sliding_window"] = window
+    if window == "not said":
+        del config["sliding_window"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(path).context_tokens_max == context_tokens
+
+
+def test_a_window_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window="wide")
+    assert "sliding_window must be a positive integer, is 'wide'" in problems_of(tmp_path)[0]
+
+
 def test_end_ids_come_from_the_generation_config_when_it_has_some(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     overwrite(tmp_path, "generation_config.json", '{"eos_token_id": [5, 7]}')

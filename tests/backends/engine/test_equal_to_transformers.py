@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "head_dim": 32},
     ),
+    "mistral": ("mistral", {"sliding_window": 512, "head_dim": 24}),
     "qwen2": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
 }
