@@ -100,10 +100,12 @@ class CompiledDecision:
 
     @classmethod
     def of(cls, cluster: Cluster) -> CompiledDecision | None:
-        """None where nothing is compiled."""
+        """None where nothing is compiled, or not this policy."""
         made = [quick_function(name, NUMBER, [ADDRESS]) for name in ("decide", "choose_pair")]
         decide, choose_pair = made
-        if not decide or not choose_pair or cluster.config.finalists_max > PARTNERS_MAX:
+        config = cluster.config
+        is_known = config.policy in COSTS and config.finalists_max <= PARTNERS_MAX
+        if decide is None or choose_pair is None or not is_known:
             return None
         return cls(cluster, decide, choose_pair)
 
