@@ -7,6 +7,7 @@
  *   copying and hashing    mooncake_store/memory/digests.py
  *   a decision             conductor/routing/compiled.py
  *   a batch's forecast     conductor/load/compiled_forecast.py
+ *   the torch engine       backends/engine/torch/native_layers.py
  */
 
 #include <stdint.h>
@@ -700,3 +701,410 @@ void forecast_settle(const forecast_worker_t *of) {
     }
     memcpy(of->peaks[MOMENTS], of->peaks[MOMENTS - 1], sizeof peak);
 }
+
+/* ---- the torch engine: norms, rotary embedding, gates, attention of last tokens over paged KV
+ *
+ * Numbers are float32 or bfloat16 (the upper half of a float32); sums are float32. Vectors are those
+ * of AVX-512, and without it torch computes (engine_vectors). Each function is run by any number of
+ * threads at once, by OpenMP's GOMP_parallel or by one alone: all take from one counter, `next`. */
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define HAS_VECTORS 1
+#else
+#define HAS_VECTORS 0
+#endif
+
+int engine_vectors(void) { return HAS_VECTORS; }
+
+typedef struct {
+    int64_t next, rows, width, row_stride, out_stride; /* strides in scalars */
+    const void *from, *weight;                         /* weight may be 0 */
+    void *out;
+    int64_t is_bf16;
+    float epsilon;
+} rows_job;
+
+typedef struct {
+    int64_t next, rows, heads, kv_heads, head_dim, row_stride;
+    void *qkv;                 /* q, k and v heads of each row; q and k are rotated in place */
+    const void *table;         /* [positions, 2, head_dim] */
+    const int64_t *positions;  /* of each row */
+    const void *norm;          /* [heads + kv_heads, head_dim], or 0 */
+    void *memory;              /* where k and v go, in rows of head_dim scalars */
+    const int64_t *token_rows; /* [tokens, 2 * kv_heads]; rows beyond `tokens` go nowhere */
+    int64_t tokens, is_bf16;
+    float epsilon;
+} rotate_job;
+
+typedef struct {
+    int64_t next, works, kv_heads, shared, head_dim, block_tokens, page_stride; /* in scalars */
+    const void *memory;         /* this layer's first K head of page 0 */
+    const int64_t *pages;       /* of all works */
+    const int64_t *page_starts; /* a work's first in `pages` */
+    const int64_t *contexts;    /* tokens that a work sees */
+    const void *queries;        /* [works, heads, head_dim] */
+    int64_t query_stride;       /* scalars from one work to the next */
+    void *out;                  /* [works, heads * head_dim] */
+    int64_t is_bf16;
+    float scale;
+} attend_job;
+
+#if HAS_VECTORS
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 8")
+#define LANE_COUNT 16
+#define SHARED_MAX 4     /* query heads at once: their sums stay in registers */
+#define TILE_TOKENS 64   /* whose scores are kept until their values are summed */
+#define ROWS_AT_ONCE 4
+
+INLINE __mmask16 lanes_left(int64_t left) {
+    return left >= LANE_COUNT ? 0xFFFF : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+}
+
+INLINE __m512 widened(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+INLINE __m512 loaded(const void *base, int64_t at, __mmask16 mask, const int is_bf16) {
+    if (is_bf16) return widened(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)base + at));
+    return _mm512_maskz_loadu_ps(mask, (const float *)base + at);
+}
+
+/* To the nearest, halves to even, as torch rounds. */
+INLINE __m256i narrowed(__m512 numbers) {
+    const __m512i bits = _mm512_castps_si512(numbers);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_blend_epi32(is_nan, _mm512_srli_epi32(up, 16),
+                                                 _mm512_set1_epi32(0x7FC0));
+    return _mm512_cvtepi32_epi16(kept);
+}
+
+INLINE void stored(void *base, int64_t at, __mmask16 mask, __m512 numbers, const int is_bf16) {
+    if (is_bf16)
+        _mm256_mask_storeu_epi16((uint16_t *)base + at, mask, narrowed(numbers));
+    else
+        _mm512_mask_storeu_ps((float *)base + at, mask, numbers);
+}
+
+/* e to the power of x, to about 2 ulp; 0 far below. */
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+INLINE int64_t taken(int64_t *next, int64_t count) {
+    return __atomic_fetch_add(next, count, __ATOMIC_RELAXED);
+}
+
+/* One row: x / sqrt(mean(x^2) + epsilon), times a weight if there is one. */
+INLINE void normed_row(const void *from, int64_t at, const void *weight, int64_t weight_at,
+                       void *out, int64_t out_at, int64_t width, float epsilon,
+                       const int is_bf16) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += LANE_COUNT) {
+        const __m512 x = loaded(from, at + i, lanes_left(width - i), is_bf16);
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    const float mean = _mm512_reduce_add_ps(squares) / (float)width;
+    const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
+    for (int64_t i = 0; i < width; i += LANE_COUNT) {
+        const __mmask16 mask = lanes_left(width - i);
+        __m512 x = _mm512_mul_ps(loaded(from, at + i, mask, is_bf16), scale);
+        if (weight) x = _mm512_mul_ps(x, loaded(weight, weight_at + i, mask, is_bf16));
+        stored(out, out_at + i, mask, x, is_bf16);
+    }
+}
+
+INLINE void norm_rows_of(rows_job *job, const int is_bf16) {
+    for (;;) {
+        const int64_t first = taken(&job->next, ROWS_AT_ONCE);
+        if (first >= job->rows) return;
+        for (int64_t row = first; row < job->rows && row < first + ROWS_AT_ONCE; row++)
+            normed_row(job->from, row * job->row_stride, job->weight, 0, job->out,
+                       row * job->out_stride, job->width, job->epsilon, is_bf16);
+    }
+}
+
+/* transformer.py: RMS norm of rows. */
+void norm_rows(void *data) {
+    rows_job *job = data;
+    if (job->is_bf16) norm_rows_of(job, 1); else norm_rows_of(job, 0);
+}
+
+INLINE void gate_rows_of(rows_job *job, const int is_bf16) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    for (;;) {
+        const int64_t first = taken(&job->next, ROWS_AT_ONCE);
+        if (first >= job->rows) return;
+        for (int64_t row = first; row < job->rows && row < first + ROWS_AT_ONCE; row++)
+            for (int64_t i = 0; i < job->width; i += LANE_COUNT) {
+                const __mmask16 mask = lanes_left(job->width - i);
+                const int64_t at = row * job->row_stride + i;
+                const __m512 gate = loaded(job->from, at, mask, is_bf16);
+                const __m512 up = loaded(job->from, at + job->width, mask, is_bf16);
+                const __m512 below = _mm512_add_ps(
+                    one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+                stored(job->out, row * job->out_stride + i, mask,
+                       _mm512_mul_ps(_mm512_div_ps(gate, below), up), is_bf16);
+            }
+    }
+}
+
+/* linear.py: silu(gate) * up of rows that hold gate, then up. */
+void gate_rows(void *data) {
+    rows_job *job = data;
+    if (job->is_bf16) gate_rows_of(job, 1); else gate_rows_of(job, 0);
+}
+
+/* One head in place: x * cos + (x rolled by half) * sin, the sine with rotate_half's sign. */
+INLINE void rotated_head(void *qkv, int64_t at, const void *table, int64_t angles, int64_t dim,
+                         const int is_bf16) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANE_COUNT) {
+        const __mmask16 mask = lanes_left(half - i);
+        const __m512 low = loaded(qkv, at + i, mask, is_bf16);
+        const __m512 high = loaded(qkv, at + half + i, mask, is_bf16);
+        const __m512 low_sin = loaded(table, angles + dim + i, mask, is_bf16);
+        const __m512 high_sin = loaded(table, angles + dim + half + i, mask, is_bf16);
+        __m512 first = _mm512_mul_ps(low, loaded(table, angles + i, mask, is_bf16));
+        __m512 second = _mm512_mul_ps(high, loaded(table, angles + half + i, mask, is_bf16));
+        stored(qkv, at + i, mask, _mm512_fmadd_ps(high, low_sin, first), is_bf16);
+        stored(qkv, at + half + i, mask, _mm512_fmadd_ps(low, high_sin, second), is_bf16);
+    }
+}
+
+INLINE void rotate_rows_of(rotate_job *job, const int is_bf16) {
+    const int64_t dim = job->head_dim, rotated = job->heads + job->kv_heads;
+    const int64_t scalar_bytes = is_bf16 ? 2 : 4;
+    for (;;) {
+        const int64_t row = taken(&job->next, 1);
+        if (row >= job->rows) return;
+        const int64_t at = row * job->row_stride;
+        for (int64_t head = 0; head < rotated; head++) {
+            const int64_t head_at = at + head * dim;
+            if (job->norm)
+                normed_row(job->qkv, head_at, job->norm, head * dim, job->qkv, head_at, dim,
+                           job->epsilon, is_bf16);
+            rotated_head(job->qkv, head_at, job->table, job->positions[row] * 2 * dim, dim,
+                         is_bf16);
+        }
+        if (row >= job->tokens) continue;
+        const int64_t *rows = job->token_rows + row * 2 * job->kv_heads;
+        for (int64_t head = 0; head < 2 * job->kv_heads; head++)
+            memcpy((char *)job->memory + rows[head] * dim * scalar_bytes,
+                   (char *)job->qkv + (at + (job->heads + head) * dim) * scalar_bytes,
+                   dim * scalar_bytes);
+    }
+}
+
+/* transformer.py: norms of heads, rotary embedding, K and V into their pages. */
+void rotate_rows(void *data) {
+    rotate_job *job = data;
+    if (job->is_bf16) rotate_rows_of(job, 1); else rotate_rows_of(job, 0);
+}
+
+INLINE __m512 pairs_added(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+/* Of four vectors: in each quarter, the sums of that quarter of each. */
+INLINE __m512 quarter_sums(const __m512 *v) {
+    const __m512d left = _mm512_castps_pd(pairs_added(v[0], v[1]));
+    const __m512d right = _mm512_castps_pd(pairs_added(v[2], v[3]));
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+}
+
+INLINE __m512 quarters_added(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+#ifdef __AVX512BF16__
+#define HAS_PRODUCTS 1
+#else
+#define HAS_PRODUCTS 0
+#endif
+
+/* HEADS query heads of one KV head against all tokens of a work; head_dim is at most 16 * VECTORS.
+ * Online softmax over tiles of tokens: what was summed shrinks whenever a larger score comes. */
+INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, int64_t first,
+                         const int HEADS, const int VECTORS, const int is_bf16) {
+    const int64_t dim = job->head_dim, shared = job->shared, block = job->block_tokens;
+    const int64_t context = job->contexts[work];
+    const int64_t *pages = job->pages + job->page_starts[work];
+    const int64_t query_at = work * job->query_stride + (kv_head * shared + first) * dim;
+    const int SCALAR_BYTES = is_bf16 ? 2 : 4;
+    const int has_products = HAS_PRODUCTS && is_bf16 && VECTORS >= 2;
+    __mmask16 masks[8];
+    __mmask32 pair_masks[4];
+    __m512 sums[SHARED_MAX][8], queries[SHARED_MAX][8];
+    float scores[SHARED_MAX][TILE_TOKENS] __attribute__((aligned(64)));
+    float largest[SHARED_MAX], weights[SHARED_MAX];
+    UNROLLED for (int v = 0; v < VECTORS; v++) masks[v] = lanes_left(dim - v * LANE_COUNT);
+    UNROLLED for (int v = 0; v + 1 < VECTORS; v += 2)
+        pair_masks[v / 2] = masks[v] | (__mmask32)masks[v + 1] << 16;
+    UNROLLED for (int h = 0; h < HEADS; h++) {
+        largest[h] = -__builtin_inff();
+        weights[h] = 0;
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            sums[h][v] = _mm512_setzero_ps();
+            if (!has_products)
+                queries[h][v] = loaded(job->queries, query_at + h * dim + v * LANE_COUNT,
+                                       masks[v], is_bf16);
+            else if (v % 2 == 0)
+                queries[h][v] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(
+                    pair_masks[v / 2],
+                    (const uint16_t *)job->queries + query_at + h * dim + v * LANE_COUNT));
+        }
+    }
+    for (int64_t at = 0; at < context;) {
+        const int64_t in_page = at % block;
+        int64_t tokens = block - in_page;
+        if (tokens > TILE_TOKENS) tokens = TILE_TOKENS;
+        if (tokens > context - at) tokens = context - at;
+        const int64_t key_at =
+            pages[at / block] * job->page_stride + (kv_head * block + in_page) * dim;
+        const int64_t value_at = key_at + job->kv_heads * block * dim;
+        /* The next tile is asked for while this one is computed: pages end the hardware's own
+         * prefetching, every 4 KiB of them. */
+        const int64_t next = at + tokens < context ? at + tokens : at;
+        const int64_t next_key_at =
+            pages[next / block] * job->page_stride + (kv_head * block + next % block) * dim;
+        const char *next_keys = (const char *)job->memory + next_key_at * SCALAR_BYTES;
+        const char *next_values = next_keys + job->kv_heads * block * dim * SCALAR_BYTES;
+        __m512 tile_largest[SHARED_MAX];
+        UNROLLED for (int h = 0; h < HEADS; h++) tile_largest[h] = _mm512_set1_ps(-__builtin_inff());
+        for (int64_t group = 0; group < tokens; group += LANE_COUNT) {
+            __m512 quarters[SHARED_MAX][4];
+            UNROLLED for (int quad = 0; quad < 4; quad++) {
+                __m512 products[SHARED_MAX][4];
+                UNROLLED for (int i = 0; i < 4; i++) {
+                    int64_t token = group + quad * 4 + i;
+                    if (token >= tokens) token = tokens - 1; /* what lies behind is not ours */
+                    const int64_t key = key_at + token * dim;
+                    UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
+                        __builtin_prefetch(next_keys + token * dim * SCALAR_BYTES + line);
+                    UNROLLED for (int h = 0; h < HEADS; h++) products[h][i] = _mm512_setzero_ps();
+#if HAS_PRODUCTS
+                    if (has_products) {
+                        UNROLLED for (int v = 0; v < VECTORS; v += 2) {
+                            const __m512bh keys = (__m512bh)_mm512_maskz_loadu_epi16(
+                                pair_masks[v / 2],
+                                (const uint16_t *)job->memory + key + v * LANE_COUNT);
+                            UNROLLED for (int h = 0; h < HEADS; h++)
+                                products[h][i] = _mm512_dpbf16_ps(products[h][i], keys,
+                                                                  (__m512bh)queries[h][v]);
+                        }
+                        continue;
+                    }
+#endif
+                    UNROLLED for (int v = 0; v < VECTORS; v++) {
+                        const __m512 keys =
+                            loaded(job->memory, key + v * LANE_COUNT, masks[v], is_bf16);
+                        UNROLLED for (int h = 0; h < HEADS; h++)
+                            products[h][i] = _mm512_fmadd_ps(keys, queries[h][v], products[h][i]);
+                    }
+                }
+                UNROLLED for (int h = 0; h < HEADS; h++) quarters[h][quad] = quarter_sums(products[h]);
+            }
+            const __mmask16 seen = lanes_left(tokens - group);
+            UNROLLED for (int h = 0; h < HEADS; h++) {
+                const __m512 found = _mm512_mul_ps(
+                    quarters_added(quarters_added(quarters[h][0], quarters[h][1]),
+                                   quarters_added(quarters[h][2], quarters[h][3])),
+                    _mm512_set1_ps(job->scale));
+                tile_largest[h] = _mm512_mask_max_ps(tile_largest[h], seen, tile_largest[h], found);
+                _mm512_store_ps(scores[h] + group, found);
+            }
+        }
+        UNROLLED for (int h = 0; h < HEADS; h++) {
+            const float before = largest[h], found = _mm512_reduce_max_ps(tile_largest[h]);
+            if (found > before) {
+                largest[h] = found;
+                const __m512 shrunk =
+                    exponential(_mm512_set1_ps(before == -__builtin_inff() ? -104.0f
+                                                                           : before - found));
+                UNROLLED for (int v = 0; v < VECTORS; v++) sums[h][v] = _mm512_mul_ps(sums[h][v], shrunk);
+                weights[h] *= _mm512_cvtss_f32(shrunk);
+            }
+            __m512 total = _mm512_setzero_ps();
+            for (int64_t group = 0; group < tokens; group += LANE_COUNT) {
+                const __m512 weight = _mm512_maskz_mov_ps(
+                    lanes_left(tokens - group),
+                    exponential(_mm512_sub_ps(_mm512_load_ps(scores[h] + group),
+                                              _mm512_set1_ps(largest[h]))));
+                _mm512_store_ps(scores[h] + group, weight);
+                total = _mm512_add_ps(total, weight);
+            }
+            weights[h] += _mm512_reduce_add_ps(total);
+        }
+        for (int64_t token = 0; token < tokens; token++) {
+            UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
+                __builtin_prefetch(next_values + token * dim * SCALAR_BYTES + line);
+            UNROLLED for (int v = 0; v < VECTORS; v++) {
+                const __m512 values = loaded(job->memory, value_at + token * dim + v * LANE_COUNT,
+                                             masks[v], is_bf16);
+                UNROLLED for (int h = 0; h < HEADS; h++)
+                    sums[h][v] =
+                        _mm512_fmadd_ps(values, _mm512_set1_ps(scores[h][token]), sums[h][v]);
+            }
+        }
+        at += tokens;
+    }
+    const int64_t out_at = ((work * job->kv_heads + kv_head) * shared + first) * dim;
+    UNROLLED for (int h = 0; h < HEADS; h++)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
+            stored(job->out, out_at + h * dim + v * LANE_COUNT, masks[v],
+                   _mm512_div_ps(sums[h][v], _mm512_set1_ps(weights[h])), is_bf16);
+}
+
+#define ATTEND_OF(HEADS, VECTORS, IS_BF16)                                                       \
+    static void attend_##HEADS##_##VECTORS##_##IS_BF16(const attend_job *job, int64_t work,      \
+                                                       int64_t kv_head, int64_t first) {         \
+        attend_heads(job, work, kv_head, first, HEADS, VECTORS, IS_BF16);                        \
+    }
+#define ATTEND_FOR(VECTORS, IS_BF16)                                                             \
+    ATTEND_OF(1, VECTORS, IS_BF16) ATTEND_OF(2, VECTORS, IS_BF16)                                \
+    ATTEND_OF(3, VECTORS, IS_BF16) ATTEND_OF(4, VECTORS, IS_BF16)
+#define ATTENDS_FOR(VECTORS, IS_BF16)                                                            \
+    {attend_1_##VECTORS##_##IS_BF16, attend_2_##VECTORS##_##IS_BF16,                             \
+     attend_3_##VECTORS##_##IS_BF16, attend_4_##VECTORS##_##IS_BF16}
+ATTEND_FOR(1, 0) ATTEND_FOR(2, 0) ATTEND_FOR(4, 0) ATTEND_FOR(8, 0)
+ATTEND_FOR(1, 1) ATTEND_FOR(2, 1) ATTEND_FOR(4, 1) ATTEND_FOR(8, 1)
+typedef void (*attend_function)(const attend_job *, int64_t, int64_t, int64_t);
+static const attend_function ATTEND[2][4][SHARED_MAX] = {
+    {ATTENDS_FOR(1, 0), ATTENDS_FOR(2, 0), ATTENDS_FOR(4, 0), ATTENDS_FOR(8, 0)},
+    {ATTENDS_FOR(1, 1), ATTENDS_FOR(2, 1), ATTENDS_FOR(4, 1), ATTENDS_FOR(8, 1)},
+};
+
+/* attention.py: the last token of each work over its pages; head_dim is at most 128. The works with
+ * the longest contexts are the last ones, and are begun first. */
+void attend_last_tokens(void *data) {
+    attend_job *job = data;
+    const int64_t items = job->works * job->kv_heads;
+    const int size = job->head_dim <= 16 ? 0 : job->head_dim <= 32 ? 1 : job->head_dim <= 64 ? 2 : 3;
+    for (;;) {
+        const int64_t item = items - 1 - taken(&job->next, 1);
+        if (item < 0) return;
+        for (int64_t first = 0; first < job->shared;) {
+            int64_t heads = job->shared - first;
+            if (heads > SHARED_MAX) heads = SHARED_MAX;
+            ATTEND[job->is_bf16][size][heads - 1](job, item / job->kv_heads, item % job->kv_heads,
+                                                  first);
+            first += heads;
+        }
+    }
+}
+#endif

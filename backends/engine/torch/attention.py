@@ -1,5 +1,7 @@
 """Attention over paged KV: write the new K and V, gather the pages, attend.
 
+The last tokens of works need no gathering where native code reads the pages (native_layers.py).
+
 Grouped-query attention needs no repeated K and V here: the query heads that share a KV head are
 laid beside each other, as rows (last token) or as heads with stride 0 (prefill).
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from backends.engine.torch import causal_attention
+from backends.engine.torch import causal_attention, native_layers
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
 
@@ -25,6 +27,9 @@ class PagedAttention:
         self.kv_heads = layout.kv_heads
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
+        self.is_native = (
+            native_layers.serves(memory.pool) and self.head_dim <= native_layers.HEAD_DIM_MAX
+        )
         # Reused by every layer and step: fresh memory of this size costs page faults each time.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
@@ -35,24 +40,30 @@ class PagedAttention:
     def all_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
         """queries [rows of the plan, heads, head_dim] -> [rows, heads * head_dim]."""
         if not plan.prefills:
-            return self.last_tokens(layer, plan.decodes, queries)
+            return self.last_tokens(layer, plan, queries)
         out = queries.new_empty(len(queries), self.heads * self.head_dim)
         if plan.decodes:
             works = plan.prefills[0].first
-            out[:works] = self.last_tokens(layer, plan.decodes, queries[:works])
+            out[:works] = self.last_tokens(layer, plan, queries[:works])
         for span in plan.prefills:
             rows = slice(span.first, span.first + span.tokens)
             self._prefill(layer, span, queries[rows], out[rows])
         out[plan.tokens :].zero_()
         return out
 
-    def last_tokens(
-        self, layer: int, groups: list[LastGroup], queries: torch.Tensor
-    ) -> torch.Tensor:
-        """queries [works, heads, head_dim] of last tokens -> [works, heads * head_dim]."""
+    def last_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
+        """queries [works, heads, head_dim] of last tokens -> [works, heads * head_dim].
+
+        The works are all of the plan, or its works of one token, which are its first.
+        """
+        if self.is_native:
+            pages = self.memory.pool[:, layer]
+            return native_layers.attend_last_tokens(
+                queries, pages, plan.seen, self.memory.layout.block_tokens
+            )
         parts = [
             self._last(layer, group, queries[group.first : group.first + group.works])
-            for group in groups
+            for group in (plan.lasts if len(queries) > plan.decode_works else plan.decodes)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

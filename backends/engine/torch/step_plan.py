@@ -42,6 +42,16 @@ class LastGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesSeen:
+    """The pages of all works as native code reads them: without padding, and on the CPU."""
+
+    pages: Integers  # of all works, one work after the other
+    starts: Integers  # [works] a work's first in `pages`
+    contexts: Integers  # [works] tokens
+    tokens: int  # their sum
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillSpan:
     """Several queries of one work: the token at `start + i` sees the tokens up to itself."""
 
@@ -61,9 +71,11 @@ class StepPlan:
     token_ids: torch.Tensor  # [tokens, rounded up: what is beyond them is computed for nothing]
     positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, 2 * kv_heads] rows of KvMemory.token_rows
+    decode_works: int
     decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
     prefills: list[PrefillSpan]
     lasts: list[LastGroup]  # all works
+    seen: PagesSeen  # by all works
     last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
     order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
     pages: list[int]  # written by this step
@@ -107,9 +119,11 @@ def plan_step(
         token_ids=_tensor(np.pad(token_ids, (0, extra_rows)), device),
         positions=_tensor(np.pad(positions, (0, extra_rows)), device),
         token_rows=_tensor(_token_rows(positions, counts, tables, layout), device),
+        decode_works=decode_works,
         decodes=decodes,
         prefills=_spans(works, tables, decode_works, layout, device),
         lasts=decodes + rest,
+        seen=_seen(works, tables),
         last_rows=None if is_decode_only else _tensor(np.cumsum(counts) - 1, device),
         order=None if order == list(range(len(batch))) else order,
         pages=pages,
@@ -210,6 +224,14 @@ def _group(
     mask = np.where(np.arange(context_tokens) < ends[:, None], np.float32(0), np.float32(-np.inf))
     mask_tensor = _tensor(mask[:, None, None, :], device).to(TORCH_DTYPES[layout.dtype])
     return LastGroup(first, len(works), rows, context_tokens, mask_tensor)
+
+
+def _seen(works: list[Work], tables: list[Integers]) -> PagesSeen:
+    widths = np.array([len(table) for table in tables], dtype=np.int64)
+    contexts = np.array([work.end for work in works], dtype=np.int64)
+    return PagesSeen(
+        np.concatenate(tables), np.cumsum(widths) - widths, contexts, int(contexts.sum())
+    )
 
 
 def _spans(

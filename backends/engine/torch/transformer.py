@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from backends.engine.model_config import ModelConfig
+from backends.engine.torch import native_layers
 from backends.engine.torch.attention import PagedAttention
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.rope import rotate_in_place
@@ -31,6 +32,7 @@ class Transformer:
         self.weights = weights
         self.attention = PagedAttention(memory, config.heads)
         self._rope = rope  # [positions, 2, head_dim]
+        self._is_native = native_layers.serves(rope)
         self._epsilon = config.norm_epsilon
         self._heads = config.heads
         self._rotated = config.heads + config.kv_heads  # heads of q and k
@@ -53,12 +55,10 @@ class Transformer:
         if hidden is None:
             assert weights.embedding is not None, "the layers before this range have not computed"
             hidden = F.embedding(plan.token_ids, weights.embedding)
-        table = self._rope.index_select(0, plan.positions)
-        cosines, sines = table[:, :1], table[:, 1:]
+        angles = None if self._is_native else self._rope.index_select(0, plan.positions)
         last = len(weights.layers) - 1 if weights.logits is not None else -1
         for index, layer in enumerate(weights.layers):
-            qkv = self._qkv(layer, hidden, cosines, sines)
-            self.attention.write(index, plan.token_rows, qkv[: plan.tokens, self._heads :])
+            qkv = self._qkv(index, layer, hidden, plan, angles)
             if on_layer is not None:
                 on_layer(index)
             queries = qkv[:, : self._heads]
@@ -68,28 +68,42 @@ class Transformer:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
                     queries = queries.index_select(0, plan.last_rows)
-                seen = self.attention.last_tokens(index, plan.lasts, queries)
+                seen = self.attention.last_tokens(index, plan, queries)
             hidden = layer.output.add_to(hidden, seen)
             hidden = layer.down.add_to(hidden, layer.gate_up(self._normed(hidden)))
         if weights.logits is None or weights.last_norm is None:
             return hidden
-        return weights.logits(self._normed(hidden).mul_(weights.last_norm))
+        return weights.logits(self._normed(hidden, weights.last_norm))
 
     def _qkv(
         self,
+        index: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
+        plan: StepPlan,
+        angles: torch.Tensor | None,  # [tokens, 2, head_dim]; None: native code reads the table
     ) -> torch.Tensor:
-        """[tokens, q heads + k heads + v heads, head_dim], q and k rotated."""
+        """[tokens, q heads + k heads + v heads, head_dim], q and k rotated; K and V in their pages.
+
+        K and V of the result are what the pages hold.
+        """
         qkv = layer.qkv(self._normed(hidden)).view(-1, self._all_heads, self._head_dim)
+        if angles is None:
+            native_layers.rotate_rows(
+                qkv, self._heads, self._rope, plan.positions, layer.qk_norm, self._epsilon,
+                self.attention.memory.token_rows[index], plan.token_rows,
+            )  # fmt: skip
+            return qkv
         rotated = qkv[:, : self._rotated]
         if layer.qk_norm is not None:
             rotated.copy_(self._normed(rotated)).mul_(layer.qk_norm)
-        rotate_in_place(rotated, cosines, sines)
+        rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
+        self.attention.write(index, plan.token_rows, qkv[: plan.tokens, self._heads :])
         return qkv
 
-    def _normed(self, values: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the last dimension, without weights: they are folded (weights.py)."""
-        return F.rms_norm(values, (values.shape[-1],), None, self._epsilon)
+    def _normed(self, values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """RMS norm over the last dimension; most weights are folded (weights.py)."""
+        if self._is_native and values.dim() == 2:
+            return native_layers.norm_rows(values, self._epsilon, weight)
+        normed = F.rms_norm(values, (values.shape[-1],), None, self._epsilon)
+        return normed if weight is None else normed.mul_(weight)

@@ -1,0 +1,187 @@
+"""The parts of a layer between its matrix products, compiled (native.c): one pass each over memory.
+
+RMS norm, rotary embedding with K and V into their pages, silu(gate) * up, and the attention of last
+tokens straight from the pages. torch makes each of several operations, every one a pass and a few
+microseconds, and its attention wants the pages gathered first: at batch 16 and 4,096 tokens of
+context that alone moved three times the bytes of the KV.
+
+The threads are torch's own: its OpenMP runs the function (`GOMP_parallel`), so no second pool
+competes with it for the cores. Where there is no AVX-512, no compiler or no CPU tensor, torch's
+functions serve (transformer.py, linear.py, attention.py say them) with the same results but for the
+last bits: bfloat16 is rounded once here where torch rounds after each operation.
+
+Not here: matrix products (onednn.py), which pages a work has (step_plan.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from backends.engine.torch.step_plan import PagesSeen
+from mooncake_store.native.library import NativeFunction, function, quick_function
+
+DTYPES = (torch.float32, torch.bfloat16)
+HEAD_DIM_MAX = 128
+# With less to do, waking threads costs more than they save.
+SHARED_SCALARS_MIN = 64 * 1024
+
+_INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class _RowsJob(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("next", "rows", "width", "row_stride", "out_stride")),
+        *((name, _POINTER) for name in ("source", "weight", "out")),
+        ("is_bf16", _INT), ("epsilon", _FLOAT),
+    ]  # fmt: skip
+
+
+class _RotateJob(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("next", "rows", "heads", "kv_heads", "head_dim", "row_stride")),
+        *((name, _POINTER) for name in ("qkv", "table", "positions", "norm", "memory")),
+        ("token_rows", _POINTER), ("tokens", _INT), ("is_bf16", _INT), ("epsilon", _FLOAT),
+    ]  # fmt: skip
+
+
+class _AttendJob(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("next", "works", "kv_heads", "shared", "head_dim")),
+        ("block_tokens", _INT), ("page_stride", _INT),
+        *((name, _POINTER) for name in ("memory", "pages", "page_starts", "contexts", "queries")),
+        ("query_stride", _INT), ("out", _POINTER), ("is_bf16", _INT), ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
+def serves(tensor: torch.Tensor) -> bool:
+    """These functions may be used for such numbers."""
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has_vectors()
+
+
+@functools.cache
+def _has_vectors() -> bool:
+    found = function("engine_vectors", ctypes.c_int, [])
+    return found is not None and bool(found())
+
+
+def norm_rows(
+    values: torch.Tensor, epsilon: float, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMS norm of values [rows, width], times a weight [width]."""
+    rows, width = values.shape
+    assert values.stride(1) == 1, values.stride()
+    out = values.new_empty(rows, width)
+    job = _RowsJob(
+        0, rows, width, values.stride(0), width, values.data_ptr(),
+        None if weight is None else weight.data_ptr(), out.data_ptr(),
+        values.dtype == torch.bfloat16, epsilon,
+    )  # fmt: skip
+    _run("norm_rows", job, rows * width)
+    return out
+
+
+def gate_rows(both: torch.Tensor) -> torch.Tensor:
+    """both [rows, 2 * width]: gate, then up -> silu(gate) * up [rows, width]."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    assert both.stride(1) == 1, both.stride()
+    out = both.new_empty(rows, width)
+    job = _RowsJob(
+        0, rows, width, both.stride(0), width, both.data_ptr(), None, out.data_ptr(),
+        both.dtype == torch.bfloat16, 0.0,
+    )  # fmt: skip
+    _run("gate_rows", job, rows * width)
+    return out
+
+
+def rotate_rows(
+    qkv: torch.Tensor,
+    heads: int,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    norm: torch.Tensor | None,
+    epsilon: float,
+    memory: torch.Tensor,
+    token_rows: torch.Tensor,
+) -> None:
+    """qkv [rows, q heads + k heads + v heads, head_dim]: norm and rotate q and k in place.
+
+    K and V of the first tokens, as many as there are `token_rows` [tokens, 2 * kv_heads], go into
+    those rows of `memory` [any, head_dim].
+    """
+    rows, all_heads, head_dim = qkv.shape
+    kv_heads = (all_heads - heads) // 2
+    assert qkv.is_contiguous(), qkv.stride()
+    job = _RotateJob(
+        0, rows, heads, kv_heads, head_dim, all_heads * head_dim, qkv.data_ptr(), table.data_ptr(),
+        positions.data_ptr(), None if norm is None else norm.data_ptr(), memory.data_ptr(),
+        token_rows.data_ptr(), len(token_rows), qkv.dtype == torch.bfloat16, epsilon,
+    )  # fmt: skip
+    _run("rotate_rows", job, qkv.numel())
+
+
+def attend_last_tokens(
+    queries: torch.Tensor, memory: torch.Tensor, seen: PagesSeen, block_tokens: int
+) -> torch.Tensor:
+    """queries [works, heads, head_dim] -> [works, heads * head_dim], each over its own pages.
+
+    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer.
+    """
+    works, heads, head_dim = queries.shape
+    kv_heads = memory.shape[2]
+    assert queries.stride()[1:] == (head_dim, 1), queries.stride()
+    assert memory[0].is_contiguous() and works <= len(seen.contexts)
+    out = queries.new_empty(works, heads * head_dim)
+    job = _AttendJob(
+        0, works, kv_heads, heads // kv_heads, head_dim, block_tokens, memory.stride(0),
+        memory.data_ptr(), seen.pages.ctypes.data, seen.starts.ctypes.data,
+        seen.contexts.ctypes.data, queries.data_ptr(), queries.stride(0), out.data_ptr(),
+        queries.dtype == torch.bfloat16, head_dim**-0.5,
+    )  # fmt: skip
+    _run("attend_last_tokens", job, 2 * seen.tokens * kv_heads * head_dim)
+    return out
+
+
+def _run(name: str, job: ctypes.Structure, scalars: int) -> None:
+    """Alone while Python waits if that is done within microseconds, else on torch's threads."""
+    if scalars < SHARED_SCALARS_MIN:
+        _quick(name)(ctypes.byref(job))
+        return
+    threads, parallel = torch.get_num_threads(), _parallel()
+    if threads > 1 and parallel is not None:
+        parallel(_address(name), ctypes.byref(job), threads, 0)
+    else:
+        _declared(name)(ctypes.byref(job))
+
+
+@functools.cache
+def _quick(name: str) -> NativeFunction:
+    found = quick_function(name, None, [_POINTER])
+    assert found is not None, "ask `serves` first"
+    return found
+
+
+@functools.cache
+def _declared(name: str) -> NativeFunction:
+    found = function(name, None, [_POINTER])
+    assert found is not None, "ask `serves` first"
+    return found
+
+
+@functools.cache
+def _address(name: str) -> int:
+    return ctypes.cast(_declared(name), _POINTER).value or 0  # type: ignore[arg-type]
+
+
+@functools.cache
+def _parallel() -> Callable[..., None] | None:
+    """How the OpenMP that torch has loaded runs a function on its threads; None: it cannot."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    found.restype, found.argtypes = None, [_POINTER, _POINTER, ctypes.c_uint, ctypes.c_uint]
+    return found

@@ -1,0 +1,152 @@
+"""What is compiled of a layer gives what torch's functions give, and can be done without."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backends.engine.interface import Work
+from backends.engine.model_config import RopeConfig
+from backends.engine.torch import native_layers
+from backends.engine.torch.rope import rope_table, rotate_in_place
+from backends.engine.torch.step_plan import PagesSeen
+from backends.engine.torch.torch_engine import TorchEngine
+from tests.backends.engine.checkpoints import make_checkpoint
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # bfloat16: rounded again and again there
+pytestmark = pytest.mark.skipif(
+    not native_layers.serves(torch.zeros(1)), reason="no compiler or no AVX-512: torch computes"
+)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert ours.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_a_norm_is_the_rms_norm(dtype: torch.dtype, seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(30):
+        rows, width = chance.choice([1, 3, 17, 400]), chance.choice([8, 64, 72, 768])
+        values = torch.randn(rows, width + 8).to(dtype)[:, :width] * 3
+        weight = chance.choice([None, torch.randn(width).to(dtype)])
+        expected = F.rms_norm(values.float(), (width,), None, 1e-5)
+        ours = native_layers.norm_rows(values, 1e-5, weight)
+        close(ours, expected if weight is None else expected * weight, dtype)
+
+
+def test_a_gate_is_silu_times_up(dtype: torch.dtype, seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(30):
+        rows, width = chance.choice([1, 3, 17, 300]), chance.choice([8, 112, 704])
+        both = (torch.randn(rows, 2 * width) * chance.choice([1, 30])).to(dtype)
+        gate, up = both.float().chunk(2, dim=-1)
+        close(native_layers.gate_rows(both), F.silu(gate) * up, dtype)
+
+
+def test_heads_are_normed_and_rotated_and_put_into_their_pages(
+    dtype: torch.dtype, seed: int
+) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(30):
+        heads, kv_heads = chance.choice([(1, 1), (4, 2), (12, 4)])
+        head_dim, rows = chance.choice([16, 24, 64, 128]), chance.choice([1, 2, 9, 130])
+        tokens = chance.randint(1, rows)
+        qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
+        norm = chance.choice([None, torch.randn(heads + kv_heads, head_dim).to(dtype)])
+        table = rope_table(RopeConfig(1e4), head_dim, 64, dtype, torch.device("cpu"))
+        positions = torch.randint(0, 64, (rows,))
+        memory = torch.zeros(4 * rows * kv_heads, head_dim, dtype=dtype)
+        token_rows = torch.randperm(len(memory))[: tokens * 2 * kv_heads].view(tokens, -1)
+        expected, kept = qkv.float(), memory.float()
+        rotated = expected[:, : heads + kv_heads]
+        if norm is not None:
+            rotated.copy_(F.rms_norm(rotated, (head_dim,), None, 1e-6)).mul_(norm.float())
+        angles = table.float().index_select(0, positions)
+        rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
+        kept.index_put_((token_rows,), expected[:tokens, heads:])
+        native_layers.rotate_rows(
+            qkv, heads, table, positions, norm, 1e-6, memory, token_rows.contiguous()
+        )
+        close(qkv, expected, dtype)
+        close(memory, kept, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_reads_its_own_pages_and_nothing_behind_them(
+    dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(30):
+            kv_heads, shared = chance.choice([1, 2, 4]), chance.choice([1, 2, 3, 4, 5, 7, 8])
+            head_dim, block = chance.choice([8, 16, 24, 32, 64, 80, 128]), chance.choice([16, 64])
+            contexts = [chance.choice([1, 15, 16, 17, 64, 65, 300]) for _ in range(3)]
+            widths = [-(-context // block) for context in contexts]
+            memory = torch.full((2 * sum(widths), 2, 2, kv_heads, block, head_dim), torch.nan)
+            order = torch.randperm(len(memory))[: sum(widths)].split(widths)
+            queries = torch.randn(3, kv_heads * shared + 2, head_dim).to(dtype)[:, 1:-1]
+            expected = []
+            for query, own, context in zip(queries, order, contexts, strict=True):
+                kv = (2 * torch.randn(2, kv_heads, context, head_dim)).to(dtype).float()
+                for place, page in enumerate(own):
+                    part = kv[:, :, place * block : (place + 1) * block]
+                    memory[page, 1, :, :, : part.shape[2]] = part
+                rows = query.float().view(kv_heads, shared, head_dim)
+                seen = F.scaled_dot_product_attention(rows, kv[0], kv[1])
+                expected.append(seen.reshape(-1))
+            widths_before = np.cumsum([0, *widths[:-1]])
+            seen_pages = PagesSeen(
+                torch.cat(order).numpy(), widths_before, np.array(contexts), sum(contexts)
+            )
+            layer = memory.to(dtype)[:, 1]
+            ours = native_layers.attend_last_tokens(queries, layer, seen_pages, block)
+            close(ours, torch.stack(expected), dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_head_too_large_for_registers_is_left_to_torch(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path, head_dim=144)
+    engine = TorchEngine.load(tmp_path, 12, 16)
+    assert not engine._transformer.attention.is_native
+    assert np.isfinite(engine.forward([Work([5, 6, 7], 0, [0])])).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_engine_does_without_native_code(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path)
+    chance = random.Random(3)
+    works = [
+        Work(chance.choices(range(320), k=tokens), 0, list(range(first, first + 40)))
+        for tokens, first in ((600, 0), (40, 40), (1, 80))
+    ]
+    steps = [Work([7], len(work.token_ids), work.pages) for work in works]
+    fast = TorchEngine.load(tmp_path, 120, 16)
+    monkeypatch.setattr(native_layers, "serves", lambda tensor: False)
+    plain = TorchEngine.load(tmp_path, 120, 16)
+    expected, expected_steps = plain.forward(works), plain.forward(steps)
+    monkeypatch.undo()
+    np.testing.assert_allclose(fast.forward(works), expected, atol=1e-4)
+    np.testing.assert_allclose(fast.forward(steps), expected_steps, atol=1e-4)
