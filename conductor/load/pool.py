@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import ratios
-from conductor.load.worker import WorkerKey, WorkerState
+from conductor.load.worker import MeasuredPaths, WorkerKey, WorkerState
 from mooncake_store.records.membership import WorkerInfo
 
 Column = npt.NDArray[np.float64]
@@ -88,14 +88,8 @@ class Pool:
         self._rows_on: dict[str, list[int]] = {}
         for row, node_id in enumerate(self.node_ids):
             self._rows_on.setdefault(node_id, []).append(row)
-        self._rates_from: dict[str, list[tuple[int, float]]] = {}  # node -> (row, bytes per s)
-        self._latencies_from: dict[str, list[tuple[int, float]]] = {}  # node -> (row, seconds)
-        for row, info in enumerate(infos):
-            for node_id, rate in info.transfer_bytes_per_s.items():
-                self._rates_from.setdefault(node_id, []).append((row, rate))
-            for node_id, latency_s in info.transfer_latency_s.items():
-                self._latencies_from.setdefault(node_id, []).append((row, latency_s))
-        self._bound_paths(infos)
+        self._infos = infos
+        self._bound_paths([worker.paths for worker in workers])
         # Workers that were never routed to come before all others, in the order of their names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
@@ -114,29 +108,21 @@ class Pool:
             self._learn(worker)
             self.refresh(worker)
 
-    def _bound_paths(self, infos: Sequence[WorkerInfo]) -> None:
+    def _bound_paths(self, measured: Sequence[MeasuredPaths]) -> None:
         """Whether the measured paths differ, and the least that any transfer takes."""
-        rates = {rate for info in infos for rate in info.transfer_bytes_per_s.values()}
-        latencies_s = {
-            latency_s
-            for info in infos
-            for node_id, latency_s in info.transfer_latency_s.items()
-            if node_id != info.node_id
-        }
+        rates = {rate for paths in measured for rate in paths.rates}
+        latencies_s = {latency_s for paths in measured for latency_s in paths.latencies_s}
+        self._has_rates, self._has_latencies = bool(rates), bool(latencies_s)
         self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
         # Lower bounds: no node sends a block in less time, to a worker of its own or of another
         # node.
-        own_rates = {info.transfer_bytes_per_s.get(info.node_id, 0.0) for info in infos}
-        far_rates = {
-            rate
-            for info in infos
-            for node_id, rate in info.transfer_bytes_per_s.items()
-            if node_id != info.node_id
-        }
-        bytes_least = min((info.block_bytes for info in infos), default=0)
-        self._own_block_s_least = bytes_least / max((*own_rates, self.config.local_bytes_per_s))
-        self._far_block_s_least = bytes_least / max((*far_rates, self.config.transfer_bytes_per_s))
-        self._latency_s_least = min((*latencies_s, self.config.transfer_latency_s))
+        config = self.config
+        own_rate = max([paths.own_rate for paths in measured], default=0.0)
+        far_rate = max([paths.far_rate_max for paths in measured], default=0.0)
+        bytes_least = min([info.block_bytes for info in self._infos], default=0)
+        self._own_block_s_least = bytes_least / max(own_rate, config.local_bytes_per_s)
+        self._far_block_s_least = bytes_least / max(far_rate, config.transfer_bytes_per_s)
+        self._latency_s_least = min([*latencies_s, config.transfer_latency_s])
 
     def _zeros(self) -> Column:
         return np.zeros(len(self.workers))
@@ -261,11 +247,13 @@ class Pool:
         block_s, latency_s = both
         for row in own:
             block_s[row] = self.block_bytes[row] / self.config.local_bytes_per_s
-        for row, rate in self._rates_from.get(node_id, ()):
-            if rate:
-                block_s[row] = self.block_bytes[row] / rate
-        for row, measured_s in self._latencies_from.get(node_id, ()):
-            latency_s[row] = measured_s
+        if self._has_rates:
+            rates = np.array([i.transfer_bytes_per_s.get(node_id, 0.0) for i in self._infos])
+            np.divide(self.block_bytes, rates, out=block_s, where=rates > 0)
+        if self._has_latencies:
+            found = [info.transfer_latency_s.get(node_id, math.nan) for info in self._infos]
+            measured_s = np.array(found)
+            np.copyto(latency_s, measured_s, where=~np.isnan(measured_s))
         for row in own:
             latency_s[row] = 0.0  # it is mapped
         return Path(both, block_s, latency_s, own, both.ctypes.data)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 from conductor.config import ConductorConfig
 from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
@@ -50,11 +51,35 @@ WorkerKey = tuple[str, str]  # (worker_id, incarnation)
 PREFILLS_KEPT = 256  # ended ones, to tell what of a longer one's time was theirs
 
 
+class MeasuredPaths(NamedTuple):
+    """What a worker measured of transfers to it, in short: rates in bytes per second."""
+
+    # The least and the most stand for all: they tell whether there are different ones.
+    rates: tuple[float, ...]
+    latencies_s: tuple[float, ...]  # from other nodes
+    own_rate: float  # from its own node
+    far_rate_max: float
+
+    @classmethod
+    def of(cls, info: WorkerInfo) -> MeasuredPaths:
+        """Looked at once: in a large fleet each worker has measured a thousand."""
+        measured, latencies_s = info.transfer_bytes_per_s, info.transfer_latency_s
+        rates = measured.values()
+        far = [rate for node_id, rate in measured.items() if node_id != info.node_id]
+        far_s = [seconds for node_id, seconds in latencies_s.items() if node_id != info.node_id]
+        return cls(
+            (min(rates), max(rates)) if rates else (),
+            (min(far_s), max(far_s)) if far_s else (),
+            measured.get(info.node_id, 0.0),
+            max(far, default=0.0),
+        )
+
+
 class WorkerState:
     """One incarnation of a worker: what it said, and what is reserved there."""
 
     def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
-        self.info = info
+        self.info, self.paths = info, MeasuredPaths.of(info)
         self.ref = WorkerRef(
             info.worker_id, info.incarnation, info.node_id, info.inbox, info.grpc_address
         )
