@@ -113,6 +113,8 @@ class PrefillConfig(WorkerConfig):
     """model_repository/prefill_*/config.pbtxt."""
 
     chunk_tokens: int = 512  # longest prefill step; bounds the wait of the next request
+    # Prompts longer than a step pass layer by layer, while the next layer's prefix is loaded.
+    layerwise: bool = True
     queue_requests_max: int = 512  # waiting prompts beyond this are refused
 
     def problems(self) -> list[str]:

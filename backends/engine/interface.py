@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.engine.batching.layer_passes import LayerWindows
 from backends.engine.batching.pages import PagePool
 from mooncake_store.layout import KvLayout, LayerRange
 
@@ -65,6 +66,7 @@ class Engine(ServingEngine, Protocol):
     """One that computes step by step. Calls come from one thread at a time."""
 
     eos_token_ids: tuple[int, ...]
+    windows: LayerWindows | None  # None: it is no LayerEngine
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
@@ -81,4 +83,30 @@ class Engine(ServingEngine, Protocol):
 
         Not needed for the layers that `on_layer` announced. Free on CPU.
         """
+        ...
+
+
+class LayerPassing(Protocol):
+    """The new tokens of one prompt on their way through the layers."""
+
+    def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
+        """These tokens in this layer, whose KV is in its windows then, and in `kv_pool`.
+
+        The tokens before them are there in this layer: computed, or loaded. Chunks are the same in
+        each layer, which pass in order. Logits of the last of the tokens, behind the last layer.
+        """
+        ...
+
+
+class LayerEngine(Engine, Protocol):
+    """One that can compute a prompt layer by layer, in windows of its pages."""
+
+    def begin_pass(
+        self, token_ids: Sequence[int], start: int, windows: Sequence[int]
+    ) -> LayerPassing:
+        """Of a prompt whose first `start` tokens are not computed; windows[i] is for block i."""
+        ...
+
+    def import_layer(self, windows: Sequence[int], layer: int) -> None:
+        """As `import_pages`, of one layer in these windows."""
         ...

@@ -60,6 +60,10 @@ WORKER: tuple[ParameterMeaning, ...] = (
 PREFILL: tuple[ParameterMeaning, ...] = (
     ParameterMeaning("chunk_tokens", "a positive multiple of `block_tokens`",
         "longest prefill step; bounds how long the next prompt waits"),
+    ParameterMeaning("layerwise", "`true` or `false`",
+        "a prompt longer than `chunk_tokens` passes layer by layer, while the next layer of its "
+        "cached prefix is loaded, and takes a fraction of the pages. Only with `engine` `torch` "
+        "and without `pipeline_group`"),
     ParameterMeaning("queue_requests_max", "1 or more",
         "prompts that wait; beyond, they are rejected"),
     ParameterMeaning("pipeline_group", "a name, or empty",

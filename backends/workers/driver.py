@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from backends.engine.batching.layer_passes import LayerWindows
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
 from backends.workers.protocol import WorkerMessage
@@ -29,6 +30,7 @@ Samples = Sequence[tuple[int, int, float]]
 class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
     is_native: bool = False  # the engine hands KV over by itself
+    windows: LayerWindows | None = None  # where long prompts can pass layer by layer
     draws_by_guide: bool = False  # tokens are drawn here, so a guide (text/guides.py) is of use
     _worker: W  # from `begin` on
 

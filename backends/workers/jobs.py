@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from backends.engine.interface import LayerPassing
 from backends.engine.sampling import Guide
 from backends.metrics.page import Observations
 from backends.text.text_stream import Emission, TextStream, merge
@@ -20,6 +21,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
+from backends.workers.prefix_loading import LayeredPrefix
 from backends.workers.protocol import (
     BlockRef,
     DecodeReply,
@@ -95,6 +97,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     computed_at_s: float = 0.0
     computed_tokens: int = 0  # so far; not the cached ones
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its token, where wanted
+    layers: LayeredJob | None = None  # it passes layer by layer
     # Where the engine itself hands KV over: what its other half needs.
     native: bytes = b""
     hands_over_blocks: bool = True  # False: decode computes the prompt again
@@ -176,6 +179,18 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             observations.observe("mooncake_prefix_load_seconds", reply.load_s)
         observations.observe("mooncake_prefill_compute_seconds", reply.compute_s)
         observations.observe("mooncake_handover_put_seconds", reply.put_s)
+
+
+@dataclass(slots=True)
+class LayeredJob:
+    """What a prompt that passes layer by layer has beside the others."""
+
+    prefix: LayeredPrefix | None = None  # what is loaded; None: not traced yet
+    computing: LayerPassing | None = None  # from its first chunk on
+    load_left_s: float = 0.0
+    computed_parts: int = 0  # tokens times layers, also of attempts that were given up
+    attempts: int = 0  # that its prefix was traced
+    is_broken: bool = False  # a layer of its prefix is missing: it begins again
 
 
 class DecodeJob(Job[DecodeRequest, DecodeClient]):

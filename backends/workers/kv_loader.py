@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from backends.engine.batching.layer_passes import Windows
 from backends.engine.batching.pages import PagePool
 from backends.errors import StoreLost
 from backends.workers.arrivals import Arrival
@@ -39,6 +40,15 @@ class KvLoader:
         offsets = [self._pages.page_offset_bytes(page) for page in pages[: len(copies)]]
         arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
         return arrived.index(False) if False in arrived else len(arrived)
+
+    def load_layer(
+        self, copies: Sequence[Copy], digests: Sequence[int], windows: Windows, layer: int,
+        deadline_s: float,
+    ) -> bool:  # fmt: skip
+        """One layer of all these blocks into their windows; False: not all of it arrived."""
+        offsets = [windows.page_offset_bytes(block, layer) for block in range(len(copies))]
+        only = range(layer, layer + 1)
+        return all(self._store.read(copies, self._pool, offsets, deadline_s, only, digests))
 
     @contextlib.contextmanager
     def _counting(self, arrival: Arrival) -> Iterator[None]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from backends.engine.batching.layer_passes import Windows
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
@@ -58,7 +59,13 @@ class BlockPut:
     digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> its digest
     is_owner: bool = True  # its leases are this worker's business; False: of another of its group
     error: Exception | None = None
+    windows: Windows | None = None  # instead of whole pages
     is_ended: bool = False  # its pages are another's now, or soon: nothing more is written for it
+
+    def unstored_blocks(self) -> list[int]:
+        """Of all its blocks those that the own node did not have from the start."""
+        assert self.windows is not None, f"{self.request_id} has whole pages"
+        return [block for block in range(len(self.windows.numbers)) if block not in self.refs]
 
 
 class KvWriter:
@@ -109,6 +116,16 @@ class KvWriter:
                 put.digests.setdefault(block, {}).update(of_layers)
 
         self._tasks.put(lambda: self._guard(put, add))
+
+    def begin_again(self, put: BlockPut) -> None:
+        """What was written of it is given up: it will be computed anew."""
+        self._tasks.put(lambda: self._guard(put, lambda: self._give_up(put)))
+
+    def _give_up(self, put: BlockPut) -> None:
+        if put.slots:
+            self._store.abandon(list(put.slots.values()), put.request_id)
+        for known in (put.slots, put.slot_keys, put.refs, put.digests):
+            known.clear()
 
     def then(self, action: Callable[[], None]) -> None:
         """Run `action` in the writer's thread after everything that was put before."""
@@ -186,7 +203,7 @@ class KvWriter:
     def _write(self, put: BlockPut, blocks: Sequence[int], layers: range) -> list[tuple[int, ...]]:
         """These layers of the pages into their slots: the digests of what was written."""
         slots = [put.slots[block] for block in blocks]
-        offsets = [self._pages.page_offset_bytes(put.pages[block]) for block in blocks]
+        offsets = [self._page_offset_bytes(put, block, layers) for block in blocks]
         written = self._store.write(slots, self._pool, offsets, self._deadline_s, layers)
         found = []
         for block, digests in zip(blocks, written, strict=True):
@@ -195,6 +212,12 @@ class KvWriter:
             put.digests.setdefault(block, {}).update(zip(layers, digests, strict=True))
             found.append(digests)
         return found
+
+    def _page_offset_bytes(self, put: BlockPut, block: int, layers: range) -> int:
+        if put.windows is None:
+            return self._pages.page_offset_bytes(put.pages[block])
+        assert len(layers) == 1, f"{layers} of block {block} are not in its window at once"
+        return put.windows.page_offset_bytes(block, layers.start)
 
     def _put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool) -> None:
         self._ensure_slots(put, blocks, may_use_objects=is_handover)

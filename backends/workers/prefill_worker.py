@@ -5,32 +5,51 @@ driver together with others, and leaves: its KV goes to the store meanwhile (kv_
 answer behind it. Threads: the engine's thread takes the turns (worker.py), loaders move prefixes
 in, the writer moves KV out.
 
+A prompt that is longer than a step passes layer by layer, where `layerwise` is on: its prefix is
+traced, and while a layer is computed a loader reads the next one into its windows
+(engine/batching/layer_passes.py), from the own node or another one. What came from another node is
+stored in the own one like what is computed. If a block proves missing, the prompt begins again,
+with a prefix that is fetched as a whole.
+
 Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import PrefillBatching
-from backends.errors import Cancelled
+from backends.engine.batching.layer_passes import Windows
+from backends.engine.interface import LayerEngine
+from backends.errors import Cancelled, WorkerUnavailable
 from backends.workers.driver import Driver
-from backends.workers.jobs import PrefillClient, PrefillJob
+from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.prefix_loading import Fetching, PrefixLoading, SingleFlight
+from backends.workers.prefix_loading import (
+    Fetching,
+    FoundPrefix,
+    PrefixLoading,
+    SingleFlight,
+)
 from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
 from conductor.estimates.estimates import PrefillEstimate
 from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.errors import StoreError
+from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
 LOADERS = 2
+TRACED_MAX = 3  # so often a prompt looks for a prefix that proves missing, then it does without
+log = logging.getLogger(__name__)
 
 
 class PrefillWorker(JobWorker[PrefillJob]):
@@ -52,13 +71,17 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
         self._blocked: list[PrefillJob] = []  # until a block that they lack is there
+        self._broken: list[PrefillJob] = []  # a layer of their prefix did not come
+        self._nodes_read: set[str] = set()  # just now, by loads of layers
         store = self.process.store
         store.expect_threads(LOADERS)
+        has_layers = config.layerwise and store.keeps_digests
+        self._windows = driver.windows if has_layers else None
         self.estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         self.batching = PrefillBatching(
             driver.engine.pages, config.block_tokens, config.chunk_tokens,
             slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
-            overhead_tokens=self.estimate.overhead_tokens,
+            overhead_tokens=self.estimate.overhead_tokens, windows=self._windows,
         )  # fmt: skip
         self._prefixes = PrefixLoading(
             store, driver.prefix_loader(self._loader), config.store_node, config.lease_s,
@@ -109,12 +132,22 @@ class PrefillWorker(JobWorker[PrefillJob]):
     # -- the prefix comes in
 
     def _admit(self) -> None:
+        broken, self._broken = self._broken, []
+        for job in broken:
+            if not self.has_left(job) and not job.is_leaving:
+                self._begin_again(job)
         while self.driver.has_room():
             admitted = self.batching.admit(at_most=1)
             if not admitted:
                 return
             job = self.jobs[admitted[0].request_id]
             job.put.pages = admitted[0].pages
+            if self._windows is not None and self.batching.passes_layers(job.request_id):
+                blocks = blocks_touched(len(job.token_ids), self.config.block_tokens)
+                numbers = self._windows.in_pages(job.put.pages, blocks)
+                layer_bytes = self.driver.engine.layout.layer_bytes
+                job.put.windows = Windows(self._windows, layer_bytes, numbers)
+                job.layers = LayeredJob()
             self._load_soon(job)
 
     def _load_soon(self, job: PrefillJob) -> None:
@@ -135,11 +168,16 @@ class PrefillWorker(JobWorker[PrefillJob]):
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
-            if not self._single_flight.lead(put.keys[len(found.own) :], job.request_id):
+            missing = put.keys[len(found.own) :]
+            leads = self._single_flight.lead(missing, job.request_id)
+            if not leads and not self._overtakes(job, missing[0]):
                 job.is_loading = False
                 self._blocked.append(job)
                 return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
+        if job.layers is not None:
+            self._trace_prefix(job, job.layers, found, allowed)
+            return True
         loaded = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
         self._loader.refuse_late(put.pages)
         put.first_block = blocks = len(loaded.copies)
@@ -151,6 +189,108 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self.writer.tell_cached(put))
         self._settle(job, put.keys[:blocks])
         return True
+
+    def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
+        """Whoever brings this block passes layer by layer, so its blocks all come at its end, and
+        is computed behind this prompt: rather twice than wait for that. With the lock held."""
+        leader = self.jobs.get(self._single_flight.owner_of(key) or "")
+        if leader is None or leader.layers is None:
+            return False
+        return self.batching.goes_before(job.request_id, leader.request_id)
+
+    # -- layer by layer
+
+    def _trace_prefix(
+        self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
+    ) -> None:
+        put, own = job.put, self.config.store_node
+        layers.attempts += 1
+        if layers.attempts > TRACED_MAX:
+            found, allowed = FoundPrefix([], []), Fetching()
+        prefix = self._prefixes.trace(
+            put.keys, found, allowed, job.request_id, from_far=layers.attempts == 1
+        )
+        self._loader.refuse_late(put.pages)
+        layers.prefix, layers.load_left_s = prefix, self.config.transfer_s_max
+        put.first_block = blocks = len(prefix.copies)
+        put.refs = {
+            i: BlockRef(i, *copy[:4]) for i, copy in enumerate(prefix.copies) if copy.node_id == own
+        }
+        job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
+        job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
+        self.writer.then(lambda: self.writer.tell_cached(put))
+        self._settle(job, [put.keys[block] for block in put.refs])
+
+    def _load_layers_soon(self) -> None:
+        """The next layers of those that go first, of each node one at a time: what is computed
+        first shall not share the way with what is computed later. With the lock held."""
+        for request_id, layer in self.batching.layers_to_load():
+            job = self.jobs[request_id]
+            assert job.layers is not None and job.layers.prefix is not None, request_id
+            nodes = job.layers.prefix.nodes
+            is_over = job.is_leaving or job.layers.is_broken
+            if not is_over and not job.is_loading and not nodes & self._nodes_read:
+                job.is_loading = True
+                self._nodes_read |= nodes
+                self._loading.submit(self._load_layer, job, job.layers, layer)
+
+    def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
+        """In a loader's thread."""
+        started_s, prefix, is_here = time.monotonic(), layers.prefix, False
+        assert prefix is not None and job.put.windows is not None, job.request_id
+        error: Exception | None = None
+        try:
+            is_here = self._loader.load_layer(
+                prefix.copies, [of_block[layer] for of_block in prefix.digests], job.put.windows,
+                layer, layers.load_left_s,
+            )  # fmt: skip
+            if is_here:
+                numbers = job.put.windows.numbers[: len(prefix.copies)]
+                cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
+                if far := prefix.far(self.config.store_node):
+                    self.writer.layer_done(job.put, far, layer)
+        except StoreError as problem:
+            error = WorkerUnavailable(f"store: {problem}")
+        except Exception as problem:  # edge: one request must not take the loader down
+            of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
+            log.exception("loading %s failed", job.request_id, extra=of_request)
+            error = problem
+        took_s = time.monotonic() - started_s
+        with self.lock:
+            self._nodes_read -= prefix.nodes
+            job.is_loading = False
+            job.load_s += took_s
+            layers.load_left_s -= took_s
+            if error is not None:
+                self.fail(job, error)
+            elif is_here:
+                self.batching.layer_loaded(job.request_id)
+            else:
+                layers.is_broken = True
+                self._broken.append(job)
+            self._load_layers_soon()
+            self.lock.notify_all()
+
+    def layer_computed(self, job: PrefillJob) -> None:
+        """Its next layer, as far as the writer was given it, is in the store behind that."""
+        self.writer.then(lambda: self._layer_stored(job))
+
+    def _layer_stored(self, job: PrefillJob) -> None:
+        with self.lock:
+            if not self.has_left(job):
+                self.batching.layer_stored(job.request_id)
+                self._load_layers_soon()
+                self.lock.notify_all()
+
+    def _begin_again(self, job: PrefillJob) -> None:
+        """A block of its prefix proved missing. Between two steps, with the lock held."""
+        assert job.layers is not None, job.request_id
+        log.info("%s lost its prefix, it begins again", job.request_id)
+        self.batching.stop(job.request_id)
+        job.layers.computing, job.layers.is_broken = None, False
+        job.is_loading = True
+        self.writer.begin_again(job.put)
+        self.writer.then(lambda: self._load_soon(job))
 
     def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
         """Blocks (None: all) of this job are in the store, or given up: others may look again."""
@@ -170,7 +310,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         """It is loaded: it may be computed. False: it leaves instead. With the lock held."""
         if not self._may_join(job):
             return False
-        self.batching.start(job.request_id, job.cached_tokens)
+        prefix = job.layers.prefix if job.layers is not None else None
+        is_loaded = prefix is None or not prefix.copies
+        self.batching.start(job.request_id, job.cached_tokens, is_loaded)
+        self._load_layers_soon()
         return True
 
     def settle_behind(self, job: PrefillJob, blocks: range | None) -> None:

@@ -3,7 +3,9 @@
 The conductor decided how much may be fetched from other nodes and from which (Algorithm 1); here it
 is carried out: each block from the named node, else from the conductor's second choice, else from
 whoever has it. What a node failed to send is asked of the next one. A block that is gone when we
-come for it is a miss: the prefix is shorter, nothing fails. `SingleFlight` keeps two prompts of one
+come for it is a miss: the prefix is shorter, nothing fails. Of a prompt that passes layer by layer
+the prefix is only traced here, and its blocks go from wherever they are into the pages, a layer at
+a time (prefill_worker.py). `SingleFlight` keeps two prompts of one
 worker from bringing the same block.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -48,6 +50,24 @@ class LoadedPrefix:
     fetched_from: dict[str, int]  # bytes, by node
 
 
+@dataclass(frozen=True, slots=True)
+class LayeredPrefix:
+    """Leading blocks that can be read layer by layer, from wherever they are."""
+
+    copies: list[Copy]
+    digests: list[tuple[int, ...]]  # of the layers of each
+    fetched_blocks: int
+    fetched_from: dict[str, int]
+
+    def far(self, node_id: str) -> list[int]:
+        """Blocks that the own node lacks."""
+        return [i for i, copy in enumerate(self.copies) if copy.node_id != node_id]
+
+    @property
+    def nodes(self) -> set[str]:
+        return {copy.node_id for copy in self.copies}
+
+
 class PrefixLoading:
     """Raises StoreError when the directory does not answer."""
 
@@ -77,7 +97,37 @@ class PrefixLoading:
         What lies on the own node's SSD is restored in any case: that is faster than computing it,
         and the conductor only decides about other nodes. What it allows begins behind that.
         """
-        before, from_node = len(found.own), Counter[str]()
+        before = len(found.own)
+        found, from_node = self._fetch(keys, found, allowed, owner)
+        arrived = self._loader.load_copies(found.own, pages)
+        return LoadedPrefix(found.own[:arrived], len(found.own) - before, from_node)
+
+    def trace(
+        self, keys: Sequence[bytes], found: FoundPrefix, allowed: Fetching, owner: str,
+        from_far: bool,
+    ) -> LayeredPrefix:  # fmt: skip
+        """What is to be loaded, without loading it. What lies on an SSD is brought to memory first,
+        and all that is on other nodes unless it may come `from_far`, layer by layer."""
+        wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())
+        if wanted and not (from_far and self._in_memory(wanted)):
+            before = len(found.own)
+            found, from_node = self._fetch(keys, found, allowed, owner)
+            copies, fetched_blocks = found.own, len(found.own) - before
+        else:
+            copies, fetched_blocks = [*found.own, *wanted], len(wanted)
+            from_node = Counter[str]()
+            for copy in wanted:
+                from_node[copy.node_id] += copy.size_bytes
+        known = self._store.layer_digests(copies) if copies else []
+        digests = list(takewhile(lambda of_block: of_block is not None, known))
+        fetched_blocks = max(0, fetched_blocks - (len(copies) - len(digests)))
+        return LayeredPrefix(copies[: len(digests)], digests, fetched_blocks, from_node)
+
+    def _fetch(
+        self, keys: Sequence[bytes], found: FoundPrefix, allowed: Fetching, owner: str
+    ) -> tuple[FoundPrefix, dict[str, int]]:
+        """What is on the own node then, and the bytes that came from each other one."""
+        from_node = Counter[str]()
         limit = self._blocks_here(found) + allowed.blocks
         until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
         for turn in range(ROUNDS_MAX):
@@ -95,11 +145,10 @@ class PrefixLoading:
                 found = self.find(keys, owner)
             if got.blocks == len(wanted):
                 break
-        arrived = self._loader.load_copies(found.own, pages)
-        return LoadedPrefix(found.own[:arrived], len(found.own) - before, dict(from_node))
+        return found, dict(from_node)
 
     def _wanted(
-        self, found: FoundPrefix, limit: int, nodes: Sequence[str], asked: Set[Copy]
+        self, found: FoundPrefix, limit: int, nodes: Sequence[str], asked: Collection[Copy]
     ) -> list[Copy]:
         """The copies to be brought here, for consecutive blocks after the own ones: those of block
         `limit` and beyond only from the own SSD. Without those that were asked for in vain."""
@@ -117,6 +166,9 @@ class PrefixLoading:
         """How many leading blocks the own node has, on its SSD too."""
         here = {self._node_id, self._node_id + SSD_SUFFIX}
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
+
+    def _in_memory(self, copies: Sequence[Copy]) -> bool:
+        return not any(copy.node_id.endswith(SSD_SUFFIX) for copy in copies)
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
         """Whether some of these blocks could come from more than one other node."""
@@ -163,6 +215,9 @@ class SingleFlight:
                 self._owner_of[key] = owner
                 self._keys_of.setdefault(owner, set()).add(key)
         return True
+
+    def owner_of(self, key: bytes) -> str | None:
+        return self._owner_of.get(key)
 
     def settle(self, keys: Sequence[bytes], owner: str) -> None:
         """These blocks are in the store now (or will not come)."""

@@ -14,18 +14,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
 from backends.config_pbtxt import WorkerConfig, checkpoint_folder
 from backends.engine import calibration
 from backends.engine.batching.batching import Chunk
-from backends.engine.interface import Engine, Work
+from backends.engine.interface import Engine, LayerEngine, Work
 from backends.engine.sampling import draw
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
-from backends.workers.jobs import DecodeJob, PrefillJob
+from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker import JobWorker
 from mooncake_store.layout import blocks_touched
@@ -74,6 +74,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.windows = engine.windows
         self._block_tokens = engine.layout.block_tokens
 
     def measure(self, budget_s: float) -> Samples:
@@ -95,8 +96,44 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             return None
         jobs = [worker.jobs[chunk.request_id] for chunk in chunks]
         predicted_s = sum(worker.estimate.seconds(chunk.tokens, chunk.start) for chunk in chunks)
+        layers = jobs[0].layers
+        if layers is not None:
+            predicted_s /= self.engine.layout.layers
+            step = functools.partial(self._layer_step, chunks, jobs[0], layers)
+            return functools.partial(take_step, worker, jobs[:1], predicted_s, step)
         step = functools.partial(self._step, chunks, jobs)
         return functools.partial(take_step, worker, jobs, predicted_s, step)
+
+    def _layer_step(self, chunks: Sequence[Chunk], job: PrefillJob, layers: LayeredJob) -> None:
+        """Chunks of one prompt, each in one layer."""
+        worker, started_s = self._worker, time.monotonic()
+        if layers.computing is None:
+            assert job.put.windows is not None, job.request_id
+            layers.computing = cast(LayerEngine, self.engine).begin_pass(
+                job.token_ids.tolist(), chunks[0].start, job.put.windows.numbers
+            )
+        logits = None
+        for chunk in chunks:
+            logits = layers.computing.compute(chunk.layer, chunk.start, chunk.tokens)
+            if blocks := self._blocks_finished(chunk, job):
+                worker.writer.layer_done(job.put, blocks, chunk.layer)
+            if chunk.is_last:
+                worker.layer_computed(job)
+            layers.computed_parts += chunk.tokens
+        step_s = time.monotonic() - started_s
+        worker.process.steps.took(step_s)
+        with worker.lock:
+            is_over = bool(worker.batching.computed(chunks))
+        if job.computing_from_s is None:
+            job.computing_from_s = started_s
+        job.compute_s += step_s
+        job.computed_tokens = layers.computed_parts // self.engine.layout.layers
+        if is_over:
+            assert logits is not None, f"{job.request_id} has no logits behind its last layer"
+            layers.computing = None
+            worker.writer.blocks_done(job.put, job.put.unstored_blocks())
+            worker.settle_behind(job, range(len(job.put.keys)))
+            self._sampled(job, logits)
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
@@ -115,14 +152,19 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
                 worker.writer.blocks_done(job.put, blocks)
                 worker.settle_behind(job, blocks)
             if chunk.is_last:
-                try:
-                    token_id = self._sample(job, logits[row])
-                except Exception as error:  # edge: it must not fail its neighbours in the batch
-                    worker.fail(job, error)
-                    continue
-                job.computed_at_s = time.monotonic()
-                worker.send_first_token(job, token_id)
-                worker.answer(job, token_id)
+                self._sampled(job, logits[row])
+
+    def _sampled(self, job: PrefillJob, logits: np.ndarray) -> None:
+        """All of it is computed: its token goes out."""
+        worker = self._worker
+        try:
+            token_id = self._sample(job, logits)
+        except Exception as error:  # edge: it must not fail its neighbours in the batch
+            worker.fail(job, error)
+            return
+        job.computed_at_s = time.monotonic()
+        worker.send_first_token(job, token_id)
+        worker.answer(job, token_id)
 
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]

@@ -13,7 +13,8 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ ANSWER_S_MAX = 300.0
 CLOSE_S = 10.0
 
 
+def do_nothing() -> None: ...
+
+
 class PrefillFailed(ValueError):
     """What a worker said instead of a token."""
 
@@ -40,24 +44,39 @@ class PipeClient:
         self._pipe, self._request_id = pipe, request_id
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
-        self._pipe.send((self._request_id, reply.cached_tokens, ""))
+        self._pipe.send((self._request_id, token_id, reply, ""))
 
     def fail(self, error: Exception) -> None:
-        self._pipe.send((self._request_id, 0, str(error) or repr(error)))
+        self._pipe.send((self._request_id, -1, None, str(error) or repr(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a worker answered."""
+
+    request_id: str
+    token_id: int
+    reply: PrefillReply
 
 
 def run_worker(
-    name: str, parameters: Mapping[str, str], variables: Mapping[str, str], pipe: Connection
-) -> None:
+    name: str, parameters: Mapping[str, str], variables: Mapping[str, str], pipe: Connection,
+    prepare: Callable[[], None],
+) -> None:  # fmt: skip
     """The main function of a worker process."""
     os.environ.update(variables)
+    prepare()
     worker: Any = make_worker(
         "prefill", name, "", *read_worker_configs("prefill", name, parameters, 1)
     )
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         while True:
-            request, token_ids = pipe.recv()
+            asked = pipe.recv()
+            if asked is None:
+                pipe.send(worker.process.occupation.page_seconds(time.monotonic()))
+                continue
+            request, token_ids = asked
             client = PipeClient(pipe, request.request_id)
             try:
                 worker.submit(request, token_ids, client)
@@ -75,7 +94,9 @@ class PrefillProcess:
         parameters: Mapping[str, str],
         directory: str,
         folder: Path,
+        prepare: Callable[[], None] = do_nothing,
     ) -> None:
+        """`prepare` runs in the process before its worker is made."""
         variables = {
             "MOONCAKE_DIRECTORY": directory,
             "MOONCAKE_SOCKETS": str(folder),
@@ -84,8 +105,9 @@ class PrefillProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=run_worker, args=(name, dict(parameters), variables, theirs), daemon=True
-        )
+            target=run_worker, args=(name, dict(parameters), variables, theirs, prepare),
+            daemon=True,
+        )  # fmt: skip
         self.process.start()
         stack.callback(self.process.join, CLOSE_S)
         stack.callback(self.process.kill)
@@ -99,10 +121,18 @@ class PrefillProcess:
 
     def wait_answer(self) -> int:
         """Cached tokens of a request that went well."""
-        _, cached_tokens, error = self._take()
+        return self.wait_reply().reply.cached_tokens
+
+    def wait_reply(self) -> Prefilled:
+        request_id, token_id, reply, error = self._take()
         if error:
             raise PrefillFailed(f"{self.name}: {error}")
-        return int(cached_tokens)
+        return Prefilled(request_id, token_id, reply)
+
+    def page_seconds(self) -> float:
+        """Taken pages times the seconds that they stayed taken, until now; all answers are in."""
+        self._pipe.send(None)
+        return float(self._take())
 
     def _take(self) -> Any:
         if not self._pipe.poll(READY_S_MAX if self.process.is_alive() else 0):
@@ -137,14 +167,17 @@ class FirstTokens:
                 raise PrefillFailed(f"no first token of {request_id}")
             return self._came_s.pop(request_id)
 
-    def request(self, token_ids: np.ndarray) -> PrefillRequest:
-        """One that this inbox hears of."""
+    def request(
+        self, token_ids: np.ndarray, fetch_blocks: int = 0, fetch_nodes: Sequence[str] = ()
+    ) -> PrefillRequest:
+        """One that this inbox hears of; so many blocks may be fetched, from these nodes."""
         return PrefillRequest(
             request_id=f"bench-{next(self._numbers)}",
             prompt_tokens=len(token_ids),
             sampling=SamplingParams(max_tokens=2),
             cache_salt="",
-            fetch_blocks=0,
+            fetch_blocks=fetch_blocks,
+            fetch_nodes=list(fetch_nodes),
             decode_inbox="",
             reply_inbox=self.inbox.address,
             reserve_tokens=0,

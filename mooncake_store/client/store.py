@@ -388,6 +388,15 @@ class Store:
         is_here = dict(zip(single, arrived, strict=True))
         return [is_here.get(index, False) for index in range(len(copies))]
 
+    @property
+    def keeps_digests(self) -> bool:
+        """Blocks of this layout have room for the digests of their layers."""
+        return self._own.shape.digests(0, self.layout.block_bytes, self.layout.layers) is not None
+
+    def layer_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...] | None]:
+        """Of the layers that the pages here have, for who reads these one by one; None: a miss."""
+        return self._digests(copies, None, None)
+
     def _digests(
         self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
     ) -> list[tuple[int, ...] | None]:

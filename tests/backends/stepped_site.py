@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig
+from backends.engine.batching.layer_passes import LayerWindows
 from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
@@ -119,19 +120,69 @@ class SteppedWriter(KvWriter):
         self._do(task)
 
 
+class OneLayerWindows(LayerWindows):
+    """Of two layers a window has one: the second lies where the first lay."""
+
+    layers_at_once = 1  # type: ignore[assignment]
+    per_page = LAYOUT.layers  # type: ignore[assignment]
+
+
+class SteppedPass:
+    """A prompt through the layers of a SteppedEngine."""
+
+    def __init__(
+        self, engine: SteppedEngine, token_ids: Sequence[int], windows: Sequence[int]
+    ) -> None:
+        self._engine, self._token_ids, self._windows = engine, token_ids, windows
+
+    def _token(self, index: int) -> np.ndarray:
+        window, tokens = self._windows[index // LAYOUT.block_tokens], LAYOUT.block_tokens
+        data = self._engine.kv_pool[window * LAYOUT.layer_bytes :][: LAYOUT.layer_bytes]
+        token: np.ndarray = data.reshape(tokens, -1)[index % tokens]
+        return token
+
+    def compute(self, layer: int, start: int, tokens: int) -> np.ndarray | None:
+        before = self._token(start - 1).tobytes() if start else bytes(8)
+        for index in range(start, start + tokens):
+            before = token_kv(before, self._token_ids[index], layer)
+            self._token(index)[:] = np.frombuffer(before, np.uint8)
+        self._engine.meanwhile(layer)
+        if layer < LAYOUT.layers - 1:
+            return None
+        logits = np.zeros(VOCABULARY, np.float32)
+        logits[next_token(before)] = 1.0
+        return logits
+
+
 class SteppedEngine:
     layout = LAYOUT
     layers = LayerRange(0, LAYOUT.layers)
     vocabulary_tokens = VOCABULARY
 
-    def __init__(self, rng: random.Random, meanwhile: Callable[[], None]) -> None:
+    def __init__(
+        self, rng: random.Random, meanwhile: Callable[[], None], windows: LayerWindows | None
+    ) -> None:
         self.pages = PagePool(PAGES)
         self.kv_pool = np.zeros(PAGES * LAYOUT.block_bytes, np.uint8)
         self.fault_share = 0.0
+        self.windows = windows
         self._rng = rng
         self._meanwhile = meanwhile
 
     def import_pages(self, pages: Sequence[int]) -> None: ...
+
+    def import_layer(self, windows: Sequence[int], layer: int) -> None: ...
+
+    def begin_pass(
+        self, token_ids: Sequence[int], start: int, windows: Sequence[int]
+    ) -> SteppedPass:
+        return SteppedPass(self, token_ids, windows)
+
+    def meanwhile(self, layer: int) -> None:
+        """Others have their turn, or it fails."""
+        self._meanwhile()
+        if self._rng.random() < self.fault_share:
+            raise RuntimeError(f"the engine failed at layer {layer}")
 
     def _token(self, work: Work, index: int) -> np.ndarray:
         page = work.pages[index // LAYOUT.block_tokens]
@@ -151,9 +202,7 @@ class SteppedEngine:
                     target[layer] = np.frombuffer(before, np.uint8)
             if on_layer is not None:
                 on_layer(layer)
-            self._meanwhile()
-            if self._rng.random() < self.fault_share:
-                raise RuntimeError(f"the engine failed at layer {layer}")
+            self.meanwhile(layer)
         logits = np.zeros((len(batch), VOCABULARY), np.float32)
         for row, work in enumerate(batch):
             logits[row, next_token(self._token(work, work.end - 1)[-1].tobytes())] = 1.0
@@ -211,7 +260,10 @@ class Client:
 
 
 class Site:
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, seed: int, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool = False
+    ) -> None:
+        self._is_layerwise = is_layerwise
         self.rng = random.Random(seed)
         self.store = SteppedStore(self.rng)
         self.store.meanwhile = self._turn_meanwhile
@@ -235,7 +287,8 @@ class Site:
         self.workers: tuple[Any, Any] = (self.prefill, self.decode)
 
     def _engine(self) -> Any:
-        return SteppedEngine(self.rng, self.meanwhile)
+        windows = OneLayerWindows(LAYOUT.layers) if self._is_layerwise else None
+        return SteppedEngine(self.rng, self.meanwhile, windows)
 
     def _process(self, role: str, worker_id: str, *given: Any) -> Any:
         """Stands where a WorkerProcess would."""
@@ -251,7 +304,9 @@ class Site:
 
     # -- the frontend
 
-    def ask(self, prompt: list[int], max_tokens: int, seed: int = 0) -> Client:
+    def ask(
+        self, prompt: list[int], max_tokens: int, seed: int = 0, place_s: float = 0.0
+    ) -> Client:
         client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
         client.sampling = replace(client.sampling, seed=seed)
         self.clients.append(client)
@@ -261,7 +316,7 @@ class Site:
         self.store.expect_objects(prompt, names)
         request = PrefillRequest(
             client.request_id, len(prompt), client.sampling, "", 0,
-            "decode" if max_tokens > 1 else "", "", client.reserve_tokens,
+            "decode" if max_tokens > 1 else "", "", client.reserve_tokens, place_s=place_s,
         )  # fmt: skip
         try:
             self.prefill.submit(request, np.array(prompt, np.int32), client)
@@ -329,7 +384,7 @@ class Site:
 
     def settle(self) -> None:
         """No more faults; until nobody has anything to do."""
-        self.store.fault_share = self.store.late_share = 0.0
+        self.store.fault_share = self.store.late_share = self.store.lost_share = 0.0
         for worker in self.workers:
             worker.driver.engine.fault_share = 0.0
         for _ in range(5_000):

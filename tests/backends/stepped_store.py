@@ -60,6 +60,7 @@ class SteppedStore:
         self.fault_share = 0.0  # of calls that fail, as if the directory did not answer
         self.meanwhile: Callable[[], None] = lambda: None  # what others do while bytes move
         self.late_share = 0.0  # of blocks read that miss their deadline
+        self.lost_share = 0.0  # of those that prove missing
         self.memory = np.zeros((slots, LAYOUT.block_bytes), np.uint8)
         self._free = list(range(slots))
         self._generation = 0
@@ -93,6 +94,20 @@ class SteppedStore:
             raise StoreError("the directory did not answer")
 
     # -- the verbs of Store
+
+    keeps_digests = True
+
+    def layer_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...] | None]:
+        """As a block kept them when it was committed: None where its slot has another one."""
+        found: list[tuple[int, ...] | None] = []
+        for copy in copies:
+            packed = copy_and_digest(
+                np.zeros(LAYOUT.block_bytes, np.uint8), self.memory[copy.slot], LAYOUT.layers
+            )
+            found.append(
+                unpack_digests(packed) if block_checksum(packed) == copy.checksum else None
+            )
+        return found
 
     def expect_threads(self, count: int) -> None: ...
 
@@ -171,7 +186,12 @@ class SteppedStore:
         if not np.array_equal(found, expected):
             self.wrong.append(f"{owner} committed {key.hex()[:8]} with the bytes of another")
 
-    def abandon(self, slots: Sequence[Slot], owner: str) -> None: ...
+    def abandon(self, slots: Sequence[Slot], owner: str) -> None:
+        for key, (slot, writer) in list(self._writing.items()):
+            if writer == owner and slot in slots:
+                del self._writing[key]
+                self._ephemeral.discard(key)
+                self._free.append(slot.slot)
 
     def renew(self, owner: str, lease_s: float) -> bool:
         return True
@@ -220,6 +240,9 @@ class SteppedStore:
                 here.append(False)
                 continue
             self.meanwhile()
+            if self.rng.random() < self.lost_share:
+                here.append(False)
+                continue
             buffer[span.offset_bytes : span.offset_bytes + size] = source
             here.append(checksum_of(source, 0 if layers else LAYOUT.layers) == digest)
         return here

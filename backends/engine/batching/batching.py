@@ -23,6 +23,11 @@ prompt's last ends at the end of a block, so that the block can be handed over a
 prompt that goes before all of these is still being loaded, a step is short: it would keep that one
 waiting until its end. Decode: one token of every started request.
 
+Where pages have windows (layer_passes.py) a prompt that is longer than a step passes layer by
+layer, and others overtake it between two chunks of a layer. Its step takes as long as any other.
+It is passed over while its next layer is not there yet, and gets pages when at most PASSES_AHEAD
+like it go before it: who comes later needs them only later.
+
 Not here: tokens (generate.py), page memory (kv_memory.py), when to reject (conductor).
 """
 
@@ -32,10 +37,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
+from backends.engine.batching.layer_passes import LayerPass, LayerWindows
 from backends.engine.batching.pages import PagePool
 from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
+
+PASSES_AHEAD = 1  # one is computed, the next one is loaded
 
 Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
 
@@ -54,6 +63,7 @@ class Chunk:
     start: int
     tokens: int
     is_last: bool
+    layer: int = -1  # in this layer only; -1: in all
 
 
 @dataclass(slots=True)
@@ -105,7 +115,7 @@ class Admission:
         self._block_tokens = block_tokens
         self._slots_max = slots_max
         self._waiting_max = waiting_max
-        self._waiting: dict[str, int] = {}  # request -> tokens to reserve
+        self._waiting: dict[str, int] = {}  # request -> pages to reserve
         self._resumed: set[str] = set()  # those that a full queue does not refuse
         self._pages: dict[str, list[int]] = {}  # admitted request -> its pages
         self._places: dict[str, Place] = {}  # of all of them
@@ -131,7 +141,14 @@ class Admission:
 
     def can_ever_fit(self, tokens: int) -> bool:
         """A request of so many tokens would be admitted by an empty engine."""
-        return blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
+        return self._pages_for(tokens) <= self._pool.pages_max
+
+    def _pages_for(self, tokens: int) -> int:
+        return blocks_touched(tokens, self._block_tokens)
+
+    def _may_have_pages(self, request_id: str) -> bool:
+        """Of the one at the head of the queue, if there are any."""
+        return True
 
     def _add(
         self, request_id: str, tokens: int, key_s: float = 0.0, is_resumed: bool = False
@@ -142,7 +159,7 @@ class Admission:
             self._resumed.add(request_id)
         elif not self.has_room:
             return False
-        self._waiting[request_id] = tokens
+        self._waiting[request_id] = self._pages_for(tokens)
         self._added += 1
         self._places[request_id] = place = (key_s, self._added, request_id)
         heapq.heappush(self._line, place)
@@ -161,10 +178,9 @@ class Admission:
         admitted: list[Admitted] = []
         while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._next_in_line()
-            if request_id is None:
+            if request_id is None or not self._may_have_pages(request_id):
                 break
-            need = blocks_touched(self._waiting[request_id], self._block_tokens)
-            pages = self._pool.take(need)
+            pages = self._pool.take(self._waiting[request_id])
             if pages is None:
                 break
             heapq.heappop(self._line)
@@ -212,8 +228,12 @@ class PrefillBatching(Admission):
         slots_max: int,
         waiting_max: int,
         overhead_tokens: float = ALWAYS,
+        windows: LayerWindows | None = None,
     ) -> None:
+        """`windows`: long prompts pass layer by layer."""
         super().__init__(pages, block_tokens, slots_max, waiting_max)
+        self._windows = windows
+        self._passes: dict[str, LayerPass] = {}  # of the started ones that do
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
         self._overhead_tokens = overhead_tokens
@@ -250,33 +270,66 @@ class PrefillBatching(Admission):
         progress = self._started.get(request_id)
         return progress is not None and progress.computed_tokens == progress.prompt_tokens
 
-    def start(self, request_id: str, computed_tokens: int) -> None:
-        """The KV of its first `computed_tokens` tokens is in its pages: compute the rest."""
+    def start(self, request_id: str, computed_tokens: int, is_loaded: bool = True) -> None:
+        """The KV of its first `computed_tokens` tokens is in its pages: compute the rest. One that
+        passes layer by layer may start before (`is_loaded`: nothing is to be loaded)."""
         assert request_id in self._pages and request_id not in self._started, request_id
         prompt_tokens = self._prompt_tokens[request_id]
         assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
+        if self._windows is not None and self.passes_layers(request_id):
+            layers = self._windows.layers
+            self._passes[request_id] = LayerPass(
+                computed_tokens, prompt_tokens, self._chunk_tokens, layers,
+                self._windows.layers_at_once, loaded=layers if is_loaded else 0,
+            )  # fmt: skip
+        else:
+            assert is_loaded, f"{request_id} has pages for all layers"
         self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
         self._queue_tokens -= computed_tokens
         insort(self._order, self._places[request_id])
 
+    def stop(self, request_id: str) -> None:
+        """What was computed of it is lost, its pages are not: it will start again."""
+        progress = self._started.pop(request_id)
+        self._passes.pop(request_id, None)
+        self._queue_tokens += progress.computed_tokens
+        del self._order[bisect_left(self._order, self._places[request_id])]
+
     def next_step(self) -> list[Chunk]:
-        """What to compute now; changes nothing."""
-        in_order = (self._started[request_id] for _, _, request_id in self._order)
-        tokens = self._short_tokens if self._is_first_loading() else self._chunk_tokens
+        """What to compute now; changes nothing. Chunks of a layer are all of one prompt."""
+        ready = [
+            self._started[request_id] for _, _, request_id in self._order
+            if not self._is_complete(request_id)
+            and ((layers := self._passes.get(request_id)) is None or layers.can_compute)
+        ]  # fmt: skip
+        tokens = self._chunk_tokens
+        if self._is_loading_before(ready[0].request_id if ready else None):
+            tokens = self._short_tokens
+        if ready and ready[0].request_id in self._passes:
+            return self._next_parts(ready[0], tokens)
+        in_pages = takewhile(lambda progress: progress.request_id not in self._passes, ready)
         return next_chunks(
-            in_order, tokens, self._block_tokens, self._overhead_tokens, self.waiting
+            in_pages, tokens, self._block_tokens, self._overhead_tokens, self.waiting
         )
 
-    def _is_first_loading(self) -> bool:
-        """A prompt that goes before all that can be computed has its pages, but not yet its KV."""
-        if not self._order or len(self._pages) == len(self._started):
+    def _next_parts(self, progress: Progress, tokens: int) -> list[Chunk]:
+        of_layers = self._passes[progress.request_id]
+        return [
+            Chunk(progress.request_id, start, count, start + count == of_layers.end, layer)
+            for layer, start, count in of_layers.next_parts(tokens)
+        ]
+
+    def _is_loading_before(self, request_id: str | None) -> bool:
+        """A prompt that goes before this one, the first that can be computed, has its pages, but
+        not yet its KV."""
+        if request_id is None or len(self._pages) == len(self._started) - len(self._passes):
             return False
-        first = self._order[0]
+        first = self._places[request_id]
         return any(
-            self._places[request_id] < first
-            for request_id in self._pages
-            if request_id not in self._started
-        )
+            self._places[other] < first for other in self._pages
+            if other not in self._started
+            or ((layers := self._passes.get(other)) is not None and not layers.is_computed)
+        )  # fmt: skip
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:
         """These chunks are done. Returns the requests whose prompts are complete.
@@ -288,19 +341,67 @@ class PrefillBatching(Admission):
             progress = self._started.get(chunk.request_id)
             if progress is None:
                 continue  # removed while it was computed
-            assert progress.computed_tokens == chunk.start, (progress, chunk)
-            progress.computed_tokens += chunk.tokens
-            self._queue_tokens -= chunk.tokens
-            if chunk.is_last:
+            if chunk.layer < 0:
+                assert progress.computed_tokens == chunk.start, (progress, chunk)
+                computed_tokens = chunk.start + chunk.tokens
+            else:
+                of_layers = self._passes[chunk.request_id]
+                of_layers.computed(chunk.layer, chunk.start, chunk.tokens)
+                computed_tokens = of_layers.start + of_layers.computed_tokens
+            self._queue_tokens -= computed_tokens - progress.computed_tokens
+            progress.computed_tokens = computed_tokens
+            if computed_tokens == progress.prompt_tokens:
                 complete.append(chunk.request_id)
         return complete
 
+    # -- prompts that pass layer by layer
+
+    def passes_layers(self, request_id: str) -> bool:
+        """It takes windows instead of pages."""
+        return self._has_windows(self._prompt_tokens[request_id])
+
+    def _has_windows(self, tokens: int) -> bool:
+        return self._windows is not None and tokens > self._chunk_tokens
+
+    def _pages_for(self, tokens: int) -> int:
+        blocks = super()._pages_for(tokens)
+        if self._windows is None or not self._has_windows(tokens):
+            return blocks
+        return self._windows.pages_for(blocks)
+
+    def _may_have_pages(self, request_id: str) -> bool:
+        if not self.passes_layers(request_id):
+            return True
+        place = self._places[request_id]
+        ahead = (
+            other for other in self._pages
+            if self.passes_layers(other) and not self._is_complete(other)
+        )  # fmt: skip
+        return sum(self._places[other] < place for other in ahead) <= PASSES_AHEAD
+
+    def goes_before(self, request_id: str, other: str) -> bool:
+        return self._places[request_id] < self._places[other]
+
+    def layers_to_load(self) -> list[tuple[str, int]]:
+        """(request, layer) that may be loaded now, whose prompt is next first."""
+        return [
+            (request_id, of_layers.loaded) for _, _, request_id in self._order
+            if (of_layers := self._passes.get(request_id)) is not None and of_layers.can_load
+        ]  # fmt: skip
+
+    def layer_loaded(self, request_id: str) -> None:
+        """The prefix of its next layer is in its windows."""
+        self._passes[request_id].loaded += 1
+
+    def layer_stored(self, request_id: str) -> None:
+        """What was computed and loaded of its next layer is in the store."""
+        if (of_layers := self._passes.get(request_id)) is not None:
+            of_layers.stored += 1
+
     def remove(self, request_id: str) -> list[int]:
+        if request_id in self._started:
+            self.stop(request_id)
         self._queue_tokens -= self._prompt_tokens.pop(request_id)
-        progress = self._started.pop(request_id, None)
-        if progress is not None:
-            self._queue_tokens += progress.computed_tokens
-            del self._order[bisect_left(self._order, self._places[request_id])]
         return super().remove(request_id)
 
     def check(self) -> None:
@@ -312,8 +413,11 @@ class PrefillBatching(Admission):
         assert self._order == sorted(self._places[request_id] for request_id in self._started)
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
-            room_tokens = len(self._pages[request_id]) * self._block_tokens
-            assert progress.prompt_tokens <= room_tokens, (progress, room_tokens)
+            pages = len(self._pages[request_id])
+            assert pages == self._pages_for(progress.prompt_tokens), (progress, pages)
+            if (of_layers := self._passes.get(request_id)) is not None:
+                of_layers.check()
+        assert self._passes.keys() <= self._started.keys(), "a pass of nobody"
 
 
 class DecodeBatching(Admission):

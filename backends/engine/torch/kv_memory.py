@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -55,6 +57,22 @@ class KvMemory:
             pages_max, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
         )
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
+        self._see_rows()
+
+    def folded(self, layers: int) -> KvMemory:
+        """The same memory as pages of so many layers: windows, see batching/layer_passes.py."""
+        layout = replace(self.layout, layers=layers)
+        shape = layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
+        windows = len(self.bytes) // layout.block_bytes
+        seen = copy(self)
+        seen.layout = layout
+        seen._host = self._host.view(-1, *shape[1:])[: windows * layers].view(windows, *shape)
+        seen.pool = self.pool.view(-1, *shape[1:])[: windows * layers].view(windows, *shape)
+        seen._see_rows()
+        return seen
+
+    def _see_rows(self) -> None:
+        layout = self.layout
         # The same memory as rows, seen from the first row of each layer: an index made for layer
         # 0 is good for all layers.
         heads_rows = self.pool.view(-1, layout.block_tokens * layout.head_dim)
@@ -74,6 +92,11 @@ class KvMemory:
         if self.is_mirrored:
             for page in pages:
                 self.pool[page].copy_(self._host[page], non_blocking=True)
+
+    def import_layer(self, pages: Sequence[int], layer: int) -> None:
+        if self.is_mirrored:
+            for page in pages:
+                self.pool[page, layer].copy_(self._host[page, layer], non_blocking=True)
 
     def export_pages(self, pages: Sequence[int]) -> None:
         if self.is_mirrored:

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends.engine.batching.layer_passes import LayerWindows
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
+from backends.engine.torch.layer_pass import TorchLayerPass
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
@@ -55,6 +57,11 @@ class TorchEngine:
         self._memory = memory
         self._transformer = transformer
         self._device = memory.pool.device
+        # A stage passes a chunk on through all of its layers before it takes the next one.
+        is_whole = len(self.layers) == layout.layers
+        self.windows = LayerWindows(layout.layers) if is_whole else None
+        self._folded = memory.folded(self.windows.layers_at_once if self.windows else 1)
+        self._layer_transformer = transformer.over(self._folded)
 
     @classmethod
     def load(
@@ -164,6 +171,19 @@ class TorchEngine:
         assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
         flat = torch.from_numpy(hidden.copy()).view(self._memory.pool.dtype)
         return flat.view(rows, self.config.hidden).to(self._device)
+
+    def begin_pass(
+        self, token_ids: Sequence[int], start: int, windows: Sequence[int]
+    ) -> TorchLayerPass:
+        assert self.windows is not None, f"a stage: {self.layers} of {self.layout}"
+        self._check(Work(token_ids[start:], start, windows))
+        return TorchLayerPass(
+            self._layer_transformer, self._folded, self.vocabulary_tokens, token_ids, start,
+            windows,
+        )  # fmt: skip
+
+    def import_layer(self, windows: Sequence[int], layer: int) -> None:
+        self._folded.import_layer(windows, layer % self._folded.layout.layers)
 
     def import_pages(self, pages: Sequence[int]) -> None:
         self._memory.import_pages(pages)

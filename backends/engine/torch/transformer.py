@@ -30,6 +30,7 @@ class Transformer:
         self, config: ModelConfig, weights: Weights, memory: KvMemory, rope: torch.Tensor
     ) -> None:
         self.weights = weights
+        self._config = config
         self.attention = PagedAttention(memory, config.heads)
         self._rope = rope  # [positions, 2, head_dim]
         self._is_native = native_layers.serves(rope)
@@ -38,18 +39,25 @@ class Transformer:
         self._rotated = config.heads + config.kv_heads  # heads of q and k
         self._all_heads = self._rotated + config.kv_heads
         self._head_dim = config.head_dim
+        self._places = memory.layout.layers  # in a page; fewer than layers where it is folded
+
+    def over(self, memory: KvMemory) -> Transformer:
+        """The same model over other pages."""
+        return Transformer(self._config, self.weights, memory, self._rope)
 
     def forward(
         self,
         plan: StepPlan,
         on_layer: Callable[[int], None] | None,
         hidden: torch.Tensor | None = None,
+        layers: range | None = None,
     ) -> torch.Tensor:
         """Logits [works of the plan, vocabulary] of the last token of each work.
 
         Of a range of layers that does not begin with the first: `hidden` [rows of the plan, hidden]
         is what the layers before made. Of one that does not end with the last: what these make of
-        it, of all rows. `on_layer` counts from the first layer here.
+        it, of all rows. `on_layer` and `layers`, those that this call runs (None: all), count from
+        the first layer here.
         """
         weights = self.weights
         if hidden is None:
@@ -57,27 +65,30 @@ class Transformer:
             hidden = F.embedding(plan.token_ids, weights.embedding)
         angles = None if self._is_native else self._rope.index_select(0, plan.positions)
         last = len(weights.layers) - 1 if weights.logits is not None else -1
-        for index, layer in enumerate(weights.layers):
-            qkv = self._qkv(index, layer, hidden, plan, angles)
+        layers = range(len(weights.layers)) if layers is None else layers
+        for index in layers:
+            layer, place = weights.layers[index], index % self._places
+            qkv = self._qkv(place, layer, hidden, plan, angles)
             if on_layer is not None:
                 on_layer(index)
             queries = qkv[:, : self._heads]
             if index != last:
-                seen = self.attention.all_tokens(index, plan, queries)
+                seen = self.attention.all_tokens(place, plan, queries)
             else:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
                     queries = queries.index_select(0, plan.last_rows)
-                seen = self.attention.last_tokens(index, plan, queries)
+                seen = self.attention.last_tokens(place, plan, queries)
             hidden = layer.output.add_to(hidden, seen)
             hidden = layer.down.add_to(hidden, layer.gate_up(self._normed(hidden)))
-        if weights.logits is None or weights.last_norm is None:
+        is_over = layers.stop == len(weights.layers)
+        if weights.logits is None or weights.last_norm is None or not is_over:
             return hidden
         return weights.logits(self._normed(hidden, weights.last_norm))
 
     def _qkv(
         self,
-        index: int,
+        place: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
         plan: StepPlan,
@@ -91,14 +102,14 @@ class Transformer:
         if angles is None:
             native_layers.rotate_rows(
                 qkv, self._heads, self._rope, plan.positions, layer.qk_norm, self._epsilon,
-                self.attention.memory.token_rows[index], plan.token_rows,
+                self.attention.memory.token_rows[place], plan.token_rows,
             )  # fmt: skip
             return qkv
         rotated = qkv[:, : self._rotated]
         if layer.qk_norm is not None:
             rotated.copy_(self._normed(rotated)).mul_(layer.qk_norm)
         rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
-        self.attention.write(index, plan.token_rows, qkv[: plan.tokens, self._heads :])
+        self.attention.write(place, plan.token_rows, qkv[: plan.tokens, self._heads :])
         return qkv
 
     def _normed(self, values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:

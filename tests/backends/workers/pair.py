@@ -30,6 +30,8 @@ from tests.mooncake_store.in_process import InProcessDirectory
 
 WAIT_S = 30.0
 NODE = "s0"
+# What only the other role has.
+OTHERS_OWN = {"prefill": {"slots"}, "decode": {"chunk_tokens", "layerwise"}}
 
 
 class PairDirectory(InProcessDirectory):
@@ -44,6 +46,7 @@ class Asked:
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = SamplingParams(**{"max_tokens": 8, **request})
+        self.fetch_blocks = 0  # that may come from other nodes
         self.output_ids: list[int] = []
         self.prefill_reply: PrefillReply | None = None
         self.decode_reply: DecodeReply | None = None
@@ -128,7 +131,9 @@ class Pair:
     def _make(self) -> None:
         for role in ("prefill", "decode"):
             of_group = self.of_stage(0) if role == "prefill" else {}
-            configs = read_worker_configs(role, f"{role}_0", self._raw | of_group, 1)
+            raw = self._raw | of_group
+            raw = {name: raw[name] for name in raw if name not in OTHERS_OWN[role]}
+            configs = read_worker_configs(role, f"{role}_0", raw, 1)
             worker = make_worker(role, f"{role}_0", self._repository, *configs)
             setattr(self, role, worker)
             self._workers.append(worker)
@@ -165,7 +170,7 @@ class Pair:
             prompt_tokens=len(asked.prompt),
             sampling=asked.sampling,
             cache_salt="",
-            fetch_blocks=0,
+            fetch_blocks=asked.fetch_blocks,
             decode_inbox=self.decode.process.inbox.address if asked.sampling.max_tokens > 1 else "",
             reply_inbox="",
             reserve_tokens=len(asked.prompt) + asked.sampling.max_tokens,

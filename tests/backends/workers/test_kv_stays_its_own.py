@@ -17,12 +17,13 @@ STEPS = 400
 
 
 class Walk:
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.site = site = Site(seed, monkeypatch)
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool) -> None:
+        self.site = site = Site(seed, monkeypatch, is_layerwise)
         self.rng = site.rng
         self.stems = [self._tokens(self.rng.randint(4, 20)) for _ in range(3)]
         site.store.fault_share = self.rng.choice((0.0, 0.01, 0.05))
         site.store.late_share = self.rng.choice((0.0, 0.05))
+        site.store.lost_share = self.rng.choice((0.0, 0.05))
         site.damage_share = self.rng.choice((0.0, 0.1))
         for worker in site.workers:
             worker.driver.engine.fault_share = self.rng.choice((0.0, 0.05, 0.2))
@@ -56,11 +57,12 @@ class Walk:
             rng.choice(todo)()
 
 
+@pytest.mark.parametrize("is_layerwise", [False, True])
 @pytest.mark.parametrize("number", range(WALKS))
 def test_every_committed_block_has_the_bytes_of_its_key(
-    number: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    number: int, is_layerwise: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk = Walk(seed + number, monkeypatch)
+    walk = Walk(seed + number, monkeypatch, is_layerwise)
     walk.run(STEPS)
     assert walk.site.store.wrong == []
     assert walk.site.store.commits > 0

@@ -1,0 +1,75 @@
+"""One prompt through the torch engine layer by layer: the hidden states between two layers.
+
+A chunk of the prompt is planned once for all layers and computed as a step of that chunk alone
+would be, only that the chunks behind it come before its next layer. So its numbers are those of the
+prompt computed chunk by chunk.
+
+Not here: which chunk is next (batching/layer_passes.py), the layers themselves (transformer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from backends.engine.interface import Work
+from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.step_plan import StepPlan, plan_step
+from backends.engine.torch.transformer import Transformer
+
+
+@dataclass(slots=True)
+class _Chunk:
+    plan: StepPlan
+    hidden: torch.Tensor | None  # what the layers until now made of it
+
+
+class TorchLayerPass:
+    """Implements interface.LayerPassing."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        memory: KvMemory,
+        vocabulary_tokens: int,
+        token_ids: Sequence[int],
+        start: int,
+        windows: Sequence[int],
+    ) -> None:
+        """`memory`: folded, its pages are windows; `transformer` is one over it."""
+        self._transformer = transformer
+        self._memory = memory
+        self._vocabulary_tokens = vocabulary_tokens
+        self._token_ids = token_ids
+        self._windows = windows
+        self._layers = len(transformer.weights.layers)
+        self._chunks: dict[int, _Chunk] = {}  # by their first token
+
+    @torch.inference_mode()
+    def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
+        if layer == 0:
+            self._chunks[start] = self._begun(start, tokens)
+        chunk, memory = self._chunks[start], self._memory
+        computed = self._transformer.forward(
+            chunk.plan, None, chunk.hidden, range(layer, layer + 1)
+        )
+        memory.export_layer(chunk.plan.pages, layer % memory.layout.layers)
+        if layer < self._layers - 1:
+            chunk.hidden = computed
+            return None
+        del self._chunks[start]
+        logits: NDArray[np.float32] = computed[0].float().cpu().numpy()
+        return logits
+
+    def _begun(self, start: int, tokens: int) -> _Chunk:
+        memory = self._memory
+        work = Work(self._token_ids[start : start + tokens], start, self._windows)
+        plan = plan_step(
+            [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool)
+        )
+        memory.clear_pages(plan.fresh_pages)
+        return _Chunk(plan, None)

@@ -1,0 +1,1 @@
+"""What does it save to load a prefix layer by layer?"""

@@ -1,0 +1,58 @@
+"""A prompt that passes layer by layer, in windows: the numbers of one computed chunk by chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.engine.interface import Work
+from backends.engine.torch.torch_engine import TorchEngine
+from loadtest.harness.random_checkpoint import LlamaShape, make_llama
+
+BLOCK_TOKENS, CHUNK_TOKENS, PAGES = 64, 128, 40
+
+
+def engine_of(folder: Path, layers: int, seed: int, dtype: str = "float32") -> TorchEngine:
+    shape = LlamaShape(layers=layers, hidden=64, heads=2, kv_heads=1, intermediate=128)
+    engine = TorchEngine.load(make_llama(folder, shape, seed), PAGES, BLOCK_TOKENS, dtype=dtype)
+    engine.kv_pool[:] = 0xFF  # not numbers: what nobody wrote must not matter
+    return engine
+
+
+@pytest.mark.parametrize("tokens", [1000, 960, 257])
+@pytest.mark.parametrize("layers", [2, 6, 7, 16])
+def test_logits_and_kv_are_those_of_the_prompt_computed_chunk_by_chunk(
+    layers: int, tokens: int, tmp_path: Path, seed: int
+) -> None:
+    engine = engine_of(tmp_path, layers, seed % 1000)
+    chance = np.random.default_rng(seed)
+    ids = chance.integers(3, 2000, tokens).tolist()
+    blocks = -(-tokens // BLOCK_TOKENS)
+    chunks = [(at, min(CHUNK_TOKENS, tokens - at)) for at in range(0, tokens, CHUNK_TOKENS)]
+    pages = chance.permutation(PAGES)[:blocks].tolist()
+    logits = [
+        engine.forward([Work(ids[start : start + count], start, pages)]) for start, count in chunks
+    ]
+    layer_bytes = engine.layout.layer_bytes
+    right = engine.kv_pool.reshape(PAGES, layers, layer_bytes)[pages].copy()
+    engine.kv_pool[:] = 0xFF
+    assert engine.windows is not None
+    size = engine.windows.layers_at_once
+    assert size == (3 if layers in (6, 16) else layers)
+    pages = chance.permutation(PAGES)[: engine.windows.pages_for(blocks)].tolist()
+    windows = engine.windows.in_pages(pages, blocks)
+    passing = engine.begin_pass(ids, 0, windows)
+    cells = engine.kv_pool.reshape(-1, layer_bytes)
+    for layer in range(layers):
+        last = [passing.compute(layer, start, count) for start, count in chunks][-1]
+        whole = tokens // BLOCK_TOKENS  # what is behind the end of a prompt is nobody's
+        here = cells[np.array(windows) * size + layer % size]
+        assert np.array_equal(here[:whole], right[:whole, layer]), f"layer {layer}"
+    assert last is not None and np.array_equal(last, logits[-1][0])
+
+
+def test_a_stage_of_a_pipeline_has_no_windows(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, LlamaShape(layers=2, hidden=64, heads=2, kv_heads=1))
+    assert TorchEngine.load(folder, 4, BLOCK_TOKENS, stage=1, stages=2).windows is None
