@@ -407,6 +407,7 @@ class LiveRequest:
             native=prefilled.native,
             trace_id=self.trace.trace_id,
             first_logprobs=prefilled.logprobs,
+            priority=request.priority,
         )
         token_ids = np.append(assignment.token_ids, np.int32(token_id))
         worker = assignment.decided.route.decode

@@ -1,5 +1,10 @@
 """The decode worker: handed-over KV in, a stream of tokens out, generated blocks into the store.
 
+A request of higher priority that lacks pages preempts others (engine/batching/batching.py): between
+two steps they lose their pages, what the store lacks of their KV is put there, and they wait. With
+pages again it is read back as a hand-over is, and they go on where they were. If it is gone, they
+go on elsewhere, as after any loss.
+
 The hand-over starts early: prefill announces layers while it computes, and they are read into
 reserved pages (arrivals.py). When the request itself comes, the rest is read and it joins the
 running batch. Threads: the engine's thread takes the turns (worker.py), one loader reads KV in, the
@@ -23,16 +28,24 @@ import numpy as np
 
 from backends.config_pbtxt import DecodeConfig, checkpoint_folder
 from backends.engine.batching.batching import DecodeBatching
-from backends.errors import Cancelled, KvMissing, Overloaded
+from backends.errors import (
+    Cancelled,
+    KvMissing,
+    Overloaded,
+    ServingError,
+    WorkerUnavailable,
+)
 from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
 from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
+from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.protocol import DecodeRequest, LayersReady, Tokens, TokenUpdate, WorkerMessage
 from backends.workers.worker import JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
+from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
@@ -90,6 +103,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 request.request_id, tokens_max, request.is_resumed
             ):
                 raise self._queue_full("requests")
+            if request.priority:
+                self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
             self.lock.notify_all()
         self.process.owners.hold(request.request_id, time.monotonic())
@@ -144,7 +159,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
         """It waits for pages and a slot. False: the queue is full. With the lock held."""
-        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed)
+        now_s = time.monotonic()
+        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, came_s=now_s)
 
     # -- KV comes in
 
@@ -190,22 +206,53 @@ class DecodeWorker(JobWorker[DecodeJob]):
         """In the loader's thread, when the job has pages: everything not read yet."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
-        job.queue_s = started_s - job.submitted_s
+        is_new = job.saved is None
+        if is_new:
+            job.queue_s = started_s - job.submitted_s
         try:
             if not job.is_leaving:
                 early = job.arrival.whole_blocks(self.driver.engine.layout.layers)
-                missing = self._loader.load_rest(job.arrival, job.request.blocks)
-                job.loaded_early_blocks = early
+                missing = self._loader.load_rest(job.arrival, job.blocks)
+                if is_new:
+                    job.loaded_early_blocks = early
                 self.driver.engine.import_pages(job.pages)
                 if missing:
-                    raise KvMissing(f"blocks {missing[:8]} of {len(job.request.blocks)} are gone")
+                    raise KvMissing(f"blocks {missing[:8]} of {len(job.blocks)} are gone")
         finally:
-            job.load_s = time.monotonic() - started_s
-            observations = self.process.observations
-            observations.observe("mooncake_decode_queue_seconds", job.queue_s)
-            observations.observe("mooncake_handover_load_seconds", job.load_s)
+            if is_new:
+                job.load_s = time.monotonic() - started_s
+                observations = self.process.observations
+                observations.observe("mooncake_decode_queue_seconds", job.queue_s)
+                observations.observe("mooncake_handover_load_seconds", job.load_s)
             self._release_handed_over(job)
         return True
+
+    # -- KV goes out for a while, and comes back
+
+    def _preempt(self, job: DecodeJob) -> None:
+        """Between two steps, with the lock held."""
+        pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
+        log.info("%s is preempted", job.request_id)
+        self.process.observations.observe("mooncake_decode_preemptions_total")
+        self.process.owners.hold(job.request_id, time.monotonic())
+        self.writer.then(lambda: self._save(job, put, pages))
+
+    def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
+        """In the writer's thread, behind what it had to do in these pages."""
+        error: Exception | None = None
+        try:
+            if not job.is_leaving:
+                job.saved = self.writer.save(put)
+        except (ServingError, StoreError) as problem:
+            error = WorkerUnavailable(f"it was preempted, and its KV was not saved: {problem}")
+        except Exception as problem:  # edge: its pages must come back all the same
+            log.exception("saving %s failed", job.request_id)
+            error = WorkerUnavailable(f"it was preempted, and its KV was not saved: {problem!r}")
+        with self.lock:
+            self.batching.saved(job.request_id)
+            if error is not None:
+                self.fail(job, error)
+        self.release(pages)
 
     # -- what a driver says of a request
 
@@ -284,6 +331,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- turns
 
     def _admit(self) -> None:
+        if self.driver.can_preempt:
+            for request_id in self.batching.to_preempt():
+                self._preempt(self.jobs[request_id])
         for admitted in self.batching.admit():
             self._arrivals.give_pages(admitted.request_id, admitted.pages)
         for job in self.jobs.values():

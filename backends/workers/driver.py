@@ -123,6 +123,8 @@ class Driver(ABC, Generic[W, J]):
 
 
 class DecodeDriver(Driver[W, J]):
+    can_preempt: bool = False  # nothing of a job is in the engine between two steps but its pages
+
     @abstractmethod
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         """How many leading blocks must be handed over of a request with so much KV.

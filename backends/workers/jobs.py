@@ -222,6 +222,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
         self.saved_blocks = 0  # so many are, from the first on
         self._put: BlockPut | None = None
+        self.saved: list[BlockRef] | None = None  # it was preempted, and this is its KV
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
         decided = len(self.output_ids) - 1
@@ -254,6 +255,20 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
                 tenant=self.request.cache_salt,
             )  # fmt: skip
         return self._put
+
+    @property
+    def blocks(self) -> list[BlockRef]:
+        """Where its KV is when it gets pages."""
+        return self.request.blocks if self.saved is None else self.saved
+
+    def give_up_pages(self) -> BlockPut:
+        """It is preempted: what must be in the store before its pages are another's."""
+        put = BlockPut(
+            self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0,
+            tenant=self.request.cache_salt,
+        )  # fmt: skip
+        self.arrival, self._put = None, None
+        return put
 
     def end_put(self) -> None:
         """Its pages go back: nothing more is written for it."""

@@ -29,7 +29,7 @@ from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.store import Store
 from mooncake_store.errors import StoreError
-from mooncake_store.layout import PageLayout
+from mooncake_store.layout import PageLayout, blocks_touched
 from mooncake_store.memory.digests import block_checksum, pack_digests
 from mooncake_store.records.blocks import Slot
 
@@ -226,6 +226,21 @@ class KvWriter:
         self._commit(put, given)
         if is_handover and put.decode_inbox:
             self._tell(put, -1, [put.refs[block] for block in blocks], [])
+
+    def save(self, put: BlockPut) -> list[BlockRef]:
+        """In the writer's thread: all KV of a request is in the store, leased to it. What the own
+        node has already is not written again. Raises ServingError or StoreError."""
+        found = self._store.lookup(put.keys, put.request_id, self._lease_s) if put.keys else []
+        refs = []
+        for block, copies in enumerate(found):
+            own = [copy for copy in copies if copy.node_id == self._store.node_id]
+            if not own:
+                break
+            refs.append(BlockRef(block, *own[0][:4]))
+        blocks = blocks_touched(put.kv_tokens, self._pages.block.block_tokens)
+        rest = range(len(refs), blocks)
+        self._put_whole(put, rest, is_handover=True)
+        return refs + [put.refs[block] for block in rest]
 
     def _commit(self, put: BlockPut, blocks: Sequence[int]) -> None:
         if not blocks:

@@ -109,19 +109,26 @@ class PrefixLoading:
         """What is to be loaded, without loading it. What lies on an SSD is brought to memory first,
         and all that is on other nodes unless it may come `from_far`, layer by layer."""
         wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())
-        if wanted and not (from_far and self._in_memory(wanted)):
-            before = len(found.own)
-            found, from_node = self._fetch(keys, found, allowed, owner)
-            copies, fetched_blocks = found.own, len(found.own) - before
-        else:
-            copies, fetched_blocks = [*found.own, *wanted], len(wanted)
-            from_node = Counter[str]()
-            for copy in wanted:
-                from_node[copy.node_id] += copy.size_bytes
-        known = self._store.layer_digests(copies) if copies else []
-        digests = list(takewhile(lambda of_block: of_block is not None, known))
-        fetched_blocks = max(0, fetched_blocks - (len(copies) - len(digests)))
-        return LayeredPrefix(copies[: len(digests)], digests, fetched_blocks, from_node)
+        if wanted and from_far and self._in_memory(wanted):
+            copies = [*found.own, *wanted]
+            digests = self._known_digests(copies)
+            if len(digests) == len(copies):  # else its node does not answer, say: others may
+                from_node = Counter[str]()
+                for copy in wanted:
+                    if copy.node_id != self._node_id:  # one behind a block that is not here
+                        from_node[copy.node_id] += copy.size_bytes
+                return LayeredPrefix(copies, digests, len(wanted), from_node)
+        before, fetched_from = len(found.own), dict[str, int]()
+        if wanted:
+            found, fetched_from = self._fetch(keys, found, allowed, owner)
+        digests = self._known_digests(found.own)
+        blocks = len(digests)
+        return LayeredPrefix(found.own[:blocks], digests, max(0, blocks - before), fetched_from)
+
+    def _known_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...]]:
+        """Of the layers of leading blocks, up to the first whose digests cannot be had."""
+        found = self._store.layer_digests(copies) if copies else []
+        return [digests for digests in takewhile(lambda known: known is not None, found) if digests]
 
     def _fetch(
         self, keys: Sequence[bytes], found: FoundPrefix, allowed: Fetching, owner: str

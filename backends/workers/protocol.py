@@ -116,6 +116,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     # is held back together with its tokens, so this worker may be the one that releases it.
     first_logprobs: list[TokenLogprobs] = []
     trace_id: str = ""  # for the worker's log
+    priority: int = 0  # a higher one waits less, and preempts lower ones where pages are short
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):

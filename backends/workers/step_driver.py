@@ -204,6 +204,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     engine: Engine
+    can_preempt = True
     draws_by_guide = True
 
     def __init__(self, engine: Engine) -> None:

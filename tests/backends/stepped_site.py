@@ -226,6 +226,7 @@ class Client:
         self.prompt = prompt
         self.sampling = SamplingParams(max_tokens=max_tokens)
         self.reserve_tokens = len(prompt) + max_tokens
+        self.priority = 0
         self.answer: list[int] = []
         self.error: Exception | None = None
         self.is_over = False
@@ -238,7 +239,7 @@ class Client:
         ids = np.array([*self.prompt, token_id], np.int32)
         request = DecodeRequest(
             self.request_id, len(self.prompt), self.sampling, "", self.site.handed_over(reply),
-            0, "",
+            0, "", priority=self.priority,
         )  # fmt: skip
         try:
             self.site.decode.submit(request, ids, self)
@@ -305,10 +306,12 @@ class Site:
     # -- the frontend
 
     def ask(
-        self, prompt: list[int], max_tokens: int, seed: int = 0, place_s: float = 0.0
-    ) -> Client:
+        self, prompt: list[int], max_tokens: int, seed: int = 0, place_s: float = 0.0,
+        priority: int = 0,
+    ) -> Client:  # fmt: skip
         client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
         client.sampling = replace(client.sampling, seed=seed)
+        client.priority = priority
         self.clients.append(client)
         whole = prompt + answer_of(prompt, max_tokens)
         self.store.expect(whole)

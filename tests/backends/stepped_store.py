@@ -96,6 +96,7 @@ class SteppedStore:
     # -- the verbs of Store
 
     keeps_digests = True
+    node_id = NODE
 
     def layer_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...] | None]:
         """As a block kept them when it was committed: None where its slot has another one."""

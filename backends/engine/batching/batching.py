@@ -5,16 +5,19 @@ ever need are its own), is started (its cached or handed-over KV is in those pag
 part in steps until it is removed.
 
 Reserving every page up front costs capacity when outputs end early, and buys that a running
-request never runs out of pages: nothing is preempted, recomputed or swapped. The conductor counts
-on that when it predicts. A request at the head that does not fit holds back the ones behind it:
-letting small ones pass would starve it.
+request never runs out of pages. The conductor counts on that when it predicts. A request at the
+head that does not fit holds back the ones behind it: letting small ones pass would starve it.
 
 The key of a prompt is conductor/queue_order.py's: short work first, but ahead of nobody who came
 more than queue_wait_s_max before. It orders those that wait and, anew at each step, those that
 compute. So a short prompt overtakes a long one between two chunks, also when that one has begun:
 all that the long one has computed stays in its pages, so this costs no work, and it is what keeps
 a 30 s prompt from being 30 s of waiting for everybody. A step itself is never interrupted. Decode
-gives no key and is first come, first served.
+is first come, first served, except that one level of priority is worth PRIORITY_S of waiting. A
+request at the head of decode's queue that lacks pages or a slot gets those of running requests that
+go behind it, the last of them first; what they have goes to the store and they wait at their old
+places. Places are one order that never changes, so nobody is preempted by somebody that he may
+preempt later, nor at all by those that came long enough after him.
 
 Prefill: one step takes at most `chunk_tokens` new tokens, so that it has a bounded length. The
 head takes what it needs, the rest of the budget goes to those behind it: several short prompts
@@ -45,6 +48,8 @@ from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
 PASSES_AHEAD = 1  # one is computed, the next one is loaded
+
+PRIORITY_S = 10.0
 
 Place = tuple[float, int, str]  # (key, how many came before, request): the least is next
 
@@ -429,6 +434,7 @@ class DecodeBatching(Admission):
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._tokens_max: dict[str, int] = {}  # prompt and longest output, of all requests
         self._started: dict[str, int] = {}  # request -> tokens it has; in order of start
+        self._saving: dict[str, int] = {}  # preempted request -> pages that it still has
         self._context_tokens = 0  # of all of these
 
     @property
@@ -441,12 +447,14 @@ class DecodeBatching(Admission):
         return self._context_tokens
 
     def add(
-        self, request_id: str, prompt_tokens: int, output_tokens_max: int, is_resumed: bool = False
-    ) -> bool:
+        self, request_id: str, prompt_tokens: int, output_tokens_max: int,
+        is_resumed: bool = False, came_s: float = 0.0,
+    ) -> bool:  # fmt: skip
         """Queue a request; False, and nothing changes, when the queue is full. One that goes on
         after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
-        if not self._add(request_id, prompt_tokens + output_tokens_max, is_resumed=is_resumed):
+        tokens = prompt_tokens + output_tokens_max
+        if not self._add(request_id, tokens, came_s, is_resumed):
             return False
         self._tokens_max[request_id] = prompt_tokens + output_tokens_max
         return True
@@ -457,6 +465,49 @@ class DecodeBatching(Admission):
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
         self._context_tokens += tokens
+
+    def prioritise(self, request_id: str, priority: int) -> None:
+        """One that was added already has this priority, it is heard now."""
+        came_s, added, _ = self._places[request_id]
+        self._places[request_id] = place = (came_s - priority * PRIORITY_S, added, request_id)
+        if request_id in self._waiting:
+            heapq.heappush(self._line, place)
+
+    def to_preempt(self) -> list[str]:
+        """Running requests that must go so that the head of the queue gets in, the last first;
+        empty while others' pages are on their way, and unless it gets in then."""
+        head = self._next_in_line()
+        if head is None or head in self._saving:
+            return []
+        lacks_slot = len(self._pages) >= self._slots_max
+        lacking = self._waiting[head] - self._pool.free_pages - sum(self._saving.values())
+        if lacking <= 0 and not lacks_slot:
+            return []
+        chosen = []
+        behind = [place for name in self._started if (place := self._places[name])]
+        for place in sorted(behind, reverse=True):
+            if place < self._places[head] or (chosen and lacking <= 0):
+                break
+            chosen.append(place[2])
+            lacking -= len(self._pages[place[2]])
+        return chosen if lacking <= 0 else []
+
+    def preempt(self, request_id: str) -> list[int]:
+        """A running request waits again. Its pages, which are its own until `saved`."""
+        pages = self._pages.pop(request_id)
+        self._context_tokens -= self._started.pop(request_id)
+        self._saving[request_id] = len(pages)
+        self._waiting[request_id] = len(pages)
+        self._resumed.add(request_id)
+        heapq.heappush(self._line, self._places[request_id])
+        return pages
+
+    def saved(self, request_id: str) -> None:
+        """Its pages are free, or soon: it may have others."""
+        self._saving.pop(request_id, None)
+
+    def _may_have_pages(self, request_id: str) -> bool:
+        return request_id not in self._saving
 
     def next_step(self) -> list[str]:
         """The requests that get a token now; changes nothing."""
@@ -489,6 +540,7 @@ class DecodeBatching(Admission):
 
     def remove(self, request_id: str) -> list[int]:
         pages = super().remove(request_id)
+        self._saving.pop(request_id, None)
         self._tokens_max.pop(request_id)
         self._context_tokens -= self._started.pop(request_id, 0)
         return pages
@@ -498,6 +550,7 @@ class DecodeBatching(Admission):
         assert self._tokens_max.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
         assert self._context_tokens == sum(self._started.values()), "tokens are miscounted"
+        assert self._saving.keys() <= self._waiting.keys(), "who is preempted waits"
         for request_id, tokens in self._started.items():
             room_tokens = len(self._pages[request_id]) * self._block_tokens
             assert tokens <= self._tokens_max[request_id] <= room_tokens, (request_id, tokens)

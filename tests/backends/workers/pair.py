@@ -47,6 +47,7 @@ class Asked:
         self.prompt = prompt
         self.sampling = SamplingParams(**{"max_tokens": 8, **request})
         self.fetch_blocks = 0  # that may come from other nodes
+        self.priority = 0
         self.output_ids: list[int] = []
         self.prefill_reply: PrefillReply | None = None
         self.decode_reply: DecodeReply | None = None
@@ -71,6 +72,7 @@ class Asked:
             stream_interval=0,
             reply_inbox="",
             native=reply.native,
+            priority=self.priority,
         )
         try:
             self.pair.decode.submit(request, ids, self)

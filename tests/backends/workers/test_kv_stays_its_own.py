@@ -44,7 +44,8 @@ class Walk:
         if kind < 0.12:
             stem = rng.choice(self.stems)
             prompt = stem[: rng.randint(1, len(stem))] + self._tokens(rng.randint(1, 16))
-            site.ask(prompt, rng.randint(1, CONTEXT_TOKENS - len(prompt)))
+            tokens_max = rng.randint(1, CONTEXT_TOKENS - len(prompt))
+            site.ask(prompt, tokens_max, priority=rng.choice((0, 0, 0, 1, 2)))
         elif kind < 0.15 and site.clients:
             client = rng.choice(site.clients[-6:])
             for worker in site.workers:

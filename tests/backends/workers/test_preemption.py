@@ -1,0 +1,126 @@
+"""A running request gives its pages to one of higher priority, and goes on with the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.engine.generate import generate
+from backends.engine.interface import Work
+from backends.engine.sampling_params import SamplingParams
+from backends.engine.torch.torch_engine import TorchEngine
+from backends.errors import KvMissing
+from backends.metrics.page import MetricPage
+from tests.backends.metrics.test_page import Triton
+from tests.backends.small_tokenizers import DEMO
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
+
+BLOCK, PAGES = 64, 12
+LONG, SHORT = 500, 40  # tokens that are asked for; the long one has 10 pages, the short one 4
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
+
+
+def wanted(ids: list[int], tokens: int) -> list[int]:
+    engine = TorchEngine.load(DEMO, pages_max=32, block_tokens=BLOCK)
+    return generate(engine, [ids], SamplingParams(max_tokens=tokens))[0]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    yield from pairs(tmp_path, monkeypatch, kv_pages=str(PAGES))
+
+
+def preemptions(pair: Pair) -> float:
+    triton = Triton()
+    MetricPage("decode", triton).take(pair.decode.process.observations)
+    return float(triton["mooncake_decode_preemptions_total"])
+
+
+def before_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]
+) -> None:
+    """Before this step of decode's engine."""
+    engine: Any = pair.decode.driver.engine
+    forward, numbers = engine.forward, itertools.count()
+
+    def held(batch: Sequence[Work], *rest: Any) -> Any:
+        if next(numbers) == step:
+            happens()
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(engine, "forward", held)
+
+
+def wait_for_job(pair: Pair, asked: Asked) -> None:
+    with pair.decode.lock:
+        there = lambda: asked.request_id in pair.decode.jobs  # noqa: E731
+        assert pair.decode.lock.wait_for(there, WAIT_S), "it never came to decode"
+
+
+def long_and_short(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, Asked]:
+    """The long one decodes for a while, then the short one comes, which has a higher priority."""
+    long = Asked(pair, "long", prompt(1, 100), max_tokens=LONG)
+    short = Asked(pair, "short", prompt(2, 150), max_tokens=SHORT)
+    short.priority = 1
+
+    def short_comes() -> None:
+        pair.submit(short)
+        wait_for_job(pair, short)
+
+    before_step(pair, monkeypatch, 101, short_comes)  # in the middle of a block
+    pair.submit(long)
+    return long, short
+
+
+def test_a_preempted_request_goes_on_with_the_tokens_of_the_model(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = long_and_short(pair, monkeypatch)
+    assert short.wait() == wanted(short.prompt, SHORT)
+    assert not long._is_over.is_set(), "the short one waited for the long one"
+    assert long.wait() == wanted(long.prompt, LONG)
+    assert preemptions(pair) == 1
+    pair.wait_until_idle()
+
+
+def test_one_that_is_stopped_while_it_waits_leaves_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = long_and_short(pair, monkeypatch)
+    save = pair.decode.writer.save
+
+    def saving(put: Any) -> Any:
+        refs = save(put)
+        pair.decode.stop("long")
+        return refs
+
+    monkeypatch.setattr(pair.decode.writer, "save", saving)
+    long.wait_over()
+    assert long.decode_reply is not None and long.decode_reply.finish_reason == "cancelled"
+    assert long.output_ids == wanted(long.prompt, LONG)[: len(long.output_ids)]
+    assert short.wait() == wanted(short.prompt, SHORT)
+    pair.wait_until_idle()
+
+
+def test_kv_that_is_gone_meanwhile_is_a_loss_behind_which_the_request_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend has what it has until now, and computes the rest anew elsewhere."""
+    long, short = long_and_short(pair, monkeypatch)
+    save = pair.decode.writer.save
+
+    def losing(put: Any) -> Any:
+        refs = save(put)
+        return [ref.__class__(ref.index, ref.node_id, ref.slot, ref.generation, 1) for ref in refs]
+
+    monkeypatch.setattr(pair.decode.writer, "save", losing)
+    assert isinstance(long.wait_failed(), KvMissing)
+    assert short.wait() == wanted(short.prompt, SHORT)
+    pair.wait_until_idle()
