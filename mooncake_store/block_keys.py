@@ -15,6 +15,7 @@ Not here: who has a block (prefix_index.py, directory.py).
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,14 @@ def check_keys(keys: Sequence[bytes]) -> None:
                 f"a key has {KEY_BYTES} bytes, {key.hex()[:64]} has {len(key)}; key_of(name) makes "
                 "one of a name"
             )
+
+
+def split_keys(packed: bytes) -> tuple[bytes, ...]:
+    """Keys that were joined; RequestInvalid unless they are whole."""
+    count, rest_bytes = divmod(len(packed), KEY_BYTES)
+    if rest_bytes:
+        raise RequestInvalid(f"{len(packed)} bytes are no whole number of keys of {KEY_BYTES}")
+    return struct.unpack(f"{KEY_BYTES}s" * count, packed)
 
 
 def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:

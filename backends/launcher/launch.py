@@ -278,7 +278,7 @@ class Launcher:
             options += ["--advertise", f"{node.control},{node.data}"]
         return node_command(
             self.plan.directory_address, node.name, node.dram_bytes, node.listen_control,
-            self.state_dir / node.ssd_path, node.ssd_bytes, *options,
+            self.state_dir / node.ssd_path, node.ssd_bytes, self.plan.events_address, *options,
         )  # fmt: skip
 
     def wait_ready(self) -> list[ModelState]:

@@ -48,7 +48,8 @@ class BenchStore:
 
     def node(self, node_id: str, segment_bytes: int, *options: str) -> None:
         self._start(
-            "node", "--node-id", node_id, "--directory", self.address, "--die-with-parent",
+            "node", "--node-id", node_id, "--directory", self.address,
+            "--events", f"ipc://{self.folder}/events", "--die-with-parent",
             "--segment-bytes", str(segment_bytes),
             "--segment-path", f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}", *options,
         )  # fmt: skip

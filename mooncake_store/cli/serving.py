@@ -65,9 +65,9 @@ def directory_command(address: str, events: str, *options: str) -> list[str]:
 
 def node_command(
     directory: str, node: str, dram_bytes: int, control: str, ssd_folder: Path | None,
-    ssd_bytes: int, *options: str,
+    ssd_bytes: int, events: str, *options: str,
 ) -> list[str]:  # fmt: skip
-    """Of a storage node; `directory` and `control` are addresses. `ssd_bytes` 0: without an SSD.
+    """Of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0: no SSD.
     Its blocks on SSD outlive the process: `ssd_folder` is the node's, not the run's."""
     ssd: list[str] = []
     if ssd_folder is not None and ssd_bytes:
@@ -76,7 +76,7 @@ def node_command(
         ssd = ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size_bytes)]
     return [
         sys.executable, "-m", "mooncake_store.node", "--node-id", node,
-        "--directory", directory, "--segment-bytes", str(dram_bytes),
+        "--directory", directory, "--events", events, "--segment-bytes", str(dram_bytes),
         "--unit-bytes", str(UNIT_BYTES), "--control", control,
         "--die-with-parent", *ssd, *options,
     ]  # fmt: skip
@@ -102,7 +102,7 @@ class StoreProcesses:
         for node in nodes:
             command = node_command(
                 self.address, node, dram_bytes, f"ipc://{folder}/{node}", ssd_folder, ssd_bytes,
-                *node_options,
+                events_address(folder), *node_options,
             )  # fmt: skip
             self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 

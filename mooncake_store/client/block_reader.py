@@ -106,8 +106,11 @@ class BlockReader:
         self._batch_bytes = batch_bytes
         self._on_bad_copy = on_bad_copy
 
-    def read(self, wants: Sequence[Want], deadline_s: float) -> list[bool]:
-        """Which of them arrived whole. Raises only what the directory raises."""
+    def read(self, wants: Sequence[Want], deadline_s: float, is_current: bool = True) -> list[bool]:
+        """Which of them arrived whole. Raises only what the directory raises.
+
+        `is_current`: the directory named these copies a moment ago: one that is not whole is bad.
+        """
         until_s = time.monotonic() + deadline_s
         missing = dict(enumerate(wants))
         for node_id, indices in by_node([want.copy for want in wants]).items():
@@ -115,13 +118,14 @@ class BlockReader:
             with self._nodes.traffic.moving(node_id, asked_bytes):
                 for _ in range(ATTEMPTS_MAX):
                     chosen = [index for index in indices if index in missing]
-                    if not self._read_node(node_id, chosen, missing, until_s):
+                    if not self._read_node(node_id, chosen, missing, until_s, is_current):
                         break
         return [index not in missing for index in range(len(wants))]
 
     def _read_node(
-        self, node_id: str, indices: Sequence[int], missing: dict[int, Want], until_s: float
-    ) -> bool:
+        self, node_id: str, indices: Sequence[int], missing: dict[int, Want], until_s: float,
+        is_current: bool,
+    ) -> bool:  # fmt: skip
         """Read these blocks of one node, and take what arrives out of `missing`.
 
         True: it has a new incarnation, read again.
@@ -136,7 +140,7 @@ class BlockReader:
         ]
 
         def read_part(part: Sequence[int]) -> None:
-            self._read_part(node, part, missing, until_s)
+            self._read_part(node, part, missing, until_s, is_current)
 
         try:
             if isinstance(node.transport, MappedTransport):  # verifies as it copies: one part
@@ -165,8 +169,9 @@ class BlockReader:
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(
-        self, node: NodeAccess, part: Sequence[int], missing: dict[int, Want], until_s: float
-    ) -> None:
+        self, node: NodeAccess, part: Sequence[int], missing: dict[int, Want], until_s: float,
+        is_current: bool,
+    ) -> None:  # fmt: skip
         """Read and verify these; TransferFailed when they cannot be had."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:  # slow is not dead: the caller recomputes the rest
@@ -193,7 +198,7 @@ class BlockReader:
         for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
             if is_whole:
                 del missing[index]
-            elif at not in unknown:
+            elif is_current and at not in unknown:
                 self._on_bad_copy(missing[index].copy)
 
     def _look_again(

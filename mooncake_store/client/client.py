@@ -35,6 +35,7 @@ import numpy as np
 from mooncake_store.block_keys import KEY_BYTES, check_keys
 from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader, HeaderReader
 from mooncake_store.client.getter import Getter
+from mooncake_store.client.index_reader import IndexReader
 from mooncake_store.client.putter import Putter
 from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
@@ -58,6 +59,18 @@ SHM = "/dev/shm/"  # where nodes of this host have their segments, unless told o
 def key_of(name: str) -> bytes:
     """A key for a value that has a name: 16 bytes of its hash."""
     return hashlib.blake2b(name.encode(), digest_size=KEY_BYTES, person=b"mooncake.name").digest()
+
+
+def _of_one_size(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+    """Of different sizes are only copies of which one is of the past."""
+    if len(copies) < 2:
+        return copies
+    return tuple(copy for copy in copies if copy.size_bytes == copies[0].size_bytes)
+
+
+def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
+    sizes = [copies[0].size_bytes if copies else 0 for copies in found]
+    return [np.empty(size, np.uint8) if size else None for size in sizes]
 
 
 class StoreClient:
@@ -103,6 +116,7 @@ class StoreClient:
             self.directory, self.nodes, reader, self._headers, self._restorer, is_verified
         )
         self.replicas = Replicas(self.directory, self._restorer)
+        self._index = IndexReader(self.directory, self.nodes)
 
     def _node_of_this_host(self) -> str:
         here = host_id(SHM)
@@ -165,15 +179,21 @@ class StoreClient:
 
     def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
         """The blocks as new arrays; None for a miss."""
-        deadline_s = self._check_deadline(deadline_s)
+        until_s = time.monotonic() + self._check_deadline(deadline_s)
         self._check_keys(keys, len(keys))
+        known = [_of_one_size(copies) for copies in self._index.find(keys)]
+        arrays = _arrays_for(known)
+        arrived = self._get_known(keys, known, arrays, 0, until_s)
+        if all(arrived):
+            return arrays
+        missing = [index for index, is_here in enumerate(arrived) if not is_here]
+        keys = [keys[index] for index in missing]
         found = self._getter.find(keys)
-        sizes = [copies[0].size_bytes if copies else 0 for copies in found]
-        arrays = [np.empty(size, np.uint8) if size else None for size in sizes]
-        arrived = self._get(keys, found, arrays, 0, deadline_s)
-        return [
-            array if is_there else None for array, is_there in zip(arrays, arrived, strict=True)
-        ]
+        others = _arrays_for(found)
+        came = self._get(keys, found, others, 0, until_s)
+        for index, array, is_here in zip(missing, others, came, strict=True):
+            arrays[index] = array if is_here else None
+        return arrays
 
     def get_into(
         self,
@@ -187,11 +207,16 @@ class StoreClient:
         A buffer may be shorter than the block (a part of it, which checksums cannot verify: its
         slot's header is looked at after the read instead), never longer: RequestInvalid.
         """
-        deadline_s = self._check_deadline(deadline_s)
+        until_s = time.monotonic() + self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
         self._check_keys(keys, len(targets))
         if not isinstance(offset_bytes, int) or offset_bytes < 0:
             raise RequestInvalid(f"offset_bytes is {offset_bytes}; a block starts at 0")
+        arrived = self._get_known(keys, self._index.find(keys), targets, offset_bytes, until_s)
+        if all(arrived):
+            return arrived
+        missing = [index for index, is_here in enumerate(arrived) if not is_here]
+        keys, targets = [keys[index] for index in missing], [targets[index] for index in missing]
         found = self._getter.find(keys)
         for key, copies, target in zip(keys, found, targets, strict=True):
             if copies and offset_bytes + target.nbytes > copies[0].size_bytes:
@@ -199,7 +224,32 @@ class StoreClient:
                     f"block {key.hex()} has {copies[0].size_bytes} bytes; {target.nbytes} "
                     f"from {offset_bytes} on reach past its end: ask stat() for the size"
                 )
-        return self._get(keys, found, targets, offset_bytes, deadline_s)
+        came = self._get(keys, found, targets, offset_bytes, until_s)
+        for index, is_here in zip(missing, came, strict=True):
+            arrived[index] = is_here
+        return arrived
+
+    def _get_known(
+        self,
+        keys: Sequence[bytes],
+        known: Sequence[tuple[Copy, ...]],
+        targets: Sequence[ByteArray | None],
+        offset_bytes: int,
+        until_s: float,
+    ) -> list[bool]:
+        """Without the directory, as far as the index replica of this host goes."""
+        if not any(known):
+            return [False] * len(keys)
+        wanted = [
+            target
+            for copies, target in zip(known, targets, strict=True)
+            if copies and target is not None
+        ]
+        left_s = until_s - time.monotonic()
+        with self._registrations.covering(wanted):
+            arrived = self._getter.get_known(keys, known, targets, offset_bytes, left_s)
+        self._index.used([key for key, is_here in zip(keys, arrived, strict=True) if is_here])
+        return arrived
 
     def _get(
         self,
@@ -207,22 +257,28 @@ class StoreClient:
         found: Sequence[tuple[Copy, ...]],
         targets: Sequence[ByteArray | None],
         offset_bytes: int,
-        deadline_s: float,
+        until_s: float,
     ) -> list[bool]:
+        left_s = max(0.0, until_s - time.monotonic())
         with self._registrations.covering([each for each in targets if each is not None]):
-            return self._getter.get(keys, found, targets, offset_bytes, self._owner(), deadline_s)
+            return self._getter.get(keys, found, targets, offset_bytes, self._owner(), left_s)
 
     def _report_bad(self, copy: Copy) -> None:
         header = self._headers.read(copy)
         log.warning("bad copy %s", copy)
         if header is not None and header.generation == copy.generation:
+            self._index.removed([header.key])
             self.directory.drop_copy(header.key, copy.node_id, copy.generation)
 
     # ---- questions and changes
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Is each of these anywhere? Neither a lease nor a use."""
-        return self.directory.exist(keys)
+        """Is each of these anywhere? Neither a lease nor a use.
+
+        Evictions and other clients' removals may be heard of some milliseconds later
+        (index_reader.py); what is there is never denied.
+        """
+        return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
         """Where each of these is, how large, with which checksum; DRAM before SSD."""
@@ -232,6 +288,7 @@ class StoreClient:
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Give them up everywhere. False: a copy is in use, ask again later."""
         self._check_keys(keys, len(keys))
+        self._index.removed(keys)
         return self.directory.remove(keys)
 
     def change_replica(
@@ -292,6 +349,7 @@ class StoreClient:
         self._putter.close()
         self._restorer.close()
         self._movers.close()
+        self._index.close()
         self.nodes.close()
         self.directory.close()
 

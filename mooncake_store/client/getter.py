@@ -46,6 +46,26 @@ class Getter:
         away meanwhile it is a miss, and a lease would cost more than the copy of a small block."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
+    def get_known(
+        self,
+        keys: Sequence[bytes],
+        found: Sequence[tuple[Copy, ...]],
+        targets: Sequence[ByteArray | None],
+        offset_bytes: int,
+        deadline_s: float,
+    ) -> list[bool]:
+        """Which blocks could be read where a replica of the index says they are. It may be behind:
+        what does not prove whole here says nothing about the copy that the directory knows."""
+        request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
+        known = [
+            tuple(copy for copy in copies if request.fits(index, copy))
+            for index, copies in enumerate(found)
+        ]
+        best = self._nodes.choose(known)
+        chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
+        self._read(request, chosen, is_current=False)
+        return request.arrived
+
     def get(
         self,
         keys: Sequence[bytes],
@@ -113,7 +133,7 @@ class Getter:
         for group in self._restorer.restore(keys, copies, terms):
             self._read(request, {indices[at]: copy for at, copy in group})
 
-    def _read(self, request: _Request, chosen: dict[int, Copy]) -> None:
+    def _read(self, request: _Request, chosen: dict[int, Copy], is_current: bool = True) -> None:
         if not chosen:
             return
         wants, unsure = [], []
@@ -126,7 +146,7 @@ class Getter:
             wants.append(Want(copy, request.offset_bytes, (target, span), checksums))
             if not is_sure:
                 unsure.append(index)
-        came = self._reader.read(wants, request.left_s)
+        came = self._reader.read(wants, request.left_s, is_current)
         for index, is_here in zip(chosen, came, strict=True):
             request.arrived[index] = is_here
         unsure = [index for index in unsure if request.arrived[index]]

@@ -47,6 +47,7 @@ _BYTES = Decoder(bytes)
 _NAMES = Decoder(list[str])
 _SPILLS = Decoder(list[Spill])
 _BLOCKS = Decoder(list[tuple[bytes, Copy]])
+_PAGE = Decoder(tuple[list[tuple[bytes, tuple[Copy, ...]]], bool])
 _WORKERS = Decoder(list[WorkerInfo])
 _SNAPSHOT = Decoder(Snapshot)
 _STATS = Decoder(DirectoryStats)
@@ -198,6 +199,11 @@ class DirectoryClient:
         packed = b"".join(keys)
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
 
+    def used(self, keys: bytes) -> None:
+        """These blocks (16 bytes each, joined) were read by somebody who knew where they are. Does
+        not wait for the answer; when it is lost, they pass for a little colder than they are."""
+        self._requester.send(protocol.Used(keys), self.timeout_s)
+
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
         """Give up the copies of these keys (on one node only); False for what is in use."""
         return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
@@ -282,8 +288,14 @@ class DirectoryClient:
 
     # ---- the outside view
 
-    def snapshot(self) -> Snapshot:
-        return self._ask(protocol.TakeSnapshot(), _SNAPSHOT)
+    def snapshot(self, with_blocks: bool = True) -> Snapshot:
+        return self._ask(protocol.TakeSnapshot(with_blocks), _SNAPSHOT)
+
+    def index_page(
+        self, first: int, blocks_max: int
+    ) -> tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]:
+        """So many blocks of the index from number `first` on, and whether they are the last."""
+        return self._ask(protocol.IndexPage(first, blocks_max), _PAGE)
 
     def stats(self) -> DirectoryStats:
         return self._ask(protocol.Stats(), _STATS)

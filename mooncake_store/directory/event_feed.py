@@ -56,8 +56,14 @@ class EventFeed:
         on_snapshot: Callable[[Snapshot], None],
         on_events: Callable[[Sequence[Event]], None],
         timeout_s: float = 2.0,
+        on_heard: Callable[[], None] | None = None,
     ) -> None:
-        """`events_address` is not asked for when `address` is an election (etcd://...)."""
+        """`events_address` is not asked for when `address` is an election (etcd://...).
+
+        `on_heard`: called ten times a second, when all that has come was handed on. Who has it
+        takes care of what there was before: the snapshot names no holders.
+        """
+        self._on_heard = on_heard
         self._on_snapshot = on_snapshot
         self._on_events = on_events
         self._client = DirectoryClient(address, timeout_s)
@@ -117,6 +123,8 @@ class EventFeed:
             while not self._closing.is_set():
                 try:
                     self._turn(stream)
+                    if self._on_heard and self._is_current and not stream.poll(0):
+                        self._on_heard()
                 except Exception:  # edge: a bad message or listener must not end the feed
                     log.exception("event feed: will take a snapshot")
                     self._lost(time.monotonic() + RETRY_S)
@@ -211,7 +219,7 @@ class EventFeed:
 
     def _take_snapshot(self) -> None:
         try:
-            snapshot = self._client.snapshot()
+            snapshot = self._client.snapshot(with_blocks=self._on_heard is None)
         except StoreError as error:
             log.debug("event feed: no snapshot: %s", error)
             self._retry_s = time.monotonic() + RETRY_S

@@ -8,6 +8,7 @@
  *   a decision             conductor/routing/compiled.py
  *   a batch's forecast     conductor/load/compiled_forecast.py
  *   the torch engine       backends/engine/torch/native_layers.py
+ *   the index replica      mooncake_store/memory/index_table.py
  */
 
 #include <stdint.h>
@@ -1108,3 +1109,95 @@ void attend_last_tokens(void *data) {
     }
 }
 #endif
+
+/* ---- the index replica: keys looked up in a table that another process writes meanwhile */
+
+#define KEY_WORDS 2
+#define ENTRY_WORDS 8
+#define ENTRY_WAYS 7
+#define BUCKET_WORDS ((ENTRY_WAYS + 1) * ENTRY_WORDS)
+#define COPIES_MAX 2
+#define KEYS_AT_ONCE 32
+
+static inline uint64_t key_hash(const uint64_t *key) {
+    uint64_t mixed = (key[0] + key[1] * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
+    mixed ^= mixed >> 32;
+    mixed *= 0x9E3779B97F4A7C15u;
+    return mixed ^ mixed >> 29;
+}
+
+/* xxh3-64 of the 56 bytes of an entry. */
+static inline uint64_t entry_check(const uint64_t *entry) {
+    uint64_t hash = 56 * PRIME64_1;
+    const uint8_t from[4] = {16, 24, 0, 40}, secret[4] = {32, 48, 0, 16};
+    for (int part = 0; part < 4; part++) {
+        const uint8_t *data = (const uint8_t *)entry + from[part], *with = SECRET + secret[part];
+        hash += folded(word_at(data) ^ word_at(with), word_at(data + 8) ^ word_at(with + 8));
+    }
+    hash ^= hash >> 37;
+    hash *= PRIME_AVALANCHE;
+    return hash ^ (hash >> 32);
+}
+
+/* The entries of one key, whole ones only, in the order of its buckets; at most `most`. `found` may
+ * be 0. Each entry is copied before it is looked at: its writer does not wait. */
+static uint64_t entries_of(const uint64_t *const *buckets, uint64_t tag, const uint64_t *key,
+                           uint64_t most, uint64_t *found) {
+    uint64_t count = 0, entry[ENTRY_WORDS];
+    for (int which = 0; which < 2; which++) {
+        const volatile uint64_t *tags = buckets[which];
+        for (int way = 0; way < ENTRY_WAYS; way++) {
+            if (tags[way] != tag) continue;
+            const volatile uint64_t *there = tags + (way + 1) * ENTRY_WORDS;
+            for (int word = 0; word < ENTRY_WORDS; word++) entry[word] = there[word];
+            if (entry[0] != key[0] || entry[1] != key[1]) continue;
+            if (entry_check(entry) != entry[ENTRY_WORDS - 1]) continue;
+            if (found) memcpy(found + count * ENTRY_WORDS, entry, sizeof entry);
+            if (++count == most) return count;
+        }
+    }
+    return count;
+}
+
+/* Keys are taken several at once, so that the CPU waits for the memory of all of them together. */
+static void look_up(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
+                    uint8_t *exists, uint64_t *found) {
+    const uint64_t *buckets[KEYS_AT_ONCE][2];
+    uint64_t tags[KEYS_AT_ONCE], key[KEYS_AT_ONCE][KEY_WORDS];
+    for (uint64_t start = 0; start < count; start += KEYS_AT_ONCE) {
+        const uint64_t left = count - start, many = left < KEYS_AT_ONCE ? left : KEYS_AT_ONCE;
+        memcpy(key, keys + start * sizeof key[0], many * sizeof key[0]);
+        for (uint64_t at = 0; at < many; at++) {
+            const uint64_t hash = key_hash(key[at]);
+            const uint64_t first = hash & mask, second = (hash >> 32) & mask;
+            buckets[at][0] = table + first * BUCKET_WORDS;
+            buckets[at][1] = table + (second ^ (first == second)) * BUCKET_WORDS;
+            __builtin_prefetch(buckets[at][0]);
+            __builtin_prefetch(buckets[at][1]);
+            tags[at] = hash | 1;
+        }
+        for (uint64_t at = 0; at < many; at++)
+            for (int which = 0; which < 2; which++)
+                for (int way = 0; way < ENTRY_WAYS; way++)
+                    if (buckets[at][which][way] == tags[at])
+                        __builtin_prefetch(buckets[at][which] + (way + 1) * ENTRY_WORDS);
+        for (uint64_t at = 0; at < many; at++) {
+            uint64_t *into = found ? found + (start + at) * COPIES_MAX * ENTRY_WORDS : 0;
+            const uint64_t most = found ? COPIES_MAX : 1;
+            const uint64_t copies = entries_of(buckets[at], tags[at], key[at], most, into);
+            if (exists) exists[start + at] = copies > 0;
+        }
+    }
+}
+
+/* index_table.py: which of these keys have an entry; a byte for each. */
+void index_exist(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
+                 uint8_t *exists) {
+    look_up(table, mask, keys, count, exists, 0);
+}
+
+/* index_table.py: COPIES_MAX entries for each of these keys, zeros where there are none. */
+void index_find(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
+                uint64_t *found) {
+    look_up(table, mask, keys, count, 0, found);
+}

@@ -51,30 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake_store.node", description="A storage node.")
     parser.add_argument("--node-id", required=True)
     parser.add_argument("--directory", required=True, help="address of the directory")
-    parser.add_argument("--segment-bytes", required=True, type=int, help="DRAM to offer")
     parser.add_argument(
-        "--segment-path",
-        help="a file, or several joined by ':' that share the size equally "
-        "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
+        "--events",
+        default="",
+        help="address of the directory's event stream (an etcd:// directory says it): this host "
+        "then has a replica of the index, so its readers need not ask where a block is",
     )
-    parser.add_argument(
-        "--segment-numa", metavar="N,N", help="for each of these files, the NUMA node of its memory"
-    )
-    parser.add_argument(
-        "--unit-bytes",
-        type=int,
-        default=UNIT_BYTES,
-        help="grain of the memory, a power of two; a block takes a whole number of units "
-        "(%(default)s)",
-    )
-    parser.add_argument(
-        "--room-s-max",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="wait so long for memory that others still have, as those do who have mapped the "
-        "segment of this node's last incarnation (%(default)s)",
-    )
+    _add_memory_options(parser)
     parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
     parser.add_argument("--rack", default="", help="label; nodes of one rack are near each other")
     parser.add_argument(
@@ -112,6 +95,33 @@ def _parser() -> argparse.ArgumentParser:
         help="end when the thread that started this process ends",
     )
     return parser
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--segment-bytes", required=True, type=int, help="DRAM to offer")
+    parser.add_argument(
+        "--segment-path",
+        help="a file, or several joined by ':' that share the size equally "
+        "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
+    )
+    parser.add_argument(
+        "--segment-numa", metavar="N,N", help="for each of these files, the NUMA node of its memory"
+    )
+    parser.add_argument(
+        "--unit-bytes",
+        type=int,
+        default=UNIT_BYTES,
+        help="grain of the memory, a power of two; a block takes a whole number of units "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--room-s-max",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="wait so long for memory that others still have, as those do who have mapped the "
+        "segment of this node's last incarnation (%(default)s)",
+    )
 
 
 def _add_ssd_options(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +172,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         data=arguments.data,
         advertised=arguments.advertise,
         rack=arguments.rack,
+        directory=arguments.directory,
+        events=arguments.events,
         has_other_hosts=not arguments.directory.startswith("ipc://"),
         metrics_port=arguments.metrics_port,
         metrics_address=arguments.metrics_address,

@@ -163,4 +163,6 @@ def node_families(stats: NodeStats) -> Iterator[Metric]:
     yield counter(at + "checksum_failures", "Blocks whose bytes on the SSD were not theirs.",
                   stats.checksum_failures)  # fmt: skip
     yield counter(at + "disk_errors", "Errors of the disk.", stats.disk_errors)
+    yield gauge(at + "index_blocks", "In the index replica of its host, if it writes that.",
+                stats.index_blocks)  # fmt: skip
     yield counter(at + "fetched_blocks", "Blocks pulled from other nodes.", stats.fetched_blocks)

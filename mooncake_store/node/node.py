@@ -11,6 +11,7 @@ thread. So KV outlives a worker. What the Python here does:
   very process. A node that was replaced by a newer process of the same name ends;
 - copies cold blocks to the SSD (spiller.py);
 - answers on the control socket (control.py);
+- keeps the replica of the directory's index that readers of this host map (index_writer.py);
 - serves plain TCP for clients without NIXL, where asked to (tcp_server.py).
 
 A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
@@ -32,10 +33,12 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
 from mooncake_store.keys.curve import with_key_of
 from mooncake_store.layout import STATE_READY, geometry
+from mooncake_store.memory.index_table import is_wanted, table_path
 from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.memory.slot_memory import Block, SlotMemory
 from mooncake_store.node.agents import OpenAgents, open_agents
 from mooncake_store.node.control import NodeControl, NodeVerbs
+from mooncake_store.node.index_writer import IndexWriter
 from mooncake_store.node.metrics import NodeCollector, ReaderCollector, timed
 from mooncake_store.node.puller import Puller
 from mooncake_store.node.registration import Registration
@@ -48,6 +51,7 @@ from mooncake_store.transports.host_topology import topology_json
 from mooncake_store.transports.nixl_agent import NixlUnavailable
 from mooncake_store.transports.tcp_server import TcpServer
 from mooncake_store.transports.transport import TransferCounters
+from mooncake_store.wire.addresses import ELECTED
 from mooncake_store.wire.node_protocol import NodeStats
 
 log = logging.getLogger("mooncake_store.node")
@@ -71,6 +75,8 @@ class NodeOptions:
     data: str = ""  # host:port of a plain TCP server of the segment; "" for none
     advertised: str = ""  # "CONTROL,DATA" as clients see them; "": what is bound
     rack: str = ""
+    directory: str = ""  # addresses, for whoever follows it: of requests, and
+    events: str = ""  # of its events; "" where an election says it, or for nobody
     has_other_hosts: bool = False  # the directory can be reached from elsewhere
     metrics_port: int = 0  # 0: no page for Prometheus
     metrics_address: str = LOOPBACK
@@ -102,6 +108,7 @@ class StorageNode:
         self._tier: SsdTier | None = None
         self._tier_retry_s = 0.0  # when to try again to get it
         self._is_unheard = False  # the last report had no answer
+        self._index: IndexWriter | None = None
         try:
             self._open(leave)
         except BaseException:
@@ -147,6 +154,9 @@ class StorageNode:
             )  # fmt: skip
             page = MetricsPage(options.metrics_port, collectors, options.metrics_address)
             self._closers.append(page.close)
+        if self.info.index_path:
+            self._index = IndexWriter(self.info, options.directory, options.events)
+            self._closers.append(self._index.close)
         if options.ssd_folder:
             self._spiller.start()
             self._closers.append(self._spiller.close)
@@ -181,7 +191,15 @@ class StorageNode:
             has_inventory=True,
             nics=agents.nics,
             is_agent_local=agents.is_local,
+            index_path=self._index_path(),
         )
+
+    def _index_path(self) -> str:
+        options = self.options
+        is_followed = bool(options.events) or options.directory.startswith(ELECTED)
+        if not is_followed or not is_wanted():
+            return ""
+        return table_path(options.segment_path, options.directory)
 
     def _open_agents(self) -> OpenAgents:
         """Offer the segment to NIXL, by the agents of this host's network cards too."""
@@ -319,6 +337,7 @@ class StorageNode:
             checksum_failures=tier.counters.checksum_failures if tier else 0,
             disk_errors=tier.counters.disk_errors if tier else 0,
             fetched_blocks=self._puller.blocks,
+            index_blocks=self._index.blocks if self._index else 0,
         )
 
     def _epoch(self) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
 # Of notes of frontends, in the log: as many as one turn of the directory's loop can bring (1,024
@@ -26,8 +27,11 @@ NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
+    """`copy` says where in the node; None where nobody could read it from there."""
+
     key: bytes
     node_id: str
+    copy: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)

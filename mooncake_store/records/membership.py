@@ -49,6 +49,7 @@ class NodeInfo:
     has_inventory: bool = False  # it will say what it holds (adopt) before it takes blocks
     nics: tuple[NicAgent, ...] = ()  # agents for other hosts; empty: agent_name serves those too
     is_agent_local: bool = False  # agent_name serves this host only, as the operator wishes
+    index_path: str = ""  # of the index replica of its host (index_table.py); "" without one
 
     @property
     def is_ssd(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from mooncake_store.records.blocks import Slot
+from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
@@ -127,6 +127,10 @@ class Release(Verb, tag="release", frozen=True):
     owner: Name
 
 
+class Used(Verb, tag="used", frozen=True):
+    keys: Annotated[bytes, msgspec.Meta(max_length=16 * KEYS_MAX)]  # joined
+
+
 class DropCopy(Verb, tag="drop_copy", frozen=True):
     key: Key
     node_id: Name
@@ -206,7 +210,12 @@ class Workers(Verb, tag="workers", frozen=True):
 
 
 class TakeSnapshot(Verb, tag="snapshot", frozen=True):
-    pass
+    with_blocks: bool = True
+
+
+class IndexPage(Verb, tag="index_page", frozen=True):
+    first: Count
+    blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
 
 
 class Stats(Verb, tag="stats", frozen=True):
@@ -215,15 +224,16 @@ class Stats(Verb, tag="stats", frozen=True):
 
 AnyRequest = (
     RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | CommitReserved
-    | Abandon | Lookup | Exist | Remove | Renew | Release | DropCopy | Adopt | TakeSpills
+    | Abandon | Lookup | Exist | Used | Remove | Renew | Release | DropCopy | Adopt | TakeSpills
     | DrainNode | BlocksOn | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker
-    | DeregisterWorker | NoteRouted | Nodes | Workers | TakeSnapshot | Stats
+    | DeregisterWorker | NoteRouted | Nodes | Workers | TakeSnapshot | IndexPage | Stats
 )  # fmt: skip
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
     key: Key
     node_id: str
+    copy: Copy | None = None
 
 
 class RemovedMessage(msgspec.Struct, tag="removed", array_like=True, frozen=True):

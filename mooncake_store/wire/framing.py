@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mooncake_store.errors import ProtocolMismatch, RequestInvalid
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 REQUEST_BYTES_MAX = 16 * 2**20
 
 

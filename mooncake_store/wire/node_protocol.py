@@ -93,6 +93,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     checksum_failures: int = 0
     disk_errors: int = 0
     fetched_blocks: int = 0
+    index_blocks: int = 0  # in the replica of the index, where this node writes it
 
 
 _NONE = Decoder(type(None))

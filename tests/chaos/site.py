@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.memory.index_table import table_path
 from tests.chaos.client import Options
 
 MIB = 2**20
@@ -145,8 +146,8 @@ class ChaosSite:
     def _node(self, node_id: str, mib: int, *more: str) -> None:
         self._add(
             node_id, "mooncake_store.node", "--node-id", node_id, "--directory", self.address,
-            "--segment-bytes", str(mib * MIB), "--segment-path",
-            self.segment_path(node_id), "--die-with-parent",
+            "--events", f"ipc://{self.folder}/events", "--segment-bytes", str(mib * MIB),
+            "--segment-path", self.segment_path(node_id), "--die-with-parent",
             "--control", f"ipc://{self.folder}/{node_id}", *more,
         )  # fmt: skip
 
@@ -176,6 +177,7 @@ class ChaosSite:
                 member.kill()
         for path in Path("/dev/shm").glob(f"mooncake-chaos-{os.getpid()}-*"):
             path.unlink()
+        Path(table_path("/dev/shm/", self.address)).unlink(missing_ok=True)
 
 
 def wait_for(what: str, seconds: float, holds: object) -> None:

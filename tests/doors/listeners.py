@@ -83,6 +83,7 @@ class Site:
         self.segment = f"/dev/shm/mooncake-test-doors-{os.getpid()}"
         self.node = self._started(
             "mooncake_store.node", "--node-id", "n0", "--directory", self.directory_address,
+            "--events", self.events_address,
             "--segment-bytes", str(4 * 2**20), "--segment-path", self.segment, "--mapped-only",
             "--control", ANY_PORT, "--data", "127.0.0.1:0", "--die-with-parent",
             log=folder / "node.log",

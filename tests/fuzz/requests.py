@@ -260,6 +260,12 @@ def exist(world: World) -> None:
     assert list(known) == [bool(world.replica.holders.get(key)) for key in keys]
 
 
+def use(world: World) -> None:
+    """Somebody read blocks without asking, or says so of what is gone by now."""
+    keys = [world.rng.choice([*KEYS, b"nowhere".ljust(16)]) for _ in range(6)]
+    world.directory.used(b"".join(keys), world.now_s)
+
+
 def place(world: World) -> None:
     excluded = world.rng.sample([*world.nodes], world.rng.randint(0, 2))
     names = world.directory.place(world.rng.sample(KEYS, 3), excluded, world.now_s)
@@ -282,5 +288,5 @@ def too_large(world: World) -> None:
 
 STEPS = {
     allocate: 9, look_up: 6, read_tail: 1, copy: 4, work: 30, release: 3, renew: 1, give_up: 1,
-    freeze: 3, thaw: 2, pretend: 1, exist: 1, place: 1, too_large: 0.2,
+    freeze: 3, thaw: 2, pretend: 1, exist: 1, use: 3, place: 1, too_large: 0.2,
 }  # fmt: skip

@@ -55,6 +55,11 @@ class Walk:
             for key, copy in directory.blocks_on(node_id, 10**6, False, world.now_s)
         }
         assert found.keys() == promises.ready.keys(), "what is ready was never announced"
+        assert found == world.replica.copies, "it was announced in another place"
+        first = world.rng.randrange(len(snapshot.holders) + 1)
+        for key, copies in directory.index_page(first, 5, world.now_s)[0]:
+            for copy in copies:
+                assert found[copy.node_id, key] == copy, "a page says otherwise"
         for place, copy in found.items():
             use = promises.ready[place]
             assert Slot(*copy[:3]) == world.slot(use), f"{copy} is not {use}"

@@ -78,6 +78,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.holders: dict[bytes, set[str]] = {}
+        self.copies: dict[tuple[str, bytes], Copy] = {}
         self.nodes: dict[str, str] = {}
 
     def follow(self, event: Event) -> None:
@@ -86,9 +87,12 @@ class Replica:
             nodes = self.holders.setdefault(event.key, set())
             assert event.node_id not in nodes, "announced twice"
             nodes.add(event.node_id)
+            assert event.copy is not None and event.copy.node_id == event.node_id
+            self.copies[event.node_id, event.key] = event.copy
         elif isinstance(event, BlockRemoved):
             assert event.node_id in self.holders.get(event.key, ()), "removed and was not there"
             self.holders[event.key].remove(event.node_id)
+            del self.copies[event.node_id, event.key]
         elif isinstance(event, NodeUp):
             assert event.info.node_id not in self.nodes, "a node came twice"
             self.nodes[event.info.node_id] = event.info.incarnation

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from mooncake_store.memory.index_table import table_path
+
 MIB = 2**20
 AT_THAT_TIME = """
 import sys, time
@@ -82,12 +84,15 @@ class DirectoryProcess(StartedProcess):
 
 
 class NodeProcess(StartedProcess):
-    def __init__(self, folder: Path, directory: str, node_id: str, mib: int, *more: str) -> None:
+    def __init__(
+        self, folder: Path, directory: str, node_id: str, mib: int, *more: str, events: str = ""
+    ) -> None:
         self.node_id = node_id
+        self._index_path = table_path("/dev/shm/", directory)
         self.path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
         command = [
             "mooncake_store.node", "--node-id", node_id,
-            "--directory", directory, "--segment-bytes", str(mib * MIB),
+            "--directory", directory, "--events", events, "--segment-bytes", str(mib * MIB),
             "--segment-path", self.path, "--die-with-parent",
             "--control", f"ipc://{folder}/{node_id}", *more,
         ]  # fmt: skip
@@ -97,6 +102,8 @@ class NodeProcess(StartedProcess):
         super().close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._index_path)  # of a node that was killed
 
 
 class SiteProcesses:
@@ -112,7 +119,9 @@ class SiteProcesses:
         return self.directory.address
 
     def node(self, node_id: str, mib: int = 8, *more: str) -> NodeProcess:
-        self.nodes[node_id] = NodeProcess(self.folder, self.address, node_id, mib, *more)
+        self.nodes[node_id] = NodeProcess(
+            self.folder, self.address, node_id, mib, *more, events=self.directory.events_address
+        )
         return self.nodes[node_id]
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mooncake_store.directory.core.block_index import BlockIndex, copies_of
+from mooncake_store.directory.core.block_index import BlockIndex, Held, copies_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import (
     CopyKind,
@@ -262,7 +262,7 @@ class CopyTable:
             if copy.kind is CopyKind.EPHEMERAL:
                 self.ephemeral += 1
             else:
-                events.append(BlockAdded(copy.key, copy.size_class.node_id))
+                events.append(BlockAdded(copy.key, copy.size_class.node_id, copy.record))
         self.events.extend(events)
         for copy in copies if self.pins else ():
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
@@ -465,6 +465,21 @@ class CopyTable:
             self.ephemeral -= 1
         else:
             self.events.append(BlockRemoved(copy.key, copy.size_class.node_id))
+
+    # ---- use
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Somebody read these without asking; the last one last."""
+        hits = [held for key in keys if (held := self.blocks.held.get(key)) is not None]
+        self.totals.lookup_blocks += len(keys)
+        self.totals.hit_blocks += len(hits)
+        self.touch_all(hits)
+
+    def touch_all(self, blocks: Iterable[Held]) -> None:
+        """They were used without a lease, in this order."""
+        for held in blocks:
+            for copy in copies_of(held):
+                self.touch(copy)
 
     # ---- pins
 

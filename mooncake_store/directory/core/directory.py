@@ -27,14 +27,13 @@ inventory.py), which copy to drop (eviction/), who is alive (nodes.py, workers.p
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 
-from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.block_keys import split_keys
 from mooncake_store.directory.core import inventory, reservations
-from mooncake_store.directory.core.block_index import Held, copies_of, records_of
+from mooncake_store.directory.core.block_index import Held, IndexPage, copies_of, records_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Pin
@@ -312,24 +311,21 @@ class Directory:
             table.leases.refuse_too_many(owner, len(pairs))
             table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
             return answer
-        for held in reversed(hits):  # the end of the chain first: it is the colder one
-            for copy in copies_of(held):
-                table.touch(copy)
+        table.touch_all(reversed(hits))  # the end of the chain first: it is the colder one
         return answer
 
     def exist(self, keys: bytes, now_s: float) -> bytes:
         """Is each of these keys (16 bytes each, joined) anywhere? One byte per key: 0 or 1.
 
-        No lease and no use: a question of a scheduler, a thousand keys at a time, so neither side
-        makes an object per key.
+        No lease and no use. Of a thousand keys at a time: neither side makes an object per key.
         """
         self._copies.advance(now_s)
-        if len(keys) % KEY_BYTES:
-            raise RequestInvalid(
-                f"{len(keys)} bytes are no whole number of keys of {KEY_BYTES} bytes"
-            )
-        split = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
-        return bytes(map(self._copies.blocks.held.__contains__, split))
+        return bytes(map(self._copies.blocks.held.__contains__, split_keys(keys)))
+
+    def used(self, keys: bytes, now_s: float) -> None:
+        """These (16 bytes each, joined) were read without asking; the last one was used last."""
+        self._copies.advance(now_s)
+        self._copies.used(split_keys(keys))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
         """This copy proved missing or corrupt. False when it is not the current one."""
@@ -421,7 +417,7 @@ class Directory:
         """Events after number `sequence`; None when they are gone: take a snapshot."""
         return self._copies.events.since(sequence)
 
-    def snapshot(self, now_s: float) -> Snapshot:
+    def snapshot(self, now_s: float, with_blocks: bool = True) -> Snapshot:
         self._copies.advance(now_s)
         return Snapshot(
             epoch=self.epoch,
@@ -429,8 +425,13 @@ class Directory:
             nodes=tuple(holder.info for holder in self._nodes),
             workers=tuple(self._workers.infos),
             reports=tuple(self._workers.reports),
-            holders=tuple(self._copies.blocks.announced()),
+            holders=tuple(self._copies.blocks.announced()) if with_blocks else (),
         )
+
+    def index_page(self, first: int, blocks_max: int, now_s: float) -> IndexPage:
+        """Announced blocks from number `first` on, and whether they are the last ones."""
+        self._copies.advance(now_s)
+        return self._copies.blocks.page(first, blocks_max)
 
     def stats(self, now_s: float) -> DirectoryStats:
         table = self._copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def test_processes_that_start_together_all_have_it() -> None:
     code = "from mooncake_store.native import library; assert library.library(), library.why_not()"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     assert [process.wait(60) for process in started] == [0] * 4
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="this host has no C compiler")
+def test_where_there_is_a_compiler_there_is_a_library() -> None:
+    """Tests of both paths would pass without a word when the C did not compile."""
+    assert library.library() is not None, library.why_not()
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from mooncake_store import errors
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.records import events
+from mooncake_store.records.blocks import Copy
 from mooncake_store.wire import directory_protocol as protocol
 from mooncake_store.wire.framing import (
     PROTOCOL_VERSION,
@@ -101,6 +102,7 @@ def test_every_event_arrives_as_it_was_sent() -> None:
     key = chain(1)[0]
     sent: list[events.Event] = [
         events.BlockAdded(key, "s0"),
+        events.BlockAdded(key, "s0", Copy("s0", 3, 2**61, 2**63 + 1, 4096)),
         events.BlockRemoved(key, "s1"),
         events.NodeUp(node_info()),
         events.NodeDown("s0", "n1"),

@@ -283,12 +283,15 @@ def test_evicting_and_committing_are_announced_in_order() -> None:
     first, second = chain(2)
     before = directory.sequence
     put(directory, [first])
+    (place,) = directory.lookup([first], "", 0.0, 0.0)[0]
     put(directory, [second])
+    (other,) = directory.lookup([second], "", 0.0, 0.0)[0]
     assert directory.events_since(before) == [
-        BlockAdded(first, "s0"),
+        BlockAdded(first, "s0", place),
         BlockRemoved(first, "s0"),
-        BlockAdded(second, "s0"),
+        BlockAdded(second, "s0", other),
     ]
+    assert place.slot == other.slot and place.generation < other.generation
 
 
 def test_a_node_that_stops_reporting_is_gone_with_its_copies() -> None:
@@ -445,7 +448,10 @@ def test_events_that_are_not_kept_any_more_ask_for_a_snapshot() -> None:
     put(directory, chain(4))
     assert directory.sequence == 5
     assert directory.events_since(0) is None
-    assert directory.events_since(1) == [BlockAdded(key, "s0") for key in chain(4)]
+    places = directory.lookup(chain(4), "", 0.0, 0.0)
+    assert directory.events_since(1) == [
+        BlockAdded(key, "s0", place) for key, (place,) in zip(chain(4), places, strict=True)
+    ]
     assert directory.events_since(5) == []
 
 

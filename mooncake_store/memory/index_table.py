@@ -1,0 +1,437 @@
+"""The directory's index as the readers of one host see it: a bounded table in a file that they map.
+
+Who writes it follows the directory (node/index_writer.py); who reads it asks nobody and waits for
+nobody. An entry is one copy of one block: key, node, slot, generation, checksum, size. It ends with
+a checksum of itself, as the header of a slot does, so an entry that is read while it is being
+written, or of which a write was cut short, reads as "nothing here", on every kind of CPU. What a
+reader does not find here, it asks the directory.
+
+    head      magic, buckets, epoch, sequence and `stamp`: when its writer had applied all there was
+    names     of the nodes, each with a checksum; a name keeps its number
+    buckets   of 512 bytes: 7 tags and 7 entries of 64 bytes
+
+A key belongs to two buckets, by its hash; its tags there say in one line of the CPU's cache which
+entries to look at. Where both buckets are full somebody's entry goes: the directory knows it still.
+A key has at most COPIES_MAX entries; copies on the nodes of this host have precedence.
+
+The file is of one user, 0600; the writer holds an exclusive flock on it for life, so the next one
+knows when it may take over. Reading is in C (native.c) where there is a compiler, else in numpy.
+
+Not here: what to do with a stale or wrong entry (client/index_reader.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+import stat
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mooncake_store.block_keys import KEY_BYTES
+from mooncake_store.memory.segment_file import (
+    SegmentRefused,
+    create_locked,
+    is_hugetlbfs,
+    try_lock,
+    unlink_if_same,
+)
+from mooncake_store.native.library import NativeFunction, quick_function
+from mooncake_store.records.blocks import Copy
+
+SWITCH = "MOONCAKE_INDEX_REPLICA"  # "off": nobody here writes or reads one
+MAGIC = int.from_bytes(b"MKINDEX1", "little")  # another one whenever what lies here changes
+COPIES_MAX = 2  # entries of one key
+NODES_MAX = 1_024
+BYTES_MIN, BYTES_MAX = 2**20, 2**30  # of all buckets
+WAYS = 7  # entries of a bucket; its first 64 bytes have their tags
+BUCKET_BYTES = 512
+STALE_S = 1.0  # a writer stamps ten times a second; later than this it is not believed
+
+_WORD = 8
+_BUCKET_WORDS = BUCKET_BYTES // _WORD
+_ENTRY = struct.Struct("=16sQQQQQ")  # key, generation, checksum, size_bytes, slot, node + 1
+_CHECK = struct.Struct("=Q")
+_ENTRY_WORDS = (_ENTRY.size + _CHECK.size) // _WORD
+_FOUND = struct.Struct("=16x6Q")
+assert _ENTRY_WORDS * (WAYS + 1) == _BUCKET_WORDS
+_AT_MAGIC, _AT_BUCKETS, _AT_EPOCH, _AT_SEQUENCE, _AT_STAMP_NS = range(5)
+HEAD_BYTES = 4096
+_NAME = struct.Struct("=H254s")
+_NAME_BYTES = _NAME.size + _CHECK.size
+_BUCKETS_AT = -(-(HEAD_BYTES + NODES_MAX * _NAME_BYTES) // 4096) * 4096
+_FOR_KEYS, _TO_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_MASK = 2**64 - 1
+_PAIR = struct.Struct("=2Q")
+Words = np.ndarray[Any, Any]
+
+
+@functools.cache
+def _native(name: str) -> NativeFunction | None:
+    arguments = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p
+    return quick_function(name, None, arguments)
+
+
+def is_wanted() -> bool:
+    return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
+
+
+def table_path(segment_path: str, directory: str) -> str:
+    """Where the storage nodes of this host and user that belong to a directory have their table:
+    whichever of them comes first writes it."""
+    folder = os.path.dirname(segment_path.split(":")[0]) or "."
+    if is_hugetlbfs(folder):
+        folder = "/dev/shm"
+    name = hashlib.blake2b(directory.encode(), digest_size=6).hexdigest()
+    return os.path.join(folder, f"mooncake-index-{os.getuid()}-{name}")
+
+
+def table_bytes(segment_bytes: int) -> int:
+    """Of the buckets beside a segment: less than a hundredth of it."""
+    wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
+    return 1 << (wished.bit_length() - 1)
+
+
+def _hash(key: bytes) -> int:
+    low, high = _PAIR.unpack(key)
+    mixed: int = (low + high * _FOR_KEYS) * _TO_MIX & _MASK
+    mixed ^= mixed >> 32
+    mixed = mixed * _FOR_KEYS & _MASK
+    return mixed ^ mixed >> 29
+
+
+def _buckets_of(hashed: int, mask: int) -> tuple[int, int]:
+    first, second = hashed & mask, (hashed >> 32) & mask
+    return first, second ^ (first == second)
+
+
+class IndexTable:
+    """The writer's side. One thread uses it."""
+
+    def __init__(self, path: str, size_bytes: int) -> None:
+        """`size_bytes`: of all buckets, a power of two. SegmentRefused: a living process writes
+        there, or there is no room for it."""
+        buckets = size_bytes // BUCKET_BYTES
+        assert buckets >= 2 and buckets & (buckets - 1) == 0, size_bytes
+        self.path = path
+        self._mask = buckets - 1
+        self._names: dict[str, int] = {}
+        self._local: set[int] = set()  # numbers, plus 1, of the nodes of this host
+        self._turn = 0
+        self.entries = 0
+        _refuse_living(path)
+        self._descriptor = create_locked(path)
+        try:
+            os.posix_fallocate(self._descriptor, 0, _BUCKETS_AT + size_bytes)
+            self._memory = mmap.mmap(self._descriptor, _BUCKETS_AT + size_bytes)
+        except OSError as error:
+            unlink_if_same(path, self._descriptor)
+            os.close(self._descriptor)
+            raise SegmentRefused(f"no room for the index replica {path}: {error}") from error
+        self._words = memoryview(self._memory).cast("Q")
+        self._words[_AT_BUCKETS] = buckets
+        self._words[_AT_MAGIC] = MAGIC
+
+    # ---- what it says of itself
+
+    @property
+    def capacity(self) -> int:
+        return (self._mask + 1) * WAYS
+
+    def begin(self, epoch: int, sequence: int) -> None:
+        """Anew and empty: something was missed, or another directory leads."""
+        self._words[_AT_STAMP_NS] = 0
+        zeros = bytes(BYTES_MIN)
+        for start in range(_BUCKETS_AT, len(self._memory), len(zeros)):
+            end = min(start + len(zeros), len(self._memory))
+            self._memory[start:end] = zeros[: end - start]
+        self.entries = 0
+        self.moved(epoch, sequence)
+
+    def moved(self, epoch: int, sequence: int) -> None:
+        self._words[_AT_EPOCH], self._words[_AT_SEQUENCE] = epoch, sequence
+
+    def stamp(self, boot_s: float) -> None:
+        """All that the directory has said up to then is in the table."""
+        self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
+
+    # ---- entries
+
+    def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
+        """False: there was no room for it among what is worth more."""
+        node = self._number(copy.node_id, is_local)
+        if node is None:
+            return False
+        hashed = _hash(key)
+        at = self._place(key, hashed, node)
+        if at is None:
+            return False
+        fields = _ENTRY.pack(key, copy.generation, copy.checksum, copy.size_bytes, copy.slot, node)
+        bucket, way = at
+        tag = bucket * _BUCKET_WORDS + _BUCKETS_AT // _WORD + way
+        self.entries += not self._words[tag]
+        start = _entry_at(bucket, way)
+        check = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+        self._memory[start : start + _ENTRY_WORDS * _WORD] = fields + check
+        self._words[tag] = hashed | 1
+        return True
+
+    def drop(self, key: bytes, node_id: str) -> None:
+        number = self._names.get(node_id)
+        if number is None:
+            return
+        for (bucket, way), node in self._of(key, _hash(key)):
+            if node == number + 1:
+                self._empty(bucket, way)
+
+    def _empty(self, bucket: int, way: int) -> None:
+        self._words[bucket * _BUCKET_WORDS + _BUCKETS_AT // _WORD + way] = 0
+        start = _entry_at(bucket, way)
+        self._memory[start : start + _ENTRY_WORDS * _WORD] = bytes(_ENTRY_WORDS * _WORD)
+        self.entries -= 1
+
+    def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
+        """Where the entry of this copy goes; None when all that is there is worth more."""
+        there = self._of(key, hashed)
+        for at, other in there:
+            if other == node:
+                return at
+        is_local = node in self._local
+        if len(there) >= COPIES_MAX:
+            far = [at for at, other in there if other not in self._local]
+            return far[0] if is_local and far else None
+        ways = [(bucket, way) for bucket in _buckets_of(hashed, self._mask) for way in range(WAYS)]
+        # Into the emptier one of its buckets, so that they fill evenly.
+        free = [at for at in ways if not self._words[self._tag_at(*at)]]
+        if free:
+            first = [at for at in free if at[0] == ways[0][0]]
+            return first[0] if 2 * len(first) >= len(free) else free[-1]
+        self._turn += 1
+        turned = ways[self._turn % len(ways) :] + ways[: self._turn % len(ways)]
+        far = [at for at in turned if self._node_of(at) not in self._local]
+        return far[0] if far else turned[0] if is_local else None
+
+    def _of(self, key: bytes, hashed: int) -> list[tuple[tuple[int, int], int]]:
+        """The entries of this key: where they are, and the number of their node plus 1."""
+        found, tag = [], hashed | 1
+        for bucket in _buckets_of(hashed, self._mask):
+            start = self._tag_at(bucket, 0)
+            tags = self._words[start : start + WAYS].tolist()
+            if tag not in tags:
+                continue
+            for way in range(WAYS):
+                at = _entry_at(bucket, way)
+                if tags[way] == tag and self._memory[at : at + KEY_BYTES] == key:
+                    found.append(((bucket, way), self._node_of((bucket, way))))
+        return found
+
+    def _tag_at(self, bucket: int, way: int) -> int:
+        return _BUCKETS_AT // _WORD + bucket * _BUCKET_WORDS + way
+
+    def _node_of(self, at: tuple[int, int]) -> int:
+        return self._words[_entry_at(*at) // _WORD + _ENTRY_WORDS - 2]
+
+    def _number(self, node_id: str, is_local: bool) -> int | None:
+        """Of this node, plus 1; None when too many have had one."""
+        number = self._names.get(node_id)
+        if number is None:
+            raw = node_id.encode()
+            if len(self._names) >= NODES_MAX or len(raw) > 254:
+                return None
+            number = self._names[node_id] = len(self._names)
+            fields = _NAME.pack(len(raw), raw)
+            start = HEAD_BYTES + number * _NAME_BYTES
+            check = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+            self._memory[start : start + _NAME_BYTES] = fields + check
+        if is_local:
+            self._local.add(number + 1)
+        return number + 1
+
+    def check(self) -> None:
+        """Prove the invariants."""
+        found: dict[tuple[bytes, int], int] = {}
+        entries = 0
+        for bucket in range(self._mask + 1):
+            for way in range(WAYS):
+                tag = self._words[self._tag_at(bucket, way)]
+                start = _entry_at(bucket, way)
+                raw = self._memory[start : start + _ENTRY_WORDS * _WORD]
+                if not tag:
+                    assert not any(raw), "an empty entry has something in it"
+                    continue
+                entries += 1
+                key, node = raw[:KEY_BYTES], self._node_of((bucket, way))
+                hashed = _hash(key)
+                assert tag == hashed | 1 and bucket in _buckets_of(hashed, self._mask)
+                assert (key, node) not in found, "a copy has two entries"
+                assert _CHECK.unpack_from(raw, _ENTRY.size)[0] == xxhash.xxh3_64_intdigest(
+                    raw[: _ENTRY.size]
+                )
+                found[key, node] = tag
+        assert entries == self.entries, (entries, self.entries)
+        assert all(count <= COPIES_MAX for count in Counter(key for key, _ in found).values())
+
+    def close(self) -> None:
+        """Readers see at once that nobody writes any more. Twice is harmless."""
+        if self._descriptor < 0:
+            return
+        self._words[_AT_STAMP_NS] = 0
+        unlink_if_same(self.path, self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._words.release()
+        self._memory.close()
+
+
+def _refuse_living(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if not try_lock(descriptor, fcntl.LOCK_SH, keep=False):
+                raise SegmentRefused(f"another process writes {path}")
+        finally:
+            os.close(descriptor)
+
+
+def _entry_at(bucket: int, way: int) -> int:
+    return _BUCKETS_AT + bucket * BUCKET_BYTES + (way + 1) * _ENTRY_WORDS * _WORD
+
+
+class IndexView:
+    """A reader's side. Any number of threads may use it."""
+
+    def __init__(self, path: str) -> None:
+        """SegmentRefused when there is none that can be trusted."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentRefused(f"no index replica {path}: {error.strerror}") from error
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise SegmentRefused(f"the index replica {path} is somebody else's")
+            if found.st_size <= _BUCKETS_AT:
+                raise SegmentRefused(f"the index replica {path} is being made")
+            self._memory = mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._memory).cast("Q")
+        buckets = self._words[_AT_BUCKETS]
+        is_whole = _BUCKETS_AT + buckets * BUCKET_BYTES == found.st_size
+        if self._words[_AT_MAGIC] != MAGIC or not is_whole or buckets & (buckets - 1):
+            raise SegmentRefused(f"the index replica {path} is of another release")
+        self._mask = buckets - 1
+        words = np.frombuffer(self._memory, np.uint64, offset=_BUCKETS_AT)
+        self._buckets = words.reshape(buckets, WAYS + 1, _ENTRY_WORDS)
+        self._address = int(words.ctypes.data)
+        self._names: list[str] = []
+
+    def is_current(self, boot_s: float) -> bool:
+        """Has its writer heard all that the directory said, a moment ago?"""
+        return boot_s - STALE_S < self._words[_AT_STAMP_NS] / 1e9
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, sequence) of the last event in it."""
+        return self._words[_AT_EPOCH], self._words[_AT_SEQUENCE]
+
+    def exist(self, keys: bytes) -> bytes:
+        """Is there a copy of each of these keys (16 bytes each, joined)? One byte per key: 0 or 1.
+
+        0 says nothing: ask the directory.
+        """
+        count, look = len(keys) // KEY_BYTES, _native("index_exist")
+        if look is None:
+            return self.exist_in_python(keys)
+        found = ctypes.create_string_buffer(count)
+        look(self._address, self._mask, keys, count, found)
+        return found.raw
+
+    def exist_in_python(self, keys: bytes) -> bytes:
+        """What native.c does likewise."""
+        found = np.zeros(len(keys) // KEY_BYTES, np.uint8)
+        found[self._entries(keys)[0]] = 1
+        return found.tobytes()
+
+    def find(self, keys: bytes) -> list[tuple[Copy, ...]]:
+        """The copies of each key, as far as they are here."""
+        count, look = len(keys) // KEY_BYTES, _native("index_find")
+        if look is None:
+            return self.find_in_python(keys)
+        entry_bytes = _ENTRY_WORDS * _WORD
+        found = bytearray(count * COPIES_MAX * entry_bytes)
+        place = (ctypes.c_char * len(found)).from_buffer(found) if found else None
+        look(self._address, self._mask, keys, count, place)
+        rows = list(_FOUND.iter_unpack(found))
+        return [
+            self._copies(rows[at : at + COPIES_MAX])
+            for at in range(0, count * COPIES_MAX, COPIES_MAX)
+        ]
+
+    def find_in_python(self, keys: bytes) -> list[tuple[Copy, ...]]:
+        numbers, entries = self._entries(keys)
+        rows: list[list[Sequence[int]]] = [[] for _ in range(len(keys) // KEY_BYTES)]
+        for number, row in zip(numbers.tolist(), entries[:, 2:].tolist(), strict=True):
+            rows[number].append(row)
+        return [self._copies(each[:COPIES_MAX]) for each in rows]
+
+    def _copies(self, rows: Sequence[Sequence[int]]) -> tuple[Copy, ...]:
+        found = []
+        for generation, checksum, size_bytes, slot, node, _ in rows:
+            name = self._name(node - 1) if node else ""
+            if name:
+                found.append(Copy(name, slot, generation, checksum, size_bytes))
+        return tuple(found)
+
+    def _entries(self, keys: bytes) -> tuple[Words, Words]:
+        """The whole entries of these keys: whose each is, and their words."""
+        pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        hashed = _hashes(pairs)
+        mask, shift = np.uint64(self._mask), np.uint64(32)
+        first, second = hashed & mask, (hashed >> shift) & mask
+        second ^= (first == second).astype(np.uint64)
+        buckets = np.stack([first, second], axis=1)
+        tags = self._buckets[buckets, 0, :WAYS]
+        number, which, way = np.nonzero(tags == (hashed | np.uint64(1))[:, None, None])
+        entries = self._buckets[buckets[number, which], way + 1]  # a copy: the writer goes on
+        is_theirs = (entries[:, :2] == pairs[number]).all(axis=1)
+        raw, size = entries.tobytes(), _ENTRY_WORDS * _WORD
+        digest = xxhash.xxh3_64_intdigest
+        checks = [digest(raw[at : at + _ENTRY.size]) for at in range(0, len(raw), size)]
+        is_whole = is_theirs & (np.array(checks, np.uint64) == entries[:, -1])
+        return number[is_whole], entries[is_whole]
+
+    def _name(self, number: int) -> str:
+        """ "" when it is not known, or being written."""
+        if number < len(self._names):
+            return self._names[number]
+        names: list[str] = []
+        for start in range(HEAD_BYTES, HEAD_BYTES + NODES_MAX * _NAME_BYTES, _NAME_BYTES):
+            raw = self._memory[start : start + _NAME_BYTES]
+            length, padded = _NAME.unpack_from(raw)
+            (check,) = _CHECK.unpack_from(raw, _NAME.size)
+            if not length or check != xxhash.xxh3_64_intdigest(raw[: _NAME.size]):
+                break
+            names.append(padded[:length].decode())
+        self._names = names
+        return names[number] if number < len(names) else ""
+
+
+def _hashes(pairs: Words) -> Words:
+    """`_hash` of many keys."""
+    for_keys = np.uint64(_FOR_KEYS)
+    mixed: Words = (pairs[:, 0] + pairs[:, 1] * for_keys) * np.uint64(_TO_MIX)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= for_keys
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
