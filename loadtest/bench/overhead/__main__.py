@@ -72,6 +72,7 @@ class OverheadShape:
     short_tokens: int
     prompt_tokens: int
     output_tokens: int
+    answer_tokens: int
     long_tokens: int
     chunk_tokens: int
     rounds: int
@@ -79,7 +80,8 @@ class OverheadShape:
     @property
     def kv_tokens(self) -> int:
         """Of all that the bare engine has in its pages at once, a block for each request's rest."""
-        streams = STREAMS * (self.prompt_tokens + self.output_tokens + 64)
+        longest_tokens = max(self.output_tokens, self.answer_tokens)
+        streams = STREAMS * (self.prompt_tokens + longest_tokens + 64)
         beside = BESIDE_STREAMS * (self.prompt_tokens + BESIDE_STEPS + 64) + self.long_tokens
         return self.short_tokens + 128 + max(streams, beside)
 
@@ -173,7 +175,7 @@ async def throughput(bench: Bench) -> None:
         }  # fmt: skip
         for index in range(shape.rounds + 1):  # the first one caches the prompts
             with console.status(f"throughput, round {index} of {shape.rounds} ..."):
-                streams_s = bench.engine.streams_s(prompts, shape.output_tokens)
+                streams_s = bench.engine.streams_s(prompts, shape.answer_tokens)
                 begin_s = max(times_s[0] for times_s in streams_s)
                 end_s = max(times_s[-1] for times_s in streams_s)
                 row: dict[str, Cell] = {"round": index}
@@ -181,7 +183,7 @@ async def throughput(bench: Bench) -> None:
                 row["engine_tokens_per_s"] = round(decoded / (end_s - begin_s), 1)
                 for name, way in ways.items():
                     for kind, is_streamed in (("streamed", True), ("whole", False)):
-                        rate = await tokens_per_s(way, texts, shape.output_tokens, is_streamed)
+                        rate = await tokens_per_s(way, texts, shape.answer_tokens, is_streamed)
                         row[f"{name}_{kind}_tokens_per_s"] = round(rate, 1)
             if index:
                 rows.append(row)
@@ -302,13 +304,22 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Medians are over them.")] = 5,
     short_tokens: Annotated[int, typer.Option(min=65, help="Of the cached prompt.")] = 350,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each stream's prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=64, help="Of each answer.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=64, help="Of each stream, for TBT.")] = 256,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=64,
+            help="Of each answer, for throughput: the time to the first token is little of it.",
+        ),
+    ] = 1_000,
     threads: Annotated[int, typer.Option(min=1, help="As in the workers' config.pbtxt.")] = 1,
     seed: FreshSeed = None,
 ) -> None:
     """Measure what serving adds to the bare engine; the last line is JSON."""
     seed = secrets.randbits(62) if seed is None else seed
-    shape = OverheadShape(short_tokens, prompt_tokens, output_tokens, 8_000, 512, rounds)
+    shape = OverheadShape(
+        short_tokens, prompt_tokens, output_tokens, answer_tokens, 8_000, 512, rounds
+    )
     [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
     arguments = ["--prefill", "1", "--decode", "1", "--openai-port", str(port)]
     with benchmark("overhead") as run, contextlib.ExitStack() as stack:
