@@ -260,8 +260,10 @@ static double least_of(const double *values, int64_t count) {
     return least;
 }
 
-/* Of the rows with values up to the limit the one of least rank, the first of equals. */
-static int64_t best_ranked(const double *values, double limit, const double *rank, int64_t count) {
+/* Of the rows with values up to the limit the one of least rank, the first of equals. Of values that
+ * are no numbers, which nobody should have sent, the first row that may be chosen. */
+static int64_t best_ranked(const double *values, double limit, const double *rank,
+                           const uint8_t *is_choice, int64_t count) {
     int64_t best = -1;
     for (int64_t from = 0; from < count; from += LANES_OF_DOUBLES) {
         const int64_t end = MIN(from + LANES_OF_DOUBLES, count);
@@ -274,6 +276,8 @@ static int64_t best_ranked(const double *values, double limit, const double *ran
         for (int64_t row = from; row < end; row++)
             if (values[row] <= limit && (best < 0 || rank[row] < rank[best])) best = row;
     }
+    for (int64_t row = 0; best < 0; row++)
+        if (is_choice[row]) best = row;
     return best;
 }
 
@@ -471,7 +475,7 @@ static double choose_first(decision_t *d) {
     }
     EACH(row, count) in.cost_s[row] = in.is_choice[row] ? in.cost_s[row] : __builtin_inf();
     const double least_s = least_of(in.cost_s, count);
-    d->first = best_ranked(in.cost_s, within(d, least_s), in.rank, count);
+    d->first = best_ranked(in.cost_s, within(d, least_s), in.rank, in.is_choice, count);
     return least_s;
 }
 
@@ -501,7 +505,7 @@ static double choose_partner(const decision_t *d, const uint8_t *joinable, int64
         in.decode_cost_s[row] = joinable[row] ? in.decode_cost_s[row] : __builtin_inf();
     const double least_s = least_of(in.decode_cost_s, count);
     const double limit_s = least_s * (1.0 + in.tie_ratio);
-    int64_t best = best_ranked(in.decode_cost_s, limit_s, rank, count);
+    int64_t best = best_ranked(in.decode_cost_s, limit_s, rank, joinable, count);
     double best_rank = rank[best];
     for (int64_t at = in.own_from[prefill]; at < in.own_from[prefill + 1]; at++) {
         const int64_t row = in.own[at];

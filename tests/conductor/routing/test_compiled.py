@@ -3,6 +3,7 @@ that decides."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import fields
 
@@ -24,7 +25,7 @@ from mooncake_store.records.events import (
     WorkerUp,
 )
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
-from tests.conductor.fleet import node, report, worker
+from tests.conductor.fleet import conductor, node, prompt, report, worker
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason=library.why_not())
 DEPTH = 40  # blocks of the longest prompt
@@ -232,6 +233,19 @@ def test_a_compiled_decision_is_the_one_that_numpy_makes(policy: str, seed: int)
     if POLICIES[policy].fetch != "never":
         assert any(each.fetch_node for each in routes)
     assert any(each.local_blocks for each in routes)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_coefficients_that_are_no_numbers_do_no_harm(role: str) -> None:
+    """Wherever they come from: the process goes on, and a pair is chosen."""
+    nothing = (math.nan, math.nan, math.nan)
+    events: list[Event] = [NodeUp(node("s0"))]
+    for number in range(3):
+        for each in ("prefill", "decode"):
+            changes = {f"{role}_coefficients": nothing} if each == role else {}
+            events.append(WorkerUp(worker(f"{each[0]}{number}", each, "s0", **changes)))
+    made = conductor(events, admission="none")
+    assert isinstance(made.on_request(prompt("r1", "a*3"), 0.0), Route)
 
 
 def test_without_a_compiler_numpy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
