@@ -303,15 +303,14 @@ class Conductor:
             self._note_routed(route, request, prefill.fetch_s, now_s)
             if usage is not None:
                 self._noted.add(usage)
-        reused_blocks = prefill.local_blocks + prefill.fetch_blocks
-        self._hotspots.note(request.block_keys, reused_blocks, now_s)
+        self._hotspots.note(request.block_keys, prefill.local_blocks + route.fetch_blocks, now_s)
         totals = self._totals
         totals.routed += 1
         totals.prompt_tokens += request.prompt_tokens
         totals.cached_tokens += prefill.cached_tokens
         if prefill.source is not None:
             totals.fetches += 1
-            totals.fetched_blocks += prefill.fetch_blocks
+            totals.fetched_blocks += route.fetch_blocks
         return route
 
     def on_prefill_finished(

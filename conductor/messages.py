@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,7 @@ class WorkerRef:
     grpc_address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The terms of one pair. ttft_s is the sum of the four above it."""
 
     queue_s: float  # prefill work that goes before this request

@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -168,8 +169,10 @@ DECODE_BUSY = 0.9  # of its limit: below, decoding is not what is short
 DECODE_LESS, DECODE_MORE = 0.9, 0.01  # factor at a plan after a rejection, step at one without
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
+NOBODY_ELSEWHERE: Mapping[str, float] = {}
+
+
+class Pressure(NamedTuple):
     """How loaded the two pools are at this moment, before the request in question."""
 
     backlog_s: float  # mean seconds of prefill queued, over the workers that take requests
@@ -177,7 +180,7 @@ class Pressure:
     decode_load: float  # of the best decode worker: the highest of its loads / limits
     is_decoding: bool = True  # it is not empty
     # Prefill seconds per second that other frontends were asked for lately, by tenant.
-    elsewhere: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: Mapping[str, float] = NOBODY_ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)

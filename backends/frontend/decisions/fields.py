@@ -23,7 +23,6 @@ Not here: who is shown it (answer.py for the request's own client, overview.py f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from backends.frontend.decisions.latest import Decided, DecisionRecord
 from backends.workers.protocol import DecodeReply, PrefillReply
@@ -38,7 +37,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
         "admission": config.admission,
         "prefill": route.prefill.worker_id,
         "decode": route.decode.worker_id,
-        "predicted": asdict(route.predicted),
+        "predicted": route.predicted._asdict(),
         "predicted_cached_tokens": route.cached_tokens,
         "local_blocks": route.local_blocks,
         "restore_blocks": route.restore_blocks,
@@ -65,7 +64,7 @@ def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object
         "policy": config.policy,
         "admission": config.admission,
         "rejected": rejected.kind,
-        "predicted": asdict(rejected.predicted) if rejected.predicted is not None else None,
+        "predicted": rejected.predicted._asdict() if rejected.predicted is not None else None,
     }
 
 
@@ -86,7 +85,7 @@ def candidate_fields(candidate: Candidate) -> dict[str, object]:
         "local_blocks": candidate.local_blocks,
         "fetch_blocks": candidate.fetch_blocks,
         "fetch_node": candidate.fetch_node,
-        "predicted": asdict(candidate.predicted),
+        "predicted": candidate.predicted._asdict(),
     }
 
 
