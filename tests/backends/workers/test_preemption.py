@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from backends.metrics.page import MetricPage
 from tests.backends.metrics.test_page import Triton
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
+from tests.mooncake_store.client import world
 
 BLOCK, PAGES = 64, 12
+REQUESTS = int(os.environ.get("MOONCAKE_REQUESTS", "200"))
+SEGMENT_BYTES = 2**28  # nothing is evicted
 LONG, SHORT = 500, 40  # tokens that are asked for; the long one has 10 pages, the short one 4
 
 
@@ -124,3 +129,39 @@ def test_kv_that_is_gone_meanwhile_is_a_loss_behind_which_the_request_goes_on(
     assert isinstance(long.wait_failed(), KvMissing)
     assert short.wait() == wanted(short.prompt, SHORT)
     pair.wait_until_idle()
+
+
+def test_many_requests_of_any_priority_some_of_them_stopped_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With every thread of theirs, and prompts that pass layer by layer among them."""
+    monkeypatch.setattr(world, "SEGMENT_BYTES", SEGMENT_BYTES)
+    chance = random.Random(seed)
+    stems = [[chance.randrange(20, 2000) for _ in range(400)] for _ in range(5)]
+    for pair in pairs(tmp_path, monkeypatch, kv_pages="24", chunk_tokens="128"):
+        asked: list[Asked] = []
+        for number in range(REQUESTS):
+            tail = [chance.randrange(20, 2000) for _ in range(chance.choice((1, 30, 200)))]
+            ids = chance.choice(stems)[: chance.randint(1, 400)] + tail
+            asked.append(Asked(pair, f"r{number}", ids, max_tokens=chance.choice((1, 8, 60))))
+            asked[-1].priority = chance.choice((0, 0, 1, 2))
+            pair.submit(asked[-1])
+            if number >= 12:
+                asked[number - 12].wait_over()
+            if chance.random() < 0.2:
+                stopped = chance.choice(asked[-12:])
+                pair.prefill.stop(stopped.request_id)
+                pair.decode.stop(stopped.request_id)
+        for each in asked:
+            each.wait_over()
+            if each.error is not None:  # as its frontend does
+                pair.decode.stop(each.request_id)
+                pair.prefill.process.owners.release(each.request_id)
+        pair.wait_until_idle()
+        print(f"{preemptions(pair):g} preemptions, {sum(bool(a.error) for a in asked)} failed")
+        for worker in (pair.prefill, pair.decode):
+            assert not len(worker.process.owners), "leases of nobody are renewed"
+        whole = [each for each in asked if len(each.output_ids) == each.sampling.max_tokens]
+        assert len(whole) > REQUESTS / 2
+        for each in chance.sample(whole, 12):
+            assert each.output_ids == wanted(each.prompt, each.sampling.max_tokens)
