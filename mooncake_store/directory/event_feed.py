@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import AccessRefused, StoreError
 from mooncake_store.keys.curve import PeerAccess
@@ -56,12 +57,13 @@ class EventFeed:
         on_snapshot: Callable[[Snapshot], None],
         on_events: Callable[[Sequence[Event]], None],
         timeout_s: float = 2.0,
-        on_heard: Callable[[], None] | None = None,
+        on_heard: Callable[[float], None] | None = None,
     ) -> None:
         """`events_address` is not asked for when `address` is an election (etcd://...).
 
-        `on_heard`: called ten times a second, when all that has come was handed on. Who has it
-        takes care of what there was before: the snapshot names no holders.
+        `on_heard`: called ten times a second with a time of this machine's clock (boot_clock.py) by
+        which all that had come was handed on. Who has it takes care of what there was before: the
+        snapshot names no holders.
         """
         self._on_heard = on_heard
         self._on_snapshot = on_snapshot
@@ -123,8 +125,9 @@ class EventFeed:
             while not self._closing.is_set():
                 try:
                     self._turn(stream)
+                    now_s = boot_s()  # before the look: this process may stand still after it
                     if self._on_heard and self._is_current and not stream.poll(0):
-                        self._on_heard()
+                        self._on_heard(now_s)
                 except Exception:  # edge: a bad message or listener must not end the feed
                     log.exception("event feed: will take a snapshot")
                     self._lost(time.monotonic() + RETRY_S)

@@ -21,7 +21,6 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreError
@@ -109,13 +108,13 @@ class IndexWriter:
             is_local = self._hosts.get(copy.node_id) == self._info.host_id
             self._table.put(key, copy, is_local)
 
-    def _heard(self) -> None:
-        """All that has come is in the table."""
+    def _heard(self, by_s: float) -> None:
+        """All that had come by then is in the table."""
         table, feed = self._table, self._feed
         if table is None or feed is None or feed.silent_s() > SILENT_S_MAX:
             return
         table.moved(*feed.position)
-        table.stamp(boot_s())
+        table.stamp(by_s)
         if self._next_page is not None:
             self._fill(table, self._next_page)
 
