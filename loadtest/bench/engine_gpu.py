@@ -50,13 +50,13 @@ DECODE_GOAL, PREFILL_GOAL, LOAD_GOAL, TTFT_GOAL = 0.7, 0.55, 0.8, 0.15
 WARM_TIMES = 3
 
 
-class Shape(str, Enum):
+class GpuModelShape(str, Enum):
     LLAMA_3_8B = "llama-3-8b"
     TINY = "tiny"
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class GpuWorkload:
     """What is measured, and of how much of the device."""
 
     config: ModelConfig
@@ -78,11 +78,11 @@ def llama(
     )  # fmt: skip
 
 
-EFFORTS = {
-    Shape.LLAMA_3_8B: Effort(
+WORKLOADS = {
+    GpuModelShape.LLAMA_3_8B: GpuWorkload(
         llama(32, 4_096, 32, 8, 14_336, 128_256), PREFILL_TOKENS, PREFIX_TOKENS, 2**30, 8_192
     ),
-    Shape.TINY: Effort(llama(2, 64, 4, 2, 128, 256), 512, 1_024, 2**20, 128),
+    GpuModelShape.TINY: GpuWorkload(llama(2, 64, 4, 2, 128, 256), 512, 1_024, 2**20, 128),
 }
 
 
@@ -198,25 +198,25 @@ def wait(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def device_rates(effort: Effort, device: torch.device, times: int) -> DeviceRates:
-    numbers = torch.ones(effort.probed_bytes // 4, device=device)
+def device_rates(load: GpuWorkload, device: torch.device, times: int) -> DeviceRates:
+    numbers = torch.ones(load.probed_bytes // 4, device=device)
     read_s = seconds(numbers.sum, device, times)
-    rows = effort.probed_rows
+    rows = load.probed_rows
     matrix = torch.randn(rows, rows, dtype=torch.bfloat16, device=device)
     product_s = seconds(lambda: matrix @ matrix, device, times)
-    host = torch.ones(effort.probed_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.ones(load.probed_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(host, device=device)
     copy_s = seconds(lambda: target.copy_(host, non_blocking=True), device, times)
     return DeviceRates(
-        effort.probed_bytes / read_s, 2.0 * rows**3 / product_s, effort.probed_bytes / copy_s
+        load.probed_bytes / read_s, 2.0 * rows**3 / product_s, load.probed_bytes / copy_s
     )
 
 
 def measure(
-    run: BenchmarkRun, effort: Effort, device: torch.device, chunk: int, times: int
+    run: BenchmarkRun, load: GpuWorkload, device: torch.device, chunk: int, times: int
 ) -> None:
     with console.status("the device's own rates ..."):
-        rates = device_rates(effort, device, times)
+        rates = device_rates(load, device, times)
     run.rows.append({
         "what": "device", "name": name_of(device),
         "read_gb_per_s": round(rates.read_bytes_per_s / 1e9, 1),
@@ -224,8 +224,8 @@ def measure(
         "host_to_device_gb_per_s": round(rates.host_to_device_bytes_per_s / 1e9, 2),
     })  # fmt: skip
     with console.status("the model ..."):
-        tokens_max = max(effort.prefix_tokens, max(BATCHES) * DECODE_CONTEXT_TOKENS)
-        own = DeviceEngine(effort.config, device, tokens_max)
+        tokens_max = max(load.prefix_tokens, max(BATCHES) * DECODE_CONTEXT_TOKENS)
+        own = DeviceEngine(load.config, device, tokens_max)
     for batch in BATCHES:
         step_s = seconds(lambda: own.decode(batch, DECODE_CONTEXT_TOKENS), device, times)  # noqa: B023
         share = own.step_bytes(batch, DECODE_CONTEXT_TOKENS) / step_s / rates.read_bytes_per_s
@@ -235,20 +235,25 @@ def measure(
         })  # fmt: skip
         name = f"decode_{batch}_over_memory_bandwidth"
         run.targets.append(Target(name, round(share, 3), ">=", DECODE_GOAL))
-    prefill_s = seconds(lambda: own.prefill(0, effort.prefill_tokens, chunk), device, times)
-    share = own.prompt_flops(effort.prefill_tokens) / prefill_s / rates.flops_per_s
+    prefill_s = seconds(lambda: own.prefill(0, load.prefill_tokens, chunk), device, times)
+    share = own.prompt_flops(load.prefill_tokens) / prefill_s / rates.flops_per_s
     run.rows.append({
-        "what": "prefill", "tokens": effort.prefill_tokens, "chunk_tokens": chunk,
+        "what": "prefill", "tokens": load.prefill_tokens, "chunk_tokens": chunk,
         "ms": round(prefill_s * 1e3, 1), "share": round(share, 3),
     })  # fmt: skip
     run.targets.append(Target("prefill_8k_over_matrix_rate", round(share, 3), ">=", PREFILL_GOAL))
-    measure_prefix(run, own, effort, rates, chunk, times)
+    measure_prefix(run, own, load, rates, chunk, times)
 
 
 def measure_prefix(
-    run: BenchmarkRun, own: DeviceEngine, effort: Effort, rates: DeviceRates, chunk: int, times: int
+    run: BenchmarkRun,
+    own: DeviceEngine,
+    load: GpuWorkload,
+    rates: DeviceRates,
+    chunk: int,
+    times: int,
 ) -> None:
-    tokens, device = effort.prefix_tokens, own.device
+    tokens, device = load.prefix_tokens, own.device
     load_s = seconds(lambda: own.load(tokens), device, times)
     share = own.load(tokens) / load_s / rates.host_to_device_bytes_per_s
     cached = int(tokens * CACHED_SHARE) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -288,13 +293,13 @@ def checked(name: str) -> torch.device:
 
 def main(
     device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu.")] = "cuda",
-    shape: Annotated[Shape, typer.Option(help="Of the model.")] = Shape.LLAMA_3_8B,
+    shape: Annotated[GpuModelShape, typer.Option(help="Of the model.")] = GpuModelShape.LLAMA_3_8B,
     chunk_tokens: Annotated[int, typer.Option(min=256, help="Of prefill, in a step.")] = 8_192,
     times: Annotated[int, typer.Option(min=3, help="Medians are of so many.")] = 20,
 ) -> None:
     """Measure the torch engine on a GPU; the last line is JSON."""
     with benchmark("engine_gpu") as run:
-        measure(run, EFFORTS[shape], checked(device), chunk_tokens, times)
+        measure(run, WORKLOADS[shape], checked(device), chunk_tokens, times)
 
 
 if __name__ == "__main__":

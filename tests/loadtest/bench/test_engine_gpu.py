@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from backends.engine.torch.weights import expected_shapes
 from loadtest.bench import engine_gpu
-from loadtest.bench.engine_gpu import DeviceEngine, Shape, main
+from loadtest.bench.engine_gpu import DeviceEngine, GpuModelShape, main
 
 APP = typer.Typer()
 APP.command()(main)
@@ -31,7 +31,7 @@ def test_it_says_when_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_step_must_read_is_all_matrices_once() -> None:
-    own = DeviceEngine(engine_gpu.EFFORTS[Shape.TINY].config, torch.device("cpu"), 1_024)
+    own = DeviceEngine(engine_gpu.WORKLOADS[GpuModelShape.TINY].config, torch.device("cpu"), 1_024)
     shapes = expected_shapes(own.config)
     matrices = sum(
         rows_columns[0] * rows_columns[1]
@@ -43,7 +43,7 @@ def test_what_a_step_must_read_is_all_matrices_once() -> None:
 
 
 def test_a_prefix_in_host_memory_is_in_the_pages_after_a_load() -> None:
-    own = DeviceEngine(engine_gpu.EFFORTS[Shape.TINY].config, torch.device("cpu"), 1_024)
+    own = DeviceEngine(engine_gpu.WORKLOADS[GpuModelShape.TINY].config, torch.device("cpu"), 1_024)
     own.engine.kv_pool[:] = 1
     assert own.load(512) == 2 * own.layout.block_bytes
     memory = own.engine._memory
