@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,8 @@ def test_many_requests_of_any_priority_some_of_them_stopped_leave_nothing(
                 pair.decode.stop(each.request_id)
                 pair.prefill.process.owners.release(each.request_id)
         pair.wait_until_idle()
-        print(f"{preemptions(pair):g} preemptions, {sum(bool(a.error) for a in asked)} failed")
+        failed = Counter(type(each.error).__name__ for each in asked if each.error is not None)
+        print(f"{preemptions(pair):g} preemptions, failed: {dict(failed)}")
         for worker in (pair.prefill, pair.decode):
             assert not len(worker.process.owners), "leases of nobody are renewed"
         whole = [each for each in asked if len(each.output_ids) == each.sampling.max_tokens]
