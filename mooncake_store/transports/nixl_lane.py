@@ -1,13 +1,11 @@
-"""One NIXL agent as an initiator: its peers, its prepared descriptor lists, its transfers.
+"""One NIXL agent as an initiator: its peers, its memory, its transfers.
 
 Every method needs `lock` held, unless it says otherwise: the agent is made without locks of its
 own. The lock covers single calls, not whole transfers, so several transfers may be under way on one
 lane. `release` gives it back, and first unregisters what others could not (let_go_of).
 
-Descriptor lists are prepared once per (peer or local buffer, length, phase) when the spans of a
-batch lie on a grid: equal lengths, and offsets that differ by multiples of that length, as pages,
-slots and single layers do. That saves 2-8 % of a batch (128 KiB x 64: 721 -> 709 us, 8 KiB x 64:
-134 -> 127 us). Anything else goes by initialize_xfer.
+Descriptors are given with each transfer. NIXL can have them prepared, and then wants indices: that
+saves 0.05 us a span, and to find the indices costs 6 us a batch and more (docs/measurements.md).
 
 Not here: deadlines and which lane to take (nixl_transport.py).
 """
@@ -19,13 +17,12 @@ import ctypes
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mooncake_store.errors import TransferFailed
 from mooncake_store.memory.buffers import ByteArray
@@ -39,17 +36,12 @@ from mooncake_store.transports.nixl_agent import (
 )
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
-Offsets = npt.NDArray[np.uint64]
-
-PREPARED_MAX = 128  # lists kept per lane; a list is a few dozen bytes, strided
 REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
 REFUSED_MAX = 64
 REACH_S_MAX = 0.5
 LONG_WRITE_BYTES = (
     128 * 1024
 )  # more than a socket takes at once, so over TCP its post returns first
-_LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the local side
-INDEX_MAX = 2**31 - 1  # indices travel as int32
 
 
 def is_reached(address: str, source: str = "") -> bool:
@@ -79,6 +71,9 @@ class Region:
         self.buffer = buffer
         self.address = int(buffer.ctypes.data)
         self.size_bytes = int(buffer.nbytes)
+
+    def holds(self, address: int, size_bytes: int) -> bool:
+        return 0 <= address - self.address <= self.size_bytes - size_bytes
 
 
 @dataclass(slots=True)
@@ -125,7 +120,6 @@ class AgentLane:
         self._peers: dict[str, NixlPeer] = {}  # node_id -> its present incarnation
         self._retired: list[NixlPeer] = []  # earlier ones that still have transfers under way
         self._refused: dict[str, float] = {}  # agent name -> when to try again
-        self._prepared: OrderedDict[tuple[str, int, int, int], Any] = OrderedDict()
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register those of these regions that this agent does not know yet."""
@@ -165,8 +159,6 @@ class AgentLane:
             return
         self._leaving.discard(region)
         memory = self._registered.pop(region, None)
-        for key in [key for key in self._prepared if key[:2] == (_LOCAL, region.address)]:
-            self._release(self._prepared.pop(key))
         if memory is not None:
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
@@ -238,8 +230,6 @@ class AgentLane:
         self.reap()
         for peer in [peer for peer in self._retired if not peer.transfers]:
             self._retired.remove(peer)
-            for key in [key for key in self._prepared if key[0] == peer.agent_name]:
-                self._release(self._prepared.pop(key))
             with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)
 
@@ -283,19 +273,18 @@ class AgentLane:
         peer = self.peer(node)
         if peer is None:
             raise TransferFailed(f"node {node.node_id}: its connection broke a moment ago")
-        far = np.array([offset for offset, _ in remote], np.uint64)
-        lengths = np.array([length for _, length in remote], np.uint64)
-        near, region, regions = self._local_offsets(local)
-        operation = "READ" if is_read else "WRITE"
+        near, regions = self._addresses(local)
+        rows = np.zeros((2, len(remote), 3), np.uint64)  # address, length, device
+        rows[0, :, 0] = near
+        rows[1, :, 0] = [offset + node.base_address for offset, _ in remote]
+        rows[:, :, 1] = lengths = [length for _, length in remote]
         try:
-            handle = self._prepared_handle(operation, node, peer, far, near, region, lengths)
-            if handle is None:
-                handle = self._agent.initialize_xfer(
-                    operation,
-                    self._described(near + np.uint64(region.address), lengths),
-                    self._described(far + np.uint64(node.base_address), lengths),
-                    peer.agent_name,
-                )
+            handle = self._agent.initialize_xfer(
+                "READ" if is_read else "WRITE",
+                self._agent.get_xfer_descs(rows[0], "DRAM"),
+                self._agent.get_xfer_descs(rows[1], "DRAM"),
+                peer.agent_name,
+            )
             targets = list(local) if is_read else []
             transfer = Transfer(handle, peer, targets, regions, list(local))
             peer.transfers += 1
@@ -306,7 +295,7 @@ class AgentLane:
             ) from error
         was_wired_up = peer.has_moved
         self._step(transfer, self._agent.transfer)
-        if was_wired_up and not is_read and int(lengths.max()) >= LONG_WRITE_BYTES:
+        if was_wired_up and not is_read and max(lengths) >= LONG_WRITE_BYTES:
             peer.is_copied_at_once = transfer.is_done and peer.is_copied_at_once is not False
         return transfer
 
@@ -349,98 +338,36 @@ class AgentLane:
         with contextlib.suppress(*self._errors):
             handle.release()
 
-    def _local_offsets(
-        self, local: Sequence[LocalSpan]
-    ) -> tuple[Offsets, Region, frozenset[Region]]:
-        """Offsets relative to the first region that holds some of these spans; and all of them."""
-        found: dict[int, tuple[Region, int]] = {}
-        for buffer, _ in local:
-            if id(buffer) not in found:
-                found[id(buffer)] = self._region_of(buffer)
-        first = found[id(local[0][0])][0]
-        # A batch over several regions still works: offsets are addresses modulo 2**64.
-        offsets = [
-            found[id(buffer)][0].address - first.address + found[id(buffer)][1] + span.offset_bytes
-            for buffer, span in local
-        ]
-        near = np.array(offsets, np.int64).view(np.uint64)
-        return near, first, frozenset(region for region, _ in found.values())
+    def _addresses(self, local: Sequence[LocalSpan]) -> tuple[list[int], frozenset[Region]]:
+        """Where these spans start, and the regions that they lie in."""
+        known: dict[int, int] = {}  # buffer -> its address
+        regions: set[Region] = set()
+        region: Region | None = None  # nearly always that of the buffer before, too
+        found: list[int] = []
+        for buffer, (offset_bytes, _) in local:
+            address = known.get(id(buffer))
+            if address is None:
+                address = known[id(buffer)] = int(buffer.__array_interface__["data"][0])
+                if region is None or not region.holds(address, buffer.nbytes):
+                    region = self._region_of(address, buffer.nbytes)
+                    regions.add(region)
+            found.append(address + offset_bytes)
+        return found, frozenset(regions)
 
-    def _region_of(self, buffer: ByteArray) -> tuple[Region, int]:
-        address = int(buffer.__array_interface__["data"][0])
+    def _region_of(self, address: int, size_bytes: int) -> Region:
         for region in self._registered:
-            start = address - region.address
-            if start >= 0 and start + buffer.nbytes <= region.size_bytes:
-                return region, start
+            if region.holds(address, size_bytes):
+                return region
         raise TransferFailed(
-            f"a buffer of {buffer.nbytes} bytes is not registered: call register() with the "
+            f"a buffer of {size_bytes} bytes is not registered: call register() with the "
             "memory it is a view of"
         )
-
-    def _described(self, addresses: Offsets, lengths: Offsets) -> Any:
-        rows = np.zeros((len(addresses), 3), np.uint64)
-        rows[:, 0], rows[:, 1] = addresses, lengths
-        return self._agent.get_xfer_descs(rows, "DRAM")
-
-    def _prepared_handle(
-        self,
-        operation: str,
-        node: NodeInfo,
-        peer: NixlPeer,
-        far: Offsets,
-        near: Offsets,
-        region: Region,
-        lengths: Offsets,
-    ) -> Any:
-        """A transfer from prepared lists, or None when the spans lie on no grid."""
-        length = int(lengths[0])
-        if length == 0 or (lengths != length).any():
-            return None
-        if int(near.max()) + length > region.size_bytes:
-            return None  # several regions
-        if max(node.segment_bytes, region.size_bytes) // length > INDEX_MAX:
-            return None
-        (far_index, near_index), phases = np.divmod(np.stack((far, near)), np.uint64(length))
-        (far_phase, near_phase) = phases[:, 0].tolist()
-        if (phases != phases[:, :1]).any():
-            return None
-        there = self._prepare(
-            peer.agent_name, node.base_address, node.segment_bytes, length, far_phase
-        )
-        here = self._prepare(_LOCAL, region.address, region.size_bytes, length, near_phase)
-        return self._agent.make_prepped_xfer(
-            operation,
-            here,
-            near_index.astype(np.int32),
-            there,
-            far_index.astype(np.int32),
-        )
-
-    def _prepare(
-        self, agent_name: str, address: int, size_bytes: int, length: int, phase: int
-    ) -> Any:
-        """The dense list of runs of `length` bytes from address + phase to the end."""
-        key = (agent_name, address, length, phase)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            count = (size_bytes - phase) // length
-            grid = np.array([[address + phase, length, 0, length, count]], np.uint64)
-            prepared = self._agent.prep_xfer_dlist(agent_name, grid, mem_type="DRAM")
-            self._prepared[key] = prepared
-            if len(self._prepared) > PREPARED_MAX:
-                self._release(self._prepared.popitem(last=False)[1])
-        else:
-            self._prepared.move_to_end(key)
-        return prepared
 
     def close(self) -> bool:
         """Release everything; False (and nothing released) while anything is under way."""
         self.reap()
         if self._under_way:
             return False
-        for handle in self._prepared.values():
-            self._release(handle)
-        self._prepared.clear()
         for peer in [*self._peers.values(), *self._retired]:
             with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(peer.agent_name)

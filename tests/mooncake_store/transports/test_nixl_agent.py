@@ -18,7 +18,6 @@ from mooncake_store.transports.nixl_agent import (
     make_agent,
     prepare_environment,
 )
-from mooncake_store.transports.nixl_lane import AgentLane, Region
 from mooncake_store.transports.nixl_transport import NixlTransport
 from tests.mooncake_store.targets import ROOT
 
@@ -150,18 +149,6 @@ def test_memory_that_cannot_be_registered_is_an_error_with_a_remedy(
             transport.register(np.zeros(4096, np.uint8))
     assert not lane.lock.locked()
     transport.close()
-
-
-def test_prepared_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake_store.transports.nixl_lane.PREPARED_MAX", 3)
-    lane = AgentLane(f"bounded-{os.getpid()}")
-    region = Region(np.zeros(65536, np.uint8))
-    with lane.lock:
-        lane.register([region])
-        for length in (64, 128, 64, 256, 512, 64):
-            lane._prepare("NIXL_INIT_AGENT", region.address, region.size_bytes, length, 0)
-        assert [key[2] for key in lane._prepared] == [256, 512, 64]
-        assert lane.close() and not lane._prepared
 
 
 def test_lanes_that_were_made_before_are_the_ones_that_threads_get() -> None:
