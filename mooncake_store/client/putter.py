@@ -27,8 +27,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.client.reserved_slots import LEASE_S, ReservedSlots, Use
 from mooncake_store.client.restorer import LEASE_MARGIN_S
@@ -40,11 +38,11 @@ from mooncake_store.errors import (
     TransferTimeout,
     WriteGivenUp,
 )
-from mooncake_store.layout import STATE_READY, STATE_WRITING, Geometry
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, Geometry
 from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.digests import copy_blocks
 from mooncake_store.memory.registrations import Registrations, Scratch
-from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory, write_headers
 from mooncake_store.records.blocks import REFUSED, Allocation
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
@@ -171,7 +169,7 @@ class Putter:
             with node.transport.owned(info) as view:
                 _mark_mapped(SlotMemory(view, node.shape), headers)
         else:
-            self._put_headers(node, headers, time.monotonic() + MARK_S_MAX)
+            self._put_headers(node, (), headers, time.monotonic() + MARK_S_MAX)
 
     # ---- into slots that are asked for
 
@@ -313,7 +311,7 @@ class Putter:
             with node.transport.owned(info) as view:
                 _mark_mapped(SlotMemory(view, node.shape), headers)
         else:
-            self._put_headers(node, headers, until_s)
+            self._put_headers(node, (), headers, until_s)
         confirm()
 
     def _fill(
@@ -351,8 +349,9 @@ class Putter:
                         f"node {info.node_id}: {len(digests)} of {len(writes)} blocks were copied "
                         "within the deadline: this host is short of CPU; allow more time"
                     )
-            for write, digest in zip(writes, digests, strict=True):
-                slots.write_header(write.slot, write.header(STATE_READY, digest))
+            pairs = zip(writes, digests, strict=True)
+            headers = [write.header(STATE_READY, digest) for write, digest in pairs]
+            slots.write_headers([write.slot for write in writes], headers)
             _mark_mapped(slots, _writing(raw, writes[0].source.nbytes, LEASE_S))
         moved_bytes = sum(write.source.nbytes for write in writes)
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
@@ -377,20 +376,19 @@ class Putter:
         def put_part(part: Sequence[Write]) -> list[int]:
             # Hashed just before they are sent: the transfer finds them in the CPU's cache.
             digests = [checksum(write.source) if self._is_verified else 0 for write in part]
-            headers = [
+            ready = [
                 (write.slot, write.header(STATE_READY, digest))
                 for write, digest in zip(part, digests, strict=True)
             ]
-            if part[0] is writes[0]:
-                headers += _writing(raw, size_bytes, LEASE_S)
+            begun = _writing(raw, size_bytes, LEASE_S) if part[0] is writes[0] else []
             span = ByteSpan(0, size_bytes)
             payloads: list[LocalSpan] = [(write.source, span) for write in part]
             targets = [ByteSpan(shape.slot_offset_bytes(write.slot), size_bytes) for write in part]
             if transport.keeps_order(info):
-                self._put_headers(node, headers, until_s, payloads, targets)
+                self._put_headers(node, ready, begun, until_s, payloads, targets)
             else:
                 transport.write(info, payloads, targets, left_to_write_s(until_s))
-                self._put_headers(node, headers, until_s)
+                self._put_headers(node, ready, begun, until_s)
             return digests
 
         part_bytes = PART_BYTES if self._is_verified else UNVERIFIED_PART_BYTES
@@ -402,37 +400,44 @@ class Putter:
     def _put_headers(
         self,
         node: NodeAccess,
-        headers: Sequence[tuple[int, SlotHeader]],
+        ready: Sequence[tuple[int, SlotHeader]],
+        begun: Sequence[tuple[int, SlotHeader]],
         until_s: float,
         payloads: Sequence[LocalSpan] = (),
         slots: Sequence[ByteSpan] = (),
     ) -> None:
-        """The payloads first, where there are any, by the same write. Headers that say "writing"
-        empty those of their blocks' other units, too."""
+        """Headers of blocks of one size. The payloads first, where there are any, by the same
+        write. Headers that say "writing" empty those of their blocks' other units, too."""
         info, transport, shape = node
-        pieces: list[bytes] = []
-        targets: list[ByteSpan] = []
-        for slot, header in sorted(headers):
-            heads, packed = shape.headers(slot, header.length_bytes), header.pack()
-            if header.state == STATE_WRITING:
-                packed = packed.ljust(heads.stop - heads.start, b"\0")
-            if targets and sum(targets[-1]) == heads.start:  # side by side: one span
-                targets[-1] = ByteSpan(
-                    targets[-1].offset_bytes, targets[-1].length_bytes + len(packed)
-                )
-            else:
-                targets.append(ByteSpan(heads.start, len(packed)))
-            pieces.append(packed)
-        whole = b"".join(pieces)
-        with self._scratch.take(len(whole)) as buffer:
-            buffer[: len(whole)] = np.frombuffer(whole, np.uint8)
-            starts = accumulate((span.length_bytes for span in targets), initial=0)
+        begun = sorted(begun)
+        heads = shape.headers(0, (ready or begun)[0][1].length_bytes).stop
+        split = len(ready) * HEADER_BYTES
+        size_bytes = split + len(begun) * heads
+        targets = [ByteSpan(slot * HEADER_BYTES, HEADER_BYTES) for slot, _ in ready]
+        targets += _joined([ByteSpan(slot * HEADER_BYTES, heads) for slot, _ in begun])
+        with self._scratch.take(size_bytes) as buffer:
+            starts = range(0, split, HEADER_BYTES), range(split, size_bytes, heads)
+            write_headers(buffer, starts[0], [header for _, header in ready])
+            write_headers(buffer, starts[1], [header for _, header in begun], heads - HEADER_BYTES)
+            ends = accumulate(span.length_bytes for span in targets)
             sources = [
-                (buffer, ByteSpan(start, span.length_bytes))
-                for start, span in zip(starts, targets, strict=False)
+                (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
+                for end, span in zip(ends, targets, strict=True)
             ]
             left_s = left_to_write_s(until_s)
             transport.write(info, [*payloads, *sources], [*slots, *targets], left_s)
+
+
+def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
+    """Those that lie side by side as one."""
+    found: list[ByteSpan] = []
+    for span in spans:
+        if found and sum(found[-1]) == span.offset_bytes:
+            start, length_bytes = found[-1]
+            found[-1] = ByteSpan(start, length_bytes + span.length_bytes)
+        else:
+            found.append(span)
+    return found
 
 
 def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:
@@ -446,5 +451,4 @@ def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple
 def _mark_mapped(slots: SlotMemory, headers: Sequence[tuple[int, SlotHeader]]) -> None:
     if any(slots.is_newer(slot, header.generation) for slot, header in headers):
         raise EpochPassed("the slots have been given away since: this comes too late")
-    for slot, header in headers:
-        slots.write_header(slot, header)
+    slots.write_headers([slot for slot, _ in headers], [header for _, header in headers])

@@ -17,7 +17,10 @@ a node says it has are believed (inventory.py).
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
+from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -35,6 +38,7 @@ from mooncake_store.layout import (
 )
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.digests import checksum_of
+from mooncake_store.native import library
 from mooncake_store.records.blocks import GENERATION_MAX
 
 MAGIC = b"MKV2"  # another one whenever what lies here changes: "nothing here" for others
@@ -129,6 +133,37 @@ def scan(view: ByteArray, shape: Geometry) -> list[Block]:
     return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))
 
 
+def write_headers(
+    view: ByteArray, offsets: Sequence[int], headers: Sequence[SlotHeader], zero_bytes: int = 0
+) -> None:
+    """Each header at its offset, and so many zeros behind it. They differ in generation, key and
+    checksum only: those of one put."""
+    if not headers:
+        return
+    assert min(offsets) >= 0 and max(offsets) + HEADER_BYTES + zero_bytes <= view.nbytes
+    native = _native_headers()
+    if native is None:
+        for offset, header in zip(offsets, headers, strict=True):
+            raw = header.pack().ljust(HEADER_BYTES + zero_bytes, b"\0")
+            view[offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
+        return
+    columns = struct.Struct(f"{len(headers)}Q")
+    native(
+        len(headers), view.ctypes.data, columns.pack(*offsets),
+        columns.pack(*[header.generation for header in headers]),
+        b"".join([header.key for header in headers]),
+        columns.pack(*[header.checksum for header in headers]), headers[0].pack(), zero_bytes,
+    )  # fmt: skip
+
+
+@functools.cache
+def _native_headers() -> library.NativeFunction | None:
+    word, pointer = ctypes.c_uint64, ctypes.c_void_p
+    raw = ctypes.c_char_p
+    arguments = [word, pointer, raw, raw, raw, raw, raw, word]
+    return library.quick_function("slot_headers", None, arguments)
+
+
 class SlotMemory:
     """The slots of one segment."""
 
@@ -145,6 +180,14 @@ class SlotMemory:
         if header.state == STATE_WRITING:
             raw = raw.ljust(heads.stop - heads.start, b"\0")
         self.view[heads.start : heads.start + len(raw)] = np.frombuffer(raw, np.uint8)
+
+    def write_headers(self, slots: Sequence[int], headers: Sequence[SlotHeader]) -> None:
+        """Those of one put, each as `write_header`."""
+        if headers:
+            heads = self.shape.headers(0, headers[0].length_bytes)
+            is_begun = headers[0].state == STATE_WRITING
+            offsets = [slot * HEADER_BYTES for slot in slots]
+            write_headers(self.view, offsets, headers, (heads.stop - HEADER_BYTES) * is_begun)
 
     def is_newer(self, slot: int, generation: int) -> bool:
         """Does a whole header there say that the slot was given away again since that generation?

@@ -9,8 +9,10 @@
  *   a batch's forecast     conductor/load/compiled_forecast.py
  *   the torch engine       backends/engine/torch/native_layers.py
  *   the index replica      mooncake_store/memory/index_table.py
+ *   headers of slots       mooncake_store/memory/slot_memory.py
  */
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__
@@ -1204,4 +1206,42 @@ void index_exist(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint
 void index_find(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
                 uint64_t *found) {
     look_up(table, mask, keys, count, 0, found);
+}
+/* ---- headers of slots: the fields of slot_memory.py, and xxh3-64 of the 56 bytes that they have */
+
+typedef struct {
+    uint32_t magic, state;
+    uint64_t generation;
+    uint8_t key[16];
+    uint64_t checksum, length_bytes;
+    uint32_t ephemeral, layers;
+    uint64_t own;
+} slot_header_t;
+
+#define OWN_AT 56
+_Static_assert(sizeof(slot_header_t) == 64 && offsetof(slot_header_t, own) == OWN_AT, "a header");
+
+static inline uint64_t mixed(const uint8_t *from, const uint8_t *secret) {
+    return folded(word_at(from) ^ word_at(secret), word_at(from + 8) ^ word_at(secret + 8));
+}
+
+/* `count` headers that differ in these columns only, each to `to` + its offset, and zeros after it. */
+void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const uint64_t *generations,
+                  const uint8_t *keys, const uint64_t *checksums, const slot_header_t *alike,
+                  uint64_t zero_bytes) {
+    slot_header_t header = *alike;
+    const uint8_t *raw = (const uint8_t *)&header;
+    for (uint64_t at = 0; at < count; at++) {
+        header.generation = generations[at];
+        memcpy(header.key, keys + 16 * at, 16);
+        header.checksum = checksums[at];
+        uint64_t hash = OWN_AT * PRIME64_1;
+        hash += mixed(raw + 16, SECRET + 32) + mixed(raw + OWN_AT - 32, SECRET + 48);
+        hash += mixed(raw, SECRET) + mixed(raw + OWN_AT - 16, SECRET + 16);
+        hash ^= hash >> 37;
+        hash *= PRIME_AVALANCHE;
+        header.own = hash ^ (hash >> 32);
+        memcpy(to + offsets[at], raw, sizeof header);
+        memset(to + offsets[at] + sizeof header, 0, zero_bytes);
+    }
 }

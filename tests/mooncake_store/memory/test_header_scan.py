@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
+from mooncake_store.memory import slot_memory
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.slot_memory import Block, SlotHeader, scan
+from mooncake_store.native import library
 
 
 def written(view: ByteArray, slot: int, header: SlotHeader) -> Block:
@@ -40,3 +43,36 @@ def test_an_empty_segment_has_no_claims() -> None:
     view = np.zeros(2**20, np.uint8)
     assert scan(view, geometry(view.nbytes, 65_536)) == []
     assert scan(view[:100], geometry(100, 65_536)) == []
+
+
+def test_headers_of_one_put_are_the_same_in_native_code_and_in_python(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.why_not():
+        pytest.skip(library.why_not())
+    chance = np.random.default_rng(seed)
+    for count in (0, 1, 2, 17):
+        state = int(chance.choice([STATE_READY, STATE_WRITING]))
+        length_bytes, layers = int(chance.integers(1, 2**40)), int(chance.integers(0, 9))
+        headers = [
+            SlotHeader(
+                state, int(chance.integers(2**62)), chance.bytes(16),
+                int(chance.integers(2**64, dtype=np.uint64)), length_bytes, bool(layers % 2),
+                layers,
+            )
+            for _ in range(count)
+        ]  # fmt: skip
+        zero_bytes = int(chance.integers(0, 3)) * HEADER_BYTES
+        places = chance.permutation(20)[:count] * (HEADER_BYTES + zero_bytes)
+        found = []
+        for is_native in (True, False):
+            if not is_native:
+                monkeypatch.setattr(slot_memory, "_native_headers", lambda: None)
+            view = np.full(20 * (HEADER_BYTES + zero_bytes), 7, np.uint8)
+            slot_memory.write_headers(view, places.tolist(), headers, zero_bytes)
+            found.append(view)
+        monkeypatch.undo()
+        assert (found[0] == found[1]).all(), f"seed {seed}"
+        for place, header in zip(places.tolist(), headers, strict=True):
+            assert SlotHeader.unpack(found[0][place : place + HEADER_BYTES].tobytes()) == header
+            assert not found[0][place + HEADER_BYTES :][:zero_bytes].any()
