@@ -43,6 +43,9 @@ BLOCKS_MAX = 64  # of a put; larger ones ask for their slots, which costs them l
 SIZE_BYTES_MAX = 64 * 2**20  # of a block
 IDLE_S = 3.0  # without a put, and a reserve is given back
 STEP_S = 0.25  # so long raw slots may linger
+# Then they are not marked any more but given back: a directory that began meanwhile may have given
+# them to somebody else, and a node takes longer than this to notice and to say what it holds.
+RAW_S_MAX = 0.5
 ASK_FIRST_S = 5.0  # after a put of blocks that were there
 SIZES_SEEN_MAX = 64
 Use = tuple[int, int]  # slot, generation
@@ -143,12 +146,10 @@ class ReservedSlots:
 
     def _take_raw(self, reserve: Reserve, now_s: float) -> list[Use]:
         """To be marked. What is too old for that may be somebody else's by now: it is left."""
-        raw = [use for use, _ in reserve.raw]
-        if reserve.begin_s and reserve.raw and now_s > reserve.raw[0][1] + reserve.begin_s:
-            raw = [use for use, asked_s in reserve.raw if now_s <= asked_s + reserve.begin_s]
-            reserve.late += [
-                use for use, asked_s in reserve.raw if now_s > asked_s + reserve.begin_s
-            ]
+        oldest_s = now_s - min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
+        raw = [use for use, asked_s in reserve.raw if asked_s >= oldest_s]
+        if len(raw) < len(reserve.raw):
+            reserve.late += [use for use, asked_s in reserve.raw if asked_s < oldest_s]
         reserve.raw = []
         reserve.marking += len(raw)
         return raw

@@ -184,7 +184,7 @@ def test_a_directory_that_restarts_finds_what_was_put_and_the_next_put_asks_anew
     wait_until(lambda: len(reserve_of(store).ready) >= COUNT, "reserved slots")
     doomed.directory.end(signal.SIGKILL)
     doomed.directory.start()
-    wait_until(lambda: all(store.exist(keys)), "the node to say what it holds")
+    wait_until(lambda: all(store.directory.exist(keys)), "the node to say what it holds")
     for array, found in zip(arrays, store.get(keys), strict=True):
         assert found is not None and np.array_equal(array, found)
     more, others = blocks()
@@ -288,3 +288,20 @@ def test_a_draining_node_takes_nothing_more(store: StoreClient) -> None:
         assert not any(store.exist(keys))
     finally:
         store.directory.drain(NODE, is_on=False)
+
+
+def test_a_slot_that_was_granted_too_long_ago_is_given_back_and_not_marked(
+    doomed: SiteProcesses,
+) -> None:
+    with StoreClient(doomed.address, "a") as store:
+        reserve = get_ready(store)
+        with reserved(store)._lock:
+            at_once = reserved(store)._take_raw(reserve, 0.0)
+            reserve.marking -= len(at_once)
+            granted = [(use, 100.0) for use in reserve.ready]
+            reserve.ready, reserve.raw = [], granted
+            assert reserved(store)._take_raw(reserve, 100.0 + reserved_slots.RAW_S_MAX + 0.01) == []
+            assert reserve.late == [use for use, _ in granted] and not reserve.raw
+        wait_until(lambda: not reserve.late, "their return")
+        wait_until(lambda: len(reserve.ready) >= COUNT, "others in their place")
+        assert not {use for use, _ in granted} & set(reserve.ready)
