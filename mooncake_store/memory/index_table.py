@@ -33,6 +33,7 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,24 @@ def table_path(segment_path: str, directory: str) -> str:
     if is_hugetlbfs(folder):
         folder = "/dev/shm"
     name = hashlib.blake2b(directory.encode(), digest_size=6).hexdigest()
-    return os.path.join(folder, f"mooncake-index-{os.getuid()}-{name}")
+    return os.path.join(folder, f"{_prefix()}{name}")
+
+
+def _prefix() -> str:
+    return f"mooncake-index-{os.getuid()}-"
+
+
+def remove_dead_tables(path: str) -> None:
+    """Those beside this one whose writers were killed, perhaps with their directories."""
+    for each in Path(path).parent.glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(each, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                is_ours = os.fstat(descriptor).st_uid == os.getuid()
+                if is_ours and try_lock(descriptor, fcntl.LOCK_EX, keep=True):
+                    unlink_if_same(str(each), descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def table_bytes(segment_bytes: int) -> int:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.errors import StoreError
-from mooncake_store.memory.index_table import IndexTable, table_bytes
+from mooncake_store.memory.index_table import IndexTable, remove_dead_tables, table_bytes
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.events import (
     BlockAdded,
@@ -70,6 +70,7 @@ class IndexWriter:
             try:
                 size_bytes = table_bytes(self._info.segment_bytes)
                 self._table = IndexTable(self._info.index_path, size_bytes)
+                remove_dead_tables(self._info.index_path)
                 break
             except (StoreError, OSError) as error:
                 if str(error) != why:

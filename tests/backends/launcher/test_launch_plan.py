@@ -69,6 +69,7 @@ def test_one_machine_has_unix_sockets_and_no_etcd_and_its_folders_are_as_ever(
         }  # fmt: skip
         command = launcher._node_command(plan.storage_nodes[0])
         assert value_of(command, "--directory") == f"ipc://{sockets}/directory"
+        assert value_of(command, "--events") == f"ipc://{sockets}/events"
         assert value_of(command, "--control") == f"ipc://{sockets}/s0"
         assert not {"--data", "--advertise", "--ssd-path"} & set(command)
         assert "--etcd" not in launcher._directory_command()
@@ -107,6 +108,7 @@ def test_nodes_and_directories_of_a_host_listen_where_others_reach_them(
     command = launcher._node_command(node)
     election = "etcd://10.77.0.1:2379,b.example:2379,10.77.0.3:2379/mooncake/three/directory"
     assert value_of(command, "--directory") == election
+    assert value_of(command, "--events") == "", "the leader says where"
     assert value_of(command, "--control") == "tcp://10.77.0.1:7010"
     assert value_of(command, "--advertise") == "tcp://10.77.0.1:7010,10.77.0.1:7011"
     assert value_of(command, "--ssd-path") == str(launcher.state_dir / "ssd" / "a0")

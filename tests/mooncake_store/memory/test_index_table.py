@@ -23,6 +23,8 @@ from mooncake_store.memory.index_table import (
     STALE_S,
     IndexTable,
     IndexView,
+    remove_dead_tables,
+    table_path,
 )
 from mooncake_store.memory.segment_file import SegmentRefused
 from mooncake_store.records.blocks import Copy
@@ -206,6 +208,19 @@ def test_the_next_writer_takes_over_and_nobody_before(table: IndexTable) -> None
     finally:
         after.close()
     assert not os.path.exists(table.path)
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    living = table_path(f"{tmp_path}/segment", "ipc:///living")
+    dead, other = table_path(f"{tmp_path}/segment", "ipc:///dead"), tmp_path / "mooncake-segment"
+    table = IndexTable(living, SMALL_BYTES)
+    try:
+        Path(dead).write_bytes(Path(living).read_bytes())
+        other.write_bytes(b"a segment")
+        remove_dead_tables(living)
+        assert sorted(tmp_path.iterdir()) == sorted([Path(living), other])
+    finally:
+        table.close()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
