@@ -143,7 +143,7 @@ class Putter:
         try:
             with self._registrations.covering(sources):
                 until_s = time.monotonic() + deadline_s
-                digests = self._fill(info, writes, taken.raw, until_s)
+                digests = self._fill(info, writes, taken.markable, until_s)
             rows = [(write.key, *write.use, digest)
                     for write, digest in zip(writes, digests, strict=True)]  # fmt: skip
             verdicts = self._reserved.commit(taken, rows)
@@ -233,7 +233,7 @@ class Putter:
         try:
             with self._registrations.covering([write.source for write in writes]):
                 self._begin(info, writes, confirm, lease_s, until_s)
-                digests = self._fill(info, writes, (), until_s)
+                digests = self._fill(info, writes, _nothing, until_s)
         except WriteGivenUp:
             raise
         except (EpochPassed, TransferTimeout) as error:
@@ -315,9 +315,13 @@ class Putter:
         confirm()
 
     def _fill(
-        self, info: NodeInfo, writes: Sequence[Write], raw: Sequence[Use], until_s: float
+        self,
+        info: NodeInfo,
+        writes: Sequence[Write],
+        raw: Callable[[], Sequence[Use]],
+        until_s: float,
     ) -> list[int]:
-        """Into slots that are marked; and mark the `raw` ones, too, of blocks of that size.
+        """Into slots that are marked; and mark the `raw` ones, too, for blocks of that size.
 
         The checksum of each block written (0 when this store computes none). TransferFailed:
         nothing of it may be committed. TransferTimeout: bytes may still arrive.
@@ -332,7 +336,7 @@ class Putter:
         transport: MappedTransport,
         node: NodeAccess,
         writes: Sequence[Write],
-        raw: Sequence[Use],
+        raw: Callable[[], Sequence[Use]],
         until_s: float,
     ) -> list[int]:
         info, _, shape = node
@@ -352,7 +356,7 @@ class Putter:
             pairs = zip(writes, digests, strict=True)
             headers = [write.header(STATE_READY, digest) for write, digest in pairs]
             slots.write_headers([write.slot for write in writes], headers)
-            _mark_mapped(slots, _writing(raw, writes[0].source.nbytes, LEASE_S))
+            _mark_mapped(slots, _writing(raw(), writes[0].source.nbytes, LEASE_S))
         moved_bytes = sum(write.source.nbytes for write in writes)
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
@@ -368,7 +372,11 @@ class Putter:
         return [int.from_bytes(each, "big") for each in packed]
 
     def _fill_remote(
-        self, node: NodeAccess, writes: Sequence[Write], raw: Sequence[Use], until_s: float
+        self,
+        node: NodeAccess,
+        writes: Sequence[Write],
+        raw: Callable[[], Sequence[Use]],
+        until_s: float,
     ) -> list[int]:
         info, transport, shape = node
         size_bytes = writes[0].source.nbytes
@@ -380,7 +388,7 @@ class Putter:
                 (write.slot, write.header(STATE_READY, digest))
                 for write, digest in zip(part, digests, strict=True)
             ]
-            begun = _writing(raw, size_bytes, LEASE_S) if part[0] is writes[0] else []
+            begun = _writing(raw(), size_bytes, LEASE_S) if part[0] is writes[0] else []
             span = ByteSpan(0, size_bytes)
             payloads: list[LocalSpan] = [(write.source, span) for write in part]
             targets = [ByteSpan(shape.slot_offset_bytes(write.slot), size_bytes) for write in part]
@@ -438,6 +446,10 @@ def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
         else:
             found.append(span)
     return found
+
+
+def _nothing() -> Sequence[Use]:
+    return ()
 
 
 def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:

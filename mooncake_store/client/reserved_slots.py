@@ -101,6 +101,14 @@ class Taken(NamedTuple):
     reserve: Reserve
     uses: list[Use]  # to be written and committed
     raw: list[Use]  # to be marked meanwhile
+    late: list[Use]  # raw ones for which it was too late then
+    mark_until_s: float
+
+    def markable(self) -> list[Use]:
+        """Asked right before they are marked, for the process may have stood still."""
+        if boot_s() > self.mark_until_s:
+            self.late[:], self.raw[:] = [*self.late, *self.raw], []
+        return self.raw
 
 
 class ReservedSlots:
@@ -142,7 +150,9 @@ class ReservedSlots:
             uses = reserve.ready[:count]
             del reserve.ready[:count]
             reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
-            return Taken(reserve, uses, self._take_raw(reserve, now_s))
+            limit_s = min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
+            until_s = min((asked_s for _, asked_s in reserve.raw), default=now_s) + limit_s
+            return Taken(reserve, uses, self._take_raw(reserve, now_s), [], max(until_s, now_s))
 
     def _take_raw(self, reserve: Reserve, now_s: float) -> list[Use]:
         """To be marked. What is too old for that may be somebody else's by now: it is left."""
@@ -160,7 +170,8 @@ class ReservedSlots:
         reserve, own = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
-            reserve.marking -= len(taken.raw)
+            reserve.late += taken.late
+            reserve.marking -= len(taken.raw) + len(taken.late)
         verdicts = self._commit(reserve, own)
         left = [row[1:3] for row, verdict in zip(rows, verdicts, strict=True) if verdict == THERE]
         if left:

@@ -14,7 +14,8 @@ import pytest
 
 from mooncake_store.client import reserved_slots
 from mooncake_store.client.client import StoreClient
-from mooncake_store.client.reserved_slots import Reserve, ReservedSlots
+from mooncake_store.client.reserved_slots import Reserve, ReservedSlots, Taken
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import STATE_WRITING, geometry
 from mooncake_store.memory.segment import Segment
@@ -302,6 +303,8 @@ def test_a_slot_that_was_granted_too_long_ago_is_given_back_and_not_marked(
             reserve.ready, reserve.raw = [], granted
             assert reserved(store)._take_raw(reserve, 100.0 + reserved_slots.RAW_S_MAX + 0.01) == []
             assert reserve.late == [use for use, _ in granted] and not reserve.raw
+        taken = Taken(reserve, [], [(1, 2)], [], boot_s() - 0.01)  # it stood still after that
+        assert taken.markable() == [] and taken.late == [(1, 2)]
         wait_until(lambda: not reserve.late, "their return")
         wait_until(lambda: len(reserve.ready) >= COUNT, "others in their place")
         assert not {use for use, _ in granted} & set(reserve.ready)
