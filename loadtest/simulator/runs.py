@@ -39,7 +39,7 @@ DECIDING = (
     "loadtest/replay/datasets.py", "loadtest/simulator/recorded_run.py", "loadtest/results",
     "loadtest/profile/profile.py", "conductor", "mooncake_store/directory/core",
     "mooncake_store/prefix_index", "mooncake_store/records", "mooncake_store/layout.py",
-    "mooncake_store/block_keys.py",
+    "mooncake_store/block_keys.py", "mooncake_store/native",
     "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",
     "backends/workers/step_times.py", "backends/frontend/routing_notes.py",
     "backends/frontend/lifecycle/attempts.py", "loadtest/simulator/experiments/paper/served.py",
@@ -122,7 +122,8 @@ def code_digest(module: str, file: str) -> str:
     digest = blake2b(f"{platform.python_version()} {np.__version__} {module}".encode())
     for name in (*DECIDING, file):
         path = ROOT / name
-        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        found = [*path.rglob("*.py"), *path.rglob("*.c")] if path.is_dir() else [path]
+        for source in sorted(found):
             digest.update(source.relative_to(ROOT).as_posix().encode() + source.read_bytes())
     return digest.hexdigest()
 
