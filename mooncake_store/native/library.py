@@ -35,6 +35,7 @@ SWITCH, CACHE, COMPILER = "MOONCAKE_NATIVE", "MOONCAKE_CACHE", "CC"
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-ffp-contract=off",
     "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
+    "-Wno-psabi",  # without AVX-512 wide vectors are passed otherwise: nobody else calls these
 )  # fmt: skip
 COMPILE_S_MAX = 120.0
 NativeFunction = Callable[..., Any]

@@ -721,7 +721,14 @@ void forecast_settle(const forecast_worker_t *of) {
 #define HAS_VECTORS 0
 #endif
 
+#if HAS_VECTORS && defined(__AVX512BF16__)
+#define HAS_PRODUCTS 1 /* of pairs of bfloat16, summed in float32 */
+#else
+#define HAS_PRODUCTS 0
+#endif
+
 int engine_vectors(void) { return HAS_VECTORS; }
+int engine_products(void) { return HAS_PRODUCTS; }
 
 typedef struct {
     int64_t next, rows, width, row_stride, out_stride; /* strides in scalars */
@@ -937,12 +944,6 @@ INLINE __m512 quarter_sums(const __m512 *v) {
 INLINE __m512 quarters_added(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
-
-#ifdef __AVX512BF16__
-#define HAS_PRODUCTS 1
-#else
-#define HAS_PRODUCTS 0
-#endif
 
 /* HEADS query heads of one KV head against all tokens of a work; head_dim is at most 16 * VECTORS.
  * Online softmax over tiles of tokens: what was summed shrinks whenever a larger score comes. */
@@ -1245,3 +1246,171 @@ void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const ui
         memset(to + offsets[at] + sizeof header, 0, zero_bytes);
     }
 }
+
+/* ---- the torch engine: attention of a prompt's chunk over paged KV, bfloat16
+ *
+ * K and V are packed once for a chunk, so that both products are the same: rows of pairs of bfloat16
+ * times a matrix whose 32-bit words are such pairs. K by tiles of KEYS tokens [head_dim / 2][KEYS],
+ * V by pairs of tokens [KEYS / 2][head_dim]. */
+
+typedef struct {
+    int64_t next, tokens, start, heads, kv_heads, head_dim, block_tokens, page_stride; /* scalars */
+    const void *memory;      /* this layer's first K head of page 0 */
+    const int64_t *pages;    /* of the work */
+    const void *queries;     /* [tokens, heads, head_dim] */
+    int64_t query_stride;    /* scalars from one token to the next */
+    void *out;               /* [tokens, heads * head_dim] */
+    void *packed_keys, *packed_values; /* [kv_heads, tiles, KEYS, head_dim] each */
+    float scale;
+} prefill_job;
+
+#if HAS_PRODUCTS
+#define KEYS 64
+#define ROWS_MAX 96 /* of a tile: queries times heads that share a KV head */
+#define STEP_ROWS 6 /* times 64 columns: 24 sums in registers */
+
+INLINE int64_t key_tiles(const prefill_job *job) {
+    return (job->start + job->tokens + KEYS - 1) / KEYS;
+}
+
+/* K and V of every tile of the context; zeros behind its end. */
+void pack_prefill(void *data) {
+    prefill_job *job = data;
+    const int64_t dim = job->head_dim, block = job->block_tokens, tiles = key_tiles(job);
+    const int64_t end = job->start + job->tokens;
+    for (;;) {
+        const int64_t item = taken(&job->next, 1);
+        if (item >= tiles * job->kv_heads) return;
+        const int64_t head = item / tiles, first = item % tiles * KEYS;
+        uint32_t *keys = (uint32_t *)job->packed_keys + item * KEYS * dim / 2;
+        uint16_t *values = (uint16_t *)job->packed_values + item * KEYS * dim;
+        for (int64_t token = 0; token < KEYS; token++) {
+            const int64_t at = first + token;
+            if (at >= end) {
+                for (int64_t i = 0; i < dim / 2; i++) keys[i * KEYS + token] = 0;
+                for (int64_t i = 0; i < dim; i++) values[token / 2 * 2 * dim + 2 * i + token % 2] = 0;
+                continue;
+            }
+            const uint16_t *key = (const uint16_t *)job->memory +
+                                  job->pages[at / block] * job->page_stride +
+                                  (head * block + at % block) * dim;
+            const uint16_t *value = key + job->kv_heads * block * dim;
+            for (int64_t i = 0; i < dim / 2; i++) {
+                uint32_t pair;
+                memcpy(&pair, key + 2 * i, sizeof pair);
+                keys[i * KEYS + token] = pair;
+            }
+            uint16_t *to = values + token / 2 * 2 * dim + token % 2;
+            for (int64_t i = 0; i < dim; i++) to[2 * i] = value[i];
+        }
+    }
+}
+
+/* out [STEP_ROWS][64] (+)= rows of `pairs` words times matrix [pairs][64 of `stride` words]. */
+INLINE void multiplied(const uint32_t *const *rows, int64_t pairs, const uint32_t *matrix,
+                       int64_t stride, float *out, int64_t out_stride, const int is_added) {
+    __m512 sums[STEP_ROWS][4];
+    UNROLLED for (int r = 0; r < STEP_ROWS; r++)
+        UNROLLED for (int v = 0; v < 4; v++)
+            sums[r][v] = is_added ? _mm512_loadu_ps(out + r * out_stride + v * LANE_COUNT)
+                                  : _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        __m512bh columns[4];
+        UNROLLED for (int v = 0; v < 4; v++)
+            columns[v] = (__m512bh)_mm512_loadu_si512(matrix + pair * stride + v * LANE_COUNT);
+        UNROLLED for (int r = 0; r < STEP_ROWS; r++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32((int)rows[r][pair]);
+            UNROLLED for (int v = 0; v < 4; v++)
+                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, columns[v]);
+        }
+    }
+    UNROLLED for (int r = 0; r < STEP_ROWS; r++)
+        UNROLLED for (int v = 0; v < 4; v++)
+            _mm512_storeu_ps(out + r * out_stride + v * LANE_COUNT, sums[r][v]);
+}
+
+/* Softmax of a row over one more tile: its weights as bfloat16; what was summed shrinks. */
+INLINE void weighed(const float *scores, int64_t seen, float scale, float *largest, float *weight,
+                    float *sums, int64_t dim, uint16_t *weights) {
+    __m512 found[4], most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
+    __mmask16 masks[4];
+    UNROLLED for (int v = 0; v < 4; v++) {
+        masks[v] = lanes_left(seen - v * LANE_COUNT);
+        found[v] = _mm512_mul_ps(_mm512_loadu_ps(scores + v * LANE_COUNT), _mm512_set1_ps(scale));
+        most = _mm512_mask_max_ps(most, masks[v], most, found[v]);
+    }
+    const float now = _mm512_reduce_max_ps(most);
+    if (now > *largest) {
+        if (*weight > 0) {
+            const __m512 shrunk = exponential(_mm512_set1_ps(*largest - now));
+            for (int64_t i = 0; i < dim; i += LANE_COUNT)
+                _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), shrunk));
+            *weight *= _mm512_cvtss_f32(shrunk);
+        }
+        *largest = now;
+    }
+    UNROLLED for (int v = 0; v < 4; v++) {
+        const __m512 part = _mm512_maskz_mov_ps(
+            masks[v], exponential(_mm512_sub_ps(found[v], _mm512_set1_ps(*largest))));
+        total = _mm512_add_ps(total, part);
+        _mm256_storeu_si256((__m256i *)(weights + v * LANE_COUNT),
+                            (__m256i)_mm512_cvtneps_pbh(part));
+    }
+    *weight += _mm512_reduce_add_ps(total);
+}
+
+static void attend_tile(const prefill_job *job, int64_t kv_head, int64_t first, int64_t tokens) {
+    const int64_t dim = job->head_dim, shared = job->heads / job->kv_heads;
+    const int64_t rows = tokens * shared, tiles = key_tiles(job);
+    float scores[ROWS_MAX][KEYS], sums[ROWS_MAX][2 * KEYS], largest[ROWS_MAX], total[ROWS_MAX];
+    uint16_t weights[ROWS_MAX][KEYS];
+    const uint32_t *queries[ROWS_MAX], *pairs[ROWS_MAX];
+    for (int64_t row = 0; row < ROWS_MAX; row++) {
+        const int64_t real = row < rows ? row : rows - 1;
+        queries[row] = (const uint32_t *)((const uint16_t *)job->queries +
+                                          (first + real / shared) * job->query_stride +
+                                          (kv_head * shared + real % shared) * dim);
+        pairs[row] = (const uint32_t *)weights[row];
+        largest[row] = -__builtin_inff();
+        total[row] = 0;
+    }
+    memset(sums, 0, sizeof sums);
+    memset(weights, 0, sizeof weights);
+    const int64_t last = (job->start + first + tokens - 1) / KEYS;
+    for (int64_t tile = 0; tile <= last; tile++) {
+        const int64_t item = kv_head * tiles + tile;
+        const uint32_t *keys = (const uint32_t *)job->packed_keys + item * KEYS * dim / 2;
+        const uint32_t *values = (const uint32_t *)job->packed_values + item * KEYS * dim / 2;
+        for (int64_t row = 0; row < rows; row += STEP_ROWS)
+            multiplied(queries + row, dim / 2, keys, KEYS, scores[row], KEYS, 0);
+        for (int64_t row = 0; row < rows; row++)
+            weighed(scores[row], job->start + first + row / shared + 1 - tile * KEYS, job->scale,
+                    &largest[row], &total[row], sums[row], dim, weights[row]);
+        for (int64_t row = 0; row < rows; row += STEP_ROWS)
+            for (int64_t column = 0; column < dim; column += KEYS)
+                multiplied(pairs + row, KEYS / 2, values + column, dim, sums[row] + column,
+                           2 * KEYS, 1);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = ((first + row / shared) * job->heads + kv_head * shared + row % shared) *
+                           dim;
+        for (int64_t i = 0; i < dim; i += LANE_COUNT)
+            stored(job->out, at + i, 0xFFFF,
+                   _mm512_div_ps(_mm512_loadu_ps(sums[row] + i), _mm512_set1_ps(total[row])), 1);
+    }
+}
+
+/* attention.py: the tokens start.. of a work, each seeing what is before it and itself; head_dim is
+ * 64 or 128, at most ROWS_MAX heads share a KV head. The longest tiles are begun first. */
+void attend_prefill(void *data) {
+    prefill_job *job = data;
+    const int64_t step = ROWS_MAX / (job->heads / job->kv_heads);
+    const int64_t tiles = (job->tokens + step - 1) / step;
+    for (;;) {
+        const int64_t item = tiles * job->kv_heads - 1 - taken(&job->next, 1);
+        if (item < 0) return;
+        const int64_t first = item / job->kv_heads * step, left = job->tokens - first;
+        attend_tile(job, item % job->kv_heads, first, left < step ? left : step);
+    }
+}
+#endif

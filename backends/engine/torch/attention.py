@@ -30,6 +30,10 @@ class PagedAttention:
         self.is_native = (
             native_layers.serves(memory.pool) and self.head_dim <= native_layers.HEAD_DIM_MAX
         )
+        self.is_native_prefill = native_layers.serves_prefill(
+            memory.pool, self.shared, self.head_dim
+        )
+        self._packed = memory.pool.new_empty(0)  # K and V of a chunk's context
         # Reused by every layer and step: fresh memory of this size costs page faults each time.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
@@ -78,6 +82,14 @@ class PagedAttention:
         self, layer: int, span: PrefillSpan, queries: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Attention of a span into its rows of `out`."""
+        if self.is_native_prefill:
+            need = native_layers.prefill_scratch(span.end, self.kv_heads, self.head_dim)
+            if need > self._packed.numel():
+                self._packed = queries.new_empty(2 * need)
+            native_layers.attend_prefill(
+                queries, self.memory.pool[:, layer], span.pages, span.start, out, self._packed
+            )
+            return
         keys, values = self._gather(layer, span.page_rows, 1)
         # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)

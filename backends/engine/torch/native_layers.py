@@ -1,9 +1,10 @@
 """The parts of a layer between its matrix products, compiled (native.c): one pass each over memory.
 
-RMS norm, rotary embedding with K and V into their pages, silu(gate) * up, and the attention of last
-tokens straight from the pages. torch makes each of several operations, every one a pass and a few
-microseconds, and its attention wants the pages gathered first: at batch 16 and 4,096 tokens of
-context that alone moved three times the bytes of the KV.
+RMS norm, rotary embedding with K and V into their pages, silu(gate) * up, the attention of last
+tokens straight from the pages, and in bfloat16 that of a prompt's chunk. torch makes each of
+several operations, every one a pass and a few microseconds, and its attention wants the pages
+gathered first: at batch 16 and 4,096 tokens of context that alone moved three times the bytes of
+the KV.
 
 The threads are torch's own: its OpenMP runs the function (`GOMP_parallel`), so no second pool
 competes with it for the cores. Where there is no AVX-512, no compiler or no CPU tensor, torch's
@@ -19,13 +20,16 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from backends.engine.torch.step_plan import PagesSeen
+from backends.engine.torch.step_plan import PagesSeen, rounded_up
 from mooncake_store.native.library import NativeFunction, function, quick_function
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MAX = 128
+PREFILL_SHARED_MAX, PREFILL_TILE_TOKENS = 96, 64  # ROWS_MAX and KEYS of native.c
 # With less to do, waking threads costs more than they save.
 SHARED_SCALARS_MIN = 64 * 1024
 
@@ -57,9 +61,32 @@ class _AttendJob(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _PrefillJob(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("next", "tokens", "start", "heads", "kv_heads", "head_dim")),
+        ("block_tokens", _INT), ("page_stride", _INT),
+        *((name, _POINTER) for name in ("memory", "pages", "queries")),
+        ("query_stride", _INT),
+        *((name, _POINTER) for name in ("out", "packed_keys", "packed_values")),
+        ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
 def serves(tensor: torch.Tensor) -> bool:
     """These functions may be used for such numbers."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has_vectors()
+
+
+def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
+    """`attend_prefill` may be used for such KV, `shared` query heads to a KV head."""
+    is_shape = head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX
+    return tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has_products()
+
+
+@functools.cache
+def _has_products() -> bool:
+    found = function("engine_products", ctypes.c_int, [])
+    return found is not None and bool(found())
 
 
 @functools.cache
@@ -143,6 +170,40 @@ def attend_last_tokens(
     )  # fmt: skip
     _run("attend_last_tokens", job, 2 * seen.tokens * kv_heads * head_dim)
     return out
+
+
+def attend_prefill(
+    queries: torch.Tensor,
+    memory: torch.Tensor,
+    pages: NDArray[np.int64],
+    start: int,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """queries [tokens, heads, head_dim] of the tokens start.. of a work -> out, the same shape.
+
+    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer; scratch: any contiguous
+    memory of `prefill_scratch` scalars.
+    """
+    tokens, heads, head_dim = queries.shape
+    _, _, kv_heads, block_tokens, _ = memory.shape
+    need = prefill_scratch(start + tokens, kv_heads, head_dim)
+    assert queries.stride()[1:] == (head_dim, 1) and out.is_contiguous()
+    assert memory[0].is_contiguous() and scratch.numel() >= need, (scratch.numel(), need)
+    job = _PrefillJob(
+        0, tokens, start, heads, kv_heads, head_dim, block_tokens, memory.stride(0),
+        memory.data_ptr(), pages.ctypes.data, queries.data_ptr(), queries.stride(0),
+        out.data_ptr(), scratch.data_ptr(),
+        scratch.data_ptr() + need // 2 * scratch.element_size(), head_dim**-0.5,
+    )  # fmt: skip
+    _run("pack_prefill", job, need)
+    job.next = 0
+    _run("attend_prefill", job, tokens * need)
+
+
+def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
+    """Scalars that `attend_prefill` packs K and V into."""
+    return 2 * kv_heads * rounded_up(context_tokens, PREFILL_TILE_TOKENS) * head_dim
 
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:

@@ -59,6 +59,7 @@ class PrefillSpan:
     tokens: int
     start: int
     page_rows: torch.Tensor  # [2 * kv_heads * pages], the pages rounded up to whole tiles
+    pages: Integers
 
     @property
     def end(self) -> int:
@@ -247,7 +248,7 @@ def _spans(
         width = blocks_touched(rounded_up(work.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
         pages = np.pad(table, (0, width - len(table)), mode="edge")
         rows = _tensor(_page_rows(pages[None], layout), device)
-        spans.append(PrefillSpan(first, len(work.token_ids), work.start, rows))
+        spans.append(PrefillSpan(first, len(work.token_ids), work.start, rows, table))
         first += len(work.token_ids)
     return spans
 

@@ -125,6 +125,44 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_of_a_chunk_is_causal_attention(threads: int, seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            kv_heads, shared = chance.choice([1, 2, 4]), chance.choice([1, 2, 3, 4, 7])
+            head_dim, block = chance.choice([64, 128]), chance.choice([16, 64, 256])
+            tokens, start = chance.choice([2, 31, 64, 100, 200]), chance.choice([0, 1, 63, 64, 300])
+            if not native_layers.serves_prefill(torch.zeros(1).bfloat16(), shared, head_dim):
+                pytest.skip("no products of bfloat16 on this CPU")
+            end = start + tokens
+            table = torch.randperm(2 * -(-end // block))[: -(-end // block)]
+            kv = (2 * torch.randn(2, kv_heads, end, head_dim)).bfloat16()
+            memory = torch.full((2 * len(table), 2, 2, kv_heads, block, head_dim), torch.nan)
+            memory = memory.bfloat16()
+            for place, page in enumerate(table):
+                part = kv[:, :, place * block : (place + 1) * block]
+                memory[page, 1, :, :, : part.shape[2]] = part
+            queries = torch.randn(tokens, kv_heads * shared + 2, head_dim).bfloat16()[:, 1:-1]
+            is_seen = torch.arange(end)[None, :] <= start + torch.arange(tokens)[:, None]
+            expected = F.scaled_dot_product_attention(
+                queries.float().transpose(0, 1),
+                kv[0].float().repeat_interleave(shared, 0),
+                kv[1].float().repeat_interleave(shared, 0),
+                attn_mask=is_seen,
+            ).transpose(0, 1)
+            ours = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
+            need = native_layers.prefill_scratch(end, kv_heads, head_dim)
+            scratch = torch.full((need,), torch.nan, dtype=torch.bfloat16)
+            native_layers.attend_prefill(queries, memory[:, 1], table.numpy(), start, ours, scratch)
+            close(ours, expected, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_head_too_large_for_registers_is_left_to_torch(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path, head_dim=144)
     engine = TorchEngine.load(tmp_path, 12, 16)
