@@ -262,7 +262,7 @@ static double least_of(const double *values, int64_t count) {
     return least;
 }
 
-/* Of the rows with values up to the limit the one of least rank, the first of equals. Of values that
+/* Of the choices with values up to the limit the one of least rank, the first of equals. Of values that
  * are no numbers, which nobody should have sent, the first row that may be chosen. */
 static int64_t best_ranked(const double *values, double limit, const double *rank,
                            const uint8_t *is_choice, int64_t count) {
@@ -276,7 +276,8 @@ static int64_t best_ranked(const double *values, double limit, const double *ran
             if (!within) continue;
         }
         for (int64_t row = from; row < end; row++)
-            if (values[row] <= limit && (best < 0 || rank[row] < rank[best])) best = row;
+            if (is_choice[row] && values[row] <= limit && (best < 0 || rank[row] < rank[best]))
+                best = row;
     }
     for (int64_t row = 0; best < 0; row++)
         if (is_choice[row]) best = row;
@@ -512,7 +513,7 @@ static double choose_partner(const decision_t *d, const uint8_t *joinable, int64
     for (int64_t at = in.own_from[prefill]; at < in.own_from[prefill + 1]; at++) {
         const int64_t row = in.own[at];
         const double own_rank = rank[row] - in.requests_rank;
-        if (in.decode_cost_s[row] <= limit_s &&
+        if (joinable[row] && in.decode_cost_s[row] <= limit_s &&
             (own_rank < best_rank || (own_rank == best_rank && row < best))) {
             best = row;
             best_rank = own_rank;
@@ -602,6 +603,7 @@ static int64_t choose(decision_t *d) {
         if (found_s[at] <= total_s + tie_s &&
             (best < 0 || d->rank[of[at]] < d->rank[of[best]]))
             best = at;
+    if (best < 0) return -1; /* its costs are no numbers: the first pair stays */
     d->prefill = of[best];
     d->decode = with[best];
     return -1;

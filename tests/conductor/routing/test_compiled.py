@@ -248,6 +248,19 @@ def test_coefficients_that_are_no_numbers_do_no_harm(role: str) -> None:
     assert isinstance(made.on_request(prompt("r1", "a*3"), 0.0), Route)
 
 
+def test_whose_coefficients_are_no_numbers_is_not_chosen_while_it_drains() -> None:
+    nothing = (math.nan, math.nan, math.nan)
+    events: list[Event] = [NodeUp(node(f"s{number}")) for number in range(3)]
+    for number in range(3):
+        info = worker(f"p{number}", "prefill", f"s{number}", prefill_coefficients=nothing)
+        events.append(WorkerUp(info))
+    events += [WorkerUp(worker("d0", "decode", "s2"))]
+    events.append(WorkerReported(report("p0", is_draining=True)))
+    made = conductor(events, admission="none")
+    route = made.on_request(prompt("r1", "a*3"), 0.0)
+    assert isinstance(route, Route) and route.prefill.worker_id == "p1"
+
+
 def test_without_a_compiler_numpy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_NATIVE", "off")
     library.forget()
