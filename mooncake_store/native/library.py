@@ -82,7 +82,13 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false"):
         return None, f"{SWITCH}={os.environ[SWITCH]} asks for Python"
     try:
-        return ctypes.CDLL(str(_made())), ""
+        path = _made()
+        try:
+            return ctypes.CDLL(str(path)), ""
+        except OSError:
+            if not os.statvfs(path).f_flag & os.ST_NOEXEC:
+                path.unlink()  # cut short, or of a compiler that is mended since: made anew then
+            raise
     except (_Unusable, OSError) as error:
         return None, str(error)
 
@@ -154,13 +160,17 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _compile(path: Path) -> None:
-    compiler = os.environ.get(COMPILER) or "cc"
+    wanted = os.environ.get(COMPILER, "").split() or ["cc"]  # "ccache gcc" is customary
+    compiler = wanted[0]
     if shutil.which(compiler) is None:
         raise _Unusable(f"no C compiler: {compiler} is not on PATH (Debian: apt install gcc)")
     made = path.with_suffix(f".{os.getpid()}")
-    command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+    command = [*wanted, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S_MAX)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace",
+            timeout=COMPILE_S_MAX,
+        )  # fmt: skip
         made.chmod(0o700)
         os.replace(made, path)
     except subprocess.CalledProcessError as error:

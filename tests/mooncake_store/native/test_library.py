@@ -78,6 +78,40 @@ def test_what_does_not_compile_is_named_and_leaves_nothing(
     assert files(tmp_path) == []
 
 
+def a_compiler(folder: Path, script: str) -> str:
+    """A program that answers as this script does."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_compiler_that_prints_what_is_no_text_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    broken = a_compiler(tmp_path_factory.mktemp("bin"), "printf 'error \\377\\376' >&2; exit 1")
+    monkeypatch.setenv(library.COMPILER, broken)
+    assert library.library() is None and "could not compile native.c" in library.why_not()
+
+
+@needs_compiler
+def test_what_a_broken_compiler_made_is_made_anew_when_it_is_mended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
+    monkeypatch.setenv(library.COMPILER, a_compiler(tmp_path_factory.mktemp("bin"), script))
+    assert library.library() is None and library.why_not()
+    monkeypatch.delenv(library.COMPILER)
+    library.forget()
+    assert library.library() is not None, library.why_not()
+
+
+@needs_compiler
+def test_a_compiler_may_be_named_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.COMPILER, "cc -pipe")
+    assert library.library() is not None, library.why_not()
+
+
 @needs_compiler
 def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
     assert library.library() is not None
