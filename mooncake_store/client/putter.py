@@ -149,16 +149,16 @@ class Putter:
             verdicts = self._reserved.commit(taken, rows)
         except (EpochPassed, WriteGivenUp) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
-            self._reserved.drop(taken.reserve)
+            self._reserved.failed(taken)
             return [None] * len(keys)
         except TransferFailed as error:  # after a timeout bytes may still arrive: all of it rests
             log.warning("put on node_id=%s: %s", node_id, error)
-            self._reserved.drop(taken.reserve)
+            self._reserved.failed(taken)
             if not isinstance(error, TransferTimeout):
                 self._nodes.mark_bad(info)
             return [False] * len(keys)
         except BaseException:
-            self._reserved.drop(taken.reserve)
+            self._reserved.failed(taken)
             raise
         return [None if verdict == REFUSED else True for verdict in verdicts]
 

@@ -77,6 +77,7 @@ class Reserve:
     ready: list[Use] = field(default_factory=list)
     late: list[Use] = field(default_factory=list)  # raw for too long: to be given back
     most: int = BLOCKS_MAX  # slots that the directory lets it have, as said last
+    puts: int = 0  # under way, in slots taken from it
     is_dropped: bool = False
     waiting: list[_Commit] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -150,6 +151,7 @@ class ReservedSlots:
             uses = reserve.ready[:count]
             del reserve.ready[:count]
             reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
+            reserve.puts += 1
             limit_s = min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
             until_s = min((asked_s for _, asked_s in reserve.raw), default=now_s) + limit_s
             return Taken(reserve, uses, self._take_raw(reserve, now_s), [], max(until_s, now_s))
@@ -166,7 +168,7 @@ class ReservedSlots:
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """They are written, and what was to be marked is. The verdict on each: STORED, THERE or
-        REFUSED (records/blocks.py). EpochPassed when nothing of it counts."""
+        REFUSED (records/blocks.py). EpochPassed when nothing of it counts: it is `failed` then."""
         reserve, own = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
@@ -178,20 +180,40 @@ class ReservedSlots:
             with self._lock:
                 self._ask_first_s = boot_s() + ASK_FIRST_S
             self._abandon(reserve, left)
+        self._ended(reserve)
         return verdicts
 
-    def drop(self, reserve: Reserve, are_idle: bool = False) -> None:
+    def failed(self, taken: Taken) -> None:
+        """What was taken will not be committed: the whole reserve is given up."""
+        self._drop(taken.reserve)
+        self._ended(taken.reserve)
+
+    def _ended(self, reserve: Reserve) -> None:
+        """A put is over. With the last one goes what a dropped reserve has left."""
+        with self._lock:
+            reserve.puts -= 1
+        self._release_dropped(reserve)
+
+    def _drop(self, reserve: Reserve, are_idle: bool = False) -> None:
         """Give all of it up. Its slots rest, unless nothing can be under way to any of them."""
         with self._lock:
             reserve.is_dropped = True
             key = reserve.info.node_id, reserve.size_bytes
             if self._reserves.get(key) is reserve:
                 del self._reserves[key]
-            uses = reserve.uses()
-            reserve.raw, reserve.marked, reserve.ready = [], [], []
+            uses = [*reserve.uses(), *reserve.late]
+            reserve.raw, reserve.marked, reserve.ready, reserve.late = [], [], [], []
         if are_idle:
             self._abandon(reserve, uses)
-        elif reserve.epoch:
+        else:
+            self._release_dropped(reserve)
+
+    def _release_dropped(self, reserve: Reserve) -> None:
+        """Its slots rest, but not while a put writes into some of them: that may go on for longer
+        than a slot rests. Until then its lease protects them."""
+        with self._lock:
+            is_over = reserve.is_dropped and not reserve.puts and reserve.epoch
+        if is_over:
             with contextlib.suppress(StoreError):
                 self._directory.release_later(reserve.owner)
 
@@ -243,9 +265,12 @@ class ReservedSlots:
                 reserve.info.node_id, rows, reserve.owner, reserve.size_bytes, wished, LEASE_S,
                 epoch, self._tenant,
             )  # fmt: skip
-        except StoreError as error:
-            for each in batch:
-                each.error = error
+        except BaseException as error:
+            is_known = isinstance(error, StoreError)
+            for each in batch:  # the others of whoever was interrupted, too
+                each.error = error if is_known else StoreUnavailable("the commit was interrupted")
+            if not is_known:
+                raise
             return
         with self._lock:
             reserve.epoch, reserve.begin_s = answer.epoch, answer.begin_s
@@ -254,7 +279,9 @@ class ReservedSlots:
                 reserve.ready += confirmed
                 reserve.raw += [(use, asked_s) for use in answer.slots]
         if had_any and not answer.is_held:
-            self.drop(reserve)
+            self._drop(reserve)
+        else:
+            self._release_dropped(reserve)  # meanwhile, so nobody will use what came
         verdicts = iter(answer.verdicts)
         for each in batch:
             each.verdicts = list(itertools.islice(verdicts, len(each.rows)))
@@ -277,18 +304,18 @@ class ReservedSlots:
                 try:
                     self._look_after(reserve)
                 except StoreUnavailable:
-                    self.drop(reserve)
+                    self._drop(reserve)
                 except StoreError as error:
                     log.warning("reserving on node_id=%s: %s", reserve.info.node_id, error)
-                    self.drop(reserve)
+                    self._drop(reserve)
                 except Exception:  # edge: puts go on without
                     log.exception("reserving on node_id=%s failed", reserve.info.node_id)
-                    self.drop(reserve)
+                    self._drop(reserve)
 
     def _look_after(self, reserve: Reserve) -> None:
         now_s = boot_s()
         if now_s > reserve.used_s + IDLE_S:
-            self.drop(reserve, are_idle=True)
+            self._drop(reserve, are_idle=True)
             return
         with self._lock:
             surplus = max(0, len(reserve.uses()) - reserve.most)
@@ -316,4 +343,4 @@ class ReservedSlots:
         if thread is not None:
             thread.join()
         for reserve in list(self._reserves.values()):
-            self.drop(reserve, are_idle=True)
+            self._drop(reserve, are_idle=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 
 from mooncake_store.client import reserved_slots
 from mooncake_store.client.client import StoreClient
+from mooncake_store.client.putter import Putter
 from mooncake_store.client.reserved_slots import Reserve, ReservedSlots, Taken
 from mooncake_store.directory.boot_clock import boot_s
-from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.errors import StoreUnavailable, TransferFailed, TransferTimeout
 from mooncake_store.layout import STATE_WRITING, geometry
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotMemory
@@ -254,6 +256,80 @@ def test_after_a_failed_write_everything_reserved_rests(
         assert node_stats(store).quarantined_units > 0
         assert reserve.is_dropped and not any(store.exist(keys))
         wait_until(lambda: store.put(keys, arrays, NODE) == [True] * COUNT, "the node")
+
+
+def test_a_failed_put_takes_no_slots_from_those_that_others_are_writing(
+    doomed: SiteProcesses, doomed_store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would rest for so long only as a put that began then; this one may go on for longer."""
+    store = doomed_store
+    reserve = get_ready(store, 2 * COUNT)
+    fill, is_writing, may_go_on = Putter._fill, threading.Event(), threading.Event()
+
+    def slow_or_failed(self: Putter, info: Any, writes: Any, raw: Any, until_s: float) -> list[int]:
+        if writes[0].key == failing[0]:
+            raise TransferFailed("the network is gone")
+        is_writing.set()
+        assert may_go_on.wait(30)
+        return fill(self, info, writes, raw, until_s)
+
+    (failing, lost), (keys, arrays) = blocks(), blocks()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Putter, "_fill", slow_or_failed)
+        slow = pool.submit(store.put, keys, arrays, NODE)
+        assert is_writing.wait(30)
+        try:
+            assert store.put(failing, lost, NODE) == [False] * COUNT
+            store.directory.nodes()  # behind what the failed put sent
+            node = node_stats(store)
+            assert node.reserved_units > 0 and node.quarantined_units == 0
+        finally:
+            may_go_on.set()
+        assert slow.result() == [True] * COUNT
+    monkeypatch.undo()
+    assert reserve.is_dropped and not reserve.puts
+    wait_until(lambda: node_stats(store).reserved_units == 0, "what nobody writes any more")
+    with StoreClient(doomed.address, "a") as reader:  # the node is bad for whoever failed there
+        for array, found in zip(arrays, reader.get(keys), strict=True):
+            assert found is not None and np.array_equal(array, found)
+
+
+def test_slots_that_come_after_their_reserve_was_dropped_are_given_back(
+    doomed: SiteProcesses, doomed_store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that takes longer than a reserve stays: its commit brings slots that nobody uses."""
+    store = doomed_store
+    reserve = get_ready(store)
+    fill = Putter._fill
+
+    def slow(self: Putter, info: Any, writes: Any, raw: Any, until_s: float) -> list[int]:
+        wait_until(lambda: reserve.is_dropped, "the reserve to be too old")
+        return fill(self, info, writes, raw, until_s)
+
+    monkeypatch.setattr(Putter, "_fill", slow)
+    monkeypatch.setattr(reserved_slots, "IDLE_S", 0.1)
+    keys, arrays = blocks()
+    assert store.put(keys, arrays, NODE) == [True] * COUNT
+    assert store.exist(keys) == [True] * COUNT
+    wait_until(lambda: node_stats(store).reserved_units == 0, "their return")
+
+
+def test_a_commit_that_is_interrupted_says_so_to_the_others_in_it(
+    site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(site.address, "a") as store:
+        reserve = get_ready(store, 1)
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with ThreadPoolExecutor(2) as pool:
+            with reserve.turn:
+                monkeypatch.setattr(store.directory, "commit_reserved", interrupted)
+                puts = [pool.submit(store.put, *blocks(1), NODE) for _ in range(2)]
+                wait_until(lambda: len(reserve.waiting) == 2, "both of them")
+            errors = {type(put.exception()) for put in puts}
+        assert errors == {KeyboardInterrupt, StoreUnavailable}
 
 
 def test_a_put_whose_reservation_is_lost_is_written_once_more(store: StoreClient) -> None:
