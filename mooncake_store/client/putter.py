@@ -7,9 +7,9 @@ computed on the way; elsewhere it goes through the transport of the node.
 
 A client that puts again and again has slots that it reserved ahead and marked already
 (reserved_slots.py): then a put is payload, header and one message. Else it asks for its slots,
-marks them, and asks whether it may write. The payload and the header that says "ready" are never
-one transfer: what order the writes of one transfer arrive in, NIXL does not promise, and a
-directory that restarts believes that header (docs/decisions/0031).
+marks them, and asks whether it may write. The payload and the header that says "ready" are one
+transfer only where the transport keeps the order of spans: NIXL promises none, and a directory that
+restarts believes that header (docs/decisions/0031).
 
 What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
 the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
