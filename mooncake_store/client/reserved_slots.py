@@ -265,13 +265,14 @@ class ReservedSlots:
                 reserve.info.node_id, rows, reserve.owner, reserve.size_bytes, wished, LEASE_S,
                 epoch, self._tenant,
             )  # fmt: skip
-        except BaseException as error:
-            is_known = isinstance(error, StoreError)
-            for each in batch:  # the others of whoever was interrupted, too
-                each.error = error if is_known else StoreUnavailable("the commit was interrupted")
-            if not is_known:
-                raise
+        except StoreError as error:
+            for each in batch:
+                each.error = error
             return
+        except BaseException:
+            for each in batch:
+                each.error = StoreUnavailable("whoever sent the commit was interrupted")
+            raise
         with self._lock:
             reserve.epoch, reserve.begin_s = answer.epoch, answer.begin_s
             reserve.until_s, reserve.most = asked_s + LEASE_S, answer.most
