@@ -10,10 +10,11 @@ Not here: what a fingerprint is made of (layout.py), what a worker is charged wi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.errors import FingerprintMismatch, StoreFull
+from mooncake_store.errors import FingerprintMismatch, RequestInvalid, StoreFull
 from mooncake_store.layout import describe_difference
 from mooncake_store.records.events import Event, WorkerDown, WorkerReported, WorkerUp
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
@@ -47,6 +48,7 @@ class WorkerTable:
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
         name = (info.worker_id, info.incarnation)
+        _refuse_no_numbers(info)
         self._refuse_misfit(info, now_s)
         known = self._workers.get(name)
         if known is None and len(self._workers) >= self._config.workers_max:
@@ -96,3 +98,19 @@ class WorkerTable:
             assert (worker.info.worker_id, worker.info.incarnation) == (worker_id, incarnation)
             report = worker.report
             assert report is None or report.incarnation == incarnation
+
+
+def _refuse_no_numbers(info: WorkerInfo) -> None:
+    """Every frontend compares this worker with the others by what it has measured."""
+    measured = {
+        "prefill_coefficients": info.prefill_coefficients,
+        "decode_coefficients": info.decode_coefficients,
+        "transfer_bytes_per_s": info.transfer_bytes_per_s.values(),
+        "transfer_latency_s": info.transfer_latency_s.values(),
+        "pipeline_hop_s": (info.pipeline_hop_s,),
+    }
+    for name, values in measured.items():
+        if not all(map(math.isfinite, values)):
+            raise RequestInvalid(
+                f"worker {info.worker_id}: {name} has {list(values)}; they must be finite numbers"
+            )

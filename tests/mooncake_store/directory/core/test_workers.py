@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.errors import FingerprintMismatch, StoreFull
+from mooncake_store.errors import FingerprintMismatch, RequestInvalid, StoreFull
 from mooncake_store.records.events import WorkerDown, WorkerReported, WorkerUp
 from tests.mooncake_store.makers import LAYOUT, report, worker_info
 
@@ -25,6 +27,24 @@ def test_a_misfit_is_refused_and_told_which_fields_differ() -> None:
         "the other one first."
     )
     assert [info.worker_id for info in directory.workers(0.0)] == ["prefill_0"]
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"prefill_coefficients": (0.1, math.nan, 0.0)},
+        {"decode_coefficients": (math.inf, 0.0, 0.0)},
+        {"transfer_bytes_per_s": {"a": math.nan}},
+        {"transfer_latency_s": {"a": -math.inf}},
+        {"pipeline_hop_s": math.nan},
+    ],
+    ids=lambda measured: next(iter(measured)),
+)
+def test_a_worker_whose_measurements_are_no_numbers_is_refused(measured: dict[str, Any]) -> None:
+    directory = Directory(1)
+    with pytest.raises(RequestInvalid, match=next(iter(measured))):
+        directory.register_worker(replace(worker_info("prefill_0"), **measured), 0.0)
+    assert directory.workers(0.0) == []
 
 
 def test_a_dead_worker_does_not_block_a_new_kind() -> None:
