@@ -15,7 +15,7 @@ whose work is equal and costs nothing to pass on, the pipeline would take T1 / g
 for S = 2: that is `ideal`. g says what the machine has for a second worker: cores, and the memory
 bandwidth behind them.
 
-Not here: Triton and the frontend, which a group meets as every worker does (overhead.py).
+Not here: Triton and the frontend, which a group meets as every worker does (bench/overhead).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefill workers as processes of a benchmark, without a server: the real workers, store, inboxes.
 
 What Triton adds to a request is the same for one worker and for a group of them, so it is left out
-here (loadtest/bench/overhead.py measures it). A worker process takes requests through a pipe; the
+here (loadtest/bench/overhead measures it). A worker process takes requests through a pipe; the
 first token comes to an inbox, as that of a frontend.
 """
 

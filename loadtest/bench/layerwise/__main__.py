@@ -13,7 +13,7 @@ prompts:
     queue    prompts at once that need four times `kv_pages`, the largest just fitting: tokens per
              second there, and at a worker that has pages for all of them
 
-Not here: Triton and the frontend (overhead.py), many chunks on several stages (pipeline.py).
+Not here: Triton and the frontend (bench/overhead), many chunks on several stages (pipeline.py).
 """
 
 from __future__ import annotations
