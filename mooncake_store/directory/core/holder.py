@@ -323,11 +323,6 @@ class Holder:
             self.writing[copy.key] = copy, owner
         self.used_bytes += len(copies) * copies[0].size_bytes
 
-    def reserved_copy(self, owner: str, slot: int, generation: int) -> HeldCopy | None:
-        """The slot that `owner` has reserved so; None when it has not, or not any more."""
-        copy, writer = self.reserved.get(generation, (None, ""))
-        return copy if copy is not None and writer == owner and copy.slot == slot else None
-
     def name_reserved(self, named: dict[bytes, tuple[HeldCopy, int]], owner: str) -> None:
         """Reserved slots that are these blocks from now on, whole; with their checksums."""
         checksums, generations = self.columns.checksum, self.columns.generation
