@@ -7,12 +7,13 @@ engine stands still, or fails, while a file of its name says so.
 import time
 from pathlib import Path
 
+from backends.engine.torch.layer_pass import TorchLayerPass
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.triton.worker_model import WorkerModel
 from backends.workers import step_times
 
 step_times.HUNG_S_MIN = 6.0  # the test has not half a minute; more than GAP_S_MAX
-forward = TorchEngine.forward
+forward, compute = TorchEngine.forward, TorchLayerPass.compute
 
 
 class TritonPythonModel(WorkerModel):
@@ -24,12 +25,19 @@ class TritonPythonModel(WorkerModel):
         def says(what):
             return word.exists() and word.read_text() == what
 
-        def instead(engine, works, *given):
+        def look(starts):
             while says("hang"):
                 time.sleep(0.05)  # poll
-            if says("fail") and any(work.start for work in works):  # not the first chunk
+            if says("fail") and any(starts):  # not the first chunk
                 raise RuntimeError("the test wants it so")
+
+        def forward_or_not(engine, works, *given):
+            look(work.start for work in works)
             return forward(engine, works, *given)
 
-        TorchEngine.forward = instead
+        def compute_or_not(passing, layer, start, tokens):
+            look([start])
+            return compute(passing, layer, start, tokens)
+
+        TorchEngine.forward, TorchLayerPass.compute = forward_or_not, compute_or_not
         super().initialize(args)

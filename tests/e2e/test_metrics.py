@@ -45,6 +45,8 @@ OF_A_FLEET = OF_NETWORK_CARDS | {
 # test_ssd_tier.py, test_damage.py.
 OF_AN_SSD = {"mooncake_store_spills_total", "mooncake_store_restored_blocks_total"}
 OF_DAMAGE = {"mooncake_store_bad_copies_total"}
+# Pages are short and priorities differ: tests/backends/workers/test_preemption.py.
+OF_A_SHORTAGE = {"mooncake_decode_preemptions_total"}
 # Only with --openai-port: test_dashboards.py.
 OF_A_GATEWAY = {name for name, metric in METRICS.items() if GATEWAY in metric.publishers}
 # Shown only where role_flips is not off: test_roles.py.
@@ -89,6 +91,7 @@ def test_every_metric_of_the_table_has_a_cause() -> None:
         | OF_ROLE_FLIPS
         | OF_AN_SSD
         | OF_DAMAGE
+        | OF_A_SHORTAGE
         | OF_A_GATEWAY
         | OF_TENANTS
     )
