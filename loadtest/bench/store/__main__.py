@@ -171,10 +171,10 @@ def measure_exist(
             assert all(there)
             return seconds
 
-        ways: dict[str, Way] = {"exist": exist}
-        if TCP in peers:
-            ways["mooncake exist"] = partial(peers[TCP].ask, "exist")
-        found = effort.medians_s(ways)
+        found = effort.medians_s({"exist": exist})
+        if TCP in peers:  # between two of ours another process empties the CPU's cache
+            peer = partial(peers[TCP].ask, "exist")
+            found |= effort.medians_s({"exist in turns": exist, "mooncake exist": peer})
         client.remove(keys)
         return found
 

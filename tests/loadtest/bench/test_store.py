@@ -11,7 +11,9 @@ OURS = {goal.ours for goal in GOALS} | {goal.peer for goal in GOALS if "mooncake
 
 def found(theirs: dict[str, list[float]], why: str) -> dict[str, Target]:
     ours = {way: [1.0, 1.0, 1.0] for way in OURS}
-    exist = {"exist": [1e-4] * 3} | ({"mooncake exist": [2e-4] * 3} if theirs else {})
+    exist = {"exist": [1e-4] * 3} | (
+        {"exist in turns": [1e-4] * 3, "mooncake exist": [2e-4] * 3} if theirs else {}
+    )
     made = targets(
         dict.fromkeys(SIZES, ours | theirs), exist, CLIENTS, {}, {"peer": why, "ssd": "no SSD"}
     )
