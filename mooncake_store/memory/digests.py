@@ -104,7 +104,8 @@ def copy_blocks(
             )
         ]
     count = len(targets)
-    assert len(sources) == count, f"{count} targets and {len(sources)} sources"
+    if len(sources) != count:
+        raise ValueError(f"{count} targets and {len(sources)} sources")
     packed = bytearray(count * parts * DIGEST_BYTES if is_hashed else 0)
     native(
         count, _addresses(targets, block_bytes), _addresses(sources, block_bytes), part_bytes,
@@ -130,7 +131,8 @@ def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
         base = bases.get(id(buffer))
         if base is None:
             base = bases[id(buffer)] = buffer.ctypes.data
-        assert 0 <= start <= buffer.nbytes - block_bytes, (start, block_bytes, buffer.nbytes)
+        if not 0 <= start <= buffer.nbytes - block_bytes:  # native.c asks nobody
+            raise ValueError(f"{block_bytes} bytes from {start} on of a buffer of {buffer.nbytes}")
         found.append(base + start)
     return struct.pack(f"{len(found)}Q", *found)
 

@@ -140,7 +140,8 @@ def write_headers(
     checksum only: those of one put."""
     if not headers:
         return
-    assert min(offsets) >= 0 and max(offsets) + HEADER_BYTES + zero_bytes <= view.nbytes
+    if min(offsets) < 0 or max(offsets) + HEADER_BYTES + zero_bytes > view.nbytes:
+        raise ValueError(f"headers at {min(offsets)} to {max(offsets)} of {view.nbytes} bytes")
     native = _native_headers()
     if native is None:
         for offset, header in zip(offsets, headers, strict=True):
