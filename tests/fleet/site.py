@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tritonclient.utils import InferenceServerException
 
 from loadtest.harness.fleet import FleetHost, Namespaces
 from mooncake_store.block_keys import block_keys, chain_seed
@@ -123,7 +124,10 @@ class Fleet:
 
     def serves(self, frontend: str, **pins: str) -> bool:
         """Does a small request come through this frontend, with these workers?"""
-        answer = self.ask(frontend, [40, 41, 42], 2, **pins)
+        try:
+            answer = self.ask(frontend, [40, 41, 42], 2, **pins)
+        except InferenceServerException:  # the connection was refused before the request was sent
+            return False
         return not answer.error and all(
             answer.decision[role] == name for role, name in pins.items()
         )

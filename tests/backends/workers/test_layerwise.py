@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,12 @@ def pairs_of(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **parameters: str
 ) -> Iterator[Pair]:
     monkeypatch.setattr(world, "SEGMENT_BYTES", SEGMENT_BYTES)
-    (folder := checkpoint.parent / secrets.token_hex(4)).mkdir()
-    yield from pairs(
-        folder, monkeypatch, checkpoint=str(checkpoint), chunk_tokens=str(CHUNK), **parameters
-    )
+    # With a short name: a Unix socket's path has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="mooncake-") as folder:
+        yield from pairs(
+            Path(folder), monkeypatch, checkpoint=str(checkpoint), chunk_tokens=str(CHUNK),
+            **parameters,
+        )  # fmt: skip
 
 
 @pytest.fixture
