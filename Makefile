@@ -99,6 +99,8 @@ $(READY): pyproject.toml constraints.txt
 		2>$(VENV)/setup.log || { cat $(VENV)/setup.log; exit 1; }
 	@# pip would do this on one core. Files of packages that are for a newer Python do not compile.
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@# Seconds of a compiler, which the first process that needs it would wait for.
+	@$(BIN)/python -c 'from mooncake_store.native.library import library; library()'
 	@touch $(READY)
 
 clean:

@@ -30,6 +30,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import host_id
+from mooncake_store.native.library import library
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.host_topology import host_data_network
@@ -102,6 +103,7 @@ class KnownNodes:
     def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
+        library()  # compiled now, which takes seconds once, and not within a transfer's deadline
         self._directory = directory
         self._own_id = own_id
         self._mode = mode
