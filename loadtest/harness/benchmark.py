@@ -115,6 +115,11 @@ def best_s(action: Callable[[], object], rounds: int) -> float:
     return min(timed_s(action) for _ in range(rounds))
 
 
+def median_of(action: Callable[[], object], times: int) -> float:
+    """Seconds."""
+    return statistics.median(timed_s(action) for _ in range(times))
+
+
 def moved(block_bytes: int, blocks: int, seconds: float) -> dict[str, Cell]:
     """The cells of a row that tell how fast a batch of blocks was moved."""
     return {

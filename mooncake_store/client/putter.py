@@ -164,12 +164,17 @@ class Putter:
 
     def _mark(self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float) -> None:
         """Say in the headers of these slots that they are being written."""
-        node, headers = self._access(info), _writing(uses, size_bytes, lease_s)
+        headers = _writing(uses, size_bytes, lease_s)
+        self._mark_headers(self._access(info), headers, time.monotonic() + MARK_S_MAX)
+
+    def _mark_headers(
+        self, node: NodeAccess, headers: Sequence[tuple[int, SlotHeader]], until_s: float
+    ) -> None:
         if isinstance(node.transport, MappedTransport):
-            with node.transport.owned(info) as view:
+            with node.transport.owned(node.info) as view:
                 _mark_mapped(SlotMemory(view, node.shape), headers)
         else:
-            self._put_headers(node, (), headers, time.monotonic() + MARK_S_MAX)
+            self._put_headers(node, (), headers, until_s)
 
     # ---- into slots that are asked for
 
@@ -307,11 +312,7 @@ class Putter:
             (slot, SlotHeader.writing(generation, key, size_bytes, lease_s))
             for key, slot, generation, _ in writes
         ]
-        if isinstance(node.transport, MappedTransport):
-            with node.transport.owned(info) as view:
-                _mark_mapped(SlotMemory(view, node.shape), headers)
-        else:
-            self._put_headers(node, (), headers, until_s)
+        self._mark_headers(node, headers, until_s)
         confirm()
 
     def _fill(

@@ -83,6 +83,27 @@ static inline uint64_t folded(uint64_t left, uint64_t right) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+static inline uint64_t avalanched(uint64_t hash) {
+    hash ^= hash >> 37;
+    hash *= PRIME_AVALANCHE;
+    return hash ^ (hash >> 32);
+}
+
+static inline uint64_t mixed(const uint8_t *from, const uint8_t *secret) {
+    return folded(word_at(from) ^ word_at(secret), word_at(from + 8) ^ word_at(secret + 8));
+}
+
+/* xxh3-64 of 56 bytes: of a slot's header and of an entry of the index replica, each of which has
+ * it in its last word. */
+#define FIELDS_BYTES 56
+
+static inline uint64_t hash_fields(const uint8_t *from) {
+    uint64_t hash = FIELDS_BYTES * PRIME64_1;
+    hash += mixed(from + 16, SECRET + 32) + mixed(from + FIELDS_BYTES - 32, SECRET + 48);
+    hash += mixed(from, SECRET) + mixed(from + FIELDS_BYTES - 16, SECRET + 16);
+    return avalanched(hash);
+}
+
 /* Written through the cache, or past it (`streams`, to an aligned place): that saves reading what is
  * overwritten, a third of a large copy's traffic. */
 static inline __attribute__((always_inline)) void put_stripe(uint8_t *to, lanes_t data,
@@ -142,9 +163,7 @@ static inline __attribute__((always_inline)) uint64_t hash_copied(uint8_t *to, c
         const uint8_t *secret = SECRET + 11 + pair * 16;
         hash += folded(sums[2 * pair] ^ word_at(secret), sums[2 * pair + 1] ^ word_at(secret + 8));
     }
-    hash ^= hash >> 37;
-    hash *= PRIME_AVALANCHE;
-    return hash ^ (hash >> 32);
+    return avalanched(hash);
 }
 
 static void copy_streamed(uint8_t *to, const uint8_t *from, uint64_t bytes) {
@@ -1135,19 +1154,6 @@ static inline uint64_t key_hash(const uint64_t *key) {
     return mixed ^ mixed >> 29;
 }
 
-/* xxh3-64 of the 56 bytes of an entry. */
-static inline uint64_t entry_check(const uint64_t *entry) {
-    uint64_t hash = 56 * PRIME64_1;
-    const uint8_t from[4] = {16, 24, 0, 40}, secret[4] = {32, 48, 0, 16};
-    for (int part = 0; part < 4; part++) {
-        const uint8_t *data = (const uint8_t *)entry + from[part], *with = SECRET + secret[part];
-        hash += folded(word_at(data) ^ word_at(with), word_at(data + 8) ^ word_at(with + 8));
-    }
-    hash ^= hash >> 37;
-    hash *= PRIME_AVALANCHE;
-    return hash ^ (hash >> 32);
-}
-
 /* The entries of one key, whole ones only, in the order of its buckets; at most `most`. `found` may
  * be 0. Each entry is copied before it is looked at: its writer does not wait. */
 static uint64_t entries_of(const uint64_t *const *buckets, uint64_t tag, const uint64_t *key,
@@ -1160,7 +1166,7 @@ static uint64_t entries_of(const uint64_t *const *buckets, uint64_t tag, const u
             const volatile uint64_t *there = tags + (way + 1) * ENTRY_WORDS;
             for (int word = 0; word < ENTRY_WORDS; word++) entry[word] = there[word];
             if (entry[0] != key[0] || entry[1] != key[1]) continue;
-            if (entry_check(entry) != entry[ENTRY_WORDS - 1]) continue;
+            if (hash_fields((const uint8_t *)entry) != entry[ENTRY_WORDS - 1]) continue;
             if (found) memcpy(found + count * ENTRY_WORDS, entry, sizeof entry);
             if (++count == most) return count;
         }
@@ -1221,12 +1227,8 @@ typedef struct {
     uint64_t own;
 } slot_header_t;
 
-#define OWN_AT 56
-_Static_assert(sizeof(slot_header_t) == 64 && offsetof(slot_header_t, own) == OWN_AT, "a header");
-
-static inline uint64_t mixed(const uint8_t *from, const uint8_t *secret) {
-    return folded(word_at(from) ^ word_at(secret), word_at(from + 8) ^ word_at(secret + 8));
-}
+_Static_assert(sizeof(slot_header_t) == 64 && offsetof(slot_header_t, own) == FIELDS_BYTES,
+               "a header");
 
 /* `count` headers that differ in these columns only, each to `to` + its offset, and zeros after it. */
 void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const uint64_t *generations,
@@ -1238,12 +1240,7 @@ void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const ui
         header.generation = generations[at];
         memcpy(header.key, keys + 16 * at, 16);
         header.checksum = checksums[at];
-        uint64_t hash = OWN_AT * PRIME64_1;
-        hash += mixed(raw + 16, SECRET + 32) + mixed(raw + OWN_AT - 32, SECRET + 48);
-        hash += mixed(raw, SECRET) + mixed(raw + OWN_AT - 16, SECRET + 16);
-        hash ^= hash >> 37;
-        hash *= PRIME_AVALANCHE;
-        header.own = hash ^ (hash >> 32);
+        header.own = hash_fields(raw);
         memcpy(to + offsets[at], raw, sizeof header);
         memset(to + offsets[at] + sizeof header, 0, zero_bytes);
     }

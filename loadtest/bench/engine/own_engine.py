@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.generate import generate_tokens
 from backends.engine.interface import Work
-from backends.engine.model_config import read_model_config
+from backends.engine.model_config import ModelConfig, read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import onednn
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
@@ -24,6 +24,8 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import Weights, load_weights
+from loadtest.harness.benchmark import median_of
+from mooncake_store.layout import DTYPE_BYTES, KvLayout
 
 CHUNK_TOKENS = 512  # of a prefill worker, by default
 READ_BYTES_MAX = 256 * 2**20  # more than any CPU cache: reading more of it is as fast
@@ -111,18 +113,25 @@ class OwnEngine:
         return median_of(run, times)
 
     def step_bytes(self, batch: int, context_tokens: int) -> int:
-        """What a decode step cannot but read: every matrix once, the KV of every sequence."""
-        config, element_bytes = self._config, self._dtype.itemsize
-        heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
-        layer = config.hidden * (2 * heads + 3 * config.intermediate)
-        matrices = config.layers * layer + config.vocabulary_tokens * config.hidden
-        return matrices * element_bytes + batch * context_tokens * self.engine.layout.token_bytes
+        return step_bytes(self._config, self.engine.layout, batch, context_tokens)
 
     def _pages(self, tokens: int) -> list[int]:
         """Of nobody: nothing runs beside a measurement."""
         need = -(-tokens // self.engine.layout.block_tokens)
         assert need <= self.engine.pages.pages_max, (need, self.engine.pages.pages_max)
         return list(range(need))
+
+
+def layers_scalars(config: ModelConfig) -> int:
+    """Of the matrices of all layers."""
+    heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
+    return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
+
+
+def step_bytes(config: ModelConfig, layout: KvLayout, batch: int, context_tokens: int) -> int:
+    """What a decode step cannot but read: every matrix once, the KV of every sequence."""
+    scalars = layers_scalars(config) + config.vocabulary_tokens * config.hidden
+    return scalars * DTYPE_BYTES[layout.dtype] + batch * context_tokens * layout.token_bytes
 
 
 @torch.inference_mode()
@@ -140,12 +149,3 @@ def bytes_per_s(size_bytes: int, times: int) -> float:
         packed, row = onednn.pack(matrix), torch.ones(1, columns, dtype=torch.bfloat16)
         seconds.append(median_of(lambda: onednn.product(row, packed), times))
     return size_bytes / min(seconds)
-
-
-def median_of(action: Callable[[], object], times: int) -> float:
-    seconds = []
-    for _ in range(times):
-        started_s = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - started_s)
-    return statistics.median(seconds)

@@ -104,10 +104,6 @@ class Bench:
         return [self.source.fresh(first + at, tokens) for at in range(count)]
 
 
-def median_of(rows: Sequence[dict[str, Cell]], name: str) -> float:
-    return statistics.median(float(row[name] or 0) for row in rows)
-
-
 async def ttft_and_tbt(bench: Bench) -> None:
     shape, run, cpu = bench.shape, bench.run, CpuTime(bench.server.addresses.grpc)
     rows: list[dict[str, Cell]] = []

@@ -34,6 +34,11 @@ NODE = "s0"
 OTHERS_OWN = {"prefill": {"slots"}, "decode": {"chunk_tokens", "layerwise"}}
 
 
+def prompt(number: int, tokens: int) -> list[int]:
+    """Tokens of the demo's vocabulary."""
+    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
+
+
 class PairDirectory(InProcessDirectory):
     def close(self) -> None: ...
 

@@ -24,16 +24,12 @@ from loadtest.harness.random_checkpoint import LlamaShape, make_llama
 from mooncake_store.block_keys import block_keys, chain_seed
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.stepped_site import CONTEXT_TOKENS, VOCABULARY, Site, answer_of
-from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
 from tests.mooncake_store.client import world
 
 BLOCK, CHUNK, LAYERS, TOKENS = 64, 128, 8, 4
 SEGMENT_BYTES = 24 * 2**20  # of each node: nothing is evicted
 SHAPE = LlamaShape(LAYERS, hidden=64, heads=2, kv_heads=1, intermediate=128, positions=1024)
-
-
-def prompt(number: int, tokens: int) -> list[int]:
-    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
 
 
 @pytest.fixture

@@ -18,15 +18,11 @@ from backends.errors import Cancelled, WorkerGone, WorkerUnavailable
 from backends.workers import step_times, worker_process
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.conftest import fake_package  # noqa: F401  (a fixture)
-from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
 from tests.e2e.trtllm import expected
 
 BLOCK = 64
 ENGINES = ("torch", "store", "native")  # tensorrt_llm with either hand-over
-
-
-def prompt(number: int, tokens: int) -> list[int]:
-    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
 
 
 def wanted(kind: str, ids: list[int], tokens: int) -> list[int]:

@@ -20,17 +20,13 @@ from backends.errors import KvMissing
 from backends.metrics.page import MetricPage
 from tests.backends.metrics.test_page import Triton
 from tests.backends.small_tokenizers import DEMO
-from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
 from tests.mooncake_store.client import world
 
 BLOCK, PAGES = 64, 12
 REQUESTS = int(os.environ.get("MOONCAKE_REQUESTS", "200"))
 SEGMENT_BYTES = 2**28  # nothing is evicted
 LONG, SHORT = 500, 40  # tokens that are asked for; the long one has 10 pages, the short one 4
-
-
-def prompt(number: int, tokens: int) -> list[int]:
-    return [20 + (number * 7919 + index * index * (number + 1)) % 2000 for index in range(tokens)]
 
 
 def wanted(ids: list[int], tokens: int) -> list[int]:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from backends.engine.torch.weights import expected_shapes
 from loadtest.bench import engine_gpu
+from loadtest.bench.engine.own_engine import step_bytes
 from loadtest.bench.engine_gpu import DeviceEngine, GpuModelShape, main
 
 APP = typer.Typer()
@@ -38,8 +39,9 @@ def test_what_a_step_must_read_is_all_matrices_once() -> None:
         for name, rows_columns in shapes.items()
         if len(rows_columns) == 2 and "embed_tokens" not in name
     )
-    assert own.step_bytes(0, 512) == 2 * matrices
-    assert own.step_bytes(3, 512) == 2 * matrices + 3 * 512 * own.layout.token_bytes
+    assert step_bytes(own.config, own.layout, 0, 512) == 2 * matrices
+    with_kv = 2 * matrices + 3 * 512 * own.layout.token_bytes
+    assert step_bytes(own.config, own.layout, 3, 512) == with_kv
 
 
 def test_a_prefix_in_host_memory_is_in_the_pages_after_a_load() -> None:
