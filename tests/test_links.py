@@ -184,6 +184,16 @@ def test_the_index_of_documents_leads_to_all_of_them() -> None:
     assert len(single) > 20 and not single - linked
 
 
+def test_each_decision_has_a_number_of_its_own_and_a_line_in_their_index() -> None:
+    folder = ROOT / "docs/decisions"
+    names = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    numbers = [name[:4] for name in names]
+    assert len(set(numbers)) == len(numbers), numbers
+    listed = re.findall(r"^\| \[(\d{4})\]\((\S+)\)", (folder / "README.md").read_text(), re.M)
+    assert sorted(name for _, name in listed) == names
+    assert all(name.startswith(number) for number, name in listed), listed
+
+
 def test_files_and_modules_that_documents_name_are_there() -> None:
     found = [
         problem
