@@ -1,9 +1,11 @@
 """The shape of one block of KV, its fingerprint, and where its slots lie in a segment.
 
-A block is one array [layers, 2 (K, V), kv_heads, block_tokens, head_dim] in C order, so a layer is
-one contiguous span: it can be stored and moved as soon as it is computed. A page of an engine that
-has only some consecutive layers of the model (a stage of a pipeline) holds these layers of a block
-and nothing else; the block and the fingerprint are the whole model's all the same.
+A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C order, so a layer is
+one contiguous span: it can be stored and moved as soon as it is computed. kv_factor is 2, K and V,
+or 1 where attention is latent (MLA): of each token one row, from which K and V of all heads come.
+A page of an engine that has only some consecutive layers of the model (a stage of a pipeline) holds
+these layers of a block and nothing else; the block and the fingerprint are the whole model's all
+the same.
 
 A segment is cut into units: a region of headers, one for each unit, a region of digests, then a
 region of payloads. A block takes as many units as it needs (slots.py), and its header is that of
@@ -42,6 +44,7 @@ class KvLayout:
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16" | "fp8"
     block_tokens: int
+    kv_factor: int = 2  # K and V; 1: one row [head_dim] per token for all heads (MLA)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -49,11 +52,18 @@ class KvLayout:
             raise ValueError(f"KV dtype {self.dtype!r} is not supported; use one of {known}")
         if min(self.layers, self.kv_heads, self.head_dim, self.block_tokens) <= 0:
             raise ValueError(f"every dimension of a KV layout must be positive: {self}")
+        if self.kv_factor not in (1, 2) or (self.kv_factor == 1 and self.kv_heads != 1):
+            raise ValueError(f"kv_factor is 2, or 1 with one kv_head, not as in {self}")
+
+    @property
+    def rows(self) -> int:
+        """Of head_dim scalars, for each token in each layer: K heads and V heads, or the latent."""
+        return self.kv_factor * self.kv_heads
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of one layer of one block."""
-        scalars = 2 * self.kv_heads * self.block_tokens * self.head_dim
+        """The KV of one layer of one block."""
+        scalars = self.rows * self.block_tokens * self.head_dim
         return scalars * DTYPE_BYTES[self.dtype]
 
     @property
@@ -132,6 +142,7 @@ def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "
         "head_dim": layout.head_dim,
         "dtype": layout.dtype,
         "block_tokens": layout.block_tokens,
+        "kv_factor": layout.kv_factor,
         "tp_shape": tp_shape,
     }
     return "; ".join(f"{name}={_escaped(str(value))}" for name, value in values.items())

@@ -33,6 +33,16 @@ def test_a_block_is_its_layers_one_after_the_other() -> None:
     assert offsets == [0, LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes]
 
 
+def test_a_latent_block_has_one_row_for_each_token_of_a_layer() -> None:
+    latent = KvLayout(3, 1, 576, "bfloat16", 16, kv_factor=1)
+    assert latent.layer_bytes == 16 * 576 * 2
+    with pytest.raises(ValueError, match="one kv_head"):
+        KvLayout(3, 2, 576, "bfloat16", 16, kv_factor=1)
+    two = describe("m", "w", KvLayout(3, 1, 576, "bfloat16", 16))
+    difference = describe_difference(two, describe("m", "w", latent))
+    assert difference == "kv_factor is 2, theirs is 1"
+
+
 @given(tokens=st.integers(0, 10_000), block_tokens=st.integers(1, 600))
 def test_the_last_touched_block_may_be_a_partial_one(tokens: int, block_tokens: int) -> None:
     touched = blocks_touched(tokens, block_tokens)
@@ -40,7 +50,9 @@ def test_the_last_touched_block_may_be_a_partial_one(tokens: int, block_tokens: 
     assert tokens <= touched * block_tokens < tokens + block_tokens
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "int4"), ("layers", 0), ("head_dim", -1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "int4"), ("layers", 0), ("head_dim", -1), ("kv_factor", 3)]
+)
 def test_a_layout_that_cannot_be_is_refused(field: str, value: object) -> None:
     fields = {"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32", "block_tokens": 16}
     with pytest.raises(ValueError, match=str(value)):
@@ -55,6 +67,8 @@ def test_each_field_changes_the_fingerprint() -> None:
         KvLayout(3, 2, 16, "bfloat16", 16),
         KvLayout(3, 2, 8, "float16", 16),
         KvLayout(3, 2, 8, "bfloat16", 32),
+        KvLayout(3, 1, 8, "bfloat16", 16),
+        KvLayout(3, 1, 8, "bfloat16", 16, kv_factor=1),
     ]
     prints = [fingerprint("m", "w", layout) for layout in layouts]
     prints += [fingerprint("n", "w", LAYOUT), fingerprint("m", "x", LAYOUT)]

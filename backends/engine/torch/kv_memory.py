@@ -1,7 +1,7 @@
 """The memory of the KV pages: one array of bytes for the store, one tensor for the model.
 
-Page-major: page p is one span of bytes with exactly the layout of a block, [layers, 2, kv_heads,
-block_tokens, head_dim], so moving a block is one copy, and a layer of it is one span.
+Page-major: page p is one span of bytes with exactly the layout of a block, [layers, kv_factor,
+kv_heads, block_tokens, head_dim], so moving a block is one copy, and a layer of it is one span.
 
 On CPU both views are the same memory. On a GPU the bytes are a pinned host mirror and pages are
 copied on demand (`import_pages`, `export_pages`, `export_layer`).
@@ -53,16 +53,14 @@ class KvMemory:
             )
         self.bytes = _faulted(size_bytes, device.type == "cuda")
         host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
-        self._host = host.view(
-            pages_max, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
-        )
+        self._host = host.view(pages_max, *_page_shape(layout))
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
         self._see_rows()
 
     def folded(self, layers: int) -> KvMemory:
         """The same memory as pages of so many layers: windows, see batching/layer_passes.py."""
         layout = replace(self.layout, layers=layers)
-        shape = layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim
+        shape = _page_shape(layout)
         windows = len(self.bytes) // layout.block_bytes
         seen = copy(self)
         seen.layout = layout
@@ -77,7 +75,7 @@ class KvMemory:
         # 0 is good for all layers.
         heads_rows = self.pool.view(-1, layout.block_tokens * layout.head_dim)
         token_rows = self.pool.view(-1, layout.head_dim)
-        step = 2 * layout.kv_heads
+        step = layout.rows
         self.page_rows = [heads_rows[layer * step :] for layer in range(layout.layers)]
         self.token_rows = [
             token_rows[layer * step * layout.block_tokens :] for layer in range(layout.layers)
@@ -113,6 +111,11 @@ class KvMemory:
     def _finish_copies(self) -> None:
         if self.pool.device.type == "cuda":
             torch.cuda.current_stream(self.pool.device).synchronize()
+
+
+def _page_shape(layout: KvLayout) -> tuple[int, ...]:
+    heads = (layout.kv_factor, layout.kv_heads)
+    return (layout.layers, *heads, layout.block_tokens, layout.head_dim)
 
 
 def _faulted(size_bytes: int, is_pinned: bool) -> NDArray[np.uint8]:

@@ -36,7 +36,7 @@ class LastGroup:
 
     first: int  # index of the group's first work among the works of the step
     works: int
-    page_rows: torch.Tensor  # [2 * works * kv_heads * pages] rows of KvMemory.page_rows
+    page_rows: torch.Tensor  # [rows of the layout * works * pages] rows of KvMemory.page_rows
     context_tokens: int  # of the longest; with is_padded, rounded up to whole pages
     mask: torch.Tensor | None  # [works, 1, 1, context_tokens], 0 or -inf; None: all see all
 
@@ -58,7 +58,7 @@ class PrefillSpan:
     first: int  # row of its first token
     tokens: int
     start: int
-    page_rows: torch.Tensor  # [2 * kv_heads * pages], the pages rounded up to whole tiles
+    page_rows: torch.Tensor  # [rows of the layout * pages], the pages rounded up to whole tiles
     pages: Integers
 
     @property
@@ -71,7 +71,7 @@ class StepPlan:
     tokens: int
     token_ids: torch.Tensor  # [tokens, rounded up: what is beyond them is computed for nothing]
     positions: torch.Tensor  # the same shape
-    token_rows: torch.Tensor  # [tokens, 2 * kv_heads] rows of KvMemory.token_rows
+    token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
     decode_works: int
     decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
     prefills: list[PrefillSpan]
@@ -161,8 +161,8 @@ def rounded_up(tokens: int, step: int) -> int:
 def _token_rows(
     positions: Integers, counts: list[int], tables: list[Integers], layout: KvLayout
 ) -> Integers:
-    """Where each token's K and V go, as rows of head_dim scalars in layer 0."""
-    block_tokens, kv_rows = layout.block_tokens, 2 * layout.kv_heads
+    """Where each token's K and V, or its latent, go, as rows of head_dim scalars in layer 0."""
+    block_tokens, kv_rows = layout.block_tokens, layout.rows
     if len(counts) == len(positions):
         pages = np.array([table[-1] for table in tables], dtype=np.int64)
     else:
@@ -176,9 +176,9 @@ def _token_rows(
 
 
 def _page_rows(pages: Integers, layout: KvLayout) -> Integers:
-    """pages [works, n] -> rows [2, works, kv_heads, n], flat, of block_tokens x head_dim."""
-    kv_rows = 2 * layout.kv_heads
-    offsets = np.arange(kv_rows).reshape(2, 1, layout.kv_heads, 1)
+    """pages [works, n] -> rows [kv_factor, works, kv_heads, n] of block_tokens x head_dim, flat."""
+    kv_rows = layout.rows
+    offsets = np.arange(kv_rows).reshape(layout.kv_factor, 1, layout.kv_heads, 1)
     return (pages[None, :, None, :] * (layout.layers * kv_rows) + offsets).reshape(-1)
 
 
