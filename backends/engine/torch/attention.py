@@ -60,7 +60,7 @@ class PagedAttention:
 
         The works are all of the plan, or its works of one token, which are its first.
         """
-        if self.is_native:
+        if self.is_native and plan.seen is not None:
             pages = self.memory.pool[:, layer]
             return native_layers.attend_last_tokens(
                 queries, pages, plan.seen, self.memory.layout.block_tokens
@@ -75,7 +75,8 @@ class PagedAttention:
         keys, values = self._gather(layer, group.page_rows, group.works)
         keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
         rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
+        mask = group.mask(rows.dtype)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
         return out.reshape(group.works, -1)
 
     def _prefill(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from backends.engine.interface import Work
 from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.staging import fetched
 from backends.engine.torch.step_plan import StepPlan, plan_step
 from backends.engine.torch.transformer import Transformer
 
@@ -62,7 +63,7 @@ class TorchLayerPass:
             chunk.hidden = computed
             return None
         del self._chunks[start]
-        logits: NDArray[np.float32] = computed[0].float().cpu().numpy()
+        logits: NDArray[np.float32] = fetched(computed[0].float())
         return logits
 
     def _begun(self, start: int, tokens: int) -> _Chunk:

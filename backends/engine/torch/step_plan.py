@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
-from backends.engine.torch.kv_memory import TORCH_DTYPES
+from backends.engine.torch.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
 Integers = NDArray[np.int64]
@@ -30,15 +29,25 @@ PADDING_BYTES_MAX = 512 * 1024
 CONTEXT_STEP_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LastGroup:
     """One query per work (its last token) against its whole context, padded to a rectangle."""
 
     first: int  # index of the group's first work among the works of the step
     works: int
     page_rows: torch.Tensor  # [rows of the layout * works * pages] rows of KvMemory.page_rows
-    context_tokens: int  # of the longest; with is_padded, rounded up to whole pages
-    mask: torch.Tensor | None  # [works, 1, 1, context_tokens], 0 or -inf; None: all see all
+    context_tokens: int  # of the longest; with `ends`, rounded up to whole pages
+    ends: torch.Tensor | None  # [works] tokens of each one's context; None: all see all
+    _mask: torch.Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """[works, 1, 1, context_tokens], 0 or -inf; made by the first layer that asks."""
+        if self._mask is None and self.ends is not None:
+            positions = torch.arange(self.context_tokens, device=self.ends.device)
+            is_beyond = (positions >= self.ends[:, None])[:, None, None, :]
+            mask = torch.zeros(is_beyond.shape, dtype=dtype, device=self.ends.device)
+            self._mask = mask.masked_fill_(is_beyond, -torch.inf)
+        return self._mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class StepPlan:
     decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
     prefills: list[PrefillSpan]
     lasts: list[LastGroup]  # all works
-    seen: PagesSeen  # by all works
+    seen: PagesSeen | None  # by all works; None: only tensors are known (decode_graph.py)
     last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
     order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
     pages: list[int]  # written by this step
@@ -106,30 +115,33 @@ def plan_step(
         for work in works
     ]
     token_ids = np.concatenate([np.asarray(work.token_ids, dtype=np.int64) for work in works])
-    _check_range("token id", token_ids, vocabulary_tokens)
-    _check_range("page", np.concatenate(tables), pages_max)
+    check_range("token id", token_ids, vocabulary_tokens)
+    check_range("page", np.concatenate(tables), pages_max)
     positions = _positions(works, counts)
-    decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, device)
-    rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, device)
+    staging = Staging(device)
+    decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
+    rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, staging)
     pages, fresh_pages = _written(works, tables, block_tokens)
     is_decode_only = decode_works == len(works)
     tokens = len(token_ids)
     extra_rows = 0 if is_decode_only else rounded_rows(tokens) - tokens
-    return StepPlan(
+    plan = StepPlan(
         tokens=tokens,
-        token_ids=_tensor(np.pad(token_ids, (0, extra_rows)), device),
-        positions=_tensor(np.pad(positions, (0, extra_rows)), device),
-        token_rows=_tensor(_token_rows(positions, counts, tables, layout), device),
+        token_ids=staging.put(np.pad(token_ids, (0, extra_rows))),
+        positions=staging.put(np.pad(positions, (0, extra_rows))),
+        token_rows=staging.put(_token_rows(positions, counts, tables, layout)),
         decode_works=decode_works,
         decodes=decodes,
-        prefills=_spans(works, tables, decode_works, layout, device),
+        prefills=_spans(works, tables, decode_works, layout, staging),
         lasts=decodes + rest,
         seen=_seen(works, tables),
-        last_rows=None if is_decode_only else _tensor(np.cumsum(counts) - 1, device),
+        last_rows=None if is_decode_only else staging.put(np.cumsum(counts) - 1),
         order=None if order == list(range(len(batch))) else order,
         pages=pages,
         fresh_pages=fresh_pages,
     )
+    staging.send()
+    return plan
 
 
 def rounded_rows(rows: int) -> int:
@@ -141,7 +153,7 @@ def rounded_rows(rows: int) -> int:
     return rounded_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
-def _check_range(name: str, values: Integers, limit: int) -> None:
+def check_range(name: str, values: Integers, limit: int) -> None:
     """One pass: a negative number is a huge unsigned one."""
     if int(values.view(np.uint64).max()) >= limit:
         wrong = [int(value) for value in values if not 0 <= value < limit]
@@ -187,7 +199,7 @@ def _groups(
     tables: list[Integers],
     first: int,
     layout: KvLayout,
-    device: torch.device,
+    staging: Staging,
 ) -> list[LastGroup]:
     """Cut works, sorted by context, where padding would cost more than another group."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
@@ -199,7 +211,7 @@ def _groups(
             if padding <= padding_tokens_max:
                 continue
         groups.append(
-            _group(works[begin:index], tables[begin:index], first + begin, layout, device)
+            _group(works[begin:index], tables[begin:index], first + begin, layout, staging)
         )
         begin, padding = index, 0
     return groups
@@ -210,21 +222,19 @@ def _group(
     tables: list[Integers],
     first: int,
     layout: KvLayout,
-    device: torch.device,
+    staging: Staging,
 ) -> LastGroup:
     width = len(tables[-1])
     pages = np.empty((len(works), width), dtype=np.int64)
     for row, table in zip(pages, tables, strict=True):
         row[: len(table)] = table
         row[len(table) :] = table[0]  # any page of its own: finite, and masked
-    ends = np.array([work.end for work in works])
-    rows = _tensor(_page_rows(pages, layout), device)
+    ends = np.array([work.end for work in works], dtype=np.int64)
+    rows = staging.put(_page_rows(pages, layout))
     if (ends == ends[0]).all():
         return LastGroup(first, len(works), rows, int(ends[0]), None)
     context_tokens = width * layout.block_tokens
-    mask = np.where(np.arange(context_tokens) < ends[:, None], np.float32(0), np.float32(-np.inf))
-    mask_tensor = _tensor(mask[:, None, None, :], device).to(TORCH_DTYPES[layout.dtype])
-    return LastGroup(first, len(works), rows, context_tokens, mask_tensor)
+    return LastGroup(first, len(works), rows, context_tokens, staging.put(ends))
 
 
 def _seen(works: list[Work], tables: list[Integers]) -> PagesSeen:
@@ -240,14 +250,14 @@ def _spans(
     tables: list[Integers],
     decode_works: int,
     layout: KvLayout,
-    device: torch.device,
+    staging: Staging,
 ) -> list[PrefillSpan]:
     spans, first = [], decode_works
     for work, table in zip(works[decode_works:], tables[decode_works:], strict=True):
         # What is beyond the end is masked; any page of its own will do, it only must be finite.
         width = blocks_touched(rounded_up(work.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
         pages = np.pad(table, (0, width - len(table)), mode="edge")
-        rows = _tensor(_page_rows(pages[None], layout), device)
+        rows = staging.put(_page_rows(pages[None], layout))
         spans.append(PrefillSpan(first, len(work.token_ids), work.start, rows, table))
         first += len(work.token_ids)
     return spans
@@ -265,7 +275,3 @@ def _written(
         if work.start <= last_start and work.end < last_start + block_tokens:
             fresh.append(int(table[-1]))
     return pages, fresh
-
-
-def _tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -18,9 +18,11 @@ from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
+from backends.engine.torch.decode_graph import CudaRecorder, DecodeGraphs, Recorder
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.layer_pass import TorchLayerPass
 from backends.engine.torch.rope import rope_table
+from backends.engine.torch.staging import fetched
 from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
@@ -42,6 +44,7 @@ class TorchEngine:
         weights_id: str,
         context_tokens_max: int,
         layers: LayerRange | None = None,  # None: all
+        recorder: Recorder | None = None,  # of decode steps; None: none is recorded
     ) -> None:
         self.config = config
         self.layout = layout
@@ -62,6 +65,11 @@ class TorchEngine:
         self.windows = LayerWindows(layout.layers) if is_whole else None
         self._folded = memory.folded(self.windows.layers_at_once if self.windows else 1)
         self._layer_transformer = transformer.over(self._folded)
+        self._graphs = (
+            DecodeGraphs(transformer, config.vocabulary_tokens, recorder)
+            if recorder is not None and is_whole
+            else None
+        )
 
     @classmethod
     def load(
@@ -98,7 +106,10 @@ class TorchEngine:
         )
         transformer = Transformer(config, weights, memory, rope)
         weights_id = checkpoint.weights_id(config)
-        return cls(config, layout, memory, transformer, weights_id, context_tokens_max, layers)
+        recorder = CudaRecorder(place) if place.type == "cuda" else None
+        return cls(
+            config, layout, memory, transformer, weights_id, context_tokens_max, layers, recorder
+        )
 
     @property
     def hidden_bytes(self) -> int:
@@ -109,6 +120,12 @@ class TorchEngine:
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
     ) -> NDArray[np.float32]:
         assert len(self.layers) == self.layout.layers, f"a stage: {self.layers} of {self.layout}"
+        if on_layer is None and self._graphs is not None and self._graphs.serves(batch):
+            for work in batch:
+                self._check(work)
+            recorded = self._graphs.logits(batch)
+            if recorded is not None:
+                return fetched(recorded)
         return self.forward_last(batch, None, on_layer)
 
     def forward_last(
@@ -119,7 +136,7 @@ class TorchEngine:
     ) -> NDArray[np.float32]:
         """`forward` of the last stage: `hidden` is what the stage before it made of this batch."""
         logits, order = self._run(batch, hidden, on_layer)
-        rows = logits.float().cpu().numpy()
+        rows = fetched(logits.float())
         if order is None:
             return rows
         in_order = np.empty_like(rows)
@@ -138,7 +155,7 @@ class TorchEngine:
         bytes that only another stage reads, with rows for padding and in an order of their own.
         """
         states, _ = self._run(batch, hidden, on_layer)
-        states_of_stage: ByteArray = states.contiguous().cpu().view(torch.uint8).view(-1).numpy()
+        states_of_stage: ByteArray = fetched(states.contiguous().view(torch.uint8).view(-1))
         return states_of_stage
 
     @torch.inference_mode()

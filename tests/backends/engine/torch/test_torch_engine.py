@@ -7,21 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from backends.engine.checkpoint import Checkpoint
 from backends.engine.generate import generate, generate_tokens
 from backends.engine.interface import Engine, Work
-from backends.engine.model_config import read_model_config
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.torch.kv_memory import KvMemory
-from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.engine.torch.transformer import Transformer
-from backends.engine.torch.weights import load_weights
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
+from tests.backends.engine.torch.device_engines import device_engine
 
 B = 16
 
@@ -44,17 +38,6 @@ def prompt_of(tokens: int, seed: int = 1) -> list[int]:
 def block(engine: Engine, page: int) -> NDArray[np.uint8]:
     size = engine.layout.block_bytes
     return engine.kv_pool[page * size : (page + 1) * size]
-
-
-def mirrored_engine(path: Path, pages_max: int) -> TorchEngine:
-    """The engine as it runs on a GPU: pages in memory of its own, kv_pool a mirror of them."""
-    config, cpu = read_model_config(path), torch.device("cpu")
-    layout = config.layout("float32", B)
-    memory = KvMemory(layout, pages_max, cpu, is_mirrored=True)
-    weights = load_weights(Checkpoint.open(path), config, torch.float32, cpu)
-    rope = rope_table(config.rope, config.head_dim, 1024, torch.float32, cpu)
-    transformer = Transformer(config, weights, memory, rope)
-    return TorchEngine(config, layout, memory, transformer, "same", 1024)
 
 
 def test_it_has_what_the_interface_promises(engine: TorchEngine) -> None:
@@ -166,7 +149,7 @@ def test_a_mirrored_pool_exports_layers_and_imports_pages(
     checkpoint: Path, engine: TorchEngine
 ) -> None:
     prompt = prompt_of(3 * B + 2)
-    mirrored = mirrored_engine(checkpoint, 20)
+    mirrored = device_engine(checkpoint, 20, B)
     announced: list[int] = []
 
     def on_layer(layer: int) -> None:
