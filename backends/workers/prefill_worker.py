@@ -75,8 +75,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._nodes_read: set[str] = set()  # just now, by loads of layers
         store = self.process.store
         store.expect_threads(LOADERS)
-        has_layers = config.layerwise and store.keeps_digests
-        self._windows = driver.windows if has_layers else None
+        self._windows = self.process.windows
         self.estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         self.batching = PrefillBatching(
             driver.engine.pages, config.block_tokens, config.chunk_tokens,

@@ -85,6 +85,9 @@ class WorkerProcess:
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
+        has_layers = isinstance(config, PrefillConfig) and config.layerwise
+        # Where long prompts pass layer by layer; None: whole pages for every prompt.
+        self.windows = driver.windows if has_layers and self.store.keeps_digests else None
         self.info = self._info(role, slots_max, profile, driver.is_native)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inboxes_known()
@@ -133,6 +136,7 @@ class WorkerProcess:
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,
             chunk_tokens=config.chunk_tokens if isinstance(config, PrefillConfig) else 0,
+            load_beside_share=1 - 1 / layout.layers if self.windows is not None else 0.0,
             can_flip=parts.can_flip,
         )
 

@@ -75,6 +75,10 @@ class PrefillPool(Pool):
         self.has_room = np.zeros(count, bool)  # queues are bounded
         self.full = count  # how many have none
         self._slots_max = [worker.info.slots_max for worker in self.workers]
+        infos = [worker.info for worker in self.workers]
+        self._beside_share = np.array([info.load_beside_share for info in infos], np.float64)
+        self._beside_from_tokens = np.array([float(info.chunk_tokens) for info in infos])
+        self.has_layers = bool(self._beside_share.any())
 
     def _fill_others(self, pipelines: Sequence[PipelineEstimate]) -> None:
         """The stages behind the slowest, of those workers that are pipeline groups."""
@@ -169,6 +173,13 @@ class PrefillPool(Pool):
         found_s *= self.ratio
         return found_s
 
+    def beside_s(self, tokens: int, prefill_s: Column, is_in_memory: Mask) -> Column:
+        """Of `prefill_s`, what its load runs beside: where such a prompt passes layer by layer, and
+        what is loaded lies in memory."""
+        share = self._beside_share * (self._beside_from_tokens < tokens)
+        share *= is_in_memory
+        return share * prefill_s
+
     def queues(self, now_s: float, order: QueueOrder) -> Queues:
         """What is queued everywhere at this moment. Good until the next change."""
         self._now_s.fill(now_s)
@@ -247,7 +258,8 @@ class PrefillPool(Pool):
             "half_step_s": self._half_step_s, "waiting_s": self._waiting_s, "rank": self.rank,
             "length": self._length, "keys_s": self._keys_s, "work_s": self._work_s,
             "has_room": self.has_room, "others": self._others, "hops_s": self._hops_s,
-            "chunk_tokens": self._chunk_tokens,
+            "chunk_tokens": self._chunk_tokens, "beside_share": self._beside_share,
+            "beside_from_tokens": self._beside_from_tokens,
         }  # fmt: skip
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:

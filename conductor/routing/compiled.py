@@ -42,7 +42,7 @@ FLEET = {
     ADDRESS: (
         "ratio base_s per_token_s half_pair_s block_tokens block_bytes busy_until_s "
         "unattributed_until_s head_key_s half_step_s waiting_s rank length keys_s work_s has_room "
-        "is_beside_decode others hops_s chunk_tokens node path_s own_from own decode_per_token_s "
+        "is_beside_decode others hops_s chunk_tokens beside_share beside_from_tokens node path_s own_from own decode_per_token_s "
         "decode_step_s pages_free decode_rank decode_block_tokens"
     ),
 }
@@ -52,7 +52,7 @@ CONFIG = {
 }
 FILLED = {
     ADDRESS: (
-        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s source "
+        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s beside_s source "
         "decode_has_room busy_s behind own_s least_s cost_s decode_cost_s decode_whole_s "
         "candidates is_choice"
     )
@@ -209,7 +209,7 @@ class CompiledDecision:
         arguments.has_groups = prefills.has_groups
         arguments.has_one_block_size = bool(decodes.block_tokens)
         self.terms = Terms(*(kept[name] for name in Terms._fields))
-        of_plans = ("fetch_s", "prefill_s", "source", "fill_s", "crowding_s")
+        of_plans = ("fetch_s", "prefill_s", "source", "fill_s", "crowding_s", "beside_s")
         self._plans: tuple[Any, ...] = tuple(kept[name] for name in of_plans)
         self.has_room = kept["decode_has_room"]
         self._has_room_address = self.has_room.ctypes.data

@@ -13,7 +13,9 @@ What is beyond the own run may be fetched from one other node, and the rest is c
                 the own one (and, with fetch_must_pay, if that is predicted to be quicker)
     times       ours: of no fetch and one from each holder, as deep as it goes, the least
                 max(wait, transfer) + prefill + crowding. Fetching runs beside the work in front
-                of it, so as much of it as the request would wait anyway costs nothing. A shorter
+                of it, so as much of it as the request would wait anyway costs nothing; and
+                beside its own computing behind the first layer, where the prompt passes layer
+                by layer. A shorter
                 run at an idle node can beat the longest one at a busy node; a part of one run
                 cannot beat the whole: each further block costs the same to fetch and more to
                 compute.
@@ -73,6 +75,7 @@ class Plans:
     source: Counts  # the number of the one that each worker fetches from; -1: it does not
     fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
     crowding_s: Seconds  # what the copies of those fetches will cost others
+    beside_s: Seconds  # of prefill_s, what the fetch runs beside
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
 
@@ -102,7 +105,7 @@ def make_plans(
     own_tokens = _own_tokens(pool, held, prompt_tokens)
     own_s = pool.prefill_s(prompt_tokens, own_tokens)
     fill_s = pool.fill_s(prompt_tokens, own_tokens)
-    plans = Plans(held, sources, pool.zeros, own_s, pool.nowhere, fill_s, pool.zeros)
+    plans = Plans(held, sources, pool.zeros, own_s, pool.nowhere, fill_s, pool.zeros, pool.zeros)
     if held.has_ssd:
         restore_s = pool.block_bytes / cluster.config.ssd_bytes_per_s
         plans.fetch_s = (held.blocks - held.dram_blocks) * restore_s
@@ -146,15 +149,21 @@ def _take_the_quickest(
 ) -> None:  # fmt: skip
     """Each worker fetches from the source with which its prefill ends soonest, if that is before
     `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
-    `hidden_s`: so much of the transfer costs nothing."""
+    `hidden_s`: so much of the transfer costs nothing, and what runs beside the computing."""
     held, restore_s, own_s = plans.held, plans.fetch_s, plans.prefill_s
     for number, source in enumerate(plans.sources):
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
         if not np.count_nonzero(may_fetch):
             continue
         prefill_s, fetch_s = _with(source, pool, held, restore_s, prompt_tokens)
-        total_s = fetch_s if hidden_s is None else np.maximum(hidden_s, fetch_s)
-        total_s = total_s + prefill_s
+        beside_s = None
+        if hidden_s is None:
+            total_s = fetch_s + prefill_s
+        elif pool.has_layers and source.blocks == source.dram_blocks:
+            beside_s = pool.beside_s(prompt_tokens, prefill_s, held.blocks == held.dram_blocks)
+            total_s = np.maximum(hidden_s + beside_s, fetch_s) + (prefill_s - beside_s)
+        else:
+            total_s = np.maximum(hidden_s, fetch_s) + prefill_s
         crowding_s = None
         if hidden_s is not None and held.full is not pool.zeros:
             crowding_s = CROWDING_SHARE * (own_s - prefill_s)
@@ -168,6 +177,9 @@ def _take_the_quickest(
             plans.fetch_s = np.where(is_better, fetch_s, plans.fetch_s)
             plans.prefill_s = np.where(is_better, prefill_s, plans.prefill_s)
             plans.source = np.where(is_better, number, plans.source)
+            if beside_s is not None or plans.beside_s is not pool.zeros:
+                beside_s = pool.zeros if beside_s is None else beside_s
+                plans.beside_s = np.where(is_better, beside_s, plans.beside_s)
             if crowding_s is not None:
                 plans.crowding_s = np.where(is_better, crowding_s, plans.crowding_s)
             if pool.has_groups:

@@ -66,7 +66,7 @@ class PrefillOption:
     queue_s: float  # all work there
     wait_s: float  # of it, what goes before this request
     fetch_s: float  # restoring and fetching
-    transfer_s: float  # of that, what the wait does not hide
+    transfer_s: float  # of that, what neither the wait nor its own computing hides
     prefill_s: float
     fill_s: float  # of that, what holds up nobody behind it (estimates/pipeline.py)
     delay_s: float  # what it does to others there
@@ -174,6 +174,8 @@ class Options:
         else:
             if policy.fetch == "times":  # fetching runs beside the work in front
                 transfer_s = transfer_s - wait_s
+                if plans.beside_s is not pool.zeros:  # ... and beside its own layers
+                    transfer_s -= plans.beside_s
                 np.maximum(transfer_s, pool.zeros, transfer_s)
             start_s = wait_s + transfer_s
             start_s += prefill_s

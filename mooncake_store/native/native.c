@@ -230,6 +230,7 @@ typedef struct {
     const double *keys_s, *work_s; /* [position][worker] */
     const uint8_t *has_room, *is_beside_decode;
     const double *others, *hops_s, *chunk_tokens; /* of pipeline groups */
+    const double *beside_share, *beside_from_tokens; /* of those whose prompts pass by layers */
     const int64_t *node;           /* of each prefill worker: the first one on the same node */
     const double *const *path_s;   /* from there to each decode worker; 0: not known yet */
     const int64_t *own_from, *own; /* decode workers there: own[own_from[p]] .. own[own_from[p+1]] */
@@ -239,7 +240,7 @@ typedef struct {
     int64_t must_pay, finalists_max;
     /* columns that are filled in */
     double *queue_s, *wait_s, *fetch_s, *transfer_s, *prefill_s, *fill_s, *delay_s, *start_s,
-        *crowding_s;
+        *crowding_s, *beside_s;
     int64_t *source;
     uint8_t *decode_has_room;
     double *busy_s, *behind, *own_s, *least_s, *cost_s, *decode_cost_s, *decode_whole_s;
@@ -350,7 +351,7 @@ static void own_plans(decision_t *d) {
         const double cached = MIN(in.blocks[row] * in.block_tokens[row], tokens - 1.0);
         const double pair_s = in.half_pair_s[row] * (cached + tokens);
         in.prefill_s[row] = (pair_s + in.per_token_s[row]) * (tokens - cached) + in.base_s[row];
-        in.fetch_s[row] = in.fill_s[row] = in.crowding_s[row] = 0.0;
+        in.fetch_s[row] = in.fill_s[row] = in.crowding_s[row] = in.beside_s[row] = 0.0;
         in.source[row] = -1;
     }
     if (in.has_groups)
@@ -395,8 +396,11 @@ static inline __attribute__((always_inline)) void take_from(decision_t *d, int64
             const double ssd_s = in.block_bytes[row] / in.ssd_bytes_per_s;
             fetch_s = ((missing - slow) * block_s + slow * MAX(block_s, ssd_s)) + fixed_s;
         }
-        const double hidden_s = in.wait_s[row];
-        double total_s = (is_threshold ? fetch_s : MAX(hidden_s, fetch_s)) + work_s;
+        const int is_in_memory = is_plain || (on_ssd == 0.0 && blocks == in.dram_blocks[row]);
+        const int is_beside = !is_threshold && is_in_memory && in.beside_from_tokens[row] < tokens;
+        const double beside_s = is_beside ? in.beside_share[row] * work_s : 0.0;
+        const double hidden_s = in.wait_s[row] + beside_s;
+        double total_s = (is_threshold ? fetch_s : MAX(hidden_s, fetch_s)) + (work_s - beside_s);
         if (!is_plain && !is_threshold && in.full) {
             crowding_s = in.crowding_share * (in.own_s[row] - work_s) * in.full[row];
             total_s += crowding_s;
@@ -406,6 +410,7 @@ static inline __attribute__((always_inline)) void take_from(decision_t *d, int64
         in.fetch_s[row] = is_better ? fetch_s : in.fetch_s[row];
         in.prefill_s[row] = is_better ? work_s : in.prefill_s[row];
         in.source[row] = is_better ? number : in.source[row];
+        in.beside_s[row] = is_better ? beside_s : in.beside_s[row];
         if (!is_plain) {
             in.crowding_s[row] = is_better ? crowding_s : in.crowding_s[row];
             in.fill_s[row] = is_better ? fill_s : in.fill_s[row];
@@ -451,7 +456,8 @@ static void meet_prefills(decision_t *d) {
     }
     positions(d);
     EACH(row, in.prefills) {
-        const double fetch_s = in.fetch_s[row], wait_s = in.wait_s[row], late_s = fetch_s - wait_s;
+        const double fetch_s = in.fetch_s[row], wait_s = in.wait_s[row];
+        const double late_s = (fetch_s - wait_s) - in.beside_s[row];
         const double seen_s = MAX(late_s, 0.0);
         const double transfer_s = in.fetch == FETCH_TIMES ? seen_s : fetch_s;
         in.transfer_s[row] = transfer_s;

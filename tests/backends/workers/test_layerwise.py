@@ -163,6 +163,11 @@ def test_a_prefix_of_another_node_comes_layer_by_layer_and_stays(
     pair.wait_until_idle()
 
 
+def test_a_worker_says_how_much_of_a_load_runs_beside_computing(pair: Pair) -> None:
+    assert pair.prefill.process.info.load_beside_share == pytest.approx(1 - 1 / LAYERS)
+    assert pair.decode.process.info.load_beside_share == 0.0
+
+
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
 def test_a_wrong_layer_is_a_miss_behind_which_the_prompt_is_computed(
     layer: int, pair: Pair, far: FarNode, checkpoint: Path

@@ -54,6 +54,7 @@ class Twins:
             self.plain._cluster.forecasts.compiled = None
         self.nodes = [f"s{number}" for number in range(rng.randint(1, 12))]
         self.is_alike = rng.random() < 0.5  # blocks, links and stages
+        self.has_layers = rng.random() < 0.5  # long prompts pass layer by layer
         self.workers: list[WorkerInfo] = []
         self.routes: dict[str, Route] = {}
         self.joined: set[str] = set()
@@ -78,6 +79,8 @@ class Twins:
             }
         if role == "prefill" and not self.is_alike and rng.random() < 0.3:
             changes |= {"pipeline_group": f"g{number}", "pipeline_stages": 2, "chunk_tokens": 512}
+        elif role == "prefill" and self.has_layers:
+            changes |= {"load_beside_share": 1 - 1 / 12, "chunk_tokens": rng.choice((512, 2_048))}
         home = rng.choice(self.nodes)
         info = worker(
             f"{role[0]}{number}", role, home, slots_max=rng.choice((2, 8, 30)),

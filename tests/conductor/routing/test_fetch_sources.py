@@ -19,6 +19,7 @@ def on_s2(
     *held: Event,
     latency_s: dict[str, float] | None = None,
     policy: str = "kvcache_centric",
+    **of_prefill: object,
 ) -> Conductor:
     """Both workers on s2; s0 and s1 only hold blocks. Computing takes longer than any fetch."""
     events: list[Event] = [NodeUp(node(f"s{n}")) for n in range(3)]
@@ -26,6 +27,7 @@ def on_s2(
         WorkerUp(worker(
             f"{role[0]}0", role, "s2", slots_max=99, prefill_coefficients=(0.0, 0.01, 0.0),
             transfer_bytes_per_s=rates, transfer_latency_s=latency_s or {},
+            **(of_prefill if role == "prefill" else {}),
         ))
         for role in ("prefill", "decode")
     ]  # fmt: skip
@@ -108,6 +110,35 @@ def test_a_node_that_nobody_measured_has_the_configured_latency() -> None:
     made = on_s2({}, *added("s0", "a*30"), latency_s={"s1": 0.0001})
     found = routed(made, "r1", "a*30", 0.0)
     assert found.predicted.transfer_s == pytest.approx(0.001 + 30 * 1e6 / 1e9)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    ("tokens_of_a_step", "holder", "hidden_share"),
+    [
+        pytest.param(60 * BLOCK_TOKENS, "s0", 0.75, id="a prompt that passes layer by layer"),
+        pytest.param(60 * BLOCK_TOKENS + 1, "s0", 0.0, id="a prompt of one step"),
+        pytest.param(60 * BLOCK_TOKENS, "s0/ssd", 0.0, id="a run on an ssd"),
+    ],
+)
+def test_a_fetch_costs_what_computing_layer_by_layer_does_not_hide(
+    tokens_of_a_step: int, holder: str, hidden_share: float, is_compiled: bool
+) -> None:
+    """It takes longer than it would take to compute: the half that is computed hides most of it."""
+    computing_s = 30 * BLOCK_TOKENS * 0.01
+    rate = 30 * 1e6 / (0.9 * computing_s)
+    made = on_s2(
+        {"s0": rate}, *added(holder, "a*30"), policy="adaptive",
+        load_beside_share=0.75, chunk_tokens=tokens_of_a_step,
+    )  # fmt: skip
+    if not is_compiled:
+        made._compiled = None
+    found = routed(made, "r1", "a*30+b*30", 0.0)
+    assert (found.fetch_node, found.fetch_blocks) == ("s0", 30)
+    of_transfer_s = 0.9 * computing_s + 0.001
+    left_s = of_transfer_s - hidden_share * found.predicted.prefill_s
+    assert found.predicted.transfer_s == pytest.approx(left_s, rel=1e-3)
+    assert found.predicted.prefill_s == pytest.approx(computing_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(("of_computing", "fetches"), [(0.85, True), (0.95, False)])
