@@ -42,8 +42,8 @@ FLEET = {
     ADDRESS: (
         "ratio base_s per_token_s half_pair_s block_tokens block_bytes busy_until_s "
         "unattributed_until_s head_key_s half_step_s waiting_s rank length keys_s work_s has_room "
-        "is_beside_decode others hops_s chunk_tokens beside_share beside_from_tokens node path_s own_from own decode_per_token_s "
-        "decode_step_s pages_free decode_rank decode_block_tokens"
+        "is_beside_decode others hops_s chunk_tokens beside_share beside_from_tokens node path_s "
+        "own_from own decode_per_token_s decode_step_s pages_free decode_rank decode_block_tokens"
     ),
 }
 CONFIG = {
@@ -52,8 +52,8 @@ CONFIG = {
 }
 FILLED = {
     ADDRESS: (
-        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s beside_s source "
-        "decode_has_room busy_s behind own_s least_s cost_s decode_cost_s decode_whole_s "
+        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s beside_s "
+        "source decode_has_room busy_s behind own_s least_s cost_s decode_cost_s decode_whole_s "
         "candidates is_choice"
     )
 }

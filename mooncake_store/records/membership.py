@@ -86,8 +86,8 @@ class WorkerInfo:
     pipeline_stages: int = 1
     pipeline_hop_s: float = 0.0  # a chunk's hidden states from the stage before; 0: not measured
     chunk_tokens: int = 0  # most new tokens of a prefill step; 0: not said
-    # A prompt longer than a step passes layer by layer: so much of its computing is left when the
-    # first layer of its prefix is there, and the others are loaded beside it. 0: load, then compute.
+    # A prompt longer than a step passes layer by layer: so much of its computing is beside the load
+    # of its prefix, which is all but the first layer's. 0: it is loaded, then computed.
     load_beside_share: float = 0.0
 
     @property

@@ -291,7 +291,10 @@ class Site:
         windows = OneLayerWindows(LAYOUT.layers) if self._is_layerwise else None
         return SteppedEngine(self.rng, self.meanwhile, windows)
 
-    def _process(self, role: str, worker_id: str, *given: Any) -> Any:
+    def _process(
+        self, role: str, worker_id: str, _config: Any, _repository: str, _slots_max: int,
+        driver: Any, *_given: Any,
+    ) -> Any:  # fmt: skip
         """Stands where a WorkerProcess would."""
         info = SimpleNamespace(role=role, prefill_coefficients=(), decode_coefficients=())
         return SimpleNamespace(
@@ -300,7 +303,7 @@ class Site:
             steps=StepTimes(), watch=StepWatch(), observations=Observations(),
             fingerprint=FINGERPRINT, context_tokens_max=CONTEXT_TOKENS,
             call_limits=CallLimits(CONTEXT_TOKENS, VOCABULARY),
-            join=lambda: None, leave=lambda: None,
+            windows=driver.windows, join=lambda: None, leave=lambda: None,
         )  # fmt: skip
 
     # -- the frontend
