@@ -11,6 +11,7 @@ Not here: what a fingerprint is made of (layout.py), what a worker is charged wi
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mooncake_store.directory.core.config import DirectoryConfig
@@ -48,7 +49,7 @@ class WorkerTable:
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
         name = (info.worker_id, info.incarnation)
-        _refuse_no_numbers(info)
+        _refuse_no_numbers(info.worker_id, _measured(info))
         self._refuse_misfit(info, now_s)
         known = self._workers.get(name)
         if known is None and len(self._workers) >= self._config.workers_max:
@@ -64,6 +65,8 @@ class WorkerTable:
         worker = self._workers.get((report.worker_id, report.incarnation))
         if worker is None:
             return []
+        took_s = {"step_s": (report.step_s,), "oldest_step_s": (report.oldest_step_s,)}
+        _refuse_no_numbers(report.worker_id, took_s)
         worker.seen_s, worker.report = now_s, report
         return [WorkerReported(report)]
 
@@ -100,17 +103,21 @@ class WorkerTable:
             assert report is None or report.incarnation == incarnation
 
 
-def _refuse_no_numbers(info: WorkerInfo) -> None:
-    """Every frontend compares this worker with the others by what it has measured."""
-    measured = {
+def _measured(info: WorkerInfo) -> dict[str, Collection[float]]:
+    return {
         "prefill_coefficients": info.prefill_coefficients,
         "decode_coefficients": info.decode_coefficients,
         "transfer_bytes_per_s": info.transfer_bytes_per_s.values(),
         "transfer_latency_s": info.transfer_latency_s.values(),
         "pipeline_hop_s": (info.pipeline_hop_s,),
+        "load_beside_share": (info.load_beside_share,),
     }
+
+
+def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
+    """Every frontend compares this worker with the others by what it has measured."""
     for name, values in measured.items():
         if not all(map(math.isfinite, values)):
             raise RequestInvalid(
-                f"worker {info.worker_id}: {name} has {list(values)}; they must be finite numbers"
+                f"worker {worker_id}: {name} has {list(values)}; they must be finite numbers"
             )

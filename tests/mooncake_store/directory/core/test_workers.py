@@ -37,6 +37,7 @@ def test_a_misfit_is_refused_and_told_which_fields_differ() -> None:
         {"transfer_bytes_per_s": {"a": math.nan}},
         {"transfer_latency_s": {"a": -math.inf}},
         {"pipeline_hop_s": math.nan},
+        {"load_beside_share": math.nan},
     ],
     ids=lambda measured: next(iter(measured)),
 )
@@ -91,6 +92,21 @@ def test_reports_are_kept_and_passed_on() -> None:
         WorkerReported(report(running=4)),
     ]
     assert directory.snapshot(2.0).reports == (report(running=4),)
+
+
+@pytest.mark.parametrize(
+    "took", [{"step_s": math.nan}, {"oldest_step_s": math.inf}], ids=lambda took: next(iter(took))
+)
+def test_a_report_whose_times_are_no_numbers_is_refused_and_is_no_sign_of_life(
+    took: dict[str, float],
+) -> None:
+    directory = Directory(1)
+    directory.register_worker(worker_info(), 0.0)
+    with pytest.raises(RequestInvalid, match=next(iter(took))):
+        directory.worker_report(replace(report(), **took), 3.0)
+    assert directory.snapshot(3.0).reports == ()
+    directory.tick(5.1)
+    assert directory.workers(5.1) == []
 
 
 def test_a_worker_that_stops_reporting_is_down_after_five_seconds() -> None:
