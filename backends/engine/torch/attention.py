@@ -1,6 +1,7 @@
 """Attention over paged KV: write the new K and V, gather the pages, attend.
 
-The last tokens of works need no gathering where native code reads the pages (native_layers.py).
+No gathering is needed where native code reads the pages (native_layers.py), or a GPU's kernel
+(gpu/paged_kernels.py).
 
 Grouped-query attention needs no repeated K and V here: the query heads that share a KV head are
 laid beside each other, as rows (last token) or as heads with stride 0 (prefill).
@@ -10,20 +11,27 @@ Not here: which tokens see what (step_plan.py), projections and RoPE (transforme
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 
 from backends.engine.torch import causal_attention, native_layers
+from backends.engine.torch.gpu import paged_kernels
+from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
 
+log = logging.getLogger(__name__)
+
 
 class PagedAttention:
-    def __init__(self, memory: KvMemory, heads: int) -> None:
+    def __init__(self, memory: KvMemory, heads: int, kernels: PagedKernels | None = None) -> None:
         layout = memory.layout
         assert heads % layout.kv_heads == 0, (heads, layout.kv_heads)
         self.memory = memory
         self.heads = heads
+        self.kernels = kernels  # steps are to be planned for these
         self.kv_heads = layout.kv_heads
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
@@ -43,6 +51,8 @@ class PagedAttention:
 
     def all_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
         """queries [rows of the plan, heads, head_dim] -> [rows, heads * head_dim]."""
+        if plan.paged is not None:
+            return self._all_in_place(layer, plan, plan.paged, queries)
         if not plan.prefills:
             return self.last_tokens(layer, plan, queries)
         out = queries.new_empty(len(queries), self.heads * self.head_dim)
@@ -60,6 +70,8 @@ class PagedAttention:
 
         The works are all of the plan, or its works of one token, which are its first.
         """
+        if plan.paged is not None:
+            return self._in_place(plan.paged.lasts, layer, queries).flatten(1)
         if self.is_native and plan.seen is not None:
             pages = self.memory.pool[:, layer]
             return native_layers.attend_last_tokens(
@@ -70,6 +82,34 @@ class PagedAttention:
             for group in (plan.lasts if len(queries) > plan.decode_works else plan.decodes)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _all_in_place(
+        self, layer: int, plan: StepPlan, paged: PagedPlan, queries: torch.Tensor
+    ) -> torch.Tensor:
+        if paged.decodes is None and paged.prefills is not None and len(queries) == plan.tokens:
+            return self._in_place(paged.prefills, layer, queries).flatten(1)
+        if paged.prefills is None and paged.decodes is not None:
+            return self._in_place(paged.decodes, layer, queries).flatten(1)
+        out = queries.new_zeros(len(queries), self.heads * self.head_dim)
+        works = plan.decode_works
+        parts = ((paged.decodes, slice(0, works)), (paged.prefills, slice(works, plan.tokens)))
+        for attend, rows in parts:
+            if attend is not None:
+                out[rows] = self._in_place(attend, layer, queries[rows]).flatten(1)
+        return out
+
+    def _in_place(self, attend: PagedAttend, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """queries [rows, heads, head_dim] -> the same shape."""
+        pages = self.memory.pool[:, layer]
+        if attend.works is None:  # a recorded step: nothing else can take its place
+            return attend(pages, queries)
+        if self.kernels is not None:
+            try:
+                return attend(pages, queries)
+            except Exception as error:  # edge: tried before, but not with every shape
+                log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
+                self.kernels = None
+        return paged_kernels.plain(pages, attend.works, queries)
 
     def _last(self, layer: int, group: LastGroup, queries: torch.Tensor) -> torch.Tensor:
         keys, values = self._gather(layer, group.page_rows, group.works)
@@ -92,21 +132,12 @@ class PagedAttention:
             )
             return
         keys, values = self._gather(layer, span.page_rows, 1)
-        # KV heads are the batch, query heads of one KV head the heads (K and V with stride 0).
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
         rows, target = queries.view(grouped), out.view(grouped)
         if causal_attention.serves(queries, span.end):
             causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
             return
-        shape = (self.kv_heads, self.shared, span.end, self.head_dim)
-        seen = F.scaled_dot_product_attention(
-            rows.permute(1, 2, 0, 3),
-            keys[0, :, : span.end].unsqueeze(1).expand(shape),
-            values[0, :, : span.end].unsqueeze(1).expand(shape),
-            attn_mask=_causal_mask(span, queries) if span.start else None,
-            is_causal=span.start == 0,
-        )
-        target.copy_(seen.permute(2, 0, 1, 3))
+        causal_attention.by_torch(rows, keys[0], values[0], span.start, target)
 
     def _gather(
         self, layer: int, page_rows: torch.Tensor, works: int
@@ -120,9 +151,3 @@ class PagedAttention:
         torch.index_select(self.memory.page_rows[layer], 0, page_rows, out=gathered)
         keys, values = gathered.view(2, works, self.kv_heads, -1, self.head_dim).unbind(0)
         return keys, values
-
-
-def _causal_mask(span: PrefillSpan, like: torch.Tensor) -> torch.Tensor:
-    """[tokens, end]: 0 where the token sees the position, else -inf."""
-    mask = torch.full((span.tokens, span.end), -torch.inf, dtype=like.dtype, device=like.device)
-    return mask.triu_(span.start + 1)

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
+from backends.engine.torch.gpu.staging import fetched
 from backends.engine.torch.kv_memory import KvMemory
-from backends.engine.torch.staging import fetched
 from backends.engine.torch.step_plan import StepPlan, plan_step
 from backends.engine.torch.transformer import Transformer
 
@@ -70,7 +70,8 @@ class TorchLayerPass:
         memory = self._memory
         work = Work(self._token_ids[start : start + tokens], start, self._windows)
         plan = plan_step(
-            [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool)
-        )
+            [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool),
+            self._transformer.attention.kernels,
+        )  # fmt: skip
         memory.clear_pages(plan.fresh_pages)
         return _Chunk(plan, None)

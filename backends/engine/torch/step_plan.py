@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
-from backends.engine.torch.staging import Staging
+from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan, PagedWorks
+from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
 Integers = NDArray[np.int64]
@@ -85,11 +86,14 @@ class StepPlan:
     decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
     prefills: list[PrefillSpan]
     lasts: list[LastGroup]  # all works
-    seen: PagesSeen | None  # by all works; None: only tensors are known (decode_graph.py)
+    seen: PagesSeen | None  # by all works; None: only tensors are known (gpu/decode_graph.py)
     last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
     order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
     pages: list[int]  # written by this step
     fresh_pages: list[int]  # of those, entered by this step and not filled by it
+    paged: PagedPlan | None = (
+        None  # None: by `decodes`, `prefills` and `lasts`, which else are empty
+    )
 
 
 def plan_step(
@@ -98,6 +102,7 @@ def plan_step(
     device: torch.device,
     vocabulary_tokens: int,
     pages_max: int,
+    kernels: PagedKernels | None = None,
 ) -> StepPlan:
     block_tokens = layout.block_tokens
     order = sorted(
@@ -119,8 +124,13 @@ def plan_step(
     check_range("page", np.concatenate(tables), pages_max)
     positions = _positions(works, counts)
     staging = Staging(device)
-    decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
-    rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, staging)
+    paged, decodes, rest, spans = None, [], [], []
+    if kernels is not None:
+        paged = _paged(kernels, works, tables, decode_works, staging)
+    else:
+        decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
+        rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, staging)
+        spans = _spans(works, tables, decode_works, layout, staging)
     pages, fresh_pages = _written(works, tables, block_tokens)
     is_decode_only = decode_works == len(works)
     tokens = len(token_ids)
@@ -132,13 +142,14 @@ def plan_step(
         token_rows=staging.put(_token_rows(positions, counts, tables, layout)),
         decode_works=decode_works,
         decodes=decodes,
-        prefills=_spans(works, tables, decode_works, layout, staging),
+        prefills=spans,
         lasts=decodes + rest,
         seen=_seen(works, tables),
         last_rows=None if is_decode_only else staging.put(np.cumsum(counts) - 1),
         order=None if order == list(range(len(batch))) else order,
         pages=pages,
         fresh_pages=fresh_pages,
+        paged=paged,
     )
     staging.send()
     return plan
@@ -235,6 +246,28 @@ def _group(
         return LastGroup(first, len(works), rows, int(ends[0]), None)
     context_tokens = width * layout.block_tokens
     return LastGroup(first, len(works), rows, context_tokens, staging.put(ends))
+
+
+def _paged(
+    kernels: PagedKernels,
+    works: list[Work],
+    tables: list[Integers],
+    decode_works: int,
+    staging: Staging,
+) -> PagedPlan:
+    counts = np.array([len(work.token_ids) for work in works], dtype=np.int64)
+    contexts = np.array([work.end for work in works], dtype=np.int64)
+
+    def planned(part: slice, counts: Integers) -> PagedAttend | None:
+        if not len(contexts[part]):
+            return None
+        return kernels.planned(PagedWorks(counts[part], contexts[part], tables[part]), staging)
+
+    decodes = planned(slice(0, decode_works), counts)
+    prefills = planned(slice(decode_works, None), counts)
+    lasts = planned(slice(0, None), np.ones_like(counts)) if prefills is not None else decodes
+    assert lasts is not None
+    return PagedPlan(decodes, prefills, lasts)
 
 
 def _seen(works: list[Work], tables: list[Integers]) -> PagesSeen:

@@ -18,11 +18,12 @@ from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
-from backends.engine.torch.decode_graph import CudaRecorder, DecodeGraphs, Recorder
+from backends.engine.torch.gpu import paged_kernels
+from backends.engine.torch.gpu.decode_graph import CudaRecorder, DecodeGraphs, Recorder
+from backends.engine.torch.gpu.staging import fetched
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.layer_pass import TorchLayerPass
 from backends.engine.torch.rope import rope_table
-from backends.engine.torch.staging import fetched
 from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
@@ -104,7 +105,8 @@ class TorchEngine:
         rope = rope_table(
             config.rope, config.head_dim, context_tokens_max, TORCH_DTYPES[dtype], place
         )
-        transformer = Transformer(config, weights, memory, rope)
+        kernels = paged_kernels.choose(memory, config.heads)
+        transformer = Transformer(config, weights, memory, rope, kernels)
         weights_id = checkpoint.weights_id(config)
         recorder = CudaRecorder(place) if place.type == "cuda" else None
         return cls(
@@ -170,8 +172,9 @@ class TorchEngine:
         for work in batch:
             self._check(work)
         plan = plan_step(
-            batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max
-        )
+            batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max,
+            self._transformer.attention.kernels,
+        )  # fmt: skip
         self._memory.clear_pages(plan.fresh_pages)
         announce = None
         if on_layer is not None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from backends.engine.model_config import ModelConfig
 from backends.engine.torch import native_layers
 from backends.engine.torch.attention import PagedAttention
+from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.rope import rotate_in_place
 from backends.engine.torch.step_plan import StepPlan
@@ -27,11 +28,16 @@ from backends.engine.torch.weights import LayerWeights, Weights
 
 class Transformer:
     def __init__(
-        self, config: ModelConfig, weights: Weights, memory: KvMemory, rope: torch.Tensor
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        memory: KvMemory,
+        rope: torch.Tensor,
+        kernels: PagedKernels | None = None,  # that read the pages in place
     ) -> None:
         self.weights = weights
         self._config = config
-        self.attention = PagedAttention(memory, config.heads)
+        self.attention = PagedAttention(memory, config.heads, kernels)
         self._rope = rope  # [positions, 2, head_dim]
         self._is_native = native_layers.serves(rope)
         self._epsilon = config.norm_epsilon
@@ -43,7 +49,7 @@ class Transformer:
 
     def over(self, memory: KvMemory) -> Transformer:
         """The same model over other pages."""
-        return Transformer(self._config, self.weights, memory, self._rope)
+        return Transformer(self._config, self.weights, memory, self._rope, self.attention.kernels)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
-from tests.backends.engine.torch.device_engines import device_engine
+from tests.backends.engine.torch.gpu.device_engines import device_engine
 
 B = 16
 

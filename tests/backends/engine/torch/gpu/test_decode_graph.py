@@ -16,11 +16,11 @@ import torch
 from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.torch.decode_graph import BATCHES, CallAgain, StaticStep, Step
+from backends.engine.torch.gpu.decode_graph import BATCHES, CallAgain, Step, padded_inputs
 from backends.engine.torch.torch_engine import TorchEngine
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
-from tests.backends.engine.torch.device_engines import device_engine
+from tests.backends.engine.torch.gpu.device_engines import device_engine
 
 B, PAGES = 16, 160
 
@@ -110,11 +110,9 @@ def test_garbage_left_in_a_page_by_its_last_owner_is_not_seen(checkpoint: Path) 
     assert output == expected
 
 
-def test_padding_is_the_work_with_the_shortest_context_once_more(checkpoint: Path) -> None:
-    engine = device_engine(checkpoint, PAGES, B)
-    static = StaticStep(4, 4, engine.layout, torch.device("cpu"))
+def test_padding_is_the_work_with_the_shortest_context_once_more() -> None:
     batch = [Work([9], 2 * B, [1, 2, 3]), Work([8], 5, [4]), Work([7], B, [5, 6])]
-    inputs = static.read(batch)
+    inputs = padded_inputs(batch, 4, 4, B)
     assert inputs[:4].tolist() == [9, 8, 7, 8]
     assert inputs[4:8].tolist() == [2 * B, 5, B, 5]
     assert inputs[8:].reshape(4, 4).tolist() == [

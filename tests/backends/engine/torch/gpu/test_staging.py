@@ -7,8 +7,8 @@ import random
 import numpy as np
 import torch
 
-from backends.engine.torch import staging
-from backends.engine.torch.staging import Staging
+from backends.engine.torch.gpu import staging
+from backends.engine.torch.gpu.staging import Staging
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,8 @@ import torch
 
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import read_model_config
-from backends.engine.torch.decode_graph import Recorder
+from backends.engine.torch.gpu.decode_graph import Recorder
+from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
@@ -24,6 +25,7 @@ def device_engine(
     block_tokens: int,
     dtype: str = "float32",
     recorder: Recorder | None = None,
+    kernels: PagedKernels | None = None,
     is_mirrored: bool = True,
 ) -> TorchEngine:
     config, scalar = read_model_config(path), TORCH_DTYPES[dtype]
@@ -32,5 +34,5 @@ def device_engine(
     weights = load_weights(Checkpoint.open(path), config, scalar, CPU)
     tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
     rope = rope_table(config.rope, config.head_dim, tokens_max, scalar, CPU)
-    transformer = Transformer(config, weights, memory, rope)
+    transformer = Transformer(config, weights, memory, rope, kernels)
     return TorchEngine(config, layout, memory, transformer, "same", tokens_max, recorder=recorder)

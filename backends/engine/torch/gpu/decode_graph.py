@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
+from backends.engine.torch.gpu.paged_plan import PagedKernels, PagedPlan
 from backends.engine.torch.step_plan import LastGroup, StepPlan, check_range
 from backends.engine.torch.transformer import Transformer
 from mooncake_store.layout import KvLayout, blocks_touched
@@ -79,32 +80,50 @@ class CudaRecorder:
         return replay
 
 
+def padded_inputs(
+    batch: Sequence[Work], works: int, width: int, block_tokens: int
+) -> NDArray[np.int64]:
+    """Token ids [works], positions [works], then page tables [works, width], flat."""
+    inputs = np.empty(works * (2 + width), dtype=np.int64)
+    token_ids, positions = inputs[:works], inputs[works : 2 * works]
+    tables = inputs[2 * works :].reshape(works, width)
+    real = len(batch)
+    token_ids[:real] = [work.token_ids[0] for work in batch]
+    positions[:real] = [work.start for work in batch]
+    for row, work in zip(tables, batch, strict=False):
+        count = blocks_touched(work.end, block_tokens)
+        row[:count] = work.pages[:count]
+        row[count:] = work.pages[0]  # any page of its own: finite, and masked
+    shortest = int(positions[:real].argmin())
+    for each in (token_ids, positions, tables):
+        each[real:] = each[shortest]
+    return inputs
+
+
 class StaticStep:
     """The inputs of one shape: so many works, of at most so many pages each."""
 
-    def __init__(self, works: int, width: int, layout: KvLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        works: int,
+        width: int,
+        layout: KvLayout,
+        device: torch.device,
+        kernels: PagedKernels | None = None,  # None: the pages are gathered
+    ) -> None:
         self.works, self.width = works, width
         self._layout = layout
-        # Token ids, positions, then the page tables: one copy brings them all.
+        self._attend = None if kernels is None else kernels.static(works, width)
+        # As `padded_inputs` lays them: one copy brings them all.
         self.inputs = torch.zeros(works * (2 + width), dtype=torch.int64, device=device)
 
-    def read(self, batch: Sequence[Work]) -> NDArray[np.int64]:
-        """`inputs` for this batch, which is padded."""
-        works, block_tokens = self.works, self._layout.block_tokens
-        inputs = np.empty(works * (2 + self.width), dtype=np.int64)
-        token_ids, positions = inputs[:works], inputs[works : 2 * works]
-        tables = inputs[2 * works :].reshape(works, self.width)
-        real = len(batch)
-        token_ids[:real] = [work.token_ids[0] for work in batch]
-        positions[:real] = [work.start for work in batch]
-        for row, work in zip(tables, batch, strict=False):
-            count = blocks_touched(work.end, block_tokens)
-            row[:count] = work.pages[:count]
-            row[count:] = work.pages[0]  # any page of its own: finite, and masked
-        shortest = int(positions[:real].argmin())
-        for each in (token_ids, positions, tables):
-            each[real:] = each[shortest]
-        return inputs
+    def bring(self, inputs: NDArray[np.int64]) -> None:
+        """To the device, before what is recorded is replayed."""
+        if self._attend is not None:
+            tables = inputs[2 * self.works :].reshape(self.works, self.width)
+            self._attend.refresh(tables, inputs[self.works : 2 * self.works] + 1)
+        host = torch.from_numpy(inputs)
+        self.inputs.copy_(host.pin_memory() if self.inputs.is_cuda else host, non_blocking=True)
 
     def plan(self) -> StepPlan:
         """Made of `inputs` where they lie, by kernels alone."""
@@ -115,12 +134,17 @@ class StaticStep:
         first_rows = pages * (layout.layers * layout.rows * layout.block_tokens)
         first_rows += (positions % layout.block_tokens)[:, None]
         heads = torch.arange(layout.rows, device=self.inputs.device)
-        group = self._group(tables, positions, heads)
+        paged, groups = None, []
+        if self._attend is not None:
+            attend = self._attend.over(tables, positions + 1)
+            paged = PagedPlan(attend, None, attend)
+        else:
+            groups = [self._group(tables, positions, heads)]
         return StepPlan(
             tokens=works, token_ids=token_ids, positions=positions,
             token_rows=first_rows + heads * layout.block_tokens, decode_works=works,
-            decodes=[group], prefills=[], lasts=[group], seen=None, last_rows=None, order=None,
-            pages=[], fresh_pages=[],
+            decodes=groups, prefills=[], lasts=groups, seen=None, last_rows=None, order=None,
+            pages=[], fresh_pages=[], paged=paged,
         )  # fmt: skip
 
     def _group(
@@ -148,40 +172,34 @@ class DecodeGraphs:
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> torch.Tensor | None:
         """float32 [len(batch), vocabulary] on the device, until the next step; None: no graph."""
-        static, step = self._of_shape(batch)
-        inputs = static.read(batch)
-        check_range("token id", inputs[: static.works], self._vocabulary_tokens)
-        check_range("page", inputs[2 * static.works :], len(self._memory.pool))
-        self._memory.clear_pages(self._entered(batch))
-        host = torch.from_numpy(inputs)
-        if static.inputs.is_cuda:
-            host = host.pin_memory()
-        static.inputs.copy_(host, non_blocking=True)
-        if step is None:
-            step = self._record(static)
-        return None if step is None else step()[: len(batch)]
-
-    def _of_shape(self, batch: Sequence[Work]) -> tuple[StaticStep, Step | None]:
-        works = next(size for size in BATCHES if size >= len(batch))
         block_tokens = self._memory.layout.block_tokens
+        works = next(size for size in BATCHES if size >= len(batch))
         pages = max(blocks_touched(work.end, block_tokens) for work in batch)
         width = 1 << (pages - 1).bit_length()
-        known = self._recorded.get((works, width))
-        if known is not None:
-            return known
-        return StaticStep(works, width, self._memory.layout, self._memory.pool.device), None
-
-    def _record(self, static: StaticStep) -> Step | None:
-        def step() -> torch.Tensor:
-            return self._transformer.forward(static.plan(), None).float()
-
+        inputs = padded_inputs(batch, works, width, block_tokens)
+        check_range("token id", inputs[:works], self._vocabulary_tokens)
+        check_range("page", inputs[2 * works :], len(self._memory.pool))
+        self._memory.clear_pages(self._entered(batch))
         try:
-            recorded = self._recorder.record(step)
+            known = self._recorded.get((works, width))
+            static, step = known or (self._static(works, width), None)
+            static.bring(inputs)
+            return (step or self._record(static))()[: len(batch)]
         except Exception as error:  # edge: whatever a driver or a library says, the step goes on
             log.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             self._is_off = True
             self._recorded.clear()
             return None
+
+    def _static(self, works: int, width: int) -> StaticStep:
+        memory, kernels = self._memory, self._transformer.attention.kernels
+        return StaticStep(works, width, memory.layout, memory.pool.device, kernels)
+
+    def _record(self, static: StaticStep) -> Step:
+        def step() -> torch.Tensor:
+            return self._transformer.forward(static.plan(), None).float()
+
+        recorded = self._recorder.record(step)
         self._recorded[static.works, static.width] = static, recorded
         return recorded
 

@@ -1,0 +1,1 @@
+"""How is a GPU kept busy? Recorded steps, kernels that read pages in place, copies beside steps."""

@@ -1,0 +1,1 @@
+"""The rooms of a GPU, tested on a CPU."""
