@@ -4,7 +4,8 @@ Page-major: page p is one span of bytes with exactly the layout of a block, [lay
 kv_heads, block_tokens, head_dim], so moving a block is one copy, and a layer of it is one span.
 
 On CPU both views are the same memory. On a GPU the bytes are a pinned host mirror and pages are
-copied on demand (`import_pages`, `export_pages`, `export_layer`).
+copied on demand (`import_pages`, `export_pages`, `begin_export`), beside the steps: `arrive` has a
+step wait for what is brought of its pages.
 
 The memory is touched when it is made: the first request must not pay for page faults, and a
 machine without enough memory must fail at start.
@@ -24,6 +25,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends.engine.torch.gpu.page_copies import (
+    CopyQueue,
+    Done,
+    HereQueue,
+    PagesArriving,
+    StreamQueue,
+    runs,
+)
 from mooncake_store.layout import KvLayout
 from mooncake_store.process.available_memory import memory_available_bytes
 
@@ -41,6 +50,7 @@ class KvMemory:
         pages_max: int,
         device: torch.device,
         is_mirrored: bool | None = None,  # None: exactly when the device is not the CPU
+        queue: CopyQueue | None = None,  # of a mirror; None: the device's
     ) -> None:
         assert pages_max > 0, pages_max
         self.layout = layout
@@ -55,6 +65,9 @@ class KvMemory:
         host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
         self._host = host.view(pages_max, *_page_shape(layout))
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
+        own = StreamQueue(device) if device.type == "cuda" else HereQueue()
+        self._queue: CopyQueue = own if queue is None else queue
+        self._arrivals = PagesArriving(pages_max * layout.layers if self.is_mirrored else 0)
         self._see_rows()
 
     def folded(self, layers: int) -> KvMemory:
@@ -87,30 +100,48 @@ class KvMemory:
             self.pool[page].zero_()
 
     def import_pages(self, pages: Sequence[int]) -> None:
+        """From any thread. No step that has begun may have these pages."""
         if self.is_mirrored:
-            for page in pages:
-                self.pool[page].copy_(self._host[page], non_blocking=True)
+            done = self._queue.bring([(self.pool[run], self._host[run]) for run in runs(pages)])
+            self._arrivals.sent(self._units(pages), done)
 
     def import_layer(self, pages: Sequence[int], layer: int) -> None:
         if self.is_mirrored:
-            for page in pages:
-                self.pool[page, layer].copy_(self._host[page, layer], non_blocking=True)
+            done = self._queue.bring(
+                [(self.pool[page, layer], self._host[page, layer]) for page in pages]
+            )
+            self._arrivals.sent(self._units(pages, layer), done)
+
+    def arrive(self, pages: Sequence[int], layer: int | None = None) -> None:
+        """A step that has these pages, or a layer of them, may be put on the computing stream."""
+        if self.is_mirrored:
+            self._arrivals.hold(self._units(pages, layer))
+
+    def step_is_begun(self) -> None:
+        if self.is_mirrored:
+            self._queue.step_is_begun()
 
     def export_pages(self, pages: Sequence[int]) -> None:
         if self.is_mirrored:
-            for page in pages:
-                self._host[page].copy_(self.pool[page], non_blocking=True)
-            self._finish_copies()
+            self._queue.fetch(
+                [(self._host[run], self.pool[run]) for run in runs(pages)]
+            ).synchronize()
 
-    def export_layer(self, pages: Sequence[int], layer: int) -> None:
-        if self.is_mirrored:
-            for page in pages:
-                self._host[page, layer].copy_(self.pool[page, layer], non_blocking=True)
-            self._finish_copies()
+    def begin_export(self, pages: Sequence[int], layer: int) -> Done | None:
+        """One layer of these pages, of what is computed until now; None: it is in `bytes`."""
+        if not self.is_mirrored:
+            return None
+        return self._queue.fetch(
+            [(self._host[page, layer], self.pool[page, layer]) for page in pages]
+        )
 
-    def _finish_copies(self) -> None:
-        if self.pool.device.type == "cuda":
-            torch.cuda.current_stream(self.pool.device).synchronize()
+    def _units(self, pages: Sequence[int], layer: int | None = None) -> NDArray[np.int64]:
+        """Of the arrivals; layers of all pages, and of all windows of the same memory, in turn."""
+        layers = self.layout.layers
+        first = np.asarray(pages, dtype=np.int64) * layers
+        if layer is not None:
+            return first + layer
+        return (first[:, None] + np.arange(layers)).ravel()
 
 
 def _page_shape(layout: KvLayout) -> tuple[int, ...]:

@@ -17,16 +17,19 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
+from backends.engine.torch.gpu.page_copies import Done
 from backends.engine.torch.gpu.staging import fetched
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.step_plan import StepPlan, plan_step
 from backends.engine.torch.transformer import Transformer
+from mooncake_store.layout import blocks_touched
 
 
 @dataclass(slots=True)
 class _Chunk:
     plan: StepPlan
     hidden: torch.Tensor | None  # what the layers until now made of it
+    blocks: int  # up to its end
 
 
 class TorchLayerPass:
@@ -55,10 +58,19 @@ class TorchLayerPass:
         if layer == 0:
             self._chunks[start] = self._begun(start, tokens)
         chunk, memory = self._chunks[start], self._memory
+        place = layer % memory.layout.layers
+        out: list[Done | None] = []
+        memory.arrive(self._windows[: chunk.blocks], place)
         computed = self._transformer.forward(
-            chunk.plan, None, chunk.hidden, range(layer, layer + 1)
+            chunk.plan,
+            lambda layer: out.append(memory.begin_export(chunk.plan.pages, place)),
+            chunk.hidden,
+            range(layer, layer + 1),
         )
-        memory.export_layer(chunk.plan.pages, layer % memory.layout.layers)
+        memory.step_is_begun()
+        for done in out:  # while a GPU still has the rest of the layer to compute
+            if done is not None:
+                done.synchronize()
         if layer < self._layers - 1:
             chunk.hidden = computed
             return None
@@ -73,5 +85,7 @@ class TorchLayerPass:
             [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool),
             self._transformer.attention.kernels,
         )  # fmt: skip
+        blocks = blocks_touched(work.end, memory.layout.block_tokens)
+        memory.arrive(self._windows[:blocks], 0)
         memory.clear_pages(plan.fresh_pages)
-        return _Chunk(plan, None)
+        return _Chunk(plan, None, blocks)

@@ -5,6 +5,7 @@ Not here: the model (transformer.py), its memory (kv_memory.py), its weights (we
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
 from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.decode_graph import CudaRecorder, DecodeGraphs, Recorder
+from backends.engine.torch.gpu.page_copies import Done
 from backends.engine.torch.gpu.staging import fetched
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.layer_pass import TorchLayerPass
@@ -27,7 +29,7 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
-from mooncake_store.layout import KvLayout, LayerRange
+from mooncake_store.layout import KvLayout, LayerRange, blocks_touched
 from mooncake_store.memory.buffers import ByteArray
 
 
@@ -125,8 +127,10 @@ class TorchEngine:
         if on_layer is None and self._graphs is not None and self._graphs.serves(batch):
             for work in batch:
                 self._check(work)
+            self._arrive(batch)
             recorded = self._graphs.logits(batch)
             if recorded is not None:
+                self._memory.step_is_begun()
                 return fetched(recorded)
         return self.forward_last(batch, None, on_layer)
 
@@ -175,16 +179,31 @@ class TorchEngine:
             batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max,
             self._transformer.attention.kernels,
         )  # fmt: skip
+        self._arrive(batch)
         self._memory.clear_pages(plan.fresh_pages)
-        announce = None
+        announce = leaving = None
         if on_layer is not None:
-
-            def announce(layer: int) -> None:
-                self._memory.export_layer(plan.pages, layer)
-                on_layer(self.layers.first + layer)
-
+            leaving = _LeavingLayers(self._memory, plan.pages, on_layer, self.layers.first)
+            announce = leaving.computed
         states = None if hidden is None else self._states(hidden, len(plan.token_ids))
-        return self._transformer.forward(plan, announce, states), plan.order
+        made = self._transformer.forward(plan, announce, states)
+        self._memory.step_is_begun()
+        if leaving is not None:
+            leaving.announce(0)
+        return made, plan.order
+
+    def _arrive(self, batch: Sequence[Work]) -> None:
+        """What was brought into their pages, by now or soon, is seen by what follows."""
+        if not self._memory.is_mirrored:
+            return
+        block_tokens = self.layout.block_tokens
+        self._memory.arrive(
+            [
+                page
+                for work in batch
+                for page in work.pages[: blocks_touched(work.end, block_tokens)]
+            ]
+        )
 
     def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
         """A copy of its own: layers may work in place."""
@@ -222,6 +241,40 @@ class TorchEngine:
         assert work.end <= len(work.pages) * self.layout.block_tokens, (
             f"{work.end} tokens in {len(work.pages)} pages of {self.layout.block_tokens}"
         )
+
+
+class _LeavingLayers:
+    """The layers of a step on their way to `kv_pool`, announced in order when they are there.
+
+    Where that takes a copy, a layer is announced when the next one's is under way: so the thread
+    never waits with nothing left for a GPU to compute.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        pages: Sequence[int],
+        on_layer: Callable[[int], None],
+        first_layer: int,
+    ) -> None:
+        self._memory, self._pages = memory, pages
+        self._on_layer, self._first = on_layer, first_layer
+        self._under_way: deque[tuple[int, Done]] = deque()
+
+    def computed(self, layer: int) -> None:
+        done = self._memory.begin_export(self._pages, layer)
+        if done is None:
+            self._on_layer(self._first + layer)
+            return
+        self._under_way.append((layer, done))
+        self.announce(1)
+
+    def announce(self, left: int) -> None:
+        """All but the last `left` of those under way."""
+        while len(self._under_way) > left:
+            layer, done = self._under_way.popleft()
+            done.synchronize()
+            self._on_layer(self._first + layer)
 
 
 def _open(checkpoint_dir: str | Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:

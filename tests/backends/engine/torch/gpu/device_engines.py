@@ -9,6 +9,7 @@ import torch
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import read_model_config
 from backends.engine.torch.gpu.decode_graph import Recorder
+from backends.engine.torch.gpu.page_copies import CopyQueue
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.rope import rope_table
@@ -26,11 +27,12 @@ def device_engine(
     dtype: str = "float32",
     recorder: Recorder | None = None,
     kernels: PagedKernels | None = None,
+    queue: CopyQueue | None = None,
     is_mirrored: bool = True,
 ) -> TorchEngine:
     config, scalar = read_model_config(path), TORCH_DTYPES[dtype]
     layout = config.layout(dtype, block_tokens)
-    memory = KvMemory(layout, pages_max, CPU, is_mirrored=is_mirrored)
+    memory = KvMemory(layout, pages_max, CPU, is_mirrored, queue)
     weights = load_weights(Checkpoint.open(path), config, scalar, CPU)
     tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
     rope = rope_table(config.rope, config.head_dim, tokens_max, scalar, CPU)
