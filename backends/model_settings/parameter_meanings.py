@@ -95,8 +95,8 @@ TRTLLM: tuple[ParameterMeaning, ...] = (
         "TensorRT-LLM itself; every worker alike"),
     ParameterMeaning("aside_load_mib", "0 or more",
         "a prefix of so many MiB over one GPU's bus is loaded beside the passes of other "
-        "requests, a smaller one in its own pass; 0: all in their own. With `handoff` `native` "
-        "always 0"),
+        "prompts, a smaller one in its own pass; what is handed over to decode always beside the "
+        "steps of its streams; 0: all in their own. With `handoff` `native` always 0"),
     ParameterMeaning("transceiver", "`DEFAULT`, `NIXL`, `UCX`, `MOONCAKE`, `MPI`",
         "of `native`: its `cache_transceiver_config.backend`"),
     ParameterMeaning("llm_options",

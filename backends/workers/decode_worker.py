@@ -107,7 +107,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
             self.lock.notify_all()
-        self.process.owners.hold(request.request_id, time.monotonic())
+        self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
 
     def _load_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -224,7 +224,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 observations = self.process.observations
                 observations.observe("mooncake_decode_queue_seconds", job.queue_s)
                 observations.observe("mooncake_handover_load_seconds", job.load_s)
-            self._release_handed_over(job)
+            if self.driver.has_read(job):
+                self.release_handed_over(job)
         return True
 
     # -- KV goes out for a while, and comes back
@@ -320,9 +321,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def forget(self, job: DecodeJob) -> None:
         """In the writer's thread: nothing more of it goes to the store."""
         job.end_put()
-        self._release_handed_over(job)
+        self.release_handed_over(job)
 
-    def _release_handed_over(self, job: DecodeJob) -> None:
+    def release_handed_over(self, job: DecodeJob) -> None:
         """The prefill worker's leases on blocks, which are its own business where the engines hand
         KV over: there it may still be writing slots in the name of this request."""
         owners = self.process.owners

@@ -20,6 +20,8 @@ from backends.engine.batching.layer_passes import LayerWindows
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
 from backends.workers.protocol import WorkerMessage
+from mooncake_store.client.store import Store
+from mooncake_store.layout import PageLayout
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
 W = TypeVar("W")  # the worker that it drives
@@ -51,6 +53,10 @@ class Driver(ABC, Generic[W, J]):
         """From now on the worker takes jobs, and hears of them."""
         self._worker = worker
 
+    def make_loader(self, store: Store, pages: PageLayout, deadline_s: float) -> KvLoader:
+        """What brings blocks into the engine's pages."""
+        return KvLoader(store, pages, self.engine.kv_pool, deadline_s)
+
     def check(self, job: J) -> None:
         """Raises ServingError for a job that this engine cannot serve. From any thread."""
 
@@ -78,8 +84,9 @@ class Driver(ABC, Generic[W, J]):
         """Nobody wants further tokens of this job. With the lock held; also too late, or early."""
 
     @abstractmethod
-    def free(self, job: J, pages: list[int]) -> None:
-        """The job has left: release its pages when the engine neither reads nor writes them.
+    def free(self, job: J, pages: list[int], then: Callable[[], None] = lambda: None) -> None:
+        """The job has left: release its pages when the engine neither reads nor writes them, nor
+        what is leased for it, and call `then`.
 
         In the writer's thread, behind what it had to do for the job.
         """
@@ -124,6 +131,10 @@ class Driver(ABC, Generic[W, J]):
 
 class DecodeDriver(Driver[W, J]):
     can_preempt: bool = False  # nothing of a job is in the engine between two steps but its pages
+
+    def has_read(self, job: J) -> bool:
+        """What was handed over is in its pages, and nobody reads it where it lies any more."""
+        return True
 
     @abstractmethod
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:

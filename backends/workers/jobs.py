@@ -218,6 +218,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self._block_tokens = block_tokens
         self._seed = chain_seed(fingerprint, cache_salt=request.cache_salt)
         self._keys = block_keys(ids[:-1], block_tokens, self._seed)
+        self.keys_given = tuple(self._keys)  # of the whole blocks that were handed over
         self._kv_tokens = len(self.token_ids) - 1
         self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
         self.saved_blocks = 0  # so many are, from the first on

@@ -37,9 +37,13 @@ class KvLoader:
         leading blocks arrived."""
         if not copies:
             return 0
-        offsets = [self._pages.page_offset_bytes(page) for page in pages[: len(copies)]]
-        arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+        arrived = self._read_whole(copies, pages[: len(copies)])
         return arrived.index(False) if False in arrived else len(arrived)
+
+    def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
+        """Block i of `copies` into pages[i]; which of them arrived."""
+        offsets = [self._pages.page_offset_bytes(page) for page in pages]
+        return self._store.read(copies, self._pool, offsets, self._deadline_s)
 
     def load_layer(
         self, copies: Sequence[Copy], digests: Sequence[int], windows: Windows, layer: int,
@@ -69,14 +73,15 @@ class KvLoader:
         if not refs:
             return
         copies = [self._copy(ref) for ref in refs]
-        offsets = [self._pages.page_offset_bytes(arrival.pages[ref.index]) for ref in refs]
+        pages = [arrival.pages[ref.index] for ref in refs]
         whole = message.layer < 0
         layers = self._pages.layers.indices if whole else range(message.layer, message.layer + 1)
         sums = dict(zip((ref.index for ref in message.blocks), message.checksums, strict=False))
         with self._counting(arrival):
             if whole:
-                arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+                arrived = self._read_whole(copies, pages)
             else:
+                offsets = [self._pages.page_offset_bytes(page) for page in pages]
                 arrived = self._store.read(
                     copies, self._pool, offsets, self._deadline_s, layers,
                     [sums[ref.index] for ref in refs],
@@ -101,10 +106,12 @@ class KvLoader:
         if gone or not missing:
             return gone
         copies = [self._copy(ref) for ref in missing]
-        offsets = [self._pages.page_offset_bytes(arrival.pages[ref.index]) for ref in missing]
         with self._counting(arrival):
-            arrived = self._store.read(copies, self._pool, offsets, self._deadline_s)
+            arrived = self._read_whole(copies, [arrival.pages[ref.index] for ref in missing])
         return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """They are given back: what is known of blocks in them is void."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
         """StoreLost if a read that missed its deadline may still write into these pages:
@@ -132,13 +139,19 @@ class PageGuard:
     the worker's lock guards it, like the batching that takes pages from the same pool.
     """
 
-    def __init__(self, pool: PagePool, pending_pages: Callable[[], set[int]]) -> None:
-        """`pending_pages` names the pages that unresolved transfers may still write."""
+    def __init__(
+        self, pool: PagePool, pending_pages: Callable[[], set[int]],
+        forget: Callable[[Sequence[int]], None] = lambda pages: None,
+    ) -> None:  # fmt: skip
+        """`pending_pages` names the pages that unresolved transfers may still write; `forget` is
+        told of pages that their users give back."""
         self._pool = pool
+        self._forget = forget
         self._pending_pages = pending_pages
         self._waiting: list[int] = []  # given back by their users, perhaps still written
 
     def release(self, pages: Sequence[int]) -> None:
+        self._forget(pages)
         self._waiting += pages
         self.settle()
 

@@ -156,7 +156,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _bring_prefix(self, job: PrefillJob) -> bool:
         """In a loader's thread: the cached prefix into the job's pages. False: not yet."""
         job.loading_from_s = started_s = time.monotonic()
-        self.process.owners.hold(job.request_id, started_s)
+        self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
             return False
         job.load_s = time.monotonic() - started_s
@@ -353,8 +353,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
         """In the writer's thread: it goes without an answer."""
-        self.process.owners.release(job.request_id)
-        self.driver.free(job, pages)
+        release = functools.partial(self.process.owners.release, job.request_id)
+        self.driver.free(job, pages, release)
         self._settle(job, None)
         job.observe_abort(self.process.observations)
         job.client.fail(job.error or job.put.error or Cancelled("stopped"))

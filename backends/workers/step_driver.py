@@ -191,8 +191,11 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         )
         return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
 
-    def free(self, job: PrefillJob, pages: list[int]) -> None:
+    def free(
+        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
         self._worker.release(pages)
+        then()
 
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
@@ -253,6 +256,9 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         worker.process.steps.took(time.monotonic() - started_s, estimated_s)
         worker.send_news()
 
-    def free(self, job: DecodeJob, pages: list[int]) -> None:
+    def free(
+        self, job: DecodeJob, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
         self._worker.forget(job)
         self._worker.release(pages)
+        then()

@@ -30,7 +30,7 @@ from backends.text.guides import Guides
 from backends.text.tokenizer import Tokenizer
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
-from backends.workers.kv_loader import KvLoader, PageGuard
+from backends.workers.kv_loader import PageGuard
 from backends.workers.kv_writer import KvWriter
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.protocol import (
@@ -85,8 +85,8 @@ class JobWorker(ABC, Generic[J]):
         )  # fmt: skip
         engine, store = driver.engine, self.process.store
         pages = PageLayout(engine.layout, engine.layers)
-        self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
-        self._pages = PageGuard(engine.pages, self._loader.pending_pages)
+        self._loader = driver.make_loader(store, pages, config.transfer_s_max)
+        self._pages = PageGuard(engine.pages, self._loader.pending_pages, self._loader.forget)
         self.writer = KvWriter(
             store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
             config.transfer_s_max,

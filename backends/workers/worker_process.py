@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,25 +233,33 @@ class WorkerProcess:
 
 
 class LeaseKeeper:
-    """Renews the leases of requests that this worker is still busy with."""
+    """Renews the leases of requests that this worker is still busy with.
+
+    A directory that has restarted knows of none: then the blocks are looked up once more, and so
+    leased, before anything is evicted that an engine may be about to read where it lies.
+    """
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
         self._due_s: dict[str, float] = {}
+        self._keys: dict[str, Sequence[bytes]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def hold(self, owner: str, now_s: float) -> None:
+    def hold(self, owner: str, now_s: float, keys: Sequence[bytes] = ()) -> None:
+        """`keys`: of the blocks that it leases, as far as they have any."""
         with self._lock:
             self._due_s[owner] = now_s + self._lease_s / 3
+            self._keys[owner] = keys
 
     def drop(self, owner: str) -> None:
         """Stop renewing; the leases stay until they are released or run out."""
         with self._lock:
             self._due_s.pop(owner, None)
+            self._keys.pop(owner, None)
 
     def release(self, owner: str) -> None:
         self.drop(owner)
@@ -265,8 +273,14 @@ class LeaseKeeper:
             due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
             for owner in due:
                 self._due_s[owner] = now_s + self._lease_s / 3
-        for owner in due:
-            self._store.renew(owner, self._lease_s)
+            keys_of = {owner: self._keys[owner] for owner in due}
+        for owner, keys in keys_of.items():
+            if not self._store.renew(owner, self._lease_s) and keys:
+                self._store.lookup(keys, owner, self._lease_s)
+                with self._lock:
+                    is_over = owner not in self._due_s
+                if is_over:  # it was released meanwhile
+                    self._store.release(owner)
 
 
 def end_process(*steps: Callable[[], None]) -> None:

@@ -282,6 +282,7 @@ class DeafListener:
     """A listener that needs nothing."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+    def loaded(self, request_id: str) -> None: ...
     def saved(self, request_id: str, tokens: int) -> None: ...
     def broken(self, reason: str) -> None: ...
 
@@ -330,8 +331,10 @@ class PageCopies:
         geometry = BlockPages.of(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
         chance = random.Random(2)
         block_ids = chance.sample(range(pages), pages)
-        pool_pages = chance.sample(range(blocks), blocks)
-        self.runs: list[PageRun] = geometry.runs([Move("a", 1, 0, block_ids, pool_pages)])
+        places = [
+            block * PAGE_BYTES * PAGES_PER_BLOCK for block in chance.sample(range(blocks), blocks)
+        ]
+        self.runs: list[PageRun] = geometry.runs([Move("a", 1, 0, block_ids, places)])
 
     def load(self, stream: Any) -> None:
         event = self.copier.load(self.runs, stream)

@@ -35,6 +35,7 @@ import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
+from mooncake_store.client.in_place import NOTHING_PLACED, PlacedBlocks, placed_blocks
 from mooncake_store.client.layer_writer import LayerWrite, LayerWriter, WrittenBlock
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
@@ -53,6 +54,7 @@ from mooncake_store.memory.segment import Segment, host_id
 from mooncake_store.records.blocks import Allocation, Copy, Slot, by_node
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
+from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.nixl_transport import frozen_agents
 from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.rates import PathReport, Probe
@@ -387,6 +389,36 @@ class Store:
         arrived = self._reader.read(list(single.values()), deadline_s)
         is_here = dict(zip(single, arrived, strict=True))
         return [is_here.get(index, False) for index in range(len(copies))]
+
+    @property
+    def own_segment(self) -> NodeInfo | None:
+        """The own node as attached, whose segment processes of this host may map; None: it is not
+        read by mapping it, or dead."""
+        own = self._own
+        is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
+        return own.info if is_mapped and own.segment.is_owner_alive() else None
+
+    def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
+        """Whole blocks of the own node, for who reads them where they lie: while a lease keeps
+        them. Nothing where that node's memory is not mapped here, or it died."""
+        info, started_s = self.own_segment, time.monotonic()
+        node = None if info is None else self._nodes.access_to(info)
+        if node is None or not isinstance(node.transport, MappedTransport):
+            return NOTHING_PLACED
+        here = [copy for copy in copies if copy.node_id == self.node_id]
+        try:
+            with node.transport.owned(node.info) as view:
+                found = placed_blocks(
+                    view, node.shape, here, self.layout.layers, started_s + deadline_s
+                )
+        except TransferFailed:
+            return NOTHING_PLACED
+        node.transport.note(True, sum(copy.size_bytes for copy in here), started_s)
+        placed = iter(found)
+        return PlacedBlocks(
+            node.info.incarnation,
+            [next(placed) if copy.node_id == self.node_id else None for copy in copies],
+        )
 
     @property
     def keeps_digests(self) -> bool:

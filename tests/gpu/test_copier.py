@@ -17,7 +17,11 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU on this machine", allow_module_level=True)
 
 from backends.engine.trtllm.block_pages import BlockPages, Move  # noqa: E402
-from backends.engine.trtllm.copier import CudaCopier, make_copier, map_pool  # noqa: E402
+from backends.engine.trtllm.copier import (  # noqa: E402
+    CudaCopier,
+    make_copier,
+    map_pool,
+)
 from loadtest.bench.connector import measure_copies  # noqa: E402
 
 PAGES, PER_BLOCK, LAYERS, FLAT = 64, 4, 4, 2048
@@ -47,7 +51,8 @@ def a_move(seed: int) -> tuple[Move, list[tuple[int, int]]]:
         (block_id, pool_pages[page // PER_BLOCK] * PER_BLOCK + page % PER_BLOCK)
         for page, block_id in enumerate(block_ids, 3)
     ]
-    return Move("a", 1, 3, block_ids, pool_pages), pairs
+    places = [page * PER_BLOCK * PAGE_BYTES for page in pool_pages]
+    return Move("a", 1, 3, block_ids, places), pairs
 
 
 def test_what_was_saved_is_what_is_loaded(memory: Any) -> None:

@@ -3,17 +3,51 @@
 A store block is the parts of the TP ranks, one after the other; a rank's part is its pages of
 TensorRT-LLM, in order of tokens; a page holds all layers, as `tensor[block_id]` does.
 
-    pool page of block b:  | rank 0: page 0, page 1, ... | rank 1: page 0, page 1, ... | ...
+    store block b:  | rank 0: page 0, page 1, ... | rank 1: page 0, page 1, ... | ...
 
 So with equal TP size, page size and layout (the fingerprint has them) any worker can read it, and
 a prompt's last, partial block holds the pages that its tokens fill at the places where they would
-be in a whole one. Pure.
+be in a whole one.
+
+A block lies in a *region* of host memory that worker and ranks map: the staging pool, or a segment
+of the worker's storage node. Its *place* is one number, so that neighbours are neighbours in it
+too: the region in the upper bits, bytes from its start in the lower ones. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+REGION_SHIFT = 48
+POOL = 0  # the region that is the staging pool; segments are 1 and up
+REGIONS_MAX = 2**15  # places are signed 64 bits on their way through numpy
+
+
+def place_of(region: int, offset_bytes: int) -> int:
+    assert 0 <= region < REGIONS_MAX and 0 <= offset_bytes < 1 << REGION_SHIFT
+    return region << REGION_SHIFT | offset_bytes
+
+
+def region_of(place: int) -> int:
+    return place >> REGION_SHIFT
+
+
+def offset_of(place: int) -> int:
+    return place & ((1 << REGION_SHIFT) - 1)
+
+
+class SlotUse(NamedTuple):
+    """What the headers of a slot say while its block is the one that a worker has verified there.
+
+    Whoever fills a slot anew changes them before a byte of the payload. So if they are the same
+    after a copy out of the slot as before, then so is all that was copied.
+    """
+
+    place: int  # of the headers: of the block's first unit, then of its others
+    length_bytes: int  # of them
+    first: bytes  # how the first begins
+    zeros_from: int  # where the others begin, which are zeros
 
 
 class Move(NamedTuple):
@@ -23,8 +57,9 @@ class Move(NamedTuple):
     llm_id: int  # TensorRT-LLM's
     first_page: int
     block_ids: list[int]  # TensorRT-LLM's pages
-    pool_pages: list[int]  # of all blocks of the request
+    places: list[int]  # of all blocks of the request
     is_aside: bool = False  # a load beside the passes: TensorRT-LLM leaves its request out of them
+    uses: tuple[SlotUse, ...] = ()  # of the slots that a load reads: to be looked at behind it
 
 
 class Orders(NamedTuple):
@@ -37,10 +72,10 @@ class Orders(NamedTuple):
 
 
 class PageRun(NamedTuple):
-    """One contiguous copy, in bytes from the start of the engine's pages and of the pool."""
+    """One contiguous copy: bytes from the start of the engine's pages, and where on the host."""
 
     pages_offset: int
-    pool_offset: int
+    place: int
     size_bytes: int
 
 
@@ -60,7 +95,7 @@ class BlockPages(NamedTuple):
         return cls(rank, rank_bytes, page_bytes, rank_bytes * tp_size)
 
     def runs(self, moves: Iterable[Move]) -> list[PageRun]:
-        """Neighbouring pages that are neighbours in the pool too become one copy."""
+        """Neighbouring pages that are neighbours on the host too become one copy."""
         per_block = self.rank_bytes // self.page_bytes
         page_bytes, rank_offset = self.page_bytes, self.rank * self.rank_bytes
         found: list[PageRun] = []
@@ -68,21 +103,17 @@ class BlockPages(NamedTuple):
             for page, block_id in enumerate(move.block_ids, move.first_page):
                 block, part = divmod(page, per_block)
                 pages_offset = block_id * page_bytes
-                pool_offset = (
-                    move.pool_pages[block] * self.block_bytes + rank_offset + part * page_bytes
-                )
+                place = move.places[block] + rank_offset + part * page_bytes
                 if found:
                     last = found[-1]
                     size_bytes = last.size_bytes
                     if (
                         last.pages_offset + size_bytes == pages_offset
-                        and last.pool_offset + size_bytes == pool_offset
+                        and last.place + size_bytes == place
                     ):
-                        found[-1] = PageRun(
-                            last.pages_offset, last.pool_offset, size_bytes + page_bytes
-                        )
+                        found[-1] = PageRun(last.pages_offset, last.place, size_bytes + page_bytes)
                         continue
-                found.append(PageRun(pages_offset, pool_offset, page_bytes))
+                found.append(PageRun(pages_offset, place, page_bytes))
         return found
 
 

@@ -1,8 +1,8 @@
 """The channel between a worker and the connector inside TensorRT-LLM's processes.
 
     worker: ConnectorHost ──Stage, Unstage──▶ scheduler on rank 0    (a ConnectorLink)
-                   │ ▲  └────────Drain──────▶ every rank             (a ConnectorLink each)
-                   │ └── Staged, Claimed, Unstaged, Ready, Saved, Drained, Broken ──┘
+                   │ ▲  └─Drain, MapSegment─▶ every rank             (a ConnectorLink each)
+                   │ └── Staged, Claimed, Unstaged, Ready, Loaded, Saved, Drained, Broken ──┘
                    └──▶ futures, and a Listener for what comes by itself
 
 ZeroMQ over ipc: each end has an inbox of its own and writes to the others'. Everything that a
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MESSAGES_MAX = 100_000  # queued per peer; a peer that lets more wait is taken for dead
 TURN_S = 0.05  # how late a deadline may be noticed
 SCHEDULER = "scheduler"
-STAGING, UNSTAGING = "staging", "unstaging"
+STAGING, UNSTAGING, ATTACHING = "staging", "unstaging", "attaching region"
 CLOSED = "the channel was closed"
 
 TokensOf = dict[str, dict[int, int]]  # request -> rank -> tokens
@@ -120,8 +120,11 @@ class Listener(Protocol):
     """What a worker hears unasked, in the channel's thread: return soon."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+    def loaded(self, request_id: str) -> None:
+        """Every rank has in the engine's pages what was claimed for it."""
+
     def saved(self, request_id: str, tokens: int) -> None:
-        """Every rank has the KV of so many leading tokens in the pages; it only grows."""
+        """Every rank has the KV of so many leading tokens in its places; it only grows."""
 
     def broken(self, reason: str) -> None: ...
 
@@ -139,6 +142,8 @@ class ConnectorHost:
         self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # with its deadline
         self._undrained: dict[str, set[int]] = {}  # ranks that still copy, of an unstaged request
         self._saved: TokensOf = defaultdict(dict)
+        self._unloaded: dict[str, set[int]] = {}  # ranks that still load, of a staged request
+        self._unattached: dict[str, set[int]] = {}  # ranks that have not mapped a region
         self._scheduler = _inbox(address, SCHEDULER)
         self._ranks: dict[int, str] = {}  # their inboxes
         self._post = _Post()
@@ -160,11 +165,31 @@ class ConnectorHost:
         """Done when the connector knows. After a failure unstage it before its pages are reused."""
         with self._changed:
             self._forget(stage.request_id)
+            self._unloaded[stage.request_id] = set(self._ranks)
         return self._ask(STAGING, stage.request_id, stage, timeout_s)
 
     def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
         """Done when no copy touches its pages any more; also of a request that is not staged."""
         return self._ask(UNSTAGING, request_id, m.Unstage(request_id), timeout_s)
+
+    def attach(self, region: int, path: str, size_bytes: int, timeout_s: float) -> Future[None]:
+        """Done when every rank has mapped that segment as the region; it fails with the first
+        problem of one. Then, too, detach it: others may have it."""
+        with self._changed:
+            self._unattached[str(region)] = set(self._ranks)
+            future = self._expect(ATTACHING, str(region), timeout_s)
+        self._to_ranks(m.MapSegment(region, path, size_bytes))
+        return future
+
+    def detach(self, region: int) -> None:
+        """Nothing that is staged has a place there, nor will have."""
+        self._to_ranks(m.UnmapSegment(region))
+
+    def _to_ranks(self, message: m.ToConnector) -> None:
+        with self._changed:
+            inboxes = list(self._ranks.values())
+        for inbox in inboxes:
+            self._post.post(inbox, message)
 
     def close(self) -> None:
         self._mailbox.close()
@@ -188,14 +213,19 @@ class ConnectorHost:
         self, kind: str, request_id: str, message: m.ToConnector, timeout_s: float
     ) -> Future[None]:
         with self._changed:
-            self._refuse_if_broken()
-            if self._is_closed:
-                raise ChannelError(CLOSED)
             if (kind, request_id) in self._waiting:
                 return self._waiting[kind, request_id][0]
-            future: Future[None] = Future()
-            self._waiting[kind, request_id] = (future, time.monotonic() + timeout_s)
+            future = self._expect(kind, request_id, timeout_s)
         self._post.post(self._scheduler, message)
+        return future
+
+    def _expect(self, kind: str, name: str, timeout_s: float) -> Future[None]:
+        """With the lock held."""
+        self._refuse_if_broken()
+        if self._is_closed:
+            raise ChannelError(CLOSED)
+        future: Future[None] = Future()
+        self._waiting[kind, name] = (future, time.monotonic() + timeout_s)
         return future
 
     def _on_message(self, message: m.ToWorker) -> None:
@@ -217,12 +247,37 @@ class ConnectorHost:
                 self._listener.claimed(
                     message.request_id, message.local_tokens, message.loaded_tokens
                 )
+            case m.SegmentMapped():
+                self._attached(message)
+            case m.Loaded():
+                if self._have_all_loaded(message):
+                    self._listener.loaded(message.request_id)
             case m.Saved():
                 tokens = self._all_have(message)
                 if tokens is not None:
                     self._listener.saved(message.request_id, tokens)
             case m.Broken():
                 self._break(message.reason)
+
+    def _attached(self, message: m.SegmentMapped) -> None:
+        name = str(message.region)
+        with self._changed:
+            left = self._unattached.get(name, set())
+            left.discard(message.rank)
+            if left and not message.problem:
+                return
+            self._unattached.pop(name, None)
+        self._resolve(ATTACHING, name, message.problem)
+
+    def _have_all_loaded(self, message: m.Loaded) -> bool:
+        with self._changed:
+            left = self._unloaded.get(message.request_id)
+            if left is None:
+                return False
+            left.discard(message.rank)
+            if not left:
+                del self._unloaded[message.request_id]
+            return not left
 
     def _all_have(self, message: m.Saved) -> int | None:
         """What the slowest rank has, when this message raised it. None: not raised."""
@@ -235,6 +290,7 @@ class ConnectorHost:
 
     def _forget(self, request_id: str) -> None:
         self._saved.pop(request_id, None)
+        self._unloaded.pop(request_id, None)
 
     def _drain(self, message: m.Unstaged) -> None:
         with self._changed:

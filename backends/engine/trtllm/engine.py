@@ -150,7 +150,7 @@ class TrtllmEngine:
         layout = self.layout
         site = Site(
             address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
-            self.config.aside_bytes_min,
+            self.config.aside_bytes_min(self.role),
         )  # fmt: skip
         os.environ.update(site.to_environment())
         return ConnectorHost(address, listener)

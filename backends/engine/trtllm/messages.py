@@ -1,10 +1,11 @@
 """What a worker and the connector inside TensorRT-LLM's processes say to each other.
 
-A worker puts ("stages") the KV that it found for a prompt into pages of the staging pool, says so
-with `Stage`, and submits the prompt only after `Staged`. The connector answers TensorRT-LLM from
-what is staged, never from the network: a load cannot fail any more once it was promised.
+A worker brings ("stages") the KV that it found for a prompt to this host: it lies in slots of its
+storage node, which are leased, or in pages of the staging pool. It says so with `Stage`, and
+submits the prompt only after `Staged`. The connector answers TensorRT-LLM from what is staged,
+never from the network: a load cannot fail any more once it was promised.
 
-Not here: sockets and deadlines (channel.py), the meaning of pages (block_pages.py).
+Not here: sockets and deadlines (channel.py), the meaning of places (block_pages.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from backends.engine.trtllm.block_pages import SlotUse
 from mooncake_store.block_keys import (
     TOKEN_BYTES,
     Tokens,
@@ -51,11 +53,11 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, tag="stage", frozen=True):
-    """This prompt will be submitted; its leading tokens are in the pages, more may be saved.
+    """This prompt will be submitted; its leading tokens are on this host, more may be saved.
 
-    pages[i] is the pool page of block i. The first `loaded_tokens` are there to be loaded; of
-    them only whole pages of TensorRT-LLM count. What is computed beyond goes into the pages, of
-    generated tokens too as far as there are pages.
+    places[i] is where block i lies (block_pages.py). The first `loaded_tokens` are there to be
+    loaded; of them only whole pages of TensorRT-LLM count. What is computed beyond goes to its
+    places, of generated tokens too as far as there are places.
     """
 
     request_id: str
@@ -63,8 +65,9 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
     cache_salt: str
     chain_seed: bytes
     keys: list[bytes]  # of the whole blocks
-    pages: list[int]
+    places: list[int]
     loaded_tokens: int
+    uses: tuple[SlotUse, ...] = ()  # of the slots that are among the places to be loaded from
 
     @property
     def token_count(self) -> int:
@@ -73,15 +76,15 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
     @classmethod
     def of(
         cls, request_id: str, token_ids: Tokens, block_tokens: int, chain_seed: bytes,
-        cache_salt: str, pages: Sequence[int], loaded_tokens: int,
+        cache_salt: str, places: Sequence[int], loaded_tokens: int,
     ) -> Stage:  # fmt: skip
         packed = bytes(packed_tokens(token_ids))
         keys = block_keys(unpacked_tokens(packed), block_tokens, chain_seed)
-        return cls(request_id, packed, cache_salt, chain_seed, keys, list(pages), loaded_tokens)
+        return cls(request_id, packed, cache_salt, chain_seed, keys, list(places), loaded_tokens)
 
 
 class Unstage(msgspec.Struct, tag="unstage", frozen=True):
-    """Forget this stage; start no further copy from or to its pages."""
+    """Forget this stage; start no further copy from or to its places."""
 
     request_id: str
 
@@ -91,6 +94,20 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 
     request_id: str
     moves: int
+
+
+class MapSegment(msgspec.Struct, tag="map-segment", frozen=True):
+    """To each rank: map this segment and lock its pages; places in that region will come."""
+
+    region: int
+    path: str
+    size_bytes: int
+
+
+class UnmapSegment(msgspec.Struct, tag="unmap-segment", frozen=True):
+    """To each rank: let go of it. Nothing that is staged has a place there."""
+
+    region: int
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
@@ -116,7 +133,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     request_id: str
     local_tokens: int  # that its own pages still had
-    loaded_tokens: int  # beyond those, from the staging pool
+    loaded_tokens: int  # beyond those, from the stage's places
 
 
 class Unstaged(msgspec.Struct, tag="unstaged", frozen=True):
@@ -138,8 +155,21 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     gpu_pages: int  # of TensorRT-LLM, for all requests
 
 
+class SegmentMapped(msgspec.Struct, tag="segment-mapped", frozen=True):
+    rank: int
+    region: int
+    problem: str = ""  # why it is not
+
+
+class Loaded(msgspec.Struct, tag="loaded", frozen=True):
+    """What was to be loaded is in the engine's pages, and it was what the worker has verified."""
+
+    request_id: str
+    rank: int
+
+
 class Saved(msgspec.Struct, tag="saved", frozen=True):
-    """The KV of the first `tokens` tokens is in the pages, loaded or saved; it only grows."""
+    """The KV of the first `tokens` tokens is in the places, loaded or saved; it only grows."""
 
     request_id: str
     rank: int
@@ -157,5 +187,16 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
     reason: str
 
 
-ToConnector = Stage | Unstage | Drain | Goodbye
-ToWorker = Staged | Refused | Claimed | Unstaged | Ready | Saved | Drained | Broken
+ToConnector = Stage | Unstage | Drain | MapSegment | UnmapSegment | Goodbye
+ToWorker = (
+    Staged
+    | Refused
+    | Claimed
+    | Unstaged
+    | Ready
+    | SegmentMapped
+    | Loaded
+    | Saved
+    | Drained
+    | Broken
+)

@@ -5,6 +5,11 @@ loads are copied at once). A thread of its own waits for events, copies what is 
 what is over, tells the worker, and lets TensorRT-LLM have its pages back through `get_finished`.
 Loads aside are copied there too, in parts, so that saves get their turn between.
 
+A load out of a slot of the storage node is believed when the slot still holds, behind the copy,
+what the worker has verified there: it is leased, so it does. If it does not, the worker has lost
+its lease and not heard of it, and the engine's pages hold nobody knows what: `Broken`, and the
+worker ends the engine. Nothing is called loaded before that look.
+
 A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
 to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
 
@@ -22,7 +27,9 @@ from typing import Any, NamedTuple
 
 from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
-from backends.engine.trtllm.copier import Copier, Event
+from backends.engine.trtllm.copier import Copier, Event, RegionRefused
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.segment_file import SegmentRefused
 
 log = logging.getLogger(__name__)
 FENCE_S_MAX = 60.0  # nothing takes so long; better an error than an executor that hangs
@@ -60,7 +67,8 @@ class RankCopies:
         self._load_event: Event | None = None
         self._load_stream: Any = None
         self._is_broken = False
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._segments: dict[int, Segment] = {}  # by region
+        self._batches: queue.SimpleQueue[Batch | m.UnmapSegment | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
 
@@ -156,6 +164,32 @@ class RankCopies:
                 is_over = self._take_drained(message.request_id)
             if is_over:
                 self._send(m.Drained(message.request_id, self._pages.rank))
+        elif isinstance(message, m.MapSegment):  # locking its pages takes long: nobody waits here
+            threading.Thread(
+                target=self._attach, args=[message], name="kv-attach", daemon=True
+            ).start()
+        elif isinstance(message, m.UnmapSegment):
+            self._batches.put(message)  # behind what is being copied
+
+    def _attach(self, message: m.MapSegment) -> None:
+        problem = ""
+        try:
+            segment = Segment.open(message.path, message.size_bytes)
+            try:
+                self._copier.add(message.region, segment.view)
+                self._segments[message.region] = segment
+            except BaseException:
+                segment.close()
+                raise
+        except (SegmentRefused, RegionRefused, OSError) as error:
+            problem = f"rank {self._pages.rank}: {error}"
+        self._send(m.SegmentMapped(self._pages.rank, message.region, problem))
+
+    def _detach(self, region: int) -> None:
+        segment = self._segments.pop(region, None)
+        if segment is not None:
+            self._copier.remove(region)
+            segment.close()
 
     def close(self) -> None:
         """After what is ordered, or not at all where events are not reached any more."""
@@ -167,6 +201,9 @@ class RankCopies:
 
     def _run(self) -> None:
         while (batch := self._batches.get()) is not None:
+            if isinstance(batch, m.UnmapSegment):
+                self._detach(batch.region)
+                continue
             if not self._is_broken:
                 try:
                     if batch.is_aside:
@@ -180,6 +217,8 @@ class RankCopies:
             if not batch.is_aside:  # else it never came, and must not be called loaded
                 self._end(batch.moves, batch.is_load)
         self._copier.close()
+        for segment in self._segments.values():
+            segment.close()
 
     def _load_aside(self, batch: Batch) -> None:
         """A part of it; the rest stands behind what came meanwhile."""
@@ -193,11 +232,23 @@ class RankCopies:
         if stop < len(move.block_ids):
             self._batches.put(batch._replace(pages_done=stop))
         else:
+            self._believe(batch.moves)
             self._end(batch.moves, is_load=True)
 
     def _load(self, batch: Batch) -> None:
         if batch.event is not None:
             batch.event.synchronize()
+        self._believe(batch.moves)
+
+    def _believe(self, moves: Sequence[Move]) -> None:
+        """These loads are over: was it what the worker has verified, to the end?"""
+        for move in moves:
+            if not all(map(self._copier.memory.is_still, move.uses)):
+                raise RuntimeError(
+                    f"a slot of the storage node was given away while {move.request_id} was loaded "
+                    "from it"
+                )
+            self._send(m.Loaded(move.request_id, self._pages.rank))
 
     def _save(self, batch: Batch) -> None:
         pages_max = max(1, PART_BYTES_MAX // self._pages.page_bytes)

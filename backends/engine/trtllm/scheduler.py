@@ -248,8 +248,8 @@ class Entry:
     """One stage, and the request of TensorRT-LLM that took it."""
 
     stage: Stage
-    loaded_pages: int  # in the pool from the start; whole pages of TensorRT-LLM
-    pages_max: int  # that there is room for in the pool
+    loaded_pages: int  # on the host from the start; whole pages of TensorRT-LLM
+    pages_max: int  # that there is room for on the host
     salt_id: int | None  # the number that TensorRT-LLM makes of its salt; None: unknown
     llm_id: int | None = None
     block_ids: list[int] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Entry:
     is_load_due: bool = False  # promised, not ordered yet: must happen whatever comes
     is_aside: bool = False  # its load runs beside the passes, which do not have it meanwhile
     is_unstaged: bool = False
-    done_pages: int = 0  # in the pool, or ordered to be saved there
+    done_pages: int = 0  # on the host, or ordered to be saved there
     position: int = 0  # tokens that the newest iteration has computed
     moves: int = 0  # ordered so far
 
@@ -281,7 +281,8 @@ class Entry:
         """The order for what was promised."""
         self.is_load_due = False
         self.moves += 1
-        return self._move(self.first_page, self.first_page + self.load_pages, self.is_aside)
+        move = self._move(self.first_page, self.first_page + self.load_pages)
+        return move._replace(is_aside=self.is_aside, uses=self.stage.uses)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for pages that are full after this iteration, if there are new ones."""
@@ -293,10 +294,10 @@ class Entry:
         self.moves += 1
         return move
 
-    def _move(self, first: int, stop: int, is_aside: bool = False) -> Move:
+    def _move(self, first: int, stop: int) -> Move:
         assert self.llm_id is not None, f"{self.stage.request_id} belongs to no request"
         pages = self.block_ids[first:stop]
-        return Move(self.stage.request_id, self.llm_id, first, pages, self.stage.pages, is_aside)
+        return Move(self.stage.request_id, self.llm_id, first, pages, self.stage.places)
 
 
 def stage_problem(stage: Stage, block_tokens: int) -> str:
@@ -307,8 +308,8 @@ def stage_problem(stage: Stage, block_tokens: int) -> str:
     keys = block_keys(unpacked_tokens(stage.token_ids), block_tokens, stage.chain_seed)
     if keys != stage.keys:
         return "its keys are not those of its tokens"
-    if not 0 <= stage.loaded_tokens <= min(tokens, len(stage.pages) * block_tokens):
-        return f"{stage.loaded_tokens} tokens cannot be loaded from {len(stage.pages)} pages"
+    if not 0 <= stage.loaded_tokens <= min(tokens, len(stage.places) * block_tokens):
+        return f"{stage.loaded_tokens} tokens cannot be loaded from {len(stage.places)} places"
     return ""
 
 
@@ -329,7 +330,7 @@ class StageTable:
         if stage.request_id in self._entries:
             return f"{stage.request_id} is staged already"
         loaded = stage.loaded_tokens // self._tokens_per_block
-        pages_max = len(stage.pages) * self._pages_per_block
+        pages_max = len(stage.places) * self._pages_per_block
         entry = Entry(stage, loaded, pages_max, salt_id, done_pages=loaded)
         self._entries[stage.request_id] = entry
         self._free.setdefault(_place(stage), deque()).append(entry)

@@ -101,16 +101,22 @@ class TrtllmConfig:
     page_tokens: int = 32  # tokens of a page of TensorRT-LLM; block_tokens is a multiple of it
     gpu_memory_fraction: float = 0.9  # of what is free when the engine starts; bounds kv_pages
     handoff: str = "store"  # store | native: how KV gets from prefill to decode
-    # Loads of so many MiB over one GPU's bus run beside the passes of others; 0: none do.
+    # Prefixes of so many MiB over one GPU's bus are loaded beside the passes of other prompts, all
+    # that is handed over to decode beside the steps of its streams; 0: all hold up their own pass.
     aside_load_mib: int = 256
     transceiver: str = "DEFAULT"  # of native: DEFAULT | NIXL | UCX | MOONCAKE | MPI
     llm_options: str = ""  # a JSON file, or an object: further keywords of tensorrt_llm.LLM
 
-    @property
-    def aside_bytes_min(self) -> int:
-        """0 for native hand-over: there the state of a request that is loaded has another meaning
+    def aside_bytes_min(self, role: str) -> int:
+        """From how many bytes of one rank on a load is asynchronous; 0: never.
+
+        At decode all are: a load in a pass holds up every stream, and one beside the passes costs
+        the new one a step at most. 0 for native hand-over: there the state of a request that is
+        loaded has another meaning
         (DISAGG_GENERATION_TRANS_IN_PROGRESS), to which the cache transceiver looks."""
-        return self.aside_load_mib * 2**20 if self.handoff == "store" else 0
+        if self.handoff != "store":
+            return 0
+        return min(self.aside_load_mib, 1) if role == "decode" else self.aside_load_mib * 2**20
 
     @property
     def has_connector_at_decode(self) -> bool:

@@ -272,12 +272,15 @@ class PipelinePrefill(StagePrefill):
     def is_drained(self) -> bool:
         return self._window.is_empty
 
-    def free(self, job: PrefillJob, pages: list[int]) -> None:
+    def free(
+        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
         with self._worker.lock:
             if self._group.is_whole:
                 self._worker.release(pages)
             else:  # a stage that is lost may still compute in them
                 self._parked += pages
+        then()
 
 
 class _GroupLoader:

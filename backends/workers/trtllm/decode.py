@@ -1,11 +1,11 @@
 """Decode on TensorRT-LLM: handed-over KV goes into its pages, it batches and decodes.
 
-As with the torch engine KV is read ahead into reserved pages while prefill computes. Those are
-pages of the staging pool here: when all of it is there the request is staged and submitted, as
-prompt and first token; the engine copies whole pages of its own from there and computes the few
-tokens that are left. Blocks that it fills come back into pages that the request has reserved for
-them, and go to the store. A request that has ended keeps its pages until the last of its blocks
-came out, or a moment is over.
+As with the torch engine KV is brought here ahead while prefill computes: what lies in the own
+storage node stays there, the rest goes into reserved pages, of the staging pool here. When all of
+it is there the request is staged and submitted, as prompt and first token; the engine copies whole
+pages of its own from there and computes the few tokens that are left. Blocks that it fills come
+back into pages that the request has reserved for them, and go to the store. A request that has
+ended keeps its pages until the last of its blocks came out, or a moment is over.
 
 handoff "native": the engine gets KV from the prefill engine by itself; there is no connector, and
 what it generates does not go to the store.
@@ -13,6 +13,7 @@ what it generates does not go to the store.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,13 +122,14 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         ids, salt = np.asarray(job.token_ids), job.request.cache_salt
         seed = chain_seed(self._worker.process.fingerprint, cache_salt=salt)
         kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
+        loaded_tokens = kv_tokens // page * page if job.request.blocks else 0
+        places, uses = self._places.places(job.pages, loaded_tokens // self._block_tokens)
         with self._worker.lock:
             answer.is_staged = True
             self._staged_jobs[job.request_id] = job
         self._staged.stage(Stage(
             job.request_id, bytes(packed_tokens(ids)), salt, seed,
-            block_keys(ids, self._block_tokens, seed), list(job.pages),
-            kv_tokens // page * page if job.request.blocks else 0,
+            block_keys(ids, self._block_tokens, seed), places, loaded_tokens, uses,
         ))  # fmt: skip
 
     def _order(self, job: DecodeJob) -> Order:
@@ -174,11 +176,24 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self._failed(error)
             self._worker.end(job, error)
 
+    def has_read(self, job: DecodeJob) -> bool:
+        return self._placed is None or not self._placed.is_in_slots(job.pages)
+
+    def loaded(self, request_id: str) -> None:
+        with self._worker.lock:
+            job = self._staged_jobs.get(request_id)
+        if job is None or self.has_read(job):
+            return
+        self._places.forget(job.pages)
+        self._worker.writer.then(lambda: self._worker.release_handed_over(job))
+
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._worker.lock:
             job = self._staged_jobs.get(request_id)
         if job is None:
             return
+        if not loaded_tokens:  # its engine had all that was handed over
+            self.loaded(request_id)
         paths = {"loaded": loaded_tokens, "local": local_tokens}
         paths["computed"] = job.tokens_given - loaded_tokens - local_tokens
         for path, tokens in paths.items():
@@ -188,7 +203,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
                 )
 
     def saved(self, request_id: str, tokens: int) -> None:
-        """So many leading tokens are in the pages, of every rank."""
+        """So many leading tokens are in their places, of every rank."""
         with self._worker.lock:
             job = self._staged_jobs.get(request_id)
             if job is not None:
@@ -205,7 +220,9 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         if answer is not None and answer.running is not None and not has_ended:
             answer.running.abort()
 
-    def free(self, job: DecodeJob, pages: list[int]) -> None:
+    def free(
+        self, job: DecodeJob, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
         worker = self._worker
         with worker.lock:
             answer = self._answers.get(job)
@@ -218,6 +235,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self._answers.pop(job, None)
         worker.forget(job)
         worker.release(pages)
+        then()
 
     def _let_go(self, now_s: float) -> None:
         """Those whose blocks all came out, or that took too long; with the lock held."""
@@ -233,5 +251,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self._worker.writer.then(lambda answer=answer: self._give_back(answer))  # type: ignore[misc]
 
     def _give_back(self, answer: EngineAnswer) -> None:
-        self._worker.forget(answer.job)
-        self._staged.give_back(answer.job.request_id, answer.pages)
+        job = answer.job
+        job.end_put()
+        release = functools.partial(self._worker.forget, job)
+        self._staged.give_back(job.request_id, answer.pages, release)

@@ -4,7 +4,8 @@ A request is *staged* (the connector in the engine's processes knows its pages a
 then submitted. What the engine and its connector say comes in threads of theirs, in any order. The
 worker's turns only look after the engine: is it alive, busy, hung.
 
-Not here: tensorrt_llm itself (engine/trtllm/), what is in the pages (kv_loader.py, kv_writer.py).
+Not here: tensorrt_llm itself (engine/trtllm/), what is in the pages (kv_loader.py, kv_writer.py),
+where these lie (places.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.engine.trtllm.stats import EngineHealth, IterationStats
 from backends.errors import WorkerUnavailable
 from backends.workers.driver import Driver
+from backends.workers.kv_loader import KvLoader
+from backends.workers.trtllm.places import PlacedLoader, Regions
 from backends.workers.worker import JobWorker
+from mooncake_store.client.store import Store
+from mooncake_store.layout import PageLayout
 
 log = logging.getLogger(__name__)
 UNSTAGE_S_MAX = 60.0  # nobody waits for it; an engine that is compiling something is not dead
@@ -51,6 +56,8 @@ class TrtllmDriver(Driver[W, J]):
         self.config = config
         self.is_native = config.handoff == "native"
         self._is_serving = False
+        self._regions: Regions | None = None  # of an engine with a connector
+        self._placed: PlacedLoader | None = None
         self._transfer_s_max = worker.transfer_s_max
         self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
         self._block_tokens = worker.block_tokens
@@ -75,6 +82,18 @@ class TrtllmDriver(Driver[W, J]):
     def hardware(self) -> str:
         return self.engine.hardware
 
+    def make_loader(self, store: Store, pages: PageLayout, deadline_s: float) -> KvLoader:
+        if not self.engine.is_connected:
+            return super().make_loader(store, pages, deadline_s)
+        self._regions = Regions(self.engine.host, store)
+        self._placed = PlacedLoader(store, pages, self.engine.kv_pool, deadline_s, self._regions)
+        return self._placed
+
+    @property
+    def _places(self) -> PlacedLoader:
+        assert self._placed is not None, "this engine has no connector"
+        return self._placed
+
     def begin(self, worker: W) -> None:
         super().begin(worker)
         self._is_serving = True
@@ -91,6 +110,9 @@ class TrtllmDriver(Driver[W, J]):
 
     @abstractmethod
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
+
+    @abstractmethod
+    def loaded(self, request_id: str) -> None: ...
 
     @abstractmethod
     def saved(self, request_id: str, tokens: int) -> None: ...
@@ -126,13 +148,15 @@ class TrtllmDriver(Driver[W, J]):
         if not self.engine.llm.is_healthy:
             self.broken("tensorrt_llm says that its processes have failed")
         self._worker.process.watch.is_busy(now_s, is_busy, predicted_s)
+        if self._regions is not None:
+            self._regions.look()
 
     def _release(self, pages: list[int]) -> None:
         self._worker.release(pages)
 
 
 class StagedPages:
-    """Pages of the staging pool while TensorRT-LLM's processes may copy from or to them.
+    """Pages whose places TensorRT-LLM's processes may copy from or to.
 
     A page is given to a request, staged (the connector knows it) and unstaged; only when the
     connector has said that no copy touches it any more does it go back. A page for which that is
@@ -165,8 +189,11 @@ class StagedPages:
             self._on_failed(str(error))
             raise WorkerUnavailable(str(error)) from error
 
-    def give_back(self, request_id: str, pages: list[int]) -> None:
-        """Unstage the request, also one whose staging failed; its pages are released after that."""
+    def give_back(
+        self, request_id: str, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Unstage the request, also one whose staging failed; its pages are released after that,
+        and `then` is called."""
         try:
             unstaged = self._engine.host.unstage(request_id, UNSTAGE_S_MAX)
         except ChannelError as error:
@@ -177,6 +204,7 @@ class StagedPages:
             error = future.exception()
             if error is None:
                 self._release(pages)
+                then()
             else:
                 self._lose(request_id, pages, error)
 

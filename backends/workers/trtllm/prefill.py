@@ -56,6 +56,7 @@ class StagedPrompt:
     ended_s: float = 0.0  # by the engine
     token_id: int | None = None
     is_claimed: bool = False  # the connector recognised it
+    is_loaded: bool = False  # what it claimed was what had been verified, on all ranks
     is_unmatched: bool = False  # it did not, and the engine has computed it all the same
     has_native: bool = False  # the engine has ended it, and said what its other half needs
     is_announced: bool = False  # the first token is on its way ahead of the reply, if it may go
@@ -63,8 +64,9 @@ class StagedPrompt:
 
     @property
     def is_known(self) -> bool:
-        """What of it was cached: the connector's word may come a little after the engine's."""
-        return self.is_claimed or self.is_unmatched
+        """What of it was cached, and that it was that: the connector's words may come a little
+        after the engine's."""
+        return (self.is_claimed and self.is_loaded) or self.is_unmatched
 
     def tokens(self, token_ids: list[int]) -> None:
         self.driver.computed(self, token_ids[0])
@@ -142,12 +144,13 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         unsaved = range(put.first_block, max(put.first_block, stop))
         prompt = StagedPrompt(self, job, whole_tokens, unsaved)
         if not job.is_leaving:
+            places, uses = self._places.places(put.pages, put.first_block)
             with self._worker.lock:
                 self._prompts[job] = prompt  # whatever comes of it, it is to be unstaged
             self._staged.stage(Stage(
                 job.request_id, bytes(packed_tokens(job.token_ids)), salt,
                 chain_seed(self._worker.process.fingerprint, cache_salt=salt), list(put.keys),
-                list(put.pages), put.first_block * self._block_tokens,
+                places, put.first_block * self._block_tokens, uses,
             ))  # fmt: skip
         return prompt
 
@@ -181,9 +184,18 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             if prompt is None:
                 return
             prompt.is_claimed = True
+            prompt.is_loaded = prompt.is_loaded or not loaded_tokens
             if not prompt.is_announced:
                 job = prompt.job
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
+        self._go_on(prompt)
+
+    def loaded(self, request_id: str) -> None:
+        with self._worker.lock:
+            prompt = self._prompt_of(request_id)
+            if prompt is None:
+                return
+            prompt.is_loaded = True
         self._go_on(prompt)
 
     def computed(self, prompt: StagedPrompt, token_id: int) -> None:
@@ -227,7 +239,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         self._go_on(prompt)
 
     def saved(self, request_id: str, tokens: int) -> None:
-        """So many leading tokens are in the pages, of every rank."""
+        """So many leading tokens are in their places, of every rank."""
         with self._worker.lock:
             prompt = self._prompt_of(request_id)
             if prompt is None:
@@ -302,10 +314,13 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         if prompt is not None and prompt.running is not None:
             prompt.running.abort()
 
-    def free(self, job: PrefillJob, pages: list[int]) -> None:
+    def free(
+        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
+    ) -> None:
         with self._worker.lock:
             prompt = self._prompts.pop(job, None)
         if prompt is None:  # it was never staged
             self._worker.release(pages)
+            then()
         else:  # behind what the writer still copies from these pages
-            self._worker.writer.then(lambda: self._staged.give_back(job.request_id, pages))
+            self._worker.writer.then(lambda: self._staged.give_back(job.request_id, pages, then))

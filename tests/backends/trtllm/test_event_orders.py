@@ -22,7 +22,7 @@ from backends.workers.trtllm.prefill import StagedPrompt, TrtllmPrefill
 
 TOKENS, BLOCK = 40, 16  # two whole blocks and a part of a third one
 TOKEN = 7
-WORDS = ("claimed", "computed", "ended", "saved 1", "saved 3")
+WORDS = ("claimed", "loaded", "computed", "ended", "saved 1", "saved 3")
 
 
 def orders() -> Iterator[tuple[str, ...]]:
@@ -75,6 +75,8 @@ class Prefill:
         match word.split():
             case ["claimed"]:
                 self.driver.claimed("a", 0, 32)
+            case ["loaded"]:
+                self.driver.loaded("a")
             case ["computed"]:
                 self.prompt.tokens([TOKEN])
             case ["ended"]:
@@ -92,8 +94,9 @@ def test_each_thing_is_said_once_and_not_before_it_is_true(
     for number, word in enumerate(order):
         heard.hear(word)
         known = set(order[: number + 1])
-        needed = {"claimed", "ended" if handoff == "native" else "saved 3", "computed"}
-        assert ("first of 32" in heard.said) == ({"claimed", "computed"} <= known)
+        whole = {"claimed", "loaded", "computed"}
+        needed = whole | {"ended" if handoff == "native" else "saved 3"}
+        assert ("first of 32" in heard.said) == (whole <= known)
         assert ("answer" in heard.said) == (needed <= known), word
         assert ("over" in heard.said) == (
             handoff == "native" and (needed | {"saved 3"}) <= known
@@ -117,8 +120,8 @@ def test_nothing_is_said_of_a_prompt_that_has_left(order: tuple[str, ...]) -> No
 
 def test_a_prompt_whose_end_id_the_engine_keeps_is_computed_all_the_same() -> None:
     heard = Prefill("store")
-    heard.hear("claimed")
-    heard.hear("saved 3")
+    for word in ("claimed", "loaded", "saved 3"):
+        heard.hear(word)
     heard.prompt.ended(Outcome("stop"))
     assert heard.said == [[0, 1, 2], "first of 32", "answer"] and heard.prompt.token_id == TOKEN
 
@@ -156,6 +159,8 @@ class Ended:
         self.filled, self.saved_blocks = [1, 2], 1
         self.finish_reason = "length"
 
+    def end_put(self) -> None: ...
+
 
 class Decode:
     """A driver with one staged request whose last two blocks have just been filled."""
@@ -166,7 +171,9 @@ class Decode:
         self.job: Any = Ended()
         driver: Any = object.__new__(TrtllmDecode)
         driver._block_tokens = BLOCK
-        driver._staged = SimpleNamespace(give_back=lambda name, pages: said.append(pages))
+        driver._staged = SimpleNamespace(
+            give_back=lambda name, pages, then: (said.append(pages), then())
+        )
         driver._worker = SimpleNamespace(
             lock=threading.Condition(), put_saved=self._put_saved,
             forget=lambda job: said.append("forgotten"), release=said.append,
@@ -194,17 +201,17 @@ def test_pages_wait_for_the_last_block_that_comes_out_of_them() -> None:
     assert decode.said == [1]
     decode.driver.saved("a", 3 * BLOCK)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [1, 2, "forgotten", [4, 5, 6]] and decode.driver.is_drained
+    assert decode.said == [1, 2, [4, 5, 6], "forgotten"] and decode.driver.is_drained
     decode.driver.saved("a", 4 * BLOCK)
     decode.driver._let_go(1e9)
-    assert decode.said[-1] == [4, 5, 6] and len(decode.said) == 4, "once"
+    assert decode.said[-1] == "forgotten" and len(decode.said) == 4, "once"
 
 
 def test_blocks_that_do_not_come_hold_pages_for_a_moment_only() -> None:
     decode = Decode()
     decode.driver.free(decode.job, [4])
     decode.driver._let_go(decode.answer.ended_s + LAST_BLOCK_S_MAX + 0.1)
-    assert decode.said == ["forgotten", [4]]
+    assert decode.said == [[4], "forgotten"]
 
 
 @pytest.mark.parametrize("finish_reason", ["cancelled", ""])
@@ -213,7 +220,7 @@ def test_a_request_that_did_not_end_well_waits_for_no_block(finish_reason: str) 
     decode.job.finish_reason = finish_reason
     decode.driver.free(decode.job, [4])
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == ["forgotten", [4]]
+    assert decode.said == [[4], "forgotten"]
 
 
 def test_pages_that_no_connector_knows_are_released_at_once() -> None:
@@ -225,7 +232,9 @@ def test_pages_that_no_connector_knows_are_released_at_once() -> None:
 
 def test_pages_of_a_staged_prompt_go_back_by_the_connector_and_behind_the_writer() -> None:
     heard = Prefill("store")
-    heard.driver._staged = SimpleNamespace(give_back=lambda name, pages: heard.said.append(pages))
+    heard.driver._staged = SimpleNamespace(
+        give_back=lambda name, pages, then: heard.said.append(pages)
+    )
     heard.driver._worker.release = lambda pages: heard.said.append(f"released {pages}")
     line: list[Any] = []
     heard.driver._worker.writer.then = line.append

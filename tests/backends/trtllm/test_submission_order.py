@@ -13,6 +13,7 @@ from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.trtllm.prefill import TrtllmPrefill
 from tests.backends.engine.trtllm.listening import WAIT_S
+from tests.backends.trtllm.test_unmatched_stages import InPool
 
 
 class SlowToHear:
@@ -51,7 +52,7 @@ def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
     driver: Any = object.__new__(TrtllmPrefill)
     slow = driver._staged = driver.engine = SlowToHear()
     driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 8
-    driver._prompts, driver._staging = {}, threading.Lock()
+    driver._prompts, driver._staging, driver._placed = {}, threading.Lock(), InPool()
     driver._worker = SimpleNamespace(
         process=SimpleNamespace(fingerprint="print"), lock=threading.Condition(),
         join_batch=lambda job: True,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.engine.trtllm.block_pages import SlotUse
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef
@@ -16,6 +17,13 @@ from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
 from backends.workers.trtllm.prefill import UNCLAIMED_S_MAX, StagedPrompt, TrtllmPrefill
 
 REF = BlockRef(0, "s0", 1, 1, 0)
+
+
+class InPool:
+    """No block lies in a slot."""
+
+    def places(self, pages: list[int], whole: int) -> tuple[list[int], tuple[SlotUse, ...]]:
+        return pages, ()
 
 
 class Heard:
@@ -68,6 +76,8 @@ def test_what_was_cached_is_known_before_anything_is_said() -> None:
     heard.driver.computed(heard.prompt, 7)
     assert heard.said == []
     heard.driver.claimed("a", 8, 24)
+    assert heard.said == [], "nobody said that what was loaded is what was verified"
+    heard.driver.loaded("a")
     assert heard.said == [("first", 7, 32), "well", (7, [REF])]
     heard.driver.claimed("a", 0, 0)
     assert heard.job.cached_tokens == 32, "it was said"
@@ -81,6 +91,7 @@ def test_what_was_not_handed_over_is_staged_as_nothing_to_load(
     driver: Any = object.__new__(TrtllmDecode)
     staged: list[Any] = []
     driver._staged, driver._staged_jobs = SimpleNamespace(stage=staged.append), {}
+    driver._placed = InPool()
     driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 16
     driver._worker = SimpleNamespace(
         lock=threading.Condition(), process=SimpleNamespace(fingerprint="print")

@@ -199,6 +199,13 @@ class Pair:
                 ), f"{worker.process.worker_id} is not idle"  # fmt: skip
             worker.check()
 
+    def restart_node(self) -> None:
+        """The storage node dies, and what it held with it."""
+        self._node.kill()
+        self.directory.deregister_node(NODE, self._node.info.incarnation)
+        self._node = MappedNode(self._node.segment.path, NODE)
+        self.directory.up(self._node.info)
+
     def close(self) -> None:
         for worker in [*self._workers, *self.stages]:
             worker.close(WAIT_S)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from backends.engine.trtllm import messages as m
@@ -17,6 +18,7 @@ from backends.engine.trtllm.channel import ConnectorHost
 from mooncake_store.block_keys import chain_seed
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.trtllm.listening import WAIT_S, Heard
+from tests.backends.engine.trtllm.slots import Slots
 
 CONNECTOR = "backends.engine.trtllm.connector"
 
@@ -45,6 +47,9 @@ class Connected:
         self.pool = np.memmap(pool_path, dtype=np.uint8, mode="r+") if pool_pages else np.empty(0)
         self.free_pages = list(range(pool_pages))
         self.heard = heard or Heard()
+        self._folder, self._regions = folder, 0
+        self.nodes: list[Slots] = []  # incarnations of the storage node; the last one lives
+        self._in_slots: dict[str, dict[int, tuple[Slots, int]]] = {}  # request -> block -> slot
         address = f"ipc://{folder}/kv"
         site = m.Site(address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min)
         os.environ.update(site.to_environment())
@@ -69,27 +74,69 @@ class Connected:
             os.environ.pop(m.ENVIRONMENT)
         self.host.wait_ready(WAIT_S)
 
+    def start_node(self, slots: int = 24) -> None:
+        """The storage node's next incarnation; the one before it dies, if there is one."""
+        if self.nodes:
+            self.nodes[-1].die()
+        self._regions += 1
+        path = self._folder / f"segment-{self._regions}"
+        node = Slots(self.host, path, self._regions, slots, self.block_bytes)
+        self.nodes.append(node)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for node in [node for node in self.nodes if not node.is_alive and not node.used]:
+            node.detach()
+            self.nodes.remove(node)
+
     def stage(
         self, request_id: str, prompt: Sequence[int], keep: dict[bytes, bytes] | None = None,
-        loaded_tokens: int = 0, more_tokens: int = 0, salt: str = "",
+        loaded_tokens: int = 0, more_tokens: int = 0, salt: str = "", in_slots: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Stages `prompt` with the blocks that `keep` has for its first tokens; its pool pages."""
+        """Stages `prompt` with the blocks that `keep` has for its first tokens; its pool pages.
+
+        `in_slots`: whole ones lie in slots of the storage node instead, as far as there are any.
+        """
         count = blocks_touched(len(prompt) + more_tokens, self.block_tokens)
         pages = [self.free_pages.pop() for _ in range(count)]
         seed = chain_seed("print", cache_salt=salt)
         stage = m.Stage.of(
-            request_id, prompt, self.block_tokens, seed, salt, pages, loaded_tokens
+            request_id, prompt, self.block_tokens, seed, salt,
+            [page * self.block_bytes for page in pages], loaded_tokens,
         )  # fmt: skip
         for index, page in enumerate(pages):
             self.page(page)[:] = 0xEE  # what nobody wrote
             if keep is not None and index * self.block_tokens < loaded_tokens:
                 key = stage.keys[index] if index < len(stage.keys) else b"tail"
                 self.page(page)[:] = np.frombuffer(keep[key], np.uint8)
+        if in_slots and keep is not None:
+            stage = self._put_in_slots(stage, keep)
         self.host.stage(stage, WAIT_S).result(WAIT_S)
         return pages
 
+    def _put_in_slots(self, stage: m.Stage, keep: dict[bytes, bytes]) -> m.Stage:
+        places, uses = list(stage.places), []
+        of_request = self._in_slots.setdefault(stage.request_id, {})
+        node = self.nodes[-1]
+        for index in range(stage.loaded_tokens // self.block_tokens):
+            if node.free:
+                slot, places[index], use = node.fill(keep[stage.keys[index]])
+                of_request[index] = node, slot
+                uses.append(use)
+        return msgspec.structs.replace(stage, places=places, uses=tuple(uses))
+
+    def in_slots(self, request_id: str) -> dict[int, tuple[Slots, int]]:
+        return self._in_slots.get(request_id, {})
+
+    def end_leases(self, request_id: str) -> None:
+        """Others may have its slots."""
+        for node, slot in self._in_slots.pop(request_id, {}).values():
+            node.give_back(slot)
+        self._let_go()
+
     def unstage(self, request_id: str, pages: list[int]) -> None:
         self.host.unstage(request_id, WAIT_S).result(WAIT_S)
+        self.end_leases(request_id)
         self.free_pages += pages
 
     def keep(
@@ -97,7 +144,7 @@ class Connected:
     ) -> None:
         """The pool's pages into the store, the last, partial one as the tail."""
         seed = chain_seed("print", cache_salt=salt)
-        keys = m.Stage.of("", prompt, self.block_tokens, seed, salt, pages, 0).keys
+        keys = m.Stage.of("", prompt, self.block_tokens, seed, salt, [], 0).keys
         for index, page in enumerate(pages):
             into[keys[index] if index < len(keys) else b"tail"] = self.page(page).tobytes()
 
@@ -128,3 +175,5 @@ class Connected:
         for connector in (self.executor.connectors.scheduler, *self.executor.connectors.workers):
             if hasattr(connector, "close"):
                 connector.close()
+        for node in self.nodes:
+            node.die()

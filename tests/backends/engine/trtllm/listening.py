@@ -17,6 +17,9 @@ class Heard:
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         self._note("claimed", request_id, local_tokens, loaded_tokens)
 
+    def loaded(self, request_id: str) -> None:
+        self._note("loaded", request_id)
+
     def saved(self, request_id: str, tokens: int) -> None:
         self._note("saved", request_id, tokens)
 

@@ -73,7 +73,7 @@ def side(tmp_path: Path, host: ConnectorHost) -> Iterator[Side]:
 
 def stage(request_id: str = "a") -> m.Stage:
     ids = np.arange(100, 150)
-    return m.Stage.of(request_id, ids, 16, SEED, "", pages=[3, 1, 2, 0], loaded_tokens=32)
+    return m.Stage.of(request_id, ids, 16, SEED, "", places=[3, 1, 2, 0], loaded_tokens=32)
 
 
 def test_a_stage_carries_the_keys_that_everybody_uses() -> None:

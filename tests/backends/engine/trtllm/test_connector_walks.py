@@ -2,7 +2,9 @@
 
 What the fake model makes of a page is a pure function of the prompt, so everything can be checked:
 each answer against the model alone, each block that is put into the store against what was put
-under its key before. A page that was read too early, too late or from the wrong place shows.
+under its key before. A page that was read too early, too late or from the wrong place shows: what
+lies in slots of the storage node, whose incarnations come and go, is filled anew the moment that
+its lease ends.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Going:
     request: Any
     pages: list[int] = field(default_factory=list)
     put_blocks: int = 0
+    in_slots: frozenset[int] = frozenset()  # blocks
 
 
 class Walk:
@@ -40,7 +43,9 @@ class Walk:
         self.store: dict[bytes, bytes] = {}
         self.going: list[list[Going]] = [[] for _ in engines]
         self.history: list[tuple[list[int], str]] = []  # prompts and answers, to go on from
-        self.number = self.hits = self.answers = self.cancelled = 0
+        self.number = self.hits = self.answers = self.cancelled = self.read_in_place = 0
+        for engine in engines:
+            engine.start_node()
 
     def step(self) -> None:
         which = self.chance.randrange(len(self.engines))
@@ -48,11 +53,16 @@ class Walk:
         choice = self.chance.random()
         if choice < 0.3 and len(going) < 6:
             self.arrive(engine, going)
+        elif choice < 0.31:
+            engine.start_node(slots=self.chance.choice([1, 3, 20]))
         elif choice < 0.36 and going:
             engine.executor.abort(self.chance.choice(going).request)
         elif engine.executor.has_work:
             engine.executor.step()
         for each in list(going):
+            is_loaded = ("loaded", each.name) in engine.heard.all
+            if each.in_slots and is_loaded and self.chance.random() < 0.5:
+                engine.end_leases(each.name)
             self.put(engine, each)
             if each.request.finish_reason:
                 going.remove(each)
@@ -83,9 +93,13 @@ class Walk:
                     break
                 loaded += B
             self.hits += loaded > 0
-            pages = engine.stage(name, prompt, self.store, loaded, tokens_max, salt)
+            pages = engine.stage(
+                name, prompt, self.store, loaded, tokens_max, salt, self.chance.random() < 0.7
+            )
+        in_slots = frozenset(engine.in_slots(name))
+        self.read_in_place += len(in_slots)
         request = engine.submit(self.number, prompt, tokens_max, salt=salt or None)
-        going.append(Going(name, prompt, tokens_max, salt, request, pages))
+        going.append(Going(name, prompt, tokens_max, salt, request, pages, in_slots=in_slots))
 
     def put(self, engine: Connected, each: Going) -> None:
         """Blocks that are in the pool by now, as a worker puts them, also of a cancelled one."""
@@ -94,6 +108,8 @@ class Walk:
         known = each.request.tokens[: blocks * B]
         keys = block_keys(known, B, chain_seed("print", cache_salt=each.salt))
         for block in range(each.put_blocks, len(keys)):
+            if block in each.in_slots:
+                continue  # it is in the store
             found = engine.page(each.pages[block]).tobytes()
             assert self.store.setdefault(keys[block], found) == found, (each.name, block)
         each.put_blocks = max(each.put_blocks, len(keys))
@@ -118,6 +134,8 @@ class Walk:
             for each in going:
                 self.leave(engine, each)
             assert engine.executor.blocks.free_blocks == engine.executor.blocks.blocks
+            for copies in (worker._copies for worker in engine.executor.connectors.workers):
+                assert copies is not None and not copies._is_broken
             scheduler = engine.executor.connectors.scheduler._scheduler
             scheduler.check()
             assert len(scheduler._table) == 0 and not scheduler._table._taken
@@ -147,3 +165,4 @@ def test_nothing_wrong_is_ever_computed_or_kept(
         walk.step()
     walk.finish()
     assert walk.answers and walk.hits, (walk.answers, walk.hits, walk.cancelled)
+    assert walk.read_in_place

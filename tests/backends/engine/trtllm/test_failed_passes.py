@@ -122,7 +122,7 @@ def test_what_stands_behind_a_hole_is_not_saved() -> None:
     """Saved(tokens) speaks of all leading tokens."""
     rank = Copies()
     rank.copies.start(Orders([], [Move("a", 1, 0, [0], [0, 1])], []), None)
-    second = Orders([], [Move("a", 1, 1, [1], [0, 1]), Move("b", 2, 0, [3], [3])], [])
+    second = Orders([], [Move("a", 1, 1, [1], [0, 32]), Move("b", 2, 0, [3], [96])], [])
     rank.copies.start(second, None)
     rank.copies.after_forward(None)
     rank.wait_for(m.Saved("b", 0, 4))

@@ -1,0 +1,224 @@
+"""Where on this host the blocks of a request lie while TensorRT-LLM's processes may copy them.
+
+Each page of a request stands for a page of the staging pool, unless its block lies whole in a slot
+of the own storage node: then the ranks copy straight out of that slot. They map the node's segment
+as a *region*, one for each of its incarnations. It is attached when the worker starts, which takes
+a while (every page of it is locked), and until then, or where it cannot be had, blocks go through
+the pool. The region of a node that died goes as soon as no page refers to it: its next incarnation
+may need the room.
+
+A slot must stay as it is until its last copy is over, so the leases of a request are given back
+behind that (the drivers'). Whether it did stay, the ranks look.
+
+Not here: verifying (mooncake_store/client/in_place.py), the ranks' side (engine/trtllm).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from backends.engine.trtllm.block_pages import POOL, REGIONS_MAX, SlotUse, place_of
+from backends.engine.trtllm.channel import ChannelError, ConnectorHost
+from backends.errors import KvMissing
+from backends.workers.kv_loader import KvLoader
+from mooncake_store.client.in_place import PlacedBlock
+from mooncake_store.client.store import Store
+from mooncake_store.layout import HEADER_BYTES, PageLayout
+from mooncake_store.records.blocks import Copy
+from mooncake_store.records.membership import NodeInfo
+
+log = logging.getLogger(__name__)
+ATTACH_S_MAX = 3600.0  # nobody waits for it; a terabyte of small pages takes minutes to lock
+
+
+class InSlot(NamedTuple):
+    """The block of a page lies in a slot, which is leased."""
+
+    region: int
+    copy: Copy
+    block: PlacedBlock
+
+
+@dataclass(slots=True)
+class AttachedSegment:
+    number: int
+    incarnation: str  # of the own node
+    attached: Future[None]
+
+    @property
+    def is_there(self) -> bool:
+        return self.attached.done() and self.attached.exception() is None
+
+
+class Regions:
+    """The own node's segment as TensorRT-LLM's processes map it. Thread-safe."""
+
+    def __init__(self, host: ConnectorHost, store: Store) -> None:
+        self._host = host
+        self._store = store
+        self._lock = threading.Lock()
+        self._regions: dict[str, AttachedSegment] = {}  # by incarnation
+        self._used: Counter[int] = Counter()  # pages that refer to a region
+        self._number = POOL
+
+    def look(self) -> None:
+        """At the own node: map what is new, let go of what nobody needs. Every turn."""
+        now = self._store.own_segment
+        try:
+            with self._lock:
+                self._change_to(now)
+        except ChannelError as error:
+            log.warning("the storage node's segment: %s", error)
+
+    def _change_to(self, now: NodeInfo | None) -> None:
+        over = [
+            region for region in self._regions.values()
+            if region.attached.done() and not self._used[region.number]
+            and (now is None or region.incarnation != now.incarnation)
+        ]  # fmt: skip
+        for region in over:
+            del self._regions[region.incarnation]
+            self._host.detach(region.number)
+        if now is not None and now.incarnation not in self._regions:
+            self._attach(now)
+
+    def _attach(self, info: NodeInfo) -> None:
+        assert self._number + 1 < REGIONS_MAX, "a storage node restarted too often"
+        self._number += 1
+        number = self._number
+        attached = self._host.attach(number, info.segment_path, info.segment_bytes, ATTACH_S_MAX)
+        self._regions[info.incarnation] = AttachedSegment(number, info.incarnation, attached)
+
+        def said(future: Future[None]) -> None:
+            if error := future.exception():
+                log.warning(
+                    "blocks of node_id=%s go through the staging pool: %s", info.node_id, error
+                )
+            else:
+                log.info("node_id=%s is copied from and to directly", info.node_id)
+
+        attached.add_done_callback(said)
+
+    @property
+    def is_open(self) -> bool:
+        """Some segment can be copied from directly."""
+        with self._lock:
+            return any(region.is_there for region in self._regions.values())
+
+    def use(self, incarnation: str, pages: int) -> int | None:
+        """Its region, for so many pages; None: it is not there."""
+        with self._lock:
+            region = self._regions.get(incarnation)
+            if region is None or not region.is_there:
+                return None
+            self._used[region.number] += pages
+            return region.number
+
+    def unuse(self, region: int, pages: int = 1) -> None:
+        with self._lock:
+            self._used[region] -= pages
+            assert self._used[region] >= 0, f"region {region} is used {self._used[region]} times"
+            if not self._used[region]:
+                del self._used[region]
+
+    def check(self, in_slots: Counter[int]) -> None:
+        with self._lock:
+            assert self._used == in_slots, (self._used, in_slots)
+            numbers = {region.number for region in self._regions.values()}
+            assert set(self._used) <= numbers, "a region that is used was let go"
+
+
+class PlacedLoader(KvLoader):
+    """A KvLoader that leaves blocks of the own node where they are, and knows where that is."""
+
+    def __init__(
+        self, store: Store, pages: PageLayout, pool: np.ndarray, deadline_s: float,
+        regions: Regions,
+    ) -> None:  # fmt: skip
+        super().__init__(store, pages, pool, deadline_s)
+        self._regions = regions
+        self._slots: dict[int, InSlot] = {}  # by page
+        self._places = threading.Lock()
+
+    def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
+        self.forget(pages)
+        here = self._leave(copies, pages)
+        rest = [index for index, is_here in enumerate(here) if not is_here]
+        if rest:
+            arrived = super()._read_whole(
+                [copies[index] for index in rest], [pages[index] for index in rest]
+            )
+            for index, is_here in zip(rest, arrived, strict=True):
+                here[index] = is_here
+        return here
+
+    def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
+        arrived = super().load_copies(copies, pages)
+        self.forget(pages[arrived:])  # they will be computed
+        return arrived
+
+    def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
+        """Which of them are whole in slots that the ranks can read."""
+        nothing = [False] * len(copies)
+        if not self._regions.is_open:
+            return nothing
+        incarnation, blocks = self._store.verify_in_place(copies, self._deadline_s)
+        if not any(blocks):
+            return nothing
+        region = self._regions.use(incarnation, sum(block is not None for block in blocks))
+        if region is None:
+            return nothing
+        with self._places:
+            for page, copy, block in zip(pages, copies, blocks, strict=True):
+                if block is not None:
+                    self._slots[page] = InSlot(region, copy, block)
+        return [block is not None for block in blocks]
+
+    def is_in_slots(self, pages: Sequence[int]) -> bool:
+        with self._places:
+            return any(page in self._slots for page in pages)
+
+    def places(self, pages: Sequence[int], whole: int) -> tuple[list[int], tuple[SlotUse, ...]]:
+        """Of the blocks of a request, for a `Stage`. Of these the first `whole` are only read; what
+        is computed of the others comes behind what they have, so they are copied to the pool.
+
+        KvMissing when one of those is gone.
+        """
+        with self._places:
+            slots = {page: self._slots[page] for page in pages if page in self._slots}
+        for page in pages[whole:]:
+            if page in slots:
+                (is_here,) = super()._read_whole([slots.pop(page).copy], [page])
+                self.forget([page])
+                if not is_here:
+                    raise KvMissing("the last block that was handed over is gone")
+        page_bytes = self._pages.page_bytes
+        found, uses = [], []
+        for page in pages:
+            if page in slots:
+                region, _, block = slots[page]
+                found.append(place_of(region, block.offset_bytes))
+                head = place_of(region, block.headers_offset_bytes)
+                uses.append(SlotUse(head, block.headers_bytes, block.first, HEADER_BYTES))
+            else:
+                found.append(place_of(POOL, page * page_bytes))
+        return found, tuple(uses)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Nobody reads these where they lie any more; also of pages that are in the pool."""
+        with self._places:
+            gone = [self._slots.pop(page) for page in pages if page in self._slots]
+        for slot in gone:
+            self._regions.unuse(slot.region)
+
+    def check(self) -> None:
+        with self._places:
+            self._regions.check(Counter(slot.region for slot in self._slots.values()))

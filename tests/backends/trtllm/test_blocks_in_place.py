@@ -1,0 +1,149 @@
+"""Workers on TensorRT-LLM leave blocks of their own node where they are, leased until copied."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.engine.trtllm import staging_pool
+from backends.engine.trtllm.copier import HostCopier
+from backends.engine.trtllm.messages import ENVIRONMENT
+from tests.backends.workers.pair import WAIT_S, Pair, pairs, prompt
+from tests.e2e.trtllm import expected
+
+BLOCK = 64
+
+
+@pytest.fixture
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    request.getfixturevalue("fake_package")
+    monkeypatch.setenv(ENVIRONMENT, "")
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(staging_pool, "SHM", shm)
+    parameters = {"engine": "tensorrt_llm", "page_tokens": "32", "handoff": "store",
+                  "aside_load_mib": "1"}  # fmt: skip
+    for pair in pairs(tmp_path, monkeypatch, **parameters):
+        wait_until_attached(pair)
+        yield pair
+        pair.wait_until_idle()
+        for driver in drivers(pair):
+            driver._placed.check()
+            assert not driver._placed._slots
+
+
+def drivers(pair: Pair) -> list[Any]:
+    return [pair.prefill.driver, pair.decode.driver]
+
+
+def wait_until_attached(pair: Pair) -> None:
+    for driver in drivers(pair):
+        driver._regions.look()  # as its turns do
+        (region,) = driver._regions._regions.values()
+        region.attached.result(WAIT_S)
+
+
+def only_in_the_store(pair: Pair, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's blocks; the engines have nothing of it any more."""
+    from tensorrt_llm._fake.blocks import BlockManager
+
+    pair.ask(ids, max_tokens=1).wait()
+    pair.wait_until_idle()
+    monkeypatch.setattr(BlockManager, "match", lambda *_: [])
+
+
+def poison(pair: Pair) -> None:
+    """What is in the staging pools is right for nobody."""
+    for driver in drivers(pair):
+        driver.engine.kv_pool[:] = 0xEE
+
+
+def test_a_cached_prefix_and_a_hand_over_come_out_of_slots(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(1, 12 * BLOCK + 5)
+    only_in_the_store(pair, ids, monkeypatch)
+    poison(pair)
+    loaded = heard_of(pair, monkeypatch)
+    reads: list[int] = []
+    for worker in (pair.prefill, pair.decode):
+        read = worker.process.store.read
+
+        def counted(copies: Any, *given: Any, read: Any = read) -> Any:
+            reads.append(len(copies))
+            return read(copies, *given)
+
+        monkeypatch.setattr(worker.process.store, "read", counted)
+    assert pair.ask(ids).wait() == expected(ids, 8)
+    pair.wait_until_idle()
+    assert loaded == ["prefill", "decode"]
+    assert all(blocks == 1 for blocks in reads), "only the block that decode goes on in is copied"
+
+
+def heard_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which workers' engines have loaded something."""
+    said: list[str] = []
+    for driver in drivers(pair):
+        loaded, role = driver.loaded, driver.engine.role
+
+        def heard(request_id: str, loaded: Any = loaded, role: str = role) -> None:
+            said.append(role)
+            loaded(request_id)
+
+        monkeypatch.setattr(driver, "loaded", heard)
+    return said
+
+
+@pytest.mark.parametrize("cancel", ["prefill", "decode"])
+def test_leases_of_a_request_that_is_stopped_end_behind_its_copies(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, cancel: str
+) -> None:
+    ids = prompt(2, 12 * BLOCK + 5)  # more than a MiB
+    only_in_the_store(pair, ids, monkeypatch)
+    begun, go_on = threading.Event(), threading.Event()
+    is_slow = {"prefill": 1, "decode": 2}[cancel]
+    loads: list[int] = []
+    load = HostCopier.load_aside
+
+    def held(self: HostCopier, runs: Any, after: Any) -> None:
+        loads.append(len(runs))
+        if len(loads) == is_slow:
+            begun.set()
+            go_on.wait(WAIT_S)
+        load(self, runs, after)
+
+    monkeypatch.setattr(HostCopier, "load_aside", held)
+    asked, leases = pair.ask(ids, max_tokens=4), pair.directory.directory._copies.leases
+    worker: Any = getattr(pair, cancel)
+    try:
+        assert begun.wait(WAIT_S)
+        pair.prefill.stop(asked.request_id)
+        pair.decode.stop(asked.request_id)
+        asked.wait_over()
+        assert asked.request_id in leases, "a copy may still read its slots"
+    finally:
+        go_on.set()
+    pair.wait_until_idle()
+    with worker.lock:
+        assert worker.lock.wait_for(lambda: asked.request_id not in leases, WAIT_S)
+
+
+def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(
+    pair: Pair,
+) -> None:
+    ids = prompt(3, 3 * BLOCK + 5)
+    assert pair.ask(ids).wait() == expected(ids, 8)
+    pair.wait_until_idle()
+    pair.restart_node()
+    for worker in (pair.prefill, pair.decode):
+        worker.process.store.allocate([b"x" * 16], "nobody", 1.0)  # it notices
+    wait_until_attached(pair)
+    for _ in ("a miss", "a hit"):
+        assert pair.ask(ids).wait() == expected(ids, 8)
+        pair.wait_until_idle()

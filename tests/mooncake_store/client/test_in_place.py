@@ -1,0 +1,102 @@
+"""Blocks that are used where they lie: whole when they are named, and recognised afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake_store.client.in_place import is_still
+from mooncake_store.errors import NodeUnknown
+from mooncake_store.records.blocks import Copy
+from tests.mooncake_store.client.world import (
+    BLOCK,
+    DEADLINE_S,
+    World,
+    choose,
+    content,
+    keys_of,
+    put,
+)
+from tests.mooncake_store.targets import TargetPool
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World("mapped", TargetPool())
+    yield world
+    world.close()
+
+
+def held(world: World, count: int = 3) -> tuple[list[bytes], list[Copy]]:
+    store, _ = world.store("s0")
+    keys = keys_of(count, 1)
+    put(store, keys)
+    return keys, choose(store.lookup(keys, "reader", 60.0), "s0")
+
+
+def test_whole_blocks_of_the_own_node_are_named_with_their_places(world: World) -> None:
+    keys, copies = held(world)
+    store = world.stores[0]
+    elsewhere = copies[0]._replace(node_id="s1")
+    incarnation, blocks = store.verify_in_place([*copies, elsewhere], DEADLINE_S)
+    assert incarnation == world.nodes["s0"].info.incarnation and blocks[-1] is None
+    view = world.nodes["s0"].segment.view  # type: ignore[union-attr]
+    for key, block in zip(keys, blocks, strict=False):
+        assert block is not None and is_still(view, block)
+        assert (view[block.offset_bytes : block.offset_bytes + BLOCK] == content(key)).all()
+    assert store.own_segment == world.nodes["s0"].info
+
+
+@pytest.mark.parametrize("what", ["payload", "generation", "checksum", "late", "unverifiable"])
+def test_what_is_not_whole_is_not_named(world: World, what: str) -> None:
+    _, copies = held(world, 1)
+    store, view = world.stores[0], world.nodes["s0"].segment.view  # type: ignore[union-attr]
+    [copy], deadline_s = copies, DEADLINE_S
+    if what == "payload":
+        (block,) = store.verify_in_place(copies, DEADLINE_S).blocks
+        assert block is not None
+        view[block.offset_bytes + BLOCK - 1] ^= 1
+    elif what == "generation":
+        copy = copy._replace(generation=copy.generation + 1)
+    elif what == "checksum":
+        copy = copy._replace(checksum=copy.checksum ^ 1)
+    elif what == "unverifiable":
+        copy = copy._replace(checksum=0)
+    else:
+        deadline_s = -1.0
+    assert store.verify_in_place([copy], deadline_s).blocks == [None]
+
+
+def test_a_slot_that_is_given_away_is_recognised_before_its_payload_changes(world: World) -> None:
+    keys, copies = held(world, 1)
+    store, view = world.stores[0], world.nodes["s0"].segment.view  # type: ignore[union-attr]
+    (block,) = store.verify_in_place(copies, DEADLINE_S).blocks
+    assert block is not None
+    before = view[block.offset_bytes : block.offset_bytes + BLOCK].copy()
+    store.release("reader")
+    store.release("writer")
+    world.directory.remove(keys)
+    used = set[int]()
+    for number in range(10_000):  # the freed slot rests for a while, and others are free
+        given = store.allocate([np.random.default_rng(number).bytes(16)], "next", 60.0)
+        if given.slots[0] is None:
+            break
+        used.add(given.slots[0].slot)
+        if given.slots[0].slot == copies[0].slot:
+            assert not is_still(view, block)
+            assert (view[block.offset_bytes : block.offset_bytes + BLOCK] == before).all()
+            return
+    pytest.fail(f"the slot was not given away among {len(used)}")
+
+
+def test_nothing_is_named_in_the_memory_of_a_dead_node(world: World) -> None:
+    _, copies = held(world)
+    store = world.stores[0]
+    world.nodes["s0"].kill()
+    assert store.own_segment is None
+    assert not any(store.verify_in_place(copies, DEADLINE_S).blocks)
+    with pytest.raises(NodeUnknown):
+        world.directory.deregister_node("s0", world.nodes["s0"].info.incarnation)
+        world.store("s0")
