@@ -71,10 +71,13 @@ class Checkpoint:
             raise CheckpointError(folder, found)
         return cls(folder, entries)
 
-    def problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def problems(
+        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = ()
+    ) -> list[str]:
         """Which of these tensors are missing or wrong, and which others the model would lack.
 
-        A bias or a layer that config.json does not mention would silently not be computed.
+        A bias or a layer that config.json does not mention would silently not be computed. What
+        ends like one of `optional_suffixes` may be there.
         """
         found = []
         for name, shape in shapes.items():
@@ -88,8 +91,9 @@ class Checkpoint:
             elif entry.dtype not in SCALAR_BYTES:
                 known = ", ".join(SCALAR_BYTES)
                 found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
+        known = (COMPUTED_SUFFIX, *optional_suffixes)
         for name in sorted(self.entries.keys() - shapes.keys()):
-            if name.startswith("model.") and not name.endswith(COMPUTED_SUFFIX):
+            if name.startswith("model.") and not name.endswith(known):
                 found.append(f"tensor {name} is not part of the model in config.json")
         return found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class ModelConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
+    # The checkpoint asks for it; no part of its identity, as KV's dtype is one of its own.
+    is_kv_fp8: bool = field(default=False, repr=False)
 
     @property
     def model_id(self) -> str:
@@ -72,6 +74,10 @@ class ModelConfig:
         share, larger = divmod(self.layers, stages)
         first = stage * share + min(stage, larger)
         return LayerRange(first, first + share + (stage < larger))
+
+    def kv_dtype(self, asked: str, dtype: str) -> str:
+        """What KV is kept in; `asked` is auto or fp8."""
+        return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
         return KvLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens)
@@ -86,9 +92,52 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
     if (folder / "generation_config.json").exists():
         generation = read_json(folder / "generation_config.json", found) or {}
     config = None if raw is None else _parsed(raw, generation, found)
+    kv = quantised_kv(folder)
+    if kv is not None and kv != "fp8":
+        found.append(
+            f"its KV is quantised as {kv}: only fp8 with one scale per tensor is supported"
+        )
+    if config is not None and kv == "fp8":
+        config = replace(config, is_kv_fp8=True)
     if config is None or found:
         raise CheckpointError(folder, found)
     return config
+
+
+def quantised_kv(folder: Path) -> str | None:
+    """How the checkpoint says that KV is to be kept, in small letters; None: it does not.
+
+    Where vLLM and TensorRT-LLM look for it: kv_cache_scheme (llm-compressor) or kv_cache_quant_algo
+    (ModelOpt), in config.json or hf_quant_config.json.
+    """
+    beside = read_json(folder / "hf_quant_config.json", []) or {}
+    inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
+    if not isinstance(inline, Mapping):
+        return None
+    for holder in (beside.get("quantization"), inline.get("quantization"), inline):
+        if isinstance(holder, Mapping) and holder.get("kv_cache_quant_algo"):
+            return str(holder["kv_cache_quant_algo"]).lower()
+    scheme = inline.get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping) or not scheme.get("num_bits"):
+        return None
+    kind = str(scheme.get("type") or "float")
+    per = scheme.get("strategy") or "tensor"
+    name = "fp8" if (scheme["num_bits"], kind) == (8, "float") else f"{kind}{scheme['num_bits']}"
+    return name if per == "tensor" else f"{name} per {per}"
+
+
+def _has_quantised_weights(quantization: Any) -> bool:
+    """Not so where only KV is quantised: no group of weights, no algorithm for them."""
+    if not isinstance(quantization, Mapping):
+        return bool(quantization)
+    groups = quantization.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or quantization.get("quant_algo"):
+        return True
+    has_weights = any(
+        isinstance(group, Mapping) and group.get("weights") for group in groups.values()
+    )
+    is_known = quantization.get("quant_method") in ("compressed-tensors", "modelopt")
+    return has_weights or not is_known
 
 
 def read_kv_layout(checkpoint_dir: str | Path, dtype: str, block_tokens: int) -> KvLayout:
@@ -216,7 +265,7 @@ def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
     other = {str(kind) for kind in layer_types} - {"full_attention"}
     if other:
         yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and _has_quantised_weights(raw["quantization_config"]):
         yield "config.json: quantized weights are not supported; use float32, bfloat16 or float16"
     if raw.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
         yield "config.json: partial_rotary_factor is not supported"

@@ -738,7 +738,8 @@ void forecast_settle(const forecast_worker_t *of) {
 
 /* ---- the torch engine: norms, rotary embedding, gates, attention of last tokens over paged KV
  *
- * Numbers are float32 or bfloat16 (the upper half of a float32); sums are float32. Vectors are those
+ * Numbers are float32 or bfloat16 (the upper half of a float32), K and V in their pages these or
+ * fp8 (e4m3: sign, 4 bits of exponent, 3 of mantissa); sums are float32. Vectors are those
  * of AVX-512, and without it torch computes (engine_vectors). Each function is run by any number of
  * threads at once, by OpenMP's GOMP_parallel or by one alone: all take from one counter, `next`. */
 
@@ -773,7 +774,7 @@ typedef struct {
     const void *norm;          /* [heads + kv_heads, head_dim], or 0 */
     void *memory;              /* where k and v go, in rows of head_dim scalars */
     const int64_t *token_rows; /* [tokens, 2 * kv_heads]; rows beyond `tokens` go nowhere */
-    int64_t tokens, is_bf16;
+    int64_t tokens, is_bf16, is_fp8; /* is_fp8: `memory` */
     float epsilon;
 } rotate_job;
 
@@ -786,7 +787,7 @@ typedef struct {
     const void *queries;        /* [works, heads, head_dim] */
     int64_t query_stride;       /* scalars from one work to the next */
     void *out;                  /* [works, heads * head_dim] */
-    int64_t is_bf16;
+    int64_t is_bf16, is_fp8;    /* is_fp8: `memory` */
     float scale;
 } attend_job;
 
@@ -827,6 +828,43 @@ INLINE void stored(void *base, int64_t at, __mmask16 mask, __m512 numbers, const
         _mm256_mask_storeu_epi16((uint16_t *)base + at, mask, narrowed(numbers));
     else
         _mm512_mask_storeu_ps((float *)base + at, mask, numbers);
+}
+
+/* An fp8 has the bits of the upper half of a float16 whose exponent counts from another number: read
+ * as one it is a 256th of itself, which whoever sums puts right (FP8_SCALE). NaN is not told apart. */
+#define FP8_SCALE 256.0f
+
+INLINE __m512 fp8_widened(__m128i bytes) {
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xBFFF)));
+}
+
+/* K or V of the pages; fp8 as a 256th. */
+INLINE __m512 kept(const void *base, int64_t at, __mmask16 mask, const int is_bf16,
+                   const int is_fp8) {
+    if (is_fp8) return fp8_widened(_mm_maskz_loadu_epi8(mask, (const uint8_t *)base + at));
+    return loaded(base, at, mask, is_bf16);
+}
+
+/* To the nearest fp8, halves to even; what is too large becomes the largest, 448. */
+INLINE __m128i fp8_narrowed(__m512 numbers) {
+    const __m512i bits = _mm512_castps_si512(numbers);
+    const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+    const __m512 size = _mm512_min_ps(_mm512_abs_ps(numbers), _mm512_set1_ps(448.0f));
+    const __m512i raw = _mm512_castps_si512(size);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(raw, 20), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(raw, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
+    const __m512i normal =
+        _mm512_sub_epi32(_mm512_srli_epi32(up, 20), _mm512_set1_epi32((127 - 7) << 3));
+    /* Below 2^-6 steps are of 2^-9: those that this sum's last bit is worth. */
+    const __m512 steps = _mm512_set1_ps(16384.0f);
+    const __m512i small = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(size, steps)),
+                                           _mm512_castps_si512(steps));
+    const __mmask16 is_small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+    __m512i made = _mm512_mask_blend_epi32(is_small, normal, small);
+    made = _mm512_mask_blend_epi32(is_nan, made, _mm512_set1_epi32(0x7F));
+    return _mm512_cvtepi32_epi8(_mm512_or_si512(made, sign));
 }
 
 /* e to the power of x, to about 2 ulp; 0 far below. */
@@ -943,10 +981,19 @@ INLINE void rotate_rows_of(rotate_job *job, const int is_bf16) {
         }
         if (row >= job->tokens) continue;
         const int64_t *rows = job->token_rows + row * 2 * job->kv_heads;
-        for (int64_t head = 0; head < 2 * job->kv_heads; head++)
-            memcpy((char *)job->memory + rows[head] * dim * scalar_bytes,
-                   (char *)job->qkv + (at + (job->heads + head) * dim) * scalar_bytes,
-                   dim * scalar_bytes);
+        for (int64_t head = 0; head < 2 * job->kv_heads; head++) {
+            const int64_t from = at + (job->heads + head) * dim;
+            if (!job->is_fp8) {
+                memcpy((char *)job->memory + rows[head] * dim * scalar_bytes,
+                       (char *)job->qkv + from * scalar_bytes, dim * scalar_bytes);
+                continue;
+            }
+            for (int64_t i = 0; i < dim; i += LANE_COUNT) {
+                const __mmask16 mask = lanes_left(dim - i);
+                _mm_mask_storeu_epi8((uint8_t *)job->memory + rows[head] * dim + i, mask,
+                                     fp8_narrowed(loaded(job->qkv, from + i, mask, is_bf16)));
+            }
+        }
     }
 }
 
@@ -975,12 +1022,14 @@ INLINE __m512 quarters_added(__m512 a, __m512 b) {
 /* HEADS query heads of one KV head against all tokens of a work; head_dim is at most 16 * VECTORS.
  * Online softmax over tiles of tokens: what was summed shrinks whenever a larger score comes. */
 INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, int64_t first,
-                         const int HEADS, const int VECTORS, const int is_bf16) {
+                         const int HEADS, const int VECTORS, const int is_bf16,
+                         const int is_fp8) {
     const int64_t dim = job->head_dim, shared = job->shared, block = job->block_tokens;
     const int64_t context = job->contexts[work];
     const int64_t *pages = job->pages + job->page_starts[work];
     const int64_t query_at = work * job->query_stride + (kv_head * shared + first) * dim;
-    const int SCALAR_BYTES = is_bf16 ? 2 : 4;
+    const int SCALAR_BYTES = is_fp8 ? 1 : is_bf16 ? 2 : 4; /* in the pages */
+    const float scale = is_fp8 ? job->scale * FP8_SCALE : job->scale;
     const int has_products = HAS_PRODUCTS && is_bf16 && VECTORS >= 2;
     __mmask16 masks[8];
     __mmask32 pair_masks[4];
@@ -1035,9 +1084,14 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
 #if HAS_PRODUCTS
                     if (has_products) {
                         UNROLLED for (int v = 0; v < VECTORS; v += 2) {
-                            const __m512bh keys = (__m512bh)_mm512_maskz_loadu_epi16(
-                                pair_masks[v / 2],
-                                (const uint16_t *)job->memory + key + v * LANE_COUNT);
+                            const int64_t pairs = key + v * LANE_COUNT;
+                            const __m512bh keys =
+                                is_fp8 ? _mm512_cvtne2ps_pbh(kept(job->memory, pairs + LANE_COUNT,
+                                                                  masks[v + 1], 1, 1),
+                                                             kept(job->memory, pairs, masks[v], 1, 1))
+                                       : (__m512bh)_mm512_maskz_loadu_epi16(
+                                             pair_masks[v / 2],
+                                             (const uint16_t *)job->memory + pairs);
                             UNROLLED for (int h = 0; h < HEADS; h++)
                                 products[h][i] = _mm512_dpbf16_ps(products[h][i], keys,
                                                                   (__m512bh)queries[h][v]);
@@ -1047,7 +1101,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
 #endif
                     UNROLLED for (int v = 0; v < VECTORS; v++) {
                         const __m512 keys =
-                            loaded(job->memory, key + v * LANE_COUNT, masks[v], is_bf16);
+                            kept(job->memory, key + v * LANE_COUNT, masks[v], is_bf16, is_fp8);
                         UNROLLED for (int h = 0; h < HEADS; h++)
                             products[h][i] = _mm512_fmadd_ps(keys, queries[h][v], products[h][i]);
                     }
@@ -1059,7 +1113,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
                 const __m512 found = _mm512_mul_ps(
                     quarters_added(quarters_added(quarters[h][0], quarters[h][1]),
                                    quarters_added(quarters[h][2], quarters[h][3])),
-                    _mm512_set1_ps(job->scale));
+                    _mm512_set1_ps(scale));
                 tile_largest[h] = _mm512_mask_max_ps(tile_largest[h], seen, tile_largest[h], found);
                 _mm512_store_ps(scores[h] + group, found);
             }
@@ -1089,8 +1143,8 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
             UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
                 __builtin_prefetch(next_values + token * dim * SCALAR_BYTES + line);
             UNROLLED for (int v = 0; v < VECTORS; v++) {
-                const __m512 values = loaded(job->memory, value_at + token * dim + v * LANE_COUNT,
-                                             masks[v], is_bf16);
+                const __m512 values = kept(job->memory, value_at + token * dim + v * LANE_COUNT,
+                                           masks[v], is_bf16, is_fp8);
                 UNROLLED for (int h = 0; h < HEADS; h++)
                     sums[h][v] =
                         _mm512_fmadd_ps(values, _mm512_set1_ps(scores[h][token]), sums[h][v]);
@@ -1099,29 +1153,36 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
         at += tokens;
     }
     const int64_t out_at = ((work * job->kv_heads + kv_head) * shared + first) * dim;
-    UNROLLED for (int h = 0; h < HEADS; h++)
+    UNROLLED for (int h = 0; h < HEADS; h++) {
+        const __m512 whole = _mm512_set1_ps(is_fp8 ? weights[h] / FP8_SCALE : weights[h]);
         UNROLLED for (int v = 0; v < VECTORS; v++)
             stored(job->out, out_at + h * dim + v * LANE_COUNT, masks[v],
-                   _mm512_div_ps(sums[h][v], _mm512_set1_ps(weights[h])), is_bf16);
+                   _mm512_div_ps(sums[h][v], whole), is_bf16);
+    }
 }
 
-#define ATTEND_OF(HEADS, VECTORS, IS_BF16)                                                       \
-    static void attend_##HEADS##_##VECTORS##_##IS_BF16(const attend_job *job, int64_t work,      \
-                                                       int64_t kv_head, int64_t first) {         \
-        attend_heads(job, work, kv_head, first, HEADS, VECTORS, IS_BF16);                        \
+#define ATTEND_OF(HEADS, VECTORS, IS_BF16, IS_FP8)                                               \
+    static void attend_##HEADS##_##VECTORS##_##IS_BF16##_##IS_FP8(                               \
+        const attend_job *job, int64_t work, int64_t kv_head, int64_t first) {                   \
+        attend_heads(job, work, kv_head, first, HEADS, VECTORS, IS_BF16, IS_FP8);                \
     }
-#define ATTEND_FOR(VECTORS, IS_BF16)                                                             \
-    ATTEND_OF(1, VECTORS, IS_BF16) ATTEND_OF(2, VECTORS, IS_BF16)                                \
-    ATTEND_OF(3, VECTORS, IS_BF16) ATTEND_OF(4, VECTORS, IS_BF16)
-#define ATTENDS_FOR(VECTORS, IS_BF16)                                                            \
-    {attend_1_##VECTORS##_##IS_BF16, attend_2_##VECTORS##_##IS_BF16,                             \
-     attend_3_##VECTORS##_##IS_BF16, attend_4_##VECTORS##_##IS_BF16}
-ATTEND_FOR(1, 0) ATTEND_FOR(2, 0) ATTEND_FOR(4, 0) ATTEND_FOR(8, 0)
-ATTEND_FOR(1, 1) ATTEND_FOR(2, 1) ATTEND_FOR(4, 1) ATTEND_FOR(8, 1)
+#define ATTEND_FOR(VECTORS, IS_BF16, IS_FP8)                                                     \
+    ATTEND_OF(1, VECTORS, IS_BF16, IS_FP8) ATTEND_OF(2, VECTORS, IS_BF16, IS_FP8)                \
+    ATTEND_OF(3, VECTORS, IS_BF16, IS_FP8) ATTEND_OF(4, VECTORS, IS_BF16, IS_FP8)
+#define ATTENDS_FOR(VECTORS, IS_BF16, IS_FP8)                                                    \
+    {attend_1_##VECTORS##_##IS_BF16##_##IS_FP8, attend_2_##VECTORS##_##IS_BF16##_##IS_FP8,       \
+     attend_3_##VECTORS##_##IS_BF16##_##IS_FP8, attend_4_##VECTORS##_##IS_BF16##_##IS_FP8}
+#define ATTEND_ALL(IS_BF16, IS_FP8)                                                              \
+    ATTEND_FOR(1, IS_BF16, IS_FP8) ATTEND_FOR(2, IS_BF16, IS_FP8)                                \
+    ATTEND_FOR(4, IS_BF16, IS_FP8) ATTEND_FOR(8, IS_BF16, IS_FP8)
+#define ATTENDS_ALL(IS_BF16, IS_FP8)                                                             \
+    {ATTENDS_FOR(1, IS_BF16, IS_FP8), ATTENDS_FOR(2, IS_BF16, IS_FP8),                           \
+     ATTENDS_FOR(4, IS_BF16, IS_FP8), ATTENDS_FOR(8, IS_BF16, IS_FP8)}
+ATTEND_ALL(0, 0) ATTEND_ALL(0, 1) ATTEND_ALL(1, 0) ATTEND_ALL(1, 1)
 typedef void (*attend_function)(const attend_job *, int64_t, int64_t, int64_t);
-static const attend_function ATTEND[2][4][SHARED_MAX] = {
-    {ATTENDS_FOR(1, 0), ATTENDS_FOR(2, 0), ATTENDS_FOR(4, 0), ATTENDS_FOR(8, 0)},
-    {ATTENDS_FOR(1, 1), ATTENDS_FOR(2, 1), ATTENDS_FOR(4, 1), ATTENDS_FOR(8, 1)},
+static const attend_function ATTEND[2][2][4][SHARED_MAX] = {
+    {ATTENDS_ALL(0, 0), ATTENDS_ALL(0, 1)},
+    {ATTENDS_ALL(1, 0), ATTENDS_ALL(1, 1)},
 };
 
 /* attention.py: the last token of each work over its pages; head_dim is at most 128. The works with
@@ -1136,8 +1197,8 @@ void attend_last_tokens(void *data) {
         for (int64_t first = 0; first < job->shared;) {
             int64_t heads = job->shared - first;
             if (heads > SHARED_MAX) heads = SHARED_MAX;
-            ATTEND[job->is_bf16][size][heads - 1](job, item / job->kv_heads, item % job->kv_heads,
-                                                  first);
+            ATTEND[job->is_bf16][job->is_fp8][size][heads - 1](job, item / job->kv_heads,
+                                                               item % job->kv_heads, first);
             first += heads;
         }
     }
@@ -1266,6 +1327,7 @@ typedef struct {
     int64_t query_stride;    /* scalars from one token to the next */
     void *out;               /* [tokens, heads * head_dim] */
     void *packed_keys, *packed_values; /* [kv_heads, tiles, KEYS, head_dim] each */
+    int64_t is_fp8;                    /* `memory`; what is packed is bfloat16 */
     float scale;
 } prefill_job;
 
@@ -1276,6 +1338,13 @@ typedef struct {
 
 INLINE int64_t key_tiles(const prefill_job *job) {
     return (job->start + job->tokens + KEYS - 1) / KEYS;
+}
+
+/* A row of the pages as bfloat16, which holds every fp8. */
+INLINE void fp8_row(const void *memory, int64_t at, int64_t dim, uint16_t *row) {
+    for (int64_t i = 0; i < dim; i += LANE_COUNT)
+        stored(row, i, 0xFFFF,
+               _mm512_mul_ps(kept(memory, at + i, 0xFFFF, 1, 1), _mm512_set1_ps(FP8_SCALE)), 1);
 }
 
 /* K and V of every tile of the context; zeros behind its end. */
@@ -1296,10 +1365,18 @@ void pack_prefill(void *data) {
                 for (int64_t i = 0; i < dim; i++) values[token / 2 * 2 * dim + 2 * i + token % 2] = 0;
                 continue;
             }
-            const uint16_t *key = (const uint16_t *)job->memory +
-                                  job->pages[at / block] * job->page_stride +
-                                  (head * block + at % block) * dim;
-            const uint16_t *value = key + job->kv_heads * block * dim;
+            const int64_t key_at =
+                job->pages[at / block] * job->page_stride + (head * block + at % block) * dim;
+            const int64_t value_at = key_at + job->kv_heads * block * dim;
+            const uint16_t *key = (const uint16_t *)job->memory + key_at;
+            const uint16_t *value = (const uint16_t *)job->memory + value_at;
+            uint16_t both[2][2 * KEYS]; /* head_dim is at most 2 * KEYS */
+            if (job->is_fp8) {
+                fp8_row(job->memory, key_at, dim, both[0]);
+                fp8_row(job->memory, value_at, dim, both[1]);
+                key = both[0];
+                value = both[1];
+            }
             for (int64_t i = 0; i < dim / 2; i++) {
                 uint32_t pair;
                 memcpy(&pair, key + 2 * i, sizeof pair);

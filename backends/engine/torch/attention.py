@@ -16,7 +16,7 @@ import logging
 import torch
 import torch.nn.functional as F
 
-from backends.engine.torch import causal_attention, native_layers
+from backends.engine.torch import causal_attention, fp8, native_layers
 from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan
 from backends.engine.torch.kv_memory import KvMemory
@@ -26,7 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class PagedAttention:
-    def __init__(self, memory: KvMemory, heads: int, kernels: PagedKernels | None = None) -> None:
+    def __init__(
+        self,
+        memory: KvMemory,
+        heads: int,
+        dtype: torch.dtype,  # of queries, and of K and V when they are seen
+        kernels: PagedKernels | None = None,
+    ) -> None:
         layout = memory.layout
         assert heads % layout.kv_heads == 0, (heads, layout.kv_heads)
         self.memory = memory
@@ -35,19 +41,21 @@ class PagedAttention:
         self.kv_heads = layout.kv_heads
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
+        self.is_fp8 = layout.dtype == "fp8"
+        self._packed = memory.pool.new_empty(0, dtype=dtype)  # K and V of a chunk's context
         self.is_native = (
-            native_layers.serves(memory.pool) and self.head_dim <= native_layers.HEAD_DIM_MAX
+            native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
         )
         self.is_native_prefill = native_layers.serves_prefill(
-            memory.pool, self.shared, self.head_dim
+            self._packed, self.shared, self.head_dim
         )
-        self._packed = memory.pool.new_empty(0)  # K and V of a chunk's context
         # Reused by every layer and step: fresh memory of this size costs page faults each time.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
     def write(self, layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
         """kv [tokens, 2 * kv_heads, head_dim]: K heads, then V heads."""
-        self.memory.token_rows[layer].index_put_((token_rows,), kv)
+        rows = fp8.rounded(kv) if self.is_fp8 else kv
+        self.memory.token_rows[layer].index_put_((token_rows,), rows)
 
     def all_tokens(self, layer: int, plan: StepPlan, queries: torch.Tensor) -> torch.Tensor:
         """queries [rows of the plan, heads, head_dim] -> [rows, heads * head_dim]."""
@@ -149,5 +157,7 @@ class PagedAttention:
             )
         gathered = self._gathered[: len(page_rows)]
         torch.index_select(self.memory.page_rows[layer], 0, page_rows, out=gathered)
+        if self.is_fp8:
+            gathered = fp8.widened(gathered, self._packed.dtype)
         keys, values = gathered.view(2, works, self.kv_heads, -1, self.head_dim).unbind(0)
         return keys, values

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends.engine.torch import fp8
 from backends.engine.torch.gpu.page_copies import (
     CopyQueue,
     Done,
@@ -40,7 +41,8 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-}
+}  # that an engine computes in
+KV_DTYPES = {**TORCH_DTYPES, "fp8": fp8.DTYPE}
 
 
 class KvMemory:
@@ -62,7 +64,7 @@ class KvMemory:
                 f"{available_bytes / 2**20:,.0f} MiB are left; use fewer pages"
             )
         self.bytes = _faulted(size_bytes, device.type == "cuda")
-        host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[layout.dtype])
+        host = torch.from_numpy(self.bytes).view(KV_DTYPES[layout.dtype])
         self._host = host.view(pages_max, *_page_shape(layout))
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
         own = StreamQueue(device) if device.type == "cuda" else HereQueue()
@@ -83,11 +85,13 @@ class KvMemory:
         return seen
 
     def _see_rows(self) -> None:
-        layout = self.layout
+        layout, pool = self.layout, self.pool
+        if layout.dtype == "fp8":  # torch gathers and scatters bytes, not fp8
+            pool = pool.view(torch.uint8)
         # The same memory as rows, seen from the first row of each layer: an index made for layer
         # 0 is good for all layers.
-        heads_rows = self.pool.view(-1, layout.block_tokens * layout.head_dim)
-        token_rows = self.pool.view(-1, layout.head_dim)
+        heads_rows = pool.view(-1, layout.block_tokens * layout.head_dim)
+        token_rows = pool.view(-1, layout.head_dim)
         step = layout.rows
         self.page_rows = [heads_rows[layer * step :] for layer in range(layout.layers)]
         self.token_rows = [

@@ -48,7 +48,8 @@ class _RotateJob(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("next", "rows", "heads", "kv_heads", "head_dim", "row_stride")),
         *((name, _POINTER) for name in ("qkv", "table", "positions", "norm", "memory")),
-        ("token_rows", _POINTER), ("tokens", _INT), ("is_bf16", _INT), ("epsilon", _FLOAT),
+        ("token_rows", _POINTER),
+        *((name, _INT) for name in ("tokens", "is_bf16", "is_fp8")), ("epsilon", _FLOAT),
     ]  # fmt: skip
 
 
@@ -57,7 +58,8 @@ class _AttendJob(ctypes.Structure):
         *((name, _INT) for name in ("next", "works", "kv_heads", "shared", "head_dim")),
         ("block_tokens", _INT), ("page_stride", _INT),
         *((name, _POINTER) for name in ("memory", "pages", "page_starts", "contexts", "queries")),
-        ("query_stride", _INT), ("out", _POINTER), ("is_bf16", _INT), ("scale", _FLOAT),
+        ("query_stride", _INT), ("out", _POINTER),
+        *((name, _INT) for name in ("is_bf16", "is_fp8")), ("scale", _FLOAT),
     ]  # fmt: skip
 
 
@@ -68,7 +70,7 @@ class _PrefillJob(ctypes.Structure):
         *((name, _POINTER) for name in ("memory", "pages", "queries")),
         ("query_stride", _INT),
         *((name, _POINTER) for name in ("out", "packed_keys", "packed_values")),
-        ("scale", _FLOAT),
+        ("is_fp8", _INT), ("scale", _FLOAT),
     ]  # fmt: skip
 
 
@@ -145,7 +147,8 @@ def rotate_rows(
     job = _RotateJob(
         0, rows, heads, kv_heads, head_dim, all_heads * head_dim, qkv.data_ptr(), table.data_ptr(),
         positions.data_ptr(), None if norm is None else norm.data_ptr(), memory.data_ptr(),
-        token_rows.data_ptr(), len(token_rows), qkv.dtype == torch.bfloat16, epsilon,
+        token_rows.data_ptr(), len(token_rows), qkv.dtype == torch.bfloat16, _is_fp8(memory),
+        epsilon,
     )  # fmt: skip
     _run("rotate_rows", job, qkv.numel())
 
@@ -166,7 +169,7 @@ def attend_last_tokens(
         0, works, kv_heads, heads // kv_heads, head_dim, block_tokens, memory.stride(0),
         memory.data_ptr(), seen.pages.ctypes.data, seen.starts.ctypes.data,
         seen.contexts.ctypes.data, queries.data_ptr(), queries.stride(0), out.data_ptr(),
-        queries.dtype == torch.bfloat16, head_dim**-0.5,
+        queries.dtype == torch.bfloat16, _is_fp8(memory), head_dim**-0.5,
     )  # fmt: skip
     _run("attend_last_tokens", job, 2 * seen.tokens * kv_heads * head_dim)
     return out
@@ -194,7 +197,7 @@ def attend_prefill(
         0, tokens, start, heads, kv_heads, head_dim, block_tokens, memory.stride(0),
         memory.data_ptr(), pages.ctypes.data, queries.data_ptr(), queries.stride(0),
         out.data_ptr(), scratch.data_ptr(),
-        scratch.data_ptr() + need // 2 * scratch.element_size(), head_dim**-0.5,
+        scratch.data_ptr() + need // 2 * scratch.element_size(), _is_fp8(memory), head_dim**-0.5,
     )  # fmt: skip
     _run("pack_prefill", job, need)
     job.next = 0
@@ -204,6 +207,11 @@ def attend_prefill(
 def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
     """Scalars that `attend_prefill` packs K and V into."""
     return 2 * kv_heads * rounded_up(context_tokens, PREFILL_TILE_TOKENS) * head_dim
+
+
+def _is_fp8(memory: torch.Tensor) -> bool:
+    """Pages are fp8, and their rows its bytes; else they are of the dtype that is computed in."""
+    return memory.element_size() == 1
 
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:

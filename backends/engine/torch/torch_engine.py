@@ -63,6 +63,9 @@ class TorchEngine:
         self._memory = memory
         self._transformer = transformer
         self._device = memory.pool.device
+        self._dtype = transformer.dtype
+        if layout.dtype == "fp8":  # K and V of other numbers are other fp8
+            self.tp_shape = f"tp1 in {str(self._dtype).removeprefix('torch.')}"
         # A stage passes a chunk on through all of its layers before it takes the next one.
         is_whole = len(self.layers) == layout.layers
         self.windows = LayerWindows(layout.layers) if is_whole else None
@@ -85,23 +88,27 @@ class TorchEngine:
         threads: int = 1,
         stage: int = 0,
         stages: int = 1,
+        kv_dtype: str = "auto",
     ) -> TorchEngine:
         """Read a Hugging Face folder, or raise a CheckpointError with all its problems.
 
         `threads` is the number of CPU threads of torch in this process, not of this engine. With
         several `stages` only the weights and the pages of this stage's layers are there.
+        `kv_dtype`: "fp8", or "auto": as the checkpoint asks, else as `dtype`.
         """
         torch.set_num_threads(threads)
         config, checkpoint = _open(checkpoint_dir, dtype)
         place = torch.device(device)
-        layout = config.layout(dtype, block_tokens)
+        layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
         if stages > layout.layers:
             raise CheckpointError(
                 checkpoint_dir,
                 [f"it has {layout.layers} layers, too few for {stages} pipeline stages"],
             )
         layers = config.stage_layers(stage, stages)
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[dtype], place, layers)
+        weights = load_weights(
+            checkpoint, config, TORCH_DTYPES[dtype], place, layers, layout.dtype == "fp8"
+        )
         memory = KvMemory(replace(layout, layers=len(layers)), pages_max, place)
         context_tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
         rope = rope_table(
@@ -118,7 +125,7 @@ class TorchEngine:
     @property
     def hidden_bytes(self) -> int:
         """Of the hidden states of one token."""
-        return self.config.hidden * self._memory.pool.element_size()
+        return self.config.hidden * self._dtype.itemsize
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
@@ -208,7 +215,7 @@ class TorchEngine:
     def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
         """A copy of its own: layers may work in place."""
         assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
-        flat = torch.from_numpy(hidden.copy()).view(self._memory.pool.dtype)
+        flat = torch.from_numpy(hidden.copy()).view(self._dtype)
         return flat.view(rows, self.config.hidden).to(self._device)
 
     def begin_pass(

@@ -37,7 +37,7 @@ class Transformer:
     ) -> None:
         self.weights = weights
         self._config = config
-        self.attention = PagedAttention(memory, config.heads, kernels)
+        self.attention = PagedAttention(memory, config.heads, rope.dtype, kernels)
         self._rope = rope  # [positions, 2, head_dim]
         self._is_native = native_layers.serves(rope)
         self._epsilon = config.norm_epsilon
@@ -45,6 +45,7 @@ class Transformer:
         self._rotated = config.heads + config.kv_heads  # heads of q and k
         self._all_heads = self._rotated + config.kv_heads
         self._head_dim = config.head_dim
+        self.dtype = rope.dtype  # of hidden states
         self._places = memory.layout.layers  # in a page; fewer than layers where it is folded
 
     def over(self, memory: KvMemory) -> Transformer:
@@ -102,7 +103,7 @@ class Transformer:
     ) -> torch.Tensor:
         """[tokens, q heads + k heads + v heads, head_dim], q and k rotated; K and V in their pages.
 
-        K and V of the result are what the pages hold.
+        Attention takes K and V from the pages, those of this step too: fp8 has rounded them there.
         """
         qkv = layer.qkv(self._normed(hidden)).view(-1, self._all_heads, self._head_dim)
         if angles is None:

@@ -2,7 +2,7 @@
 
 q, k and v are one matrix, gate and up are one, and the weight of each RMS norm but the last is
 multiplied into the columns of the matrix after it (in float32, rounded once), so that a norm is
-only a scale.
+only a scale. So are the scales of K and V that are kept as fp8: attention never sees them.
 
 Not here: where the bytes come from (checkpoint.py).
 """
@@ -20,6 +20,13 @@ from backends.engine.torch.linear import GatedLinear, Linear
 from mooncake_store.layout import LayerRange
 
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+# Of fp8 KV: one number each, by one of these names (vLLM's, llm-compressor's, ModelOpt's); the last
+# is of both.
+KEY_SCALES = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
+VALUE_SCALES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
+KV_SCALE_SUFFIXES = tuple(f".{name}" for name in dict.fromkeys(KEY_SCALES + VALUE_SCALES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +86,18 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     layers: LayerRange | None = None,  # None: all
+    is_kv_fp8: bool = False,  # then with the scales of K and V
 ) -> Weights:
     """Read, check, fuse. A CheckpointError lists every tensor that is missing or wrong."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     shapes = expected_shapes(config)
-    found = checkpoint.problems(shapes)
+    found = checkpoint.problems(shapes, KV_SCALE_SUFFIXES)
     if found:
         raise CheckpointError(checkpoint.folder, found)
     loader = _Loader(checkpoint, dtype, device)
     loaded = [
-        _load_layer(loader, config, f"model.layers.{layer}.")
+        _load_layer(loader, config, f"model.layers.{layer}.", is_kv_fp8)
         for layer in range(wanted.first, wanted.stop)
     ]
     embedding = last_norm = head = None
@@ -99,11 +107,8 @@ def load_weights(
         last_norm = loader.place(loader.read("model.norm.weight"))
         if not config.has_tied_embeddings:
             head = loader.place(loader.read("lm_head.weight"))
-    if loader.not_finite:
-        raise CheckpointError(
-            checkpoint.folder,
-            [f"tensor {name} holds NaN or infinity; copy it again" for name in loader.not_finite],
-        )
+    if loader.found:
+        raise CheckpointError(checkpoint.folder, loader.found)
     logits = Linear(head) if is_last and head is not None else None
     return Weights(embedding if is_first else None, loaded, last_norm, logits)
 
@@ -115,29 +120,81 @@ class _Loader:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.not_finite: list[str] = []
+        self.found: list[str] = []  # what is wrong with the numbers
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.checkpoint.entries[name]
         raw = torch.from_numpy(self.checkpoint.read(name))
         tensor = raw.view(SCALAR_DTYPES[entry.dtype]).view(entry.shape).float()
         if not torch.isfinite(tensor).all():
-            self.not_finite.append(name)
+            self.found.append(f"tensor {name} holds NaN or infinity; copy it again")
         return tensor
+
+    def scale(self, names: tuple[str, ...]) -> float:
+        """What the first of these tensors that is there holds; 1 where none is."""
+        name = next((name for name in names if name in self.checkpoint.entries), None)
+        if name is None:
+            return 1.0
+        if self.checkpoint.entries[name].dtype not in SCALAR_DTYPES:
+            self.found.append(f"tensor {name} is {self.checkpoint.entries[name].dtype}")
+            return 1.0
+        tensor = self.read(name)
+        if tensor.numel() != 1 or not float(tensor.view(-1)[0]) > 0:
+            shown = tensor.view(-1)[:4].tolist()
+            self.found.append(f"tensor {name} must be one positive number, is {shown}")
+            return 1.0
+        return float(tensor)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
-def _load_layer(loader: _Loader, config: ModelConfig, prefix: str) -> LayerWeights:
+@dataclass(frozen=True, slots=True)
+class _KvScales:
+    """Pages hold K / key and V / value of a layer (fp8.py)."""
+
+    key: float
+    value: float
+
+    @classmethod
+    def of_layer(cls, loader: _Loader, prefix: str) -> _KvScales:
+        return cls(
+            loader.scale(tuple(prefix + name for name in KEY_SCALES)),
+            loader.scale(tuple(prefix + name for name in VALUE_SCALES)),
+        )
+
+    def factors(self, has_qk_norm: bool) -> dict[str, float]:
+        """What matrices are multiplied by, so that pages hold what they should and attention has
+        the result that it would have without: q meets K only, V goes into the output only.
+
+        A norm of q and k would take a factor before it out again: it is in the norm then.
+        """
+        key = 1.0 if has_qk_norm else self.key
+        return {
+            "self_attn.q_proj": key, "self_attn.k_proj": 1 / key,
+            "self_attn.v_proj": 1 / self.value, "self_attn.o_proj": self.value,
+        }  # fmt: skip
+
+
+def _load_layer(loader: _Loader, config: ModelConfig, prefix: str, is_kv_fp8: bool) -> LayerWeights:
+    scales = _KvScales.of_layer(loader, prefix) if is_kv_fp8 else _KvScales(1.0, 1.0)
+    factors = scales.factors(config.has_qk_norm)
+
     def stacked(names: tuple[str, ...], norm: torch.Tensor | None) -> torch.Tensor:
-        weight = torch.cat([loader.read(f"{prefix}{name}.weight") for name in names])
+        weight = torch.cat(
+            [loader.read(f"{prefix}{name}.weight") * factors.get(name, 1.0) for name in names]
+        )
         return loader.place(weight if norm is None else weight * norm)
 
     def biases(names: tuple[str, ...], has_bias: bool) -> torch.Tensor | None:
         if not has_bias:
             return None
-        return loader.place(torch.cat([loader.read(f"{prefix}{name}.bias") for name in names]))
+        scaled = {**factors, "self_attn.o_proj": 1.0}  # of what attention made, not of its input
+        return loader.place(
+            torch.cat(
+                [loader.read(f"{prefix}{name}.bias") * scaled.get(name, 1.0) for name in names]
+            )
+        )
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output, down = ("self_attn.o_proj",), ("mlp.down_proj",)
@@ -146,7 +203,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, prefix: str) -> LayerWeigh
     inner_norm = loader.read(prefix + "post_attention_layernorm.weight")
     return LayerWeights(
         qkv=Linear(stacked(qkv, input_norm), biases(qkv, config.has_qkv_bias)),
-        qk_norm=_qk_norm(loader.read, loader.place, config, prefix),
+        qk_norm=_qk_norm(loader.read, loader.place, config, prefix, scales.key),
         output=Linear(stacked(output, None), biases(output, config.has_output_bias)),
         gate_up=GatedLinear(stacked(gate_up, inner_norm), biases(gate_up, config.has_mlp_bias)),
         down=Linear(stacked(down, None), biases(down, config.has_mlp_bias)),
@@ -158,9 +215,10 @@ def _qk_norm(
     place: Callable[[torch.Tensor], torch.Tensor],
     config: ModelConfig,
     prefix: str,
+    key_scale: float,
 ) -> torch.Tensor | None:
     if not config.has_qk_norm:
         return None
-    q_norm = read(prefix + "self_attn.q_norm.weight").expand(config.heads, -1)
-    k_norm = read(prefix + "self_attn.k_norm.weight").expand(config.kv_heads, -1)
+    q_norm = read(prefix + "self_attn.q_norm.weight").expand(config.heads, -1) * key_scale
+    k_norm = read(prefix + "self_attn.k_norm.weight").expand(config.kv_heads, -1) / key_scale
     return place(torch.cat([q_norm, k_norm]))

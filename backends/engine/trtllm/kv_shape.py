@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.model_config import CheckpointError, read_json
+from backends.engine.model_config import CheckpointError, quantised_kv, read_json
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
@@ -114,7 +114,7 @@ def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str
     By itself TensorRT-LLM quantises KV where the checkpoint says so, as NVIDIA's FP8 ones do.
     """
     if asked == "auto":
-        asked = str(_quantised_kv(folder) or "auto").lower()
+        asked = quantised_kv(folder) or "auto"
     if asked in ("auto", "none", dtype):
         return dtype
     if asked == "fp8":
@@ -125,20 +125,6 @@ def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str
         "kv_cache_config.dtype to fp8 in llm_options, or take another checkpoint"
     )
     return dtype
-
-
-def _quantised_kv(folder: Path) -> Any:
-    """kv_cache_quant_algo, where TensorRT-LLM looks for it."""
-    beside = read_json(folder / "hf_quant_config.json", []) or {}
-    inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
-    for holder in (beside.get("quantization"), inline.get("quantization"), inline):
-        if isinstance(holder, Mapping) and holder.get("kv_cache_quant_algo"):
-            return holder["kv_cache_quant_algo"]
-    scheme = inline.get("kv_cache_scheme") if isinstance(inline, Mapping) else None
-    if isinstance(scheme, Mapping) and scheme.get("num_bits"):
-        is_fp8 = scheme["num_bits"] == 8 and scheme.get("type", "float") == "float"
-        return "fp8" if is_fp8 else f"{scheme.get('type')}{scheme['num_bits']}"
-    return None
 
 
 def _foreign(folder: Path, raw: Mapping[str, Any]) -> str:

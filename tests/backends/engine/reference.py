@@ -42,7 +42,13 @@ class Comparison:
         assert self.excluded_tokens <= excluded_share_max * total, (self.excluded_tokens, total)
 
 
-def greedy(model: Any, prompt_ids: Sequence[int], tokens: int) -> Reference:
+def greedy(
+    model: Any,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    cache: Any = None,  # of transformers; None: its default
+    tie_logits: float = TIE_LOGITS,
+) -> Reference:
     """What transformers generates, never stopping early."""
     with torch.inference_mode():
         out = model.generate(
@@ -54,8 +60,9 @@ def greedy(model: Any, prompt_ids: Sequence[int], tokens: int) -> Reference:
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,
+            **({} if cache is None else {"past_key_values": cache}),
         )
     best = torch.stack(out.logits)[:, 0].topk(2).values
-    is_tie = (best[:, 0] - best[:, 1] < TIE_LOGITS).tolist()
+    is_tie = (best[:, 0] - best[:, 1] < tie_logits).tolist()
     token_ids = out.sequences[0, len(prompt_ids) :].tolist()
     return Reference(token_ids, is_tie.index(True) if True in is_tie else tokens)

@@ -14,19 +14,24 @@ from loadtest.harness.random_checkpoint import LlamaShape, make_llama
 BLOCK_TOKENS, CHUNK_TOKENS, PAGES = 64, 128, 40
 
 
-def engine_of(folder: Path, layers: int, seed: int, dtype: str = "float32") -> TorchEngine:
+def engine_of(folder: Path, layers: int, seed: int, kv_dtype: str = "auto") -> TorchEngine:
     shape = LlamaShape(layers=layers, hidden=64, heads=2, kv_heads=1, intermediate=128)
-    engine = TorchEngine.load(make_llama(folder, shape, seed), PAGES, BLOCK_TOKENS, dtype=dtype)
+    engine = TorchEngine.load(
+        make_llama(folder, shape, seed), PAGES, BLOCK_TOKENS, kv_dtype=kv_dtype
+    )
     engine.kv_pool[:] = 0xFF  # not numbers: what nobody wrote must not matter
     return engine
 
 
 @pytest.mark.parametrize("tokens", [1000, 960, 257])
-@pytest.mark.parametrize("layers", [2, 6, 7, 16])
+@pytest.mark.parametrize(
+    ("layers", "kv_dtype"),
+    [(2, "auto"), (6, "auto"), (7, "auto"), (16, "auto"), (7, "fp8"), (16, "fp8")],
+)
 def test_logits_and_kv_are_those_of_the_prompt_computed_chunk_by_chunk(
-    layers: int, tokens: int, tmp_path: Path, seed: int
+    layers: int, kv_dtype: str, tokens: int, tmp_path: Path, seed: int
 ) -> None:
-    engine = engine_of(tmp_path, layers, seed % 1000)
+    engine = engine_of(tmp_path, layers, seed % 1000, kv_dtype)
     chance = np.random.default_rng(seed)
     ids = chance.integers(3, 2000, tokens).tolist()
     blocks = -(-tokens // BLOCK_TOKENS)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from backends.engine.interface import Work
 from backends.engine.model_config import RopeConfig
-from backends.engine.torch import native_layers
+from backends.engine.torch import fp8, native_layers
 from backends.engine.torch.rope import rope_table, rotate_in_place
 from backends.engine.torch.step_plan import PagesSeen
 from backends.engine.torch.torch_engine import TorchEngine
@@ -88,9 +88,49 @@ def test_heads_are_normed_and_rotated_and_put_into_their_pages(
         close(memory, kept, dtype)
 
 
+@pytest.mark.parametrize("is_every", [True, False], ids=["every bfloat16", "any float32"])
+def test_k_and_v_become_the_fp8_that_torch_makes_of_them(is_every: bool, seed: int) -> None:
+    head_dim, tokens = 128, 512
+    if is_every:
+        bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+        numbers = bits.view(torch.bfloat16).view(tokens, 1, head_dim)
+    else:
+        torch.manual_seed(seed)
+        bits = torch.randint(-(2**31), 2**31, (tokens * head_dim,)).to(torch.int32)
+        numbers = bits.view(torch.float32).view(tokens, 1, head_dim)
+        numbers[::2] = torch.randn(numbers[::2].shape) * 2.0 ** torch.randint(-12, 12, (1,))
+    qkv = torch.zeros(tokens, 3, head_dim, dtype=numbers.dtype)
+    qkv[:, 2:] = numbers
+    memory = torch.zeros(2 * tokens, head_dim, dtype=torch.uint8)
+    token_rows = torch.randperm(2 * tokens).view(tokens, 2)
+    table = torch.ones(1, 2, head_dim, dtype=numbers.dtype)
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    native_layers.rotate_rows(qkv, 1, table, positions, None, 1e-6, memory, token_rows)
+    ours, expected = memory[token_rows[:, 1]], fp8.rounded(numbers[:, 0])
+    is_nan = numbers[:, 0].isnan()
+    assert torch.equal(ours[~is_nan], expected[~is_nan])
+    assert (ours[is_nan] & 0x7F == 0x7F).all()
+    assert not (ours[~is_nan] & 0x7F == 0x7F).any(), "nothing overflows to NaN"
+
+
+def test_every_fp8_is_read_as_the_number_that_it_is() -> None:
+    raw = torch.arange(256, dtype=torch.uint8)
+    is_number = raw & 0x7F != 0x7F
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = fp8.widened(raw, dtype)
+        assert torch.equal(found[is_number], raw.view(fp8.DTYPE).to(dtype)[is_number])
+        assert found.isfinite().all(), "also of another request's leftovers"
+
+
+def kept_as(numbers: torch.Tensor, dtype: torch.dtype, is_fp8: bool) -> torch.Tensor:
+    """As pages hold them."""
+    return fp8.rounded(numbers).view(fp8.DTYPE) if is_fp8 else numbers.to(dtype)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["as it is", "fp8"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_attention_reads_its_own_pages_and_nothing_behind_them(
-    dtype: torch.dtype, threads: int, seed: int
+    dtype: torch.dtype, threads: int, is_fp8: bool, seed: int
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
@@ -107,7 +147,8 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
             queries = torch.randn(3, kv_heads * shared + 2, head_dim).to(dtype)[:, 1:-1]
             expected = []
             for query, own, context in zip(queries, order, contexts, strict=True):
-                kv = (2 * torch.randn(2, kv_heads, context, head_dim)).to(dtype).float()
+                kv = 2 * torch.randn(2, kv_heads, context, head_dim)
+                kv = kept_as(kv, dtype, is_fp8).float()
                 for place, page in enumerate(own):
                     part = kv[:, :, place * block : (place + 1) * block]
                     memory[page, 1, :, :, : part.shape[2]] = part
@@ -118,15 +159,16 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
             seen_pages = PagesSeen(
                 torch.cat(order).numpy(), widths_before, np.array(contexts), sum(contexts)
             )
-            layer = memory.to(dtype)[:, 1]
+            layer = kept_as(memory, dtype, is_fp8)[:, 1]
             ours = native_layers.attend_last_tokens(queries, layer, seen_pages, block)
             close(ours, torch.stack(expected), dtype)
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["as it is", "fp8"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_of_a_chunk_is_causal_attention(threads: int, seed: int) -> None:
+def test_attention_of_a_chunk_is_causal_attention(threads: int, is_fp8: bool, seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     before = torch.get_num_threads()
@@ -140,12 +182,13 @@ def test_attention_of_a_chunk_is_causal_attention(threads: int, seed: int) -> No
                 pytest.skip("no products of bfloat16 on this CPU")
             end = start + tokens
             table = torch.randperm(2 * -(-end // block))[: -(-end // block)]
-            kv = (2 * torch.randn(2, kv_heads, end, head_dim)).bfloat16()
+            kv = 2 * torch.randn(2, kv_heads, end, head_dim)
+            kv = kept_as(kv, torch.bfloat16, is_fp8).float()
             memory = torch.full((2 * len(table), 2, 2, kv_heads, block, head_dim), torch.nan)
-            memory = memory.bfloat16()
             for place, page in enumerate(table):
                 part = kv[:, :, place * block : (place + 1) * block]
                 memory[page, 1, :, :, : part.shape[2]] = part
+            memory = kept_as(memory, torch.bfloat16, is_fp8)
             queries = torch.randn(tokens, kv_heads * shared + 2, head_dim).bfloat16()[:, 1:-1]
             is_seen = torch.arange(end)[None, :] <= start + torch.arange(tokens)[:, None]
             expected = F.scaled_dot_product_attention(

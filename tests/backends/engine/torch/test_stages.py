@@ -31,9 +31,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
 
 
-def stage_of(checkpoint: Path, stage: int, stages: int, dtype: str = "float32") -> TorchEngine:
+def stage_of(
+    checkpoint: Path, stage: int, stages: int, dtype: str = "float32", kv_dtype: str = "auto"
+) -> TorchEngine:
     return TorchEngine.load(
-        checkpoint, PAGES, BLOCK_TOKENS, dtype=dtype, stage=stage, stages=stages
+        checkpoint, PAGES, BLOCK_TOKENS, dtype=dtype, stage=stage, stages=stages, kv_dtype=kv_dtype
     )
 
 
@@ -65,13 +67,15 @@ def random_batch(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
+)
 def test_random_ragged_batches_give_the_same_bits_through_stages_as_through_the_whole_model(
-    checkpoint: Path, count: int, dtype: str
+    checkpoint: Path, count: int, dtype: str, kv_dtype: str
 ) -> None:
     chance = random.Random(SEED)
-    whole = stage_of(checkpoint, 0, 1, dtype)
-    stages = [stage_of(checkpoint, stage, count, dtype) for stage in range(count)]
+    whole = stage_of(checkpoint, 0, 1, dtype, kv_dtype)
+    stages = [stage_of(checkpoint, stage, count, dtype, kv_dtype) for stage in range(count)]
     free = list(range(PAGES))
     chance.shuffle(free)
     tables = {name: [free.pop() for _ in range(chance.randint(2, 14))] for name in range(4)}
