@@ -18,6 +18,7 @@ from backends.errors import ConfigError
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
 TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
 ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # What parameters were called before; accepted for one release, with a warning in the log.
@@ -43,6 +44,7 @@ class WorkerConfig:
     checkpoint: str = "demo"  # "demo", or a Hugging Face folder (relative: to the repository's)
     engine: str = "torch"  # torch | tensorrt_llm
     dtype: str = "float32"  # float32 | bfloat16
+    kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
     device: str = "cpu"  # cpu | cuda | cuda:N
     threads: int = 1  # CPU threads of the engine; all workers of a host share its cores
     store_node: str = "s0"  # the storage node this worker belongs to
@@ -63,7 +65,10 @@ class WorkerConfig:
     def problems(self) -> list[str]:
         found = []
         dtypes = TRTLLM_DTYPES if self.engine == "tensorrt_llm" else DTYPES
-        for name, allowed in (("engine", ENGINES), ("dtype", dtypes), ("transport", TRANSPORTS)):
+        for name, allowed in (
+            ("engine", ENGINES), ("dtype", dtypes), ("kv_dtype", KV_DTYPES),
+            ("transport", TRANSPORTS),
+        ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
         if self.roles not in ROLES:

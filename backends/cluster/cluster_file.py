@@ -60,7 +60,7 @@ ROLES = ("prefill", "decode")
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
 OF_TRTLLM = ("page_tokens", "tp_size", "handoff")
 # What all workers must agree on.
-FINGERPRINT = ("checkpoint", "engine", "dtype", "block_tokens", *OF_TRTLLM)
+FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_TRTLLM)
 SAID_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never by what a worker is rendered from
 WORKERS_MAX = 64  # of one pool on one host
 HOSTS_MAX = 1_000

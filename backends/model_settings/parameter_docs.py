@@ -56,14 +56,15 @@ refused by name. The keys of a cluster file, whose pools and `conductor` take th
 too: [cluster.md](cluster.md).
 """
 
-TOGETHER = """`checkpoint`, `dtype` and `block_tokens` are the *fingerprint* of a worker, with
-TensorRT-LLM `tp_size`, `page_tokens` and `handoff` too: all workers of a pool have the same, and
-they are changed with the server stopped."""
+TOGETHER = """`checkpoint`, `dtype`, `kv_dtype` and `block_tokens` are the *fingerprint* of a
+worker, with TensorRT-LLM `tp_size`, `page_tokens` and `handoff` too: all workers of a pool have the
+same, and they are changed with the server stopped."""
 
-STAGES = """The stages of a group have one `checkpoint`, `dtype`, `block_tokens`, `kv_pages`,
-`context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other hosts. A stage
-that starts and finds one that differs does not load; one that changes while it is served only
-waits, so that all can be changed. While a stage is missing the group takes no requests."""
+STAGES = """The stages of a group have one `checkpoint`, `dtype`, `kv_dtype`, `block_tokens`,
+`kv_pages`, `context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other
+hosts. A stage that starts and finds one that differs does not load; one that changes while it is
+served only waits, so that all can be changed. While a stage is missing the group takes no
+requests."""
 
 OF_TRTLLM = """With another engine they are refused as unknown. None of this has run on a GPU
 ([what has run where](../../deploy/README.md#what-has-run-where)).

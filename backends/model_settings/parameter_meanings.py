@@ -30,7 +30,12 @@ WORKER: tuple[ParameterMeaning, ...] = (
         "the engine behind the worker; `tensorrt_llm` needs GPUs and its own package "
         "([deploy/README.md](../../deploy/README.md))"),
     ParameterMeaning("dtype", "`float32`, `bfloat16`; with `tensorrt_llm` also `float16`",
-        "of weights and KV; every worker alike"),
+        "of weights, and of KV but for `kv_dtype`; every worker alike"),
+    ParameterMeaning("kv_dtype", "`auto`, `fp8`",
+        "`fp8`: KV is kept as e4m3, with the checkpoint's scales (`k_scale`, `v_scale`; 1 where it "
+        "has none), in a byte instead of two or four; `auto`: so where the checkpoint asks for it "
+        "(`kv_cache_scheme`, `kv_cache_quant_algo`), else as `dtype`. With `tensorrt_llm` its "
+        "`kv_cache_config.dtype`; every worker alike"),
     ParameterMeaning("device", "`cpu`, `cuda`, `cuda:N`",
         "where the engine computes; only `cpu` has been run so far"),
     ParameterMeaning("threads", "1 to 256",

@@ -49,6 +49,7 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
         checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
         block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
         threads=config.threads, stage=config.pipeline_stage, stages=config.pipeline_stages,
+        kv_dtype=config.kv_dtype,
     )  # fmt: skip
 
 

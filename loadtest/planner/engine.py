@@ -168,7 +168,7 @@ class MeasuredEngine:
             **{name: round(getattr(measured, name), 5) for name in PRICES},
             **{f"shared_{name}": round(n, 5) for name, n in asdict(measured.sharing).items()},
         }
-        names = ("checkpoint", "dtype", "device", "threads")
+        names = ("checkpoint", "dtype", "kv_dtype", "device", "threads")
         return cls(
             f"{said.get('checkpoint', 'a worker')} on {profile.machine}", measured,
             node_bytes or NODE_BYTES, tuple((name, said[name]) for name in names if name in said),

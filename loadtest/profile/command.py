@@ -51,7 +51,7 @@ from loadtest.profile.profile import PrefixSources, Profile
 from loadtest.replay.prompts import TokenSource
 from mooncake_store.records.membership import SSD_SUFFIX
 
-SETTINGS = ("checkpoint", "dtype", "device", "threads", "block_tokens", "chunk_tokens",
+SETTINGS = ("checkpoint", "dtype", "kv_dtype", "device", "threads", "block_tokens", "chunk_tokens",
             "kv_pages", "slots")  # fmt: skip
 STREAMS_MAX = 24
 PUBLISHED_S = 1.5  # workers publish their counters once a second

@@ -135,6 +135,6 @@ def size_problems(
             f"a block of {block_tokens} tokens has {ours} bytes in TensorRT-LLM ({tp_size} ranks, "
             f"{shape[1]} layers, pages of {page_bytes} bytes and {tokens_per_block} tokens), but "
             f"{block_bytes} in the worker's pool: do dtype, checkpoint and tp_size agree? "
-            "And is KV kept in another dtype (kv_cache_config.dtype in llm_options)?"
+            "And is KV kept in another dtype (kv_dtype)?"
         ]
     return []

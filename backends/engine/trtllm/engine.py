@@ -130,8 +130,7 @@ class TrtllmEngine:
             room = spec.pages_tokens
             limit = min(spec.context_tokens_max or room, room)
             shape = read_kv_shape(folder, config.tp_size, limit)
-            asked = str((options.get("kv_cache_config") or {}).get("dtype", "auto"))
-            kv_dtype = read_kv_dtype(folder, asked, spec.dtype, found)
+            kv_dtype = read_kv_dtype(folder, spec.kv_dtype, spec.dtype, found)
             found += _context_problems(spec, shape, folder)
             Checkpoint.open(folder)
         except CheckpointError as error:
@@ -164,7 +163,7 @@ class TrtllmEngine:
             raise ConfigError(
                 f"a block has {block_bytes} bytes over {len(ranks)} rank(s) in TensorRT-LLM, but "
                 f"{self.layout.block_bytes} over {self.config.tp_size} by config.json and dtype: "
-                "is KV kept in another dtype than that (kv_cache_config.dtype in llm_options)?"
+                "is KV kept in another dtype than that (kv_dtype)?"
             )
         found = {rank.tokens_per_block for rank in ranks}
         if found != {self.config.page_tokens}:

@@ -109,7 +109,7 @@ def _positive(
 
 
 def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str:
-    """What the engine will keep KV in; `asked` is kv_cache_config.dtype, "auto" by default.
+    """What the engine will keep KV in; `asked` is the parameter kv_dtype.
 
     By itself TensorRT-LLM quantises KV where the checkpoint says so, as NVIDIA's FP8 ones do.
     """
@@ -122,7 +122,7 @@ def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str
     found.append(
         f"KV would be kept in {asked}: only fp8 and the engine's own dtype are supported, others "
         "have scales in a pool of their own, which the connector does not see. Set "
-        "kv_cache_config.dtype to fp8 in llm_options, or take another checkpoint"
+        "kv_dtype to fp8, or take another checkpoint"
     )
     return dtype
 

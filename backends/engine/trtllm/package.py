@@ -288,6 +288,7 @@ def _kv_cache(
             "enable_block_reuse": True,
             "enable_partial_reuse": False,
             "tokens_per_block": config.page_tokens,
+            **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
             # A page more for each request: the step that is scheduled early needs a place.
             "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
             "free_gpu_memory_fraction": config.gpu_memory_fraction,

@@ -31,6 +31,7 @@ SAID_ELSEWHERE = {
     "kv_cache_config.tokens_per_block": "page_tokens", "kv_cache_config.max_tokens": "kv_pages",
     "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_fraction",
     "model_kwargs.torch_dtype": "dtype", "model_kwargs.dtype": "dtype",
+    "kv_cache_config.dtype": "kv_dtype",
 }  # fmt: skip
 
 OBJECTS = ("kv_cache_config", "scheduler_config")  # whose keys are put together with ours
@@ -86,6 +87,7 @@ class EngineSpec:
     context_tokens_max: int  # 0: what the checkpoint allows
     requests_max: int  # that one step may have
     chunk_tokens: int = 0  # that one step of prefill may compute
+    kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
 
     @property
     def pages_tokens(self) -> int:

@@ -65,6 +65,7 @@ class TrtllmDriver(Driver[W, J]):
         spec = EngineSpec(
             role=role,
             dtype=worker.dtype,
+            kv_dtype=worker.kv_dtype,
             block_tokens=worker.block_tokens,
             kv_pages=worker.kv_pages,
             context_tokens_max=worker.context_tokens_max,

@@ -139,6 +139,7 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("role: decode", "role: prefill"), "no pool has the role decode"),
         (("role: decode", "role: encode"), "use prefill or decode"),
         (("threads: 2", "dtype: bfloat16"), "all workers need the same dtype"),
+        (("threads: 2", "kv_dtype: fp8"), "all workers need the same kv_dtype"),
         (("{threads: 3}", "{dtype: bfloat16}"), "must be the same in every worker"),
         (("{threads: 3}", "{threads: 300}"), "decode.workers.c[1].threads: is 300; use 1 to 256"),
         (("a: 3, b: 1", "a: 3, d: 1"), "there is no host 'd'"),

@@ -104,7 +104,9 @@ def test_what_all_must_agree_on_is_refused_for_one_alone(assignment: str) -> Non
     assert any("need the same" in line for line in problems(assignment))
 
 
-@pytest.mark.parametrize("parameter", ["checkpoint=x", "dtype=bfloat16", "block_tokens=128"])
+@pytest.mark.parametrize(
+    "parameter", ["checkpoint=x", "dtype=bfloat16", "kv_dtype=fp8", "block_tokens=128"]
+)
 def test_what_makes_kv_unreadable_is_refused_while_it_serves_and_not_before(parameter: str) -> None:
     assert planned([f"*.{parameter}"]).texts
     found = problems(f"*.{parameter}", running=RUNNING)

@@ -7,7 +7,7 @@ from typing import Any
 from backends.config_pbtxt import DecodeConfig, PrefillConfig
 from backends.engine.trtllm.settings import EngineSpec
 
-COMMON = ("dtype", "block_tokens", "kv_pages", "context_tokens_max")
+COMMON = ("dtype", "kv_dtype", "block_tokens", "kv_pages", "context_tokens_max")
 
 
 def prefill_spec(**changes: Any) -> EngineSpec:

@@ -81,8 +81,7 @@ def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: P
 
 def test_kv_in_fp8_has_one_byte_a_number_and_is_another_engine_s(fake_package: None) -> None:
     plain = engine(prefill_spec(kv_pages=4), TrtllmConfig())
-    options = TrtllmConfig(llm_options='{"kv_cache_config": {"dtype": "fp8"}}')
-    made = engine(prefill_spec(kv_pages=4), options)
+    made = engine(prefill_spec(kv_pages=4, kv_dtype="fp8"), TrtllmConfig())
     assert made.layout.dtype == "fp8" and "float32" in made.tp_shape
     assert made.layout.block_bytes * 4 == plain.layout.block_bytes
     watch = Stopwatch()

@@ -43,6 +43,12 @@ def test_all_mistakes_are_said_at_once() -> None:
         assert word in said, said
 
 
+def test_kv_dtype_is_said_in_one_place() -> None:
+    assert "kv_dtype is 'int8'; use auto or fp8" in refusal(kv_dtype="int8")
+    found = option_problems({"kv_cache_config": {"dtype": "fp8"}}, True)
+    assert list(found) == ["llm_options sets kv_cache_config.dtype; that is said by kv_dtype"]
+
+
 def test_a_block_is_moved_in_whole_pages() -> None:
     assert "multiple of page_tokens (128)" in refusal(block_tokens="64", page_tokens="128")
 
