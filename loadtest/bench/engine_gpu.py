@@ -2,15 +2,20 @@
 
     python -m loadtest.bench.engine_gpu [--device cuda:0]
 
-A Llama-3-8B of random numbers, bfloat16, made on the device, so nothing is read from a disk or a
-network. Beside what the same run measures of the device (reading memory, a large product, copying
-from pinned memory):
+It wants torch, numpy and the checkout, nothing else, and some minutes. A Llama-3-8B of random
+numbers, bfloat16, made on the device, so nothing is read from a disk or a network. Beside what the
+same run measures of the device (reading memory, a large product, copying from pinned memory):
 
     decode    a step of batch 1, 16 and 64 with 512 tokens of context: the bytes that it cannot but
               read (every matrix once, the KV of every sequence) over its time
-    prefill   8k tokens in chunks: the products that it cannot but do over its time
+    prefill   8k tokens in chunks: the products that it cannot but do over its time; and once more
+              with each layer's KV copied out to host memory
     load      the KV of a 32k prefix from host memory into pages
     ttft      32k tokens of which 95 % are cached in host memory, over computing all of them
+
+Decoding and prefill are measured in every way that works here: steps recorded as CUDA graphs or
+launched, pages read in place by each kernel or gathered. The targets are of what the engine takes
+by itself, which the row `device` names; why it does not take another is on standard error.
 
 `--shape tiny --device cpu` runs the same on a CPU in seconds, to see that the script works; its
 numbers say nothing.
@@ -20,26 +25,29 @@ Not here: transformers beside the engine, on a CPU (bench/engine).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
 
 import torch
-import typer
 
 from backends.engine.interface import Work
 from backends.engine.model_config import ModelConfig, RopeConfig
+from backends.engine.torch.gpu import paged_kernels
+from backends.engine.torch.gpu.decode_graph import CallAgain, CudaRecorder
+from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.linear import GatedLinear, Linear
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import LayerWeights, Weights
-from loadtest.bench.engine.own_engine import layers_scalars, step_bytes
-from loadtest.harness.benchmark import BenchmarkRun, benchmark, console, median_of
-from loadtest.harness.result import Target
-from loadtest.harness.server import CannotMeasure
+from loadtest.bench.engine.step_costs import layers_scalars, step_bytes
+from loadtest.harness.result import Cell, Result, Target
 from mooncake_store.layout import blocks_touched
 
 DTYPE, BLOCK_TOKENS = "bfloat16", 256
@@ -109,6 +117,19 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
     return Weights(made(words, hidden), layers, norm, linear(words, hidden))
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the engine may compute here."""
+
+    attention: str  # which kernel reads the pages, or that they are gathered
+    kernels: PagedKernels | None
+    is_recorded: bool
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        return {"attention": self.attention, "recorded": self.is_recorded}
+
+
 class DeviceEngine:
     """The engine over random weights, its pages mirrored in host memory as on any GPU."""
 
@@ -116,15 +137,44 @@ class DeviceEngine:
         scalar = torch.bfloat16
         self.config, self.device = config, device
         self.layout = config.layout(DTYPE, BLOCK_TOKENS)
-        memory = KvMemory(
+        self._memory = KvMemory(
             self.layout, blocks_touched(tokens_max, BLOCK_TOKENS), device, is_mirrored=True
         )
-        positions = config.context_tokens_max
-        rope = rope_table(config.rope, config.head_dim, positions, scalar, device)
-        weights = random_weights(config, device, scalar)
-        transformer = Transformer(config, weights, memory, rope)
-        self.engine = TorchEngine(config, self.layout, memory, transformer, "random", positions)
-        memory.pool.normal_()  # of steps that are timed over pages that no prompt has filled
+        self._rope = rope_table(
+            config.rope, config.head_dim, config.context_tokens_max, scalar, device
+        )
+        self._weights = random_weights(config, device, scalar)
+        self._memory.pool.normal_()  # of steps that are timed over pages that no prompt has filled
+        self.ways = self._ways()
+        self.take(self.ways[0])
+
+    def _ways(self) -> list[Way]:
+        """The first is what the engine takes by itself."""
+        kernels: list[tuple[str, PagedKernels | None]] = []
+        if self.device.type == "cuda":
+            heads = self.config.heads
+            for name, make in paged_kernels.known(self._memory, heads):
+                [(found, problem)] = paged_kernels.tried([(name, make)], self._memory, heads)
+                progress(problem or f"{found.name if found else name} works")
+                if found is not None:
+                    kernels.append((found.name, found))
+        kernels.append(("gathered", None))
+        return [
+            Way(name, found, is_recorded)
+            for name, found in kernels
+            for is_recorded in (True, False)
+        ]
+
+    def take(self, way: Way) -> None:
+        is_cuda = self.device.type == "cuda"
+        recorder = (
+            (CudaRecorder(self.device) if is_cuda else CallAgain()) if way.is_recorded else None
+        )
+        transformer = Transformer(self.config, self._weights, self._memory, self._rope, way.kernels)
+        self.engine = TorchEngine(
+            self.config, self.layout, self._memory, transformer, "random",
+            self.config.context_tokens_max, recorder=recorder,
+        )  # fmt: skip
 
     def pages(self, count: int, first: int = 0) -> list[int]:
         """Of nobody: nothing runs beside a measurement."""
@@ -139,12 +189,14 @@ class DeviceEngine:
         ]
         self.engine.forward(works)
 
-    def prefill(self, start: int, end: int, chunk_tokens: int) -> None:
+    def prefill(
+        self, start: int, end: int, chunk_tokens: int, on_layer: Callable[[int], None] | None = None
+    ) -> None:
         pages = self.pages(blocks_touched(end, BLOCK_TOKENS))
         words = self.config.vocabulary_tokens
         for at in range(start, end, chunk_tokens):
             ids = [(token * 7_919) % words for token in range(at, min(at + chunk_tokens, end))]
-            self.engine.forward([Work(ids, at, pages)])
+            self.engine.forward([Work(ids, at, pages)], on_layer)
 
     def load(self, tokens: int) -> int:
         """KV of so many tokens from host memory; how many bytes that is."""
@@ -168,14 +220,13 @@ class DeviceRates:
 
 def seconds(action: Callable[[], object], device: torch.device, times: int) -> float:
     """Median, each until the device has done it."""
-
-    def done() -> None:
+    found = []
+    for _ in range(WARM_TIMES + times):
+        started_s = time.perf_counter()
         action()
         wait(device)
-
-    for _ in range(WARM_TIMES):
-        done()
-    return median_of(done, times)
+        found.append(time.perf_counter() - started_s)
+    return statistics.median(found[WARM_TIMES:])
 
 
 def readable(ratio: float) -> float:
@@ -203,51 +254,86 @@ def device_rates(load: GpuWorkload, device: torch.device, times: int) -> DeviceR
     )
 
 
-def measure(
-    run: BenchmarkRun, load: GpuWorkload, device: torch.device, chunk: int, times: int
-) -> None:
-    with console.status("the device's own rates ..."):
-        rates = device_rates(load, device, times)
-    run.rows.append({
-        "what": "device", "name": name_of(device),
+@dataclass(slots=True)
+class Findings:
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+    def target(self, name: str, value: float, op: str, goal: float) -> None:
+        self.targets.append(Target(name, readable(value), op, goal))
+
+
+def measure(load: GpuWorkload, device: torch.device, chunk: int, times: int) -> Findings:
+    found, rates = Findings(), device_rates(load, device, times)
+    tokens_max = max(load.prefix_tokens, max(BATCHES) * DECODE_CONTEXT_TOKENS)
+    own = DeviceEngine(load.config, device, tokens_max)
+    found.rows.append({
+        "what": "device", "name": name_of(device), "torch": torch.__version__, **own.ways[0].cells,
         "read_gb_per_s": round(rates.read_bytes_per_s / 1e9, 1),
         "tflops": round(rates.flops_per_s / 1e12, 2),
         "host_to_device_gb_per_s": round(rates.host_to_device_bytes_per_s / 1e9, 2),
     })  # fmt: skip
-    with console.status("the model ..."):
-        tokens_max = max(load.prefix_tokens, max(BATCHES) * DECODE_CONTEXT_TOKENS)
-        own = DeviceEngine(load.config, device, tokens_max)
+    for way in own.ways:
+        progress(f"decode, {way.attention}, {'recorded' if way.is_recorded else 'launched'}")
+        own.take(way)
+        measure_decode(found, own, way, rates, times)
+    for way in own.ways:
+        if not way.is_recorded:  # prompts never are
+            progress(f"prefill, {way.attention}")
+            own.take(way)
+            measure_prefill(found, own, way, load, rates, chunk, times)
+    own.take(own.ways[0])
+    progress("prefix")
+    measure_prefix(found, own, load, rates, chunk, times)
+    return found
+
+
+def measure_decode(
+    found: Findings, own: DeviceEngine, way: Way, rates: DeviceRates, times: int
+) -> None:
     for batch in BATCHES:
-        step_s = seconds(lambda: own.decode(batch, DECODE_CONTEXT_TOKENS), device, times)  # noqa: B023
-        share = (
-            step_bytes(own.config, own.layout, batch, DECODE_CONTEXT_TOKENS)
-            / step_s
-            / rates.read_bytes_per_s
-        )
-        run.rows.append({
-            "what": "decode", "batch": batch, "context_tokens": DECODE_CONTEXT_TOKENS,
+        step_s = seconds(
+            lambda batch=batch: own.decode(batch, DECODE_CONTEXT_TOKENS),  # type: ignore[misc]
+            own.device, times,
+        )  # fmt: skip
+        least_bytes = step_bytes(own.config, own.layout, batch, DECODE_CONTEXT_TOKENS)
+        share = least_bytes / step_s / rates.read_bytes_per_s
+        found.rows.append({
+            "what": "decode", **way.cells, "batch": batch, "context_tokens": DECODE_CONTEXT_TOKENS,
             "ms": round(step_s * 1e3, 3), "share": readable(share),
         })  # fmt: skip
-        name = f"decode_{batch}_over_memory_bandwidth"
-        run.targets.append(Target(name, readable(share), ">=", DECODE_GOAL))
-    prefill_s = seconds(lambda: own.prefill(0, load.prefill_tokens, chunk), device, times)
-    share = own.prompt_flops(load.prefill_tokens) / prefill_s / rates.flops_per_s
-    run.rows.append({
-        "what": "prefill", "tokens": load.prefill_tokens, "chunk_tokens": chunk,
-        "ms": round(prefill_s * 1e3, 1), "share": readable(share),
-    })  # fmt: skip
-    run.targets.append(Target("prefill_8k_over_matrix_rate", readable(share), ">=", PREFILL_GOAL))
-    measure_prefix(run, own, load, rates, chunk, times)
+        if way == own.ways[0]:
+            found.target(f"decode_{batch}_over_memory_bandwidth", share, ">=", DECODE_GOAL)
+
+
+def measure_prefill(
+    found: Findings, own: DeviceEngine, way: Way, load: GpuWorkload, rates: DeviceRates,
+    chunk: int, times: int,
+) -> None:  # fmt: skip
+    tokens, few = load.prefill_tokens, max(3, times // 4)
+    for is_out in (False, True):
+        on_layer = _unread if is_out else None
+        prefill_s = seconds(
+            lambda on_layer=on_layer: own.prefill(0, tokens, chunk, on_layer),  # type: ignore[misc]
+            own.device, few,
+        )  # fmt: skip
+        share = own.prompt_flops(tokens) / prefill_s / rates.flops_per_s
+        found.rows.append({
+            "what": "prefill", "attention": way.attention, "tokens": tokens, "chunk_tokens": chunk,
+            "kv_copied_out": is_out, "ms": round(prefill_s * 1e3, 1), "share": readable(share),
+        })  # fmt: skip
+        if way.kernels is own.ways[0].kernels and not is_out:
+            found.target("prefill_8k_over_matrix_rate", share, ">=", PREFILL_GOAL)
+
+
+def _unread(layer: int) -> None:
+    """Whoever would read a layer's KV out of host memory."""
 
 
 def measure_prefix(
-    run: BenchmarkRun,
-    own: DeviceEngine,
-    load: GpuWorkload,
-    rates: DeviceRates,
-    chunk: int,
+    found: Findings, own: DeviceEngine, load: GpuWorkload, rates: DeviceRates, chunk: int,
     times: int,
-) -> None:
+) -> None:  # fmt: skip
     tokens, device = load.prefix_tokens, own.device
     load_s = seconds(lambda: own.load(tokens), device, times)
     share = own.load(tokens) / load_s / rates.host_to_device_bytes_per_s
@@ -260,15 +346,17 @@ def measure_prefix(
     few = max(1, times // 4)  # these take seconds
     whole_s = seconds(lambda: own.prefill(0, tokens, chunk), device, few)
     cached_s = seconds(with_cache, device, few)
-    run.rows += [
+    found.rows += [
         {"what": "load", "tokens": tokens, "ms": round(load_s * 1e3, 2), "share": readable(share)},
         {"what": "ttft", "tokens": tokens, "cached_tokens": 0, "ms": round(whole_s * 1e3, 1)},
         {"what": "ttft", "tokens": tokens, "cached_tokens": cached, "ms": round(cached_s * 1e3, 1)},
     ]
-    run.targets += [
-        Target("load_32k_over_host_to_device", readable(share), ">=", LOAD_GOAL),
-        Target("ttft_32k_cached_over_whole", readable(cached_s / whole_s), "<=", TTFT_GOAL),
-    ]
+    found.target("load_32k_over_host_to_device", share, ">=", LOAD_GOAL)
+    found.target("ttft_32k_cached_over_whole", cached_s / whole_s, "<=", TTFT_GOAL)
+
+
+def progress(what: str) -> None:
+    print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def name_of(device: torch.device) -> str:
@@ -276,26 +364,34 @@ def name_of(device: torch.device) -> str:
 
 
 def checked(name: str) -> torch.device:
-    """CannotMeasure where it is not there."""
+    """Ends the command where it is not there."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise CannotMeasure(
-            f"torch {torch.__version__} sees no GPU here; --shape tiny --device cpu tries the "
-            "script"
+        raise SystemExit(
+            f"cannot measure: torch {torch.__version__} sees no GPU here; --shape tiny --device "
+            "cpu tries the script"
         )
     return device
 
 
-def main(
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu.")] = "cuda",
-    shape: Annotated[GpuModelShape, typer.Option(help="Of the model.")] = GpuModelShape.LLAMA_3_8B,
-    chunk_tokens: Annotated[int, typer.Option(min=256, help="Of prefill, in a step.")] = 8_192,
-    times: Annotated[int, typer.Option(min=3, help="Medians are of so many.")] = 20,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the torch engine on a GPU; the last line is JSON."""
-    with benchmark("engine_gpu") as run:
-        measure(run, WORKLOADS[shape], checked(device), chunk_tokens, times)
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench.engine_gpu", description=main.__doc__
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu.")
+    parser.add_argument(
+        "--shape", default=GpuModelShape.LLAMA_3_8B.value, help="Of the model.",
+        choices=[shape.value for shape in GpuModelShape],
+    )  # fmt: skip
+    parser.add_argument("--chunk-tokens", type=int, default=8_192, help="Of prefill, in a step.")
+    parser.add_argument("--times", type=int, default=20, help="Medians are of so many.")
+    asked = parser.parse_args(arguments)
+    started_s = time.perf_counter()
+    workload = WORKLOADS[GpuModelShape(asked.shape)]
+    found = measure(workload, checked(asked.device), asked.chunk_tokens, asked.times)
+    Result("engine_gpu", time.perf_counter() - started_s, found.rows, found.targets).print()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

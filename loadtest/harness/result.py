@@ -19,9 +19,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 Cell = str | int | float | bool | None
 
@@ -77,8 +79,14 @@ class Result:
         return json.dumps(fields, allow_nan=False)
 
     def print(self, console: Console | None = None) -> None:
-        """Tables for people, then the JSON as the last line."""
-        console = console or Console(highlight=False)
+        """Tables for people, then the JSON as the last line; without `rich` only that."""
+        if console is None:
+            try:
+                from rich.console import Console
+            except ImportError:
+                print(self.to_json(), flush=True)
+                return
+            console = Console(highlight=False)
         for rows in rows_alike(self.rows):
             console.print(_rows_table(self.name, rows))
         if self.targets:
@@ -103,6 +111,8 @@ def rows_alike(rows: Sequence[Mapping[str, Cell]]) -> list[list[Mapping[str, Cel
 
 
 def _rows_table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Table:
+    from rich.table import Table
+
     table = Table(title=name)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
@@ -114,6 +124,8 @@ def _rows_table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Table:
 
 
 def _targets_table(targets: Sequence[Target]) -> Table:
+    from rich.table import Table
+
     table = Table(title="targets")
     for column in ("target", "measured", "goal", "met", "why"):
         table.add_column(column, overflow="fold")

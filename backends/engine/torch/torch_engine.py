@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from backends.engine.torch.step_plan import plan_step
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
 from mooncake_store.layout import KvLayout, LayerRange, blocks_touched
-from mooncake_store.memory.buffers import ByteArray
+
+if TYPE_CHECKING:
+    from mooncake_store.memory.buffers import ByteArray
 
 
 class TorchEngine:

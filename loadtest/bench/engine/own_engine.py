@@ -16,7 +16,7 @@ import torch
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.generate import generate_tokens
 from backends.engine.interface import Work
-from backends.engine.model_config import ModelConfig, read_model_config
+from backends.engine.model_config import read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import onednn
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
@@ -24,8 +24,8 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import Weights, load_weights
+from loadtest.bench.engine.step_costs import step_bytes
 from loadtest.harness.benchmark import median_of
-from mooncake_store.layout import DTYPE_BYTES, KvLayout
 
 CHUNK_TOKENS = 512  # of a prefill worker, by default
 READ_BYTES_MAX = 256 * 2**20  # more than any CPU cache: reading more of it is as fast
@@ -120,18 +120,6 @@ class OwnEngine:
         need = -(-tokens // self.engine.layout.block_tokens)
         assert need <= self.engine.pages.pages_max, (need, self.engine.pages.pages_max)
         return list(range(need))
-
-
-def layers_scalars(config: ModelConfig) -> int:
-    """Of the matrices of all layers."""
-    heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
-    return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
-
-
-def step_bytes(config: ModelConfig, layout: KvLayout, batch: int, context_tokens: int) -> int:
-    """What a decode step cannot but read: every matrix once, the KV of every sequence."""
-    scalars = layers_scalars(config) + config.vocabulary_tokens * config.hidden
-    return scalars * DTYPE_BYTES[layout.dtype] + batch * context_tokens * layout.token_bytes
 
 
 @torch.inference_mode()

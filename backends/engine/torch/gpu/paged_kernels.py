@@ -17,7 +17,7 @@ Not here: what a kernel is asked (paged_plan.py), recorded decode steps (decode_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ TOLERANCE = 3e-2  # of averages of numbers like 1, in bfloat16
 TRIED_PAGES, TRIED_LAYERS = 4, 2
 
 
+Known = Iterable[tuple[str, Callable[[], PagedKernels]]]
+
+
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
     """For these pages; None where they are gathered, which on a GPU is said."""
     if memory.pool.device.type != "cuda":
@@ -47,32 +50,29 @@ def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
         log.info("attention gathers the pages: no kernel reads KV of %s", memory.layout)
         return None
-    found, problems = first_that_works(_known(memory, heads), memory, heads)
-    if found is None:
-        log.warning("attention gathers the pages, which is slower: %s", "; ".join(problems))
-    else:
-        log.info("attention reads the pages in place by %s", found.name)
-    return found
-
-
-def first_that_works(
-    makers: Iterator[tuple[str, Callable[[], PagedKernels]]], memory: KvMemory, heads: int
-) -> tuple[PagedKernels | None, list[str]]:
-    """And what is wrong with those before it."""
     problems = []
+    for found, problem in tried(known(memory, heads), memory, heads):
+        if found is not None:
+            log.info("attention reads the pages in place by %s", found.name)
+            return found
+        problems.append(problem)
+    log.warning("attention gathers the pages, which is slower: %s", "; ".join(problems))
+    return None
+
+
+def tried(makers: Known, memory: KvMemory, heads: int) -> Iterator[tuple[PagedKernels | None, str]]:
+    """Each that is right, or what is wrong with it."""
     for name, make in makers:
         try:
             kernels = make()
             problem = wrong(kernels, memory, heads)
         except Exception as error:  # edge: whatever a driver or a library says, the others remain
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        if problem is None:
-            return kernels, problems
-        problems.append(f"{name}: {problem}")
-    return None, problems
+        yield (kernels, "") if problem is None else (None, f"{name}: {problem}")
 
 
-def _known(memory: KvMemory, heads: int) -> Iterator[tuple[str, Callable[[], PagedKernels]]]:
+def known(memory: KvMemory, heads: int) -> Known:
+    """The best first."""
     from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
 
     layout, pool = memory.layout, memory.pool

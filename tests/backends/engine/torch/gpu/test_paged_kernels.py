@@ -147,7 +147,7 @@ def memory_of(dtype: str = "bfloat16") -> KvMemory:
     return KvMemory(KvLayout(2, 2, 32, dtype, B), 4, CPU)
 
 
-def test_the_first_kernel_that_is_right_is_taken_and_the_others_are_named() -> None:
+def test_a_kernel_that_is_not_right_is_named_with_the_reason() -> None:
     def missing() -> PagedKernels:
         raise ModuleNotFoundError("No module named 'flashinfer'")
 
@@ -156,19 +156,17 @@ def test_the_first_kernel_that_is_right_is_taken_and_the_others_are_named() -> N
         ("one", missing), ("two", Wrong), ("three", lambda: Wrong(error="no kernel image")),
         ("four", lambda: VarlenKernels(False)),
     ]  # fmt: skip
-    found, problems = paged_kernels.first_that_works(iter(known), memory, 8)
-    assert isinstance(found, VarlenKernels)
-    assert problems[0] == "one: ModuleNotFoundError: No module named 'flashinfer'"
-    assert problems[1].startswith("two: it is off by ")
-    assert problems[2] == "three: RuntimeError: no kernel image"
-    found, problems = paged_kernels.first_that_works(iter(known[:3]), memory, 8)
-    assert found is None and len(problems) == 3
+    found = list(paged_kernels.tried(known, memory, 8))
+    assert [kernels is not None for kernels, _ in found] == [False, False, False, True]
+    assert found[0][1] == "one: ModuleNotFoundError: No module named 'flashinfer'"
+    assert found[1][1].startswith("two: it is off by ")
+    assert found[2][1] == "three: RuntimeError: no kernel image"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_known_kernel_is_tried_as_a_gpu_would_try_it(dtype: str) -> None:
     memory = memory_of(dtype)
-    for name, make in paged_kernels._known(memory, 8):
+    for name, make in paged_kernels.known(memory, 8):
         assert paged_kernels.wrong(make(), memory, 8) is None, name
 
 

@@ -1,0 +1,21 @@
+"""What a step cannot but read and multiply, of any engine for a model.
+
+Not here: what is measured (own_engine.py, bench/engine_gpu).
+"""
+
+from __future__ import annotations
+
+from backends.engine.model_config import ModelConfig
+from mooncake_store.layout import DTYPE_BYTES, KvLayout
+
+
+def layers_scalars(config: ModelConfig) -> int:
+    """Of the matrices of all layers."""
+    heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
+    return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
+
+
+def step_bytes(config: ModelConfig, layout: KvLayout, batch: int, context_tokens: int) -> int:
+    """What a decode step cannot but read: every matrix once, the KV of every sequence."""
+    scalars = layers_scalars(config) + config.vocabulary_tokens * config.hidden
+    return scalars * DTYPE_BYTES[layout.dtype] + batch * context_tokens * layout.token_bytes
