@@ -5,6 +5,7 @@ Not here: what they mean (judgement.py), the checks of a start (backends/launche
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from backends.launcher.environment import EnvironmentProblem, find_triton
+from mooncake_store.memory.segment import numa_nodes
 from mooncake_store.native import library as native
 from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
@@ -53,6 +55,8 @@ class HostFacts:
     shm_bytes: int = 0
     shm_free_bytes: int = 0
     shm_needed_bytes: int = 0
+    shm_huge: str = ""  # its mount option: always, within_size, advise; "": small pages
+    numa_nodes: int = 1  # that have memory
     memory_free_bytes: int = 0  # 0: unknown
     files_max: int = 0
     locked_bytes_max: int = 0
@@ -76,7 +80,8 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
         python=sys.version_info[:3], packages=packages(), triton=triton, triton_problem=problem,
         torch=torch, torch_cuda=cuda, gpus=gpus(), devices=devices,
         shm_bytes=shm.f_blocks * shm.f_frsize, shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        shm_needed_bytes=shm_needed_bytes, memory_free_bytes=memory_free_bytes(),
+        shm_needed_bytes=shm_needed_bytes, shm_huge=shm_huge(), numa_nodes=len(numa_nodes()) or 1,
+        memory_free_bytes=memory_free_bytes(),
         files_max=_soft_limit(resource.RLIMIT_NOFILE),
         locked_bytes_max=_soft_limit(resource.RLIMIT_MEMLOCK), has_rdma=has_rdma(),
         cores=len(os.sched_getaffinity(0)), threads=threads,
@@ -128,6 +133,18 @@ def torch_build() -> tuple[str, str]:
 def gpus() -> int:
     """Devices of NVIDIA's driver in this container or on this host."""
     return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+
+
+def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
+    """What /dev/shm was mounted with; of several mounts there the last one counts."""
+    found = ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, point, _, options, *_ = line.split()
+            if point == "/dev/shm":
+                named = dict(option.partition("=")[::2] for option in options.split(","))
+                found = named.get("huge", "").replace("never", "")
+    return found
 
 
 def memory_free_bytes() -> int:

@@ -13,6 +13,7 @@ from backends.doctor.host_facts import HostFacts, PackageFacts
 from backends.doctor.transfer_probe import ProbedWay
 
 PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)
+PAGE_BYTES = 4096  # of small ones
 FILES_WANTED, FILES_MIN = 4096, 256  # descriptors: a few for each client, each worker and each node
 RATE_WANTED = 200e6  # bytes per second from another node; below, fetching a prefix hardly pays
 NIXL_OVER_TCP_MIN = 1.2  # on one host it copies through the kernel; seen: 1.2 to 4
@@ -153,11 +154,33 @@ def shm_findings(facts: HostFacts) -> Iterator[Finding]:
         )
     else:
         yield Finding("/dev/shm", OK, said)
+    yield from page_findings(facts)
     if facts.memory_free_bytes and facts.shm_needed_bytes > facts.memory_free_bytes:
         yield Finding(
             "memory", WARNING, f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, and "
             f"storage nodes take {facts.shm_needed_bytes / 2**20:.0f} MiB of it",
             "lower --store-bytes, or end what uses it",
+        )  # fmt: skip
+
+
+def page_findings(facts: HostFacts) -> Iterator[Finding]:
+    """What the memory of storage nodes is made of: GPUs and network cards lock each page of it."""
+    if facts.shm_huge:
+        yield Finding("huge pages", OK, f"/dev/shm has them (huge={facts.shm_huge})")
+    elif facts.gpus or facts.has_rdma:
+        pages = facts.shm_needed_bytes // PAGE_BYTES
+        yield Finding(
+            "huge pages", NOTE, f"/dev/shm has none: {pages} pages of the storage nodes are "
+            "locked one by one",
+            "mount -o remount,huge=advise /dev/shm, before storage nodes start",
+        )  # fmt: skip
+    else:
+        yield Finding("huge pages", OK, "none in /dev/shm, and no card here locks pages")
+    if facts.numa_nodes > 1:
+        yield Finding(
+            "NUMA", NOTE, f"{facts.numa_nodes} nodes: a GPU or card reads memory of the other "
+            "slower",
+            "a storage node per NUMA node, each with --segment-numa and workers on GPUs beside it",
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ Not here: the way back (kv_loader.py), which blocks are missing (prefill_worker.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -60,6 +61,7 @@ class BlockPut:
     is_owner: bool = True  # its leases are this worker's business; False: of another of its group
     error: Exception | None = None
     windows: Windows | None = None  # instead of whole pages
+    in_place: set[int] = field(default_factory=set)  # blocks that the engine puts into their slots
     is_ended: bool = False  # its pages are another's now, or soon: nothing more is written for it
 
     def unstored_blocks(self) -> list[int]:
@@ -107,6 +109,12 @@ class KvWriter:
         """Slots for `blocks`, in `put.slots`."""
         ensure = functools.partial(self._ensure_slots, put, blocks, may_use_objects=True)
         self._tasks.put(lambda: self._guard(put, ensure))
+
+    def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
+        """The same, as far as there is room, in the caller's thread: before anything is written of
+        it. Raises StoreError."""
+        with contextlib.suppress(Overloaded):
+            self._ensure_slots(put, blocks, may_use_objects)
 
     def add_digests(self, put: BlockPut, digests: Mapping[int, Mapping[int, int]]) -> None:
         """block -> layer -> digest, of layers that other workers have written."""
@@ -162,7 +170,7 @@ class KvWriter:
             of_request = {"request_id": put.request_id}
             log.exception("a write of %s failed", put.request_id, extra=of_request)
             put.error = WorkerUnavailable(f"its KV was not written: {error!r}")
-        if put.error is not None and put.is_owner:
+        if put.error is not None and put.is_owner and not put.in_place:
             self._store.release(put.request_id)
 
     def _ensure_slots(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
@@ -202,11 +210,17 @@ class KvWriter:
 
     def _write(self, put: BlockPut, blocks: Sequence[int], layers: range) -> list[tuple[int, ...]]:
         """These layers of the pages into their slots: the digests of what was written."""
-        slots = [put.slots[block] for block in blocks]
-        offsets = [self._page_offset_bytes(put, block, layers) for block in blocks]
+        copied = [block for block in blocks if block not in put.in_place]
+        slots = [put.slots[block] for block in copied]
+        offsets = [self._page_offset_bytes(put, block, layers) for block in copied]
         written = self._store.write(slots, self._pool, offsets, self._deadline_s, layers)
+        of_blocks = dict(zip(copied, written, strict=True))
+        if placed := [block for block in blocks if block in put.in_place]:
+            there = self._store.digest([put.slots[block] for block in placed])
+            of_blocks.update(zip(placed, there, strict=True))
         found = []
-        for block, digests in zip(blocks, written, strict=True):
+        for block in blocks:
+            digests = of_blocks[block]
             if digests is None:
                 raise StoreError(f"slot {put.slots[block]} was taken away before it was written")
             put.digests.setdefault(block, {}).update(zip(layers, digests, strict=True))

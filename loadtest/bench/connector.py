@@ -8,16 +8,19 @@ replace: backends/engine/trtllm/connector.py); each call gets a list of tokens t
 seen yet, as the real one does. Beside them stand what a call cannot avoid (reading the list once)
 and what it would cost to hash the keys instead.
 
-Copies, on a GPU: 1 GiB of pages of 32 tokens, in no order, between the GPU and page-locked memory,
-against one copy of 1 GiB; both while a product of matrices runs on another stream, whose speed is
-measured with and without. Without a GPU they are a memcpy, which is only shown, and the targets say
-why they have no value. torch is imported only for them.
+Copies, on a GPU: 1 GiB of pages of 32 tokens, in no order, between the GPU and a segment whose
+pages are locked (how long that takes is shown), in one call and one by one, against one copy of
+1 GiB; both while a product of matrices runs on another stream, whose speed is measured with and
+without. Without a GPU they are a memcpy, which is only shown, and the targets say why they have no
+value. torch is imported only for them. Beside them, anywhere: blocks that are verified in their
+slots, and the same that are copied out of them into a pool meanwhile, as they were before.
 
 Not here: the copies' correctness (tests), a whole engine (nobody has one without a GPU).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import statistics
@@ -25,7 +28,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,13 +40,19 @@ import typer
 
 from backends.engine.trtllm import connector
 from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, PageRun
+from backends.engine.trtllm.block_pages import BlockPages, Move, PageRun, place_of
 from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
 from backends.engine.trtllm.copier import make_copier, map_pool
 from backends.engine.trtllm.scheduler import StageScheduler
 from loadtest.harness.benchmark import benchmark, best_s, timed_s
 from loadtest.harness.result import Cell, Target
 from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.client.in_place import placed_blocks
+from mooncake_store.layout import STATE_READY, geometry, memory_bytes_for
+from mooncake_store.memory.digests import copy_blocks
+from mooncake_store.memory.segment import Segment
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
+from mooncake_store.records.blocks import Copy
 
 BLOCK_TOKENS, TOKENS_PER_BLOCK = 256, 32
 VOCABULARY_TOKENS = 128_256
@@ -53,6 +62,7 @@ SEED = chain_seed("bench")
 LAYERS, FLAT, PAGES_PER_BLOCK = 24, 2 * 32 * 64, 8
 PAGE_BYTES = LAYERS * 2 * FLAT * 2
 COPY_ROUNDS, COPIED_BYTES = 7, 2**30
+VERIFIED_BYTES, VERIFIED_BLOCK_BYTES = 2**28, (384 * 1024, 3 * 2**20)
 PRODUCT = 8192  # rows and columns of the matrices
 PRODUCT_S = 2.0  # how long products are counted
 
@@ -313,7 +323,7 @@ class CopyRates:
 
 
 class PageCopies:
-    """Pages on a device, a pool in a file, and the runs between them."""
+    """Pages on a device, a segment of a storage node, and the runs between them."""
 
     def __init__(self, folder: Path, device: str, size_bytes: int) -> None:
         import torch
@@ -323,16 +333,20 @@ class PageCopies:
         self.size_bytes = pages * PAGE_BYTES
         path = folder / "pool"
         with path.open("wb") as file:
-            file.truncate(self.size_bytes)
-        self.pool = map_pool(str(path), PAGE_BYTES * PAGES_PER_BLOCK)
+            file.truncate(PAGE_BYTES * PAGES_PER_BLOCK)
+        self.segment = Segment.create(str(folder / "segment"), self.size_bytes)
+        self.pool = self.segment.view
         self.pool[:] = np.random.default_rng(1).integers(0, 256, self.size_bytes, np.uint8)
         self.kv = torch.zeros((pages, LAYERS, 2, FLAT), dtype=torch.bfloat16, device=device)
-        self.copier = make_copier(self.kv, self.pool)
+        small = map_pool(str(path), PAGE_BYTES * PAGES_PER_BLOCK)
+        self.copier = make_copier(self.kv, small)
+        self.lock_s = timed_s(lambda: self.copier.add(1, self.segment.view))
         geometry = BlockPages.of(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
         chance = random.Random(2)
         block_ids = chance.sample(range(pages), pages)
         places = [
-            block * PAGE_BYTES * PAGES_PER_BLOCK for block in chance.sample(range(blocks), blocks)
+            place_of(1, block * PAGE_BYTES * PAGES_PER_BLOCK)
+            for block in chance.sample(range(blocks), blocks)
         ]
         self.runs: list[PageRun] = geometry.runs([Move("a", 1, 0, block_ids, places)])
 
@@ -343,6 +357,20 @@ class PageCopies:
 
     def save(self, stream: Any) -> None:
         self.copier.save(self.runs, self.copier.record(stream))
+
+    @contextlib.contextmanager
+    def one_by_one(self) -> Iterator[bool]:
+        """Without batches. False: the driver has none."""
+        driver = self.copier._driver
+        batch, driver._batch = driver._batch, None
+        try:
+            yield batch is not None
+        finally:
+            driver._batch = batch
+
+    def close(self) -> None:
+        self.copier.close()
+        self.segment.close()
 
 
 def measure_copies(size_bytes: int = COPIED_BYTES) -> CopyRates:
@@ -358,6 +386,40 @@ def measure_copies(size_bytes: int = COPIED_BYTES) -> CopyRates:
         return _on_cpu(Path(folder), min(size_bytes, 2**28))
 
 
+def measure_verifying(size_bytes: int, block_bytes: int, layers: int) -> CopyRates:
+    """Blocks in slots, in no order: verified there, or copied to a pool and verified on the way."""
+    count = size_bytes // block_bytes
+    rates = CopyRates(count * block_bytes)
+    chance = np.random.default_rng(3)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mooncake-bench-") as folder:
+        needed = memory_bytes_for(count, block_bytes, block_bytes)
+        with Segment.create(f"{folder}/segment", needed) as segment:
+            memory = SlotMemory(segment.view, geometry(needed, block_bytes))
+            copies = []
+            for slot in chance.permutation(count).tolist():
+                block = memory.payload(slot, block_bytes)
+                block[:] = chance.integers(0, 256, block_bytes, np.uint8)
+                digest = memory.checksum(slot, block_bytes, layers)
+                header = SlotHeader(STATE_READY, 7, bytes(16), digest, block_bytes, False, layers)
+                memory.write_header(slot, header)
+                copies.append(Copy("s0", slot, 7, digest, block_bytes))
+            pool = np.zeros(rates.size_bytes, np.uint8)
+            sources = [(memory.view, memory.shape.slot_offset_bytes(copy.slot)) for copy in copies]
+            targets = [(pool, at * block_bytes) for at in range(count)]
+            size = f"{block_bytes // 1024} KiB x {count}"
+            limit = rates.best(
+                f"copied and verified, {size} (limit)",
+                lambda: copy_blocks(targets, sources, block_bytes, layers),
+            )
+
+            def verify() -> None:
+                found = placed_blocks(memory.view, memory.shape, copies, layers, float("inf"))
+                assert all(found), "a block is not whole"
+
+            rates.best(f"verified in their slots, {size}", verify, limit)
+    return rates
+
+
 def _on_cpu(folder: Path, size_bytes: int) -> CopyRates:
     copies = PageCopies(folder, "cpu", size_bytes)
     rates = CopyRates(copies.size_bytes)
@@ -365,7 +427,7 @@ def _on_cpu(folder: Path, size_bytes: int) -> CopyRates:
     limit = rates.best("memcpy (limit)", lambda: np.copyto(target, copies.pool))
     for name, copy in (("load", copies.load), ("save", copies.save)):
         rates.best(f"plain copier, {name}", partial(copy, None), limit)
-    copies.copier.close()
+    copies.close()
     why = "no CUDA GPU on this machine"
     rates.targets = [
         Target("copier, host to device, of the measured rate", None, ">=", 0.8, why),
@@ -394,8 +456,12 @@ def _on_gpu(folder: Path, size_bytes: int) -> CopyRates:
         "save": rates.best(saving, partial(raw, locked, flat)),
     }
     actions = {"load": partial(copies.load, stream), "save": partial(copies.save, stream)}
+    rates.add("lock the segment's pages", copies.lock_s, None)
     for name, action in actions.items():
         rates.best(f"copier, {name}", action, limits[name])
+    with copies.one_by_one() as has_batches:
+        for name, action in actions.items() if has_batches else ():
+            rates.best(f"copier, {name}, one by one", action, limits[name])
     products = MatrixProducts()
     alone = products.per_s(PRODUCT_S)
     for name, action in actions.items():
@@ -407,7 +473,7 @@ def _on_gpu(folder: Path, size_bytes: int) -> CopyRates:
             Target(f"copier, {direction}, of the measured rate", rate / limits[name], ">=", 0.8),
             Target(product, per_s / alone, ">=", 0.95),
         ]
-    copies.copier.close()
+    copies.close()
     return rates
 
 
@@ -492,6 +558,8 @@ def main(
             rates = measure_copies()
             run.rows += rates.rows
             run.targets += rates.targets
+        for block_bytes in VERIFIED_BLOCK_BYTES:
+            run.rows += measure_verifying(VERIFIED_BYTES, block_bytes, LAYERS).rows
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 A copy is verified while it is made, so what arrived is known to be whole. Who reads a slot itself,
 later (a GPU's copy engine, say), is told instead that the block is whole now, and how its headers
 look: a slot is filled anew only after they were changed. So as long as a lease keeps the slot they
-stay, and whoever finds them unchanged behind its reading has read what was verified.
+stay, and whoever finds them unchanged behind its reading has read what was verified. In the same
+way somebody else fills slots that were allocated here, and their digests are taken in place.
 
 Not here: leases (the directory), how a header is made (slot_memory.py).
 """
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, Geometry
 from mooncake_store.memory.buffers import ByteArray
-from mooncake_store.memory.slot_memory import SlotMemory, ready_prefix
-from mooncake_store.records.blocks import Copy
+from mooncake_store.memory.digests import layer_digests, unpack_digests
+from mooncake_store.memory.slot_memory import SlotMemory, begun_prefix, ready_prefix
+from mooncake_store.records.blocks import Copy, Slot
 
 
 class PlacedBlock(NamedTuple):
@@ -58,12 +60,35 @@ def _placed(memory: SlotMemory, copy: Copy, layers: int) -> PlacedBlock | None:
         return None
     if memory.checksum(copy.slot, copy.size_bytes, layers) != copy.checksum:
         return None
-    heads = shape.headers(copy.slot, copy.size_bytes)
-    block = PlacedBlock(
-        shape.slot_offset_bytes(copy.slot), heads.start, heads.stop - heads.start,
-        ready_prefix(copy.generation, header.key),
-    )  # fmt: skip
+    first = ready_prefix(copy.generation, header.key)
+    block = _block(shape, copy.slot, copy.size_bytes, first)
     return block if is_still(memory.view, block) else None
+
+
+def _block(shape: Geometry, slot: int, size_bytes: int, first: bytes) -> PlacedBlock:
+    heads = shape.headers(slot, size_bytes)
+    offset_bytes = shape.slot_offset_bytes(slot)
+    return PlacedBlock(offset_bytes, heads.start, heads.stop - heads.start, first)
+
+
+def begun_blocks(
+    shape: Geometry, slots: Sequence[Slot], size_bytes: int
+) -> list[PlacedBlock | None]:
+    """Slots that are being filled under these generations, which others may fill."""
+    return [_block(shape, slot.slot, size_bytes, begun_prefix(slot.generation)) for slot in slots]
+
+
+def digests_in_place(
+    memory: SlotMemory, slots: Sequence[Slot], size_bytes: int, layers: int
+) -> list[tuple[int, ...] | None]:
+    """Of the layers of what others have filled; None: that slot is not being filled any more."""
+    found: list[tuple[int, ...] | None] = []
+    for slot in slots:
+        packed = b""
+        if memory.is_being_written(slot.slot, slot.generation):
+            packed = layer_digests(memory.payload(slot.slot, size_bytes), layers)
+        found.append(unpack_digests(packed) or None)
+    return found
 
 
 def is_still(view: ByteArray, block: PlacedBlock) -> bool:

@@ -35,7 +35,13 @@ import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
-from mooncake_store.client.in_place import NOTHING_PLACED, PlacedBlocks, placed_blocks
+from mooncake_store.client.in_place import (
+    NOTHING_PLACED,
+    PlacedBlocks,
+    begun_blocks,
+    digests_in_place,
+    placed_blocks,
+)
 from mooncake_store.client.layer_writer import LayerWrite, LayerWriter, WrittenBlock
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
@@ -419,6 +425,21 @@ class Store:
             node.info.incarnation,
             [next(placed) if copy.node_id == self.node_id else None for copy in copies],
         )
+
+    def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
+        """Where somebody else of this host may fill slots of the own node, which `allocate` gave a
+        moment ago."""
+        own = self._own
+        blocks = begun_blocks(own.shape, slots, self.layout.block_bytes)
+        return PlacedBlocks(own.info.incarnation, blocks)
+
+    def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
+        """As `write`, of slots of the own node that somebody else has filled."""
+        own = self._own
+        here, layout = own.now(), self.layout
+        done = here and digests_in_place(here, slots, layout.block_bytes, layout.layers)
+        self._check_alive(own)
+        return done or [None] * len(slots)
 
     @property
     def keeps_digests(self) -> bool:

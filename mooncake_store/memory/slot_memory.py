@@ -112,6 +112,11 @@ def ready_prefix(generation: int, key: bytes) -> bytes:
     return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
 
 
+def begun_prefix(generation: int) -> bytes:
+    """How the header of this use of a slot begins while it is being filled."""
+    return _BEGUN.pack(MAGIC, STATE_WRITING, generation)
+
+
 def scan(view: ByteArray, shape: Geometry) -> list[Block]:
     """The whole headers of a segment, in order of their slots.
 

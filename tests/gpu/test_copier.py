@@ -5,6 +5,7 @@ Skipped without a GPU. It needs no tensorrt_llm:  python -m pytest tests/gpu/tes
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from typing import Any
@@ -16,20 +17,21 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU on this machine", allow_module_level=True)
 
-from backends.engine.trtllm.block_pages import BlockPages, Move  # noqa: E402
+from backends.engine.trtllm.block_pages import POOL, BlockPages, Move, place_of  # noqa: E402
 from backends.engine.trtllm.copier import (  # noqa: E402
     CudaCopier,
     make_copier,
     map_pool,
 )
 from loadtest.bench.connector import measure_copies  # noqa: E402
+from mooncake_store.memory.segment import Segment  # noqa: E402
 
 PAGES, PER_BLOCK, LAYERS, FLAT = 64, 4, 4, 2048
 PAGE_BYTES = LAYERS * 2 * FLAT * 2
 
 
-@pytest.fixture
-def memory() -> Any:
+@pytest.fixture(params=["pool", "segment", "one by one"])
+def memory(request: pytest.FixtureRequest) -> Any:
     # In /dev/shm, as the real pool: files of another kind cannot always be page-locked.
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="mooncake-test-") as file:
         file.write(bytes(PAGES * PAGE_BYTES))
@@ -37,12 +39,27 @@ def memory() -> Any:
         pool = map_pool(file.name, PAGE_BYTES * PER_BLOCK)
     kv = torch.zeros((PAGES, LAYERS, 2, FLAT), dtype=torch.bfloat16, device="cuda")
     copier = make_copier(kv, pool)
-    assert isinstance(copier, CudaCopier) and copier._is_locked
-    yield kv, pool, copier
-    copier.close()
+    assert isinstance(copier, CudaCopier) and POOL in copier._locked
+    if request.param == "pool":
+        yield kv, pool, copier, POOL
+        copier.close()
+        return
+    path = f"/dev/shm/mooncake-test-{os.getpid()}-segment"
+    with Segment.create(path, PAGES * PAGE_BYTES) as segment:
+        guest = Segment.open(path)  # as a rank maps it
+        copier.add(7, guest.view)
+        if request.param == "one by one":
+            copier._driver._batch = None
+        elif copier._driver._batch is None:
+            pytest.skip("this driver is older than CUDA 12.8: it has no batches")
+        yield kv, segment.view, copier, 7
+        assert (copier._driver._batch is None) == (request.param == "one by one"), "refused"
+        copier.remove(7)
+        guest.close()
+        copier.close()
 
 
-def a_move(seed: int) -> tuple[Move, list[tuple[int, int]]]:
+def a_move(seed: int, region: int) -> tuple[Move, list[tuple[int, int]]]:
     """Pages in no order, and (page of the engine, page in the pool) of each."""
     chance = random.Random(seed)
     block_ids = chance.sample(range(PAGES), 30)
@@ -51,17 +68,17 @@ def a_move(seed: int) -> tuple[Move, list[tuple[int, int]]]:
         (block_id, pool_pages[page // PER_BLOCK] * PER_BLOCK + page % PER_BLOCK)
         for page, block_id in enumerate(block_ids, 3)
     ]
-    places = [page * PER_BLOCK * PAGE_BYTES for page in pool_pages]
+    places = [place_of(region, page * PER_BLOCK * PAGE_BYTES) for page in pool_pages]
     return Move("a", 1, 3, block_ids, places), pairs
 
 
 def test_what_was_saved_is_what_is_loaded(memory: Any) -> None:
-    kv, pool, copier = memory
+    kv, pool, copier, region = memory
     stream = torch.cuda.current_stream()
     pages = BlockPages.of(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
     shaped = pool.reshape(PAGES, PAGE_BYTES)
     for seed in range(20):
-        move, pairs = a_move(seed)
+        move, pairs = a_move(seed, region)
         kv.view(torch.uint8).random_(0, 256)
         before = kv.view(torch.uint8).reshape(PAGES, -1).cpu().numpy()
         copier.save(pages.runs([move]), copier.record(stream))
@@ -76,10 +93,10 @@ def test_what_was_saved_is_what_is_loaded(memory: Any) -> None:
 
 def test_copies_keep_their_place_among_the_work_of_a_stream(memory: Any) -> None:
     """Long work before a load and before a save, and a reader right behind the load."""
-    kv, pool, copier = memory
+    kv, pool, copier, region = memory
     stream = torch.cuda.current_stream()
     pages = BlockPages.of(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
-    move, pairs = a_move(1)
+    move, pairs = a_move(1, region)
     pool[:] = np.random.default_rng(3).integers(0, 256, pool.nbytes, np.uint8)
     shaped = pool.reshape(PAGES, PAGE_BYTES)
     wanted = {block_id: shaped[place].copy() for block_id, place in pairs}

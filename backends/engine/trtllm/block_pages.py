@@ -38,12 +38,14 @@ def offset_of(place: int) -> int:
 
 
 class SlotUse(NamedTuple):
-    """What the headers of a slot say while its block is the one that a worker has verified there.
+    """What the headers of a slot say while its block is the one that a worker has verified there,
+    or while it is the worker's to be filled.
 
     Whoever fills a slot anew changes them before a byte of the payload. So if they are the same
     after a copy out of the slot as before, then so is all that was copied.
     """
 
+    block: int  # of the request
     place: int  # of the headers: of the block's first unit, then of its others
     length_bytes: int  # of them
     first: bytes  # how the first begins
@@ -59,7 +61,8 @@ class Move(NamedTuple):
     block_ids: list[int]  # TensorRT-LLM's pages
     places: list[int]  # of all blocks of the request
     is_aside: bool = False  # a load beside the passes: TensorRT-LLM leaves its request out of them
-    uses: tuple[SlotUse, ...] = ()  # of the slots that a load reads: to be looked at behind it
+    # Of the slots that it reads or fills: a load looks at them behind it, a save before.
+    uses: tuple[SlotUse, ...] = ()
 
 
 class Orders(NamedTuple):

@@ -67,7 +67,10 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
     keys: list[bytes]  # of the whole blocks
     places: list[int]
     loaded_tokens: int
-    uses: tuple[SlotUse, ...] = ()  # of the slots that are among the places to be loaded from
+    uses: tuple[SlotUse, ...] = ()  # of the slots that are among the places, one each
+    # Nothing behind so many tokens is saved: a slot that is complete must not be written any more.
+    # 0: as far as there are places.
+    saved_tokens_max: int = 0
 
     @property
     def token_count(self) -> int:

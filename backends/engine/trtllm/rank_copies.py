@@ -10,6 +10,10 @@ what the worker has verified there: it is leased, so it does. If it does not, th
 its lease and not heard of it, and the engine's pages hold nobody knows what: `Broken`, and the
 worker ends the engine. Nothing is called loaded before that look.
 
+A save into such a slot looks first: what is not its worker's to fill any more is left alone, and
+nothing from there on is called saved. (Between that look and the copy lies what lies between a
+worker's look and its copy; a slot that was given up rests for longer before others have it.)
+
 A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
 to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
 
@@ -64,6 +68,7 @@ class RankCopies:
         self._finished: deque[int] = deque()  # TensorRT-LLM waits for their saves; oldest first
         self._next_saves: list[Move] = []
         self._holed: set[str] = set()  # requests of which some pages were never computed
+        self._given_away: set[str] = set()  # requests whose slots are others' by now
         self._load_event: Event | None = None
         self._load_stream: Any = None
         self._is_broken = False
@@ -243,7 +248,7 @@ class RankCopies:
     def _believe(self, moves: Sequence[Move]) -> None:
         """These loads are over: was it what the worker has verified, to the end?"""
         for move in moves:
-            if not all(map(self._copier.memory.is_still, move.uses)):
+            if not all(self._copier.memory.is_still(use) for use in move.uses):
                 raise RuntimeError(
                     f"a slot of the storage node was given away while {move.request_id} was loaded "
                     "from it"
@@ -258,9 +263,21 @@ class RankCopies:
                     first_page=move.first_page + start,
                     block_ids=move.block_ids[start : start + pages_max],
                 )
+                if not self._may_save(move):
+                    break
                 self._copier.save(self._pages.runs([part]), batch.event)
                 tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
+
+    def _may_save(self, move: Move) -> bool:
+        with self._lock:
+            if move.request_id not in self._given_away:
+                if all(self._copier.memory.is_still(use) for use in move.uses):
+                    return True
+                log.warning("slots for %s were given away: it is not saved", move.request_id)
+                self._given_away.add(move.request_id)
+                self._holed.add(move.request_id)
+            return False
 
     def _end(self, moves: Sequence[Move], is_load: bool) -> None:
         """These moves touch nothing any more, whether they went well or not."""
@@ -286,4 +303,5 @@ class RankCopies:
             return False
         del self._draining[request_id], self._ended[request_id]
         self._holed.discard(request_id)
+        self._given_away.discard(request_id)
         return True

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import Move, Orders
+from backends.engine.trtllm.block_pages import Move, Orders, SlotUse
 from backends.engine.trtllm.messages import Stage
 from mooncake_store.block_keys import TOKEN_BYTES, block_keys, unpacked_tokens
 
@@ -250,6 +250,7 @@ class Entry:
     stage: Stage
     loaded_pages: int  # on the host from the start; whole pages of TensorRT-LLM
     pages_max: int  # that there is room for on the host
+    pages_per_block: int
     salt_id: int | None  # the number that TensorRT-LLM makes of its salt; None: unknown
     llm_id: int | None = None
     block_ids: list[int] = field(default_factory=list)
@@ -282,7 +283,7 @@ class Entry:
         self.is_load_due = False
         self.moves += 1
         move = self._move(self.first_page, self.first_page + self.load_pages)
-        return move._replace(is_aside=self.is_aside, uses=self.stage.uses)
+        return move._replace(is_aside=self.is_aside)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for pages that are full after this iteration, if there are new ones."""
@@ -296,8 +297,12 @@ class Entry:
 
     def _move(self, first: int, stop: int) -> Move:
         assert self.llm_id is not None, f"{self.stage.request_id} belongs to no request"
-        pages = self.block_ids[first:stop]
-        return Move(self.stage.request_id, self.llm_id, first, pages, self.stage.places)
+        stage, pages = self.stage, self.block_ids[first:stop]
+        uses: tuple[SlotUse, ...] = ()
+        if stage.uses:
+            touched = range(first // self.pages_per_block, -(-stop // self.pages_per_block))
+            uses = tuple(use for use in stage.uses if use.block in touched)
+        return Move(stage.request_id, self.llm_id, first, pages, stage.places, uses=uses)
 
 
 def stage_problem(stage: Stage, block_tokens: int) -> str:
@@ -331,7 +336,9 @@ class StageTable:
             return f"{stage.request_id} is staged already"
         loaded = stage.loaded_tokens // self._tokens_per_block
         pages_max = len(stage.places) * self._pages_per_block
-        entry = Entry(stage, loaded, pages_max, salt_id, done_pages=loaded)
+        if stage.saved_tokens_max:
+            pages_max = min(pages_max, stage.saved_tokens_max // self._tokens_per_block)
+        entry = Entry(stage, loaded, pages_max, self._pages_per_block, salt_id, done_pages=loaded)
         self._entries[stage.request_id] = entry
         self._free.setdefault(_place(stage), deque()).append(entry)
         self._lengths[stage.token_count] = self._lengths.get(stage.token_count, 0) + 1

@@ -7,7 +7,11 @@ a while (every page of it is locked), and until then, or where it cannot be had,
 the pool. The region of a node that died goes as soon as no page refers to it: its next incarnation
 may need the room.
 
-A slot must stay as it is until its last copy is over, so the leases of a request are given back
+What a prompt computes is saved straight into slots too, which are allocated before it is submitted;
+its worker takes their digests in place. Where there is no room for them yet it goes through the
+pool. What decode generates always does: a block has a key, and so a slot, when it is full.
+
+A slot must stay a request's until its last copy is over, so the leases of a request are given back
 behind that (the drivers'). Whether it did stay, the ranks look.
 
 Not here: verifying (mooncake_store/client/in_place.py), the ranks' side (engine/trtllm).
@@ -18,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +36,7 @@ from backends.workers.kv_loader import KvLoader
 from mooncake_store.client.in_place import PlacedBlock
 from mooncake_store.client.store import Store
 from mooncake_store.layout import HEADER_BYTES, PageLayout
-from mooncake_store.records.blocks import Copy
+from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger(__name__)
@@ -40,10 +44,10 @@ ATTACH_S_MAX = 3600.0  # nobody waits for it; a terabyte of small pages takes mi
 
 
 class InSlot(NamedTuple):
-    """The block of a page lies in a slot, which is leased."""
+    """The block of a page lies in a slot, which is leased, or will."""
 
     region: int
-    copy: Copy
+    copy: Copy | None  # None: it will be computed, and saved there
     block: PlacedBlock
 
 
@@ -182,6 +186,18 @@ class PlacedLoader(KvLoader):
                     self._slots[page] = InSlot(region, copy, block)
         return [block is not None for block in blocks]
 
+    def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
+        """The engine will save these pages into slots of the own node: for which of them it can."""
+        incarnation, blocks = self._store.slots_in_place(list(slots.values()))
+        region = self._regions.use(incarnation, len(blocks))
+        if region is None:
+            return set()
+        with self._places:
+            for page, block in zip(slots, blocks, strict=True):
+                assert block is not None and page not in self._slots, page
+                self._slots[page] = InSlot(region, None, block)
+        return set(slots)
+
     def is_in_slots(self, pages: Sequence[int]) -> bool:
         with self._places:
             return any(page in self._slots for page in pages)
@@ -195,19 +211,21 @@ class PlacedLoader(KvLoader):
         with self._places:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
         for page in pages[whole:]:
-            if page in slots:
-                (is_here,) = super()._read_whole([slots.pop(page).copy], [page])
+            copy = slots[page].copy if page in slots else None
+            if copy is not None:
+                (is_here,) = super()._read_whole([copy], [page])
                 self.forget([page])
+                del slots[page]
                 if not is_here:
                     raise KvMissing("the last block that was handed over is gone")
         page_bytes = self._pages.page_bytes
         found, uses = [], []
-        for page in pages:
+        for index, page in enumerate(pages):
             if page in slots:
                 region, _, block = slots[page]
                 found.append(place_of(region, block.offset_bytes))
                 head = place_of(region, block.headers_offset_bytes)
-                uses.append(SlotUse(head, block.headers_bytes, block.first, HEADER_BYTES))
+                uses.append(SlotUse(index, head, block.headers_bytes, block.first, HEADER_BYTES))
             else:
                 found.append(place_of(POOL, page * page_bytes))
         return found, tuple(uses)

@@ -31,6 +31,7 @@ from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
+from backends.workers.kv_writer import BlockPut
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.trtllm.driver import TrtllmDriver
 from mooncake_store.block_keys import chain_seed, packed_tokens
@@ -144,15 +145,25 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         unsaved = range(put.first_block, max(put.first_block, stop))
         prompt = StagedPrompt(self, job, whole_tokens, unsaved)
         if not job.is_leaving:
+            self._take_slots(put, unsaved)
             places, uses = self._places.places(put.pages, put.first_block)
             with self._worker.lock:
                 self._prompts[job] = prompt  # whatever comes of it, it is to be unstaged
             self._staged.stage(Stage(
                 job.request_id, bytes(packed_tokens(job.token_ids)), salt,
                 chain_seed(self._worker.process.fingerprint, cache_salt=salt), list(put.keys),
-                places, put.first_block * self._block_tokens, uses,
+                places, put.first_block * self._block_tokens, uses, whole_tokens,
             ))  # fmt: skip
         return prompt
+
+    def _take_slots(self, put: BlockPut, unsaved: range) -> None:
+        """Of the own node, for what will be computed: the engine saves it there."""
+        if not unsaved or self._regions is None or not self._regions.is_open:
+            return
+        self._worker.writer.allocate_now(put, unsaved, may_use_objects=not self.is_native)
+        page_of = {block: put.pages[block] for block in unsaved if block in put.slots}
+        taken = self._places.save_into({page: put.slots[b] for b, page in page_of.items()})
+        put.in_place = {block for block, page in page_of.items() if page in taken}
 
     def _order(self, job: PrefillJob) -> Order:
         request = job.request

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding, is_broken
-from backends.doctor.host_facts import HostFacts, PackageFacts, read_host
+from backends.doctor.host_facts import HostFacts, PackageFacts, read_host, shm_huge
 from backends.doctor.judgement import host_findings, skew_findings, unmet
 from backends.doctor.running_check import FirstTokenTimed, RunningFacts, running_findings
 from backends.doctor.transfer_probe import ProbedWay
@@ -20,6 +21,7 @@ WELL = HostFacts(
     triton="/somewhere/tritonserver", torch="2.13.0+cpu", devices={"prefill_0": "cpu"},
     shm_bytes=8 * GIB, shm_free_bytes=8 * GIB, shm_needed_bytes=2 * GIB, memory_free_bytes=16 * GIB,
     files_max=65536, locked_bytes_max=2**16, cores=8, threads=4, is_clock_synchronised=True,
+    shm_huge="advise",
 )  # fmt: skip
 WAYS = [ProbedWay("mapped", 2e10, 5e-6), ProbedWay("nixl", 6e9, 4e-5), ProbedWay("tcp", 2e9, 6e-5)]
 SETTINGS = RunningSettings("r", {}, {}, [], ["s0"], models={"prefill_0": EditState("d", LOADED)})
@@ -55,12 +57,33 @@ def test_a_host_that_is_well_has_nothing_to_say_but_ok() -> None:
     (replace(WELL, files_max=64), "open files", BROKEN),
     (replace(WELL, has_rdma=True), "locked memory", BROKEN),
     (replace(WELL, threads=16), "cores", NOTE),
+    (replace(WELL, numa_nodes=2), "NUMA", NOTE),
     (replace(WELL, is_clock_synchronised=False), "clock", NOTE),
     (replace(WELL, native_problem="no C compiler"), "compiled code", WARNING),
 ])  # fmt: skip
 def test_one_thing_that_is_wrong_is_one_finding(facts: HostFacts, subject: str, state: str) -> None:
     found = states(facts)
     assert list(found) == [subject] and found[subject].state == state
+
+
+def test_small_pages_matter_where_a_card_locks_them() -> None:
+    assert states(replace(WELL, shm_huge="")) == {}
+    with_gpu = replace(WELL, shm_huge="", gpus=1, torch_cuda="13.0", devices={"decode_0": "cuda"})
+    (found,) = states(with_gpu).values()
+    assert (found.subject, found.state) == ("huge pages", NOTE) and "524288 pages" in found.what
+
+
+@pytest.mark.parametrize(("options", "huge"), [
+    ("rw,relatime,size=4g", ""), ("rw,huge=advise", "advise"), ("rw,huge=never,size=4g", ""),
+    ("rw,huge=within_size", "within_size"),
+])  # fmt: skip
+def test_the_last_mount_says_which_pages_there_are(tmp_path: Path, options: str, huge: str) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "tmpfs /dev/shm tmpfs rw,huge=always 0 0\nproc /proc proc rw 0 0\n"
+        f"tmpfs /dev/shm tmpfs {options} 0 0\ntmpfs /mnt tmpfs rw,huge=always 0 0\n"
+    )
+    assert shm_huge(mounts) == huge
 
 
 def test_what_suits_a_gpu_is_no_finding() -> None:

@@ -100,6 +100,26 @@ def heard_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+def test_what_a_prompt_computes_is_saved_into_slots(pair: Pair) -> None:
+    poison(pair)
+    for tokens in (12 * BLOCK + 5, 2 * BLOCK - 1, 40):  # also a block that ends in whole pages
+        ids = prompt(5, tokens)
+        assert pair.ask(ids, max_tokens=1).wait() == expected(ids, 1)
+        assert pair.ask(ids).wait() == expected(ids, 8), "what decode read was not that"
+        pair.wait_until_idle()
+    assert (pair.prefill.driver.engine.kv_pool == 0xEE).all(), "it went through the pool"
+
+
+def test_what_finds_no_slot_goes_through_the_pool(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(pair)
+    monkeypatch.setattr(pair.prefill.writer, "allocate_now", lambda *_, **__: None)
+    ids = prompt(6, 3 * BLOCK + 5)
+    assert pair.ask(ids).wait() == expected(ids, 8)
+    assert not (pair.prefill.driver.engine.kv_pool == 0xEE).all()
+
+
 @pytest.mark.parametrize("cancel", ["prefill", "decode"])
 def test_leases_of_a_request_that_is_stopped_end_behind_its_copies(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, cancel: str

@@ -53,6 +53,7 @@ def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
     slow = driver._staged = driver.engine = SlowToHear()
     driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 8
     driver._prompts, driver._staging, driver._placed = {}, threading.Lock(), InPool()
+    driver._regions = None
     driver._worker = SimpleNamespace(
         process=SimpleNamespace(fingerprint="print"), lock=threading.Condition(),
         join_batch=lambda job: True,

@@ -49,7 +49,9 @@ class Connected:
         self.heard = heard or Heard()
         self._folder, self._regions = folder, 0
         self.nodes: list[Slots] = []  # incarnations of the storage node; the last one lives
-        self._in_slots: dict[str, dict[int, tuple[Slots, int]]] = {}  # request -> block -> slot
+        # request -> block -> slot: to be read, and to be filled
+        self._in_slots: dict[str, dict[int, tuple[Slots, int]]] = {}
+        self.filling: dict[str, dict[int, tuple[Slots, int]]] = {}
         address = f"ipc://{folder}/kv"
         site = m.Site(address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min)
         os.environ.update(site.to_environment())
@@ -95,7 +97,8 @@ class Connected:
     ) -> list[int]:  # fmt: skip
         """Stages `prompt` with the blocks that `keep` has for its first tokens; its pool pages.
 
-        `in_slots`: whole ones lie in slots of the storage node instead, as far as there are any.
+        `in_slots`: whole ones lie in slots of the storage node instead, and others will be saved
+        into some, as far as there are any.
         """
         count = blocks_touched(len(prompt) + more_tokens, self.block_tokens)
         pages = [self.free_pages.pop() for _ in range(count)]
@@ -109,8 +112,8 @@ class Connected:
             if keep is not None and index * self.block_tokens < loaded_tokens:
                 key = stage.keys[index] if index < len(stage.keys) else b"tail"
                 self.page(page)[:] = np.frombuffer(keep[key], np.uint8)
-        if in_slots and keep is not None:
-            stage = self._put_in_slots(stage, keep)
+        if in_slots:
+            stage = self._put_in_slots(stage, keep or {})
         self.host.stage(stage, WAIT_S).result(WAIT_S)
         return pages
 
@@ -118,10 +121,13 @@ class Connected:
         places, uses = list(stage.places), []
         of_request = self._in_slots.setdefault(stage.request_id, {})
         node = self.nodes[-1]
-        for index in range(stage.loaded_tokens // self.block_tokens):
+        filling = self.filling.setdefault(stage.request_id, {})
+        for index in range(len(places)):
             if node.free:
-                slot, places[index], use = node.fill(keep[stage.keys[index]])
-                of_request[index] = node, slot
+                is_loaded = index < stage.loaded_tokens // self.block_tokens
+                block = keep[stage.keys[index]] if is_loaded else b""
+                slot, places[index], use = node.fill(index, block)
+                (of_request if is_loaded else filling)[index] = node, slot
                 uses.append(use)
         return msgspec.structs.replace(stage, places=places, uses=tuple(uses))
 
@@ -137,6 +143,9 @@ class Connected:
     def unstage(self, request_id: str, pages: list[int]) -> None:
         self.host.unstage(request_id, WAIT_S).result(WAIT_S)
         self.end_leases(request_id)
+        for node, slot in self.filling.pop(request_id, {}).values():
+            node.give_back(slot)
+        self._let_go()
         self.free_pages += pages
 
     def keep(
@@ -147,6 +156,13 @@ class Connected:
         keys = m.Stage.of("", prompt, self.block_tokens, seed, salt, [], 0).keys
         for index, page in enumerate(pages):
             into[keys[index] if index < len(keys) else b"tail"] = self.page(page).tobytes()
+
+    def block(self, request_id: str, pages: Sequence[int], block: int) -> Any:
+        """What was saved of it; None when it went with its storage node."""
+        if block not in (filling := self.filling.get(request_id, {})):
+            return self.page(pages[block])
+        node, slot = filling[block]
+        return node.payload(slot) if node.is_alive else None
 
     def page(self, page: int) -> Any:
         return self.pool[page * self.block_bytes : (page + 1) * self.block_bytes]

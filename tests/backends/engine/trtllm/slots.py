@@ -34,15 +34,17 @@ class Slots:
         self._generation = 0
         host.attach(region, str(path), self._segment.size_bytes, WAIT_S).result(WAIT_S)
 
-    def fill(self, block: bytes) -> tuple[int, int, SlotUse]:
-        """Of a free slot: its number, its block's place, and what its headers say now."""
+    def fill(self, index: int, block: bytes = b"") -> tuple[int, int, SlotUse]:
+        """A free slot, with that block of a request, or to be filled with it: its number, the
+        block's place, and what its headers say now."""
         slot = self.free.pop()
         self.used.add(slot)
         first = self._head(slot)
-        self._payload(slot)[:] = np.frombuffer(block, np.uint8)
+        if block:
+            self.payload(slot)[:] = np.frombuffer(block, np.uint8)
         use = SlotUse(
-            place_of(self.region, slot * HEADERS * HEADER_BYTES), HEADERS * HEADER_BYTES, first,
-            HEADER_BYTES,
+            index, place_of(self.region, slot * HEADERS * HEADER_BYTES), HEADERS * HEADER_BYTES,
+            first, HEADER_BYTES,
         )  # fmt: skip
         return slot, place_of(self.region, self._payload_at + slot * self._block_bytes), use
 
@@ -55,7 +57,7 @@ class Slots:
     def overwrite(self, slot: int) -> None:
         """By whoever has it next."""
         self._head(slot)
-        self._payload(slot)[:] = 0xDD
+        self.payload(slot)[:] = 0xDD
 
     def die(self) -> None:
         """Its node, and its file; the memory stays with who has it mapped."""
@@ -72,6 +74,6 @@ class Slots:
         self._segment.view[start : start + len(first)] = np.frombuffer(first, np.uint8)
         return first
 
-    def _payload(self, slot: int) -> np.ndarray:
+    def payload(self, slot: int) -> np.ndarray:
         start = self._payload_at + slot * self._block_bytes
         return self._segment.view[start : start + self._block_bytes]

@@ -371,7 +371,7 @@ def test_a_slot_that_was_begun_anew_is_not_what_was_verified(make: Make) -> None
     segment = np.zeros(4096, np.uint8)
     segment[128:160] = 5
     copier.add(3, segment)
-    use = SlotUse(place_of(3, 128), 3 * 64, bytes([5] * 32), 64)
+    use = SlotUse(0, place_of(3, 128), 3 * 64, bytes([5] * 32), 64)
     assert copier.memory.is_still(use)
     for at in (128, 159, 192, 319):
         segment[at] ^= 1

@@ -1,14 +1,20 @@
-"""Ranks copy straight out of slots of the storage node: which are leased, may die, may be lost."""
+"""Ranks copy straight from and to slots of the storage node: leased, with a node that may die, and
+a lease that may be lost."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from backends.engine.trtllm import messages as m
 from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.copier import HostCopier
+from backends.engine.trtllm.scheduler import StageScheduler
+from mooncake_store.block_keys import chain_seed
 from mooncake_store.memory.segment import Segment
 from tests.backends.engine.trtllm.connected import Connected
 from tests.backends.engine.trtllm.listening import WAIT_S
@@ -127,3 +133,36 @@ def test_a_segment_that_cannot_be_mapped_is_told_and_nothing_else_stops(
     with pytest.raises(ChannelError, match="cannot open segment"):
         engine.host.attach(4, dead.path, 4096, WAIT_S).result(WAIT_S)
     assert engine.output(engine.generate(1, LONG, 3)) == expected(engine, LONG, 3)
+
+
+def test_a_slot_that_is_not_its_worker_s_any_more_is_left_alone(make: Make) -> None:
+    """Its lease ran out while the prompt was computed, and somebody else has it."""
+    engine = make(enable_chunked_prefill=True, max_num_tokens=64)
+    engine.start_node()
+    pages = engine.stage("long", LONG, in_slots=True)
+    node, slot = engine.filling["long"][6]
+    node.overwrite(slot)
+    assert engine.output(engine.generate(1, LONG, 2)) == expected(engine, LONG, 2)
+    engine.host.unstage("long", WAIT_S).result(WAIT_S)
+    assert (node.payload(slot) == 0xDD).all()
+    saved = [said[2] for said in engine.heard.all if said[:2] == ("saved", "long")]
+    assert saved == [64], "of what stands behind it nothing is known"
+    engine.unstage("long", pages)
+
+
+def test_nothing_is_saved_behind_what_its_worker_will_complete() -> None:
+    """One token more may fill a page of a block that is complete by then."""
+    prompt = prompt_of(95)
+    stage = m.Stage.of("a", prompt, 32, chain_seed("print"), "", [0, 4096, 8192], 0)
+    scheduler = StageScheduler(32, 16, lambda message: None)
+    assert not scheduler.add_checked(msgspec.structs.replace(stage, saved_tokens_max=80))
+    request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt, cache_salt=None)
+    assert scheduler.match(request, 0) == 0
+    scheduler.allocated(request, list(range(7)))
+    step = SimpleNamespace(
+        request_id=1, new_block_ids=list(range(7)), computed_position=0, num_scheduled_tokens=95
+    )
+    (move,) = scheduler.orders([step], []).saves
+    assert move.block_ids == list(range(5))
+    step.new_block_ids, step.computed_position, step.num_scheduled_tokens = [], 95, 1
+    assert scheduler.orders([], [step]).saves == []
