@@ -100,3 +100,23 @@ def test_nothing_is_named_in_the_memory_of_a_dead_node(world: World) -> None:
     with pytest.raises(NodeUnknown):
         world.directory.deregister_node("s0", world.nodes["s0"].info.incarnation)
         world.store("s0")
+
+
+def test_slots_that_others_fill_get_the_digests_of_what_lies_there(world: World) -> None:
+    store, _ = world.store("s0")
+    view = world.nodes["s0"].segment.view  # type: ignore[union-attr]
+    keys = keys_of(2, 3)
+    slots = [slot for slot in store.allocate(keys, "writer", 60.0).slots if slot is not None]
+    incarnation, blocks = store.slots_in_place(slots)
+    assert incarnation == world.nodes["s0"].info.incarnation
+    for key, block in zip(keys, blocks, strict=True):
+        assert block is not None and is_still(view, block)
+        view[block.offset_bytes : block.offset_bytes + BLOCK] = content(key)
+    digests = store.digest(slots)
+    assert None not in digests
+    rows = [(key, slot, each or ()) for key, slot, each in zip(keys, slots, digests, strict=True)]
+    assert store.commit(rows, "writer", 60.0) == [True, True]
+    assert store.digest(slots) == [None, None], "they are complete"
+    assert not any(is_still(view, block) for block in blocks if block is not None)
+    copies = choose(store.lookup(keys, "reader", 60.0), "s0")
+    assert all(store.verify_in_place(copies, DEADLINE_S).blocks)
