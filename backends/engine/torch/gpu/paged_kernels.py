@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 TOLERANCE = 3e-2  # of averages of numbers like 1, in bfloat16
 TRIED_PAGES, TRIED_LAYERS = 4, 2
+PROBLEM_MAX = 160  # characters of what torch says, which may be a page
 
 
 Known = Iterable[tuple[str, Callable[[], PagedKernels]]]
@@ -67,7 +68,7 @@ def tried(makers: Known, memory: KvMemory, heads: int) -> Iterator[tuple[PagedKe
             kernels = make()
             problem = wrong(kernels, memory, heads)
         except Exception as error:  # edge: whatever a driver or a library says, the others remain
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:PROBLEM_MAX]
         yield (kernels, "") if problem is None else (None, f"{name}: {problem}")
 
 
