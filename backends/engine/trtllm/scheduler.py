@@ -282,8 +282,7 @@ class Entry:
         """The order for what was promised."""
         self.is_load_due = False
         self.moves += 1
-        move = self._move(self.first_page, self.first_page + self.load_pages)
-        return move._replace(is_aside=self.is_aside)
+        return self._move(self.first_page, self.first_page + self.load_pages, self.is_aside)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for pages that are full after this iteration, if there are new ones."""
@@ -295,14 +294,14 @@ class Entry:
         self.moves += 1
         return move
 
-    def _move(self, first: int, stop: int) -> Move:
+    def _move(self, first: int, stop: int, is_aside: bool = False) -> Move:
         assert self.llm_id is not None, f"{self.stage.request_id} belongs to no request"
         stage, pages = self.stage, self.block_ids[first:stop]
         uses: tuple[SlotUse, ...] = ()
         if stage.uses:
-            touched = range(first // self.pages_per_block, -(-stop // self.pages_per_block))
-            uses = tuple(use for use in stage.uses if use.block in touched)
-        return Move(stage.request_id, self.llm_id, first, pages, stage.places, uses=uses)
+            low, high = first // self.pages_per_block, -(-stop // self.pages_per_block)
+            uses = tuple([use for use in stage.uses if low <= use.block < high])
+        return Move(stage.request_id, self.llm_id, first, pages, stage.places, is_aside, uses)
 
 
 def stage_problem(stage: Stage, block_tokens: int) -> str:
