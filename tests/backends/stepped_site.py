@@ -35,7 +35,7 @@ from backends.workers.protocol import (
     PrefillRequest,
     Stop,
 )
-from backends.workers.step_driver import StepDecode, StepPrefill
+from backends.workers.step_driver import WHOLE_BYTES_MAX, StepDecode, StepPrefill
 from backends.workers.step_times import StepTimes, StepWatch
 from backends.workers.worker_process import LeaseKeeper
 from mooncake_store.layout import LayerRange
@@ -171,6 +171,8 @@ class SteppedEngine:
 
     def import_pages(self, pages: Sequence[int]) -> None: ...
 
+    def export_pages(self, pages: Sequence[int]) -> None: ...
+
     def import_layer(self, windows: Sequence[int], layer: int) -> None: ...
 
     def begin_pass(
@@ -281,7 +283,7 @@ class Site:
         common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
         self.prefill = PrefillWorker("prefill_0", PrefillConfig(
             chunk_tokens=8, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
-            StepPrefill(self._engine()))  # fmt: skip
+            StepPrefill(self._engine(), WHOLE_BYTES_MAX if seed % 2 else 0))  # fmt: skip
         self.decode = DecodeWorker("decode_0", DecodeConfig(
             slots=4, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
             StepDecode(self._engine()))  # fmt: skip

@@ -21,7 +21,7 @@ from backends.frontend.token_streams import TokenStreams
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import open_outbox
-from backends.workers.step_driver import StepDecode, StepPrefill
+from backends.workers.step_driver import WHOLE_BYTES_MAX, StepDecode, StepPrefill
 from conductor.config import ConductorConfig
 from mooncake_store.directory import __main__ as directory_main
 from mooncake_store.directory.core.config import DirectoryConfig
@@ -223,9 +223,10 @@ class Deployment:
 
     def _prefill(self, process: Process) -> None:
         config = PrefillConfig(chunk_tokens=8, **self._common(process))
+        whole = WHOLE_BYTES_MAX if process.host == "b" else 0
         self._worker(
             process, "prefill",
-            lambda name: PrefillWorker(name, config, "", StepPrefill(self._engine())),
+            lambda name: PrefillWorker(name, config, "", StepPrefill(self._engine(), whole)),
         )  # fmt: skip
 
     def _decode(self, process: Process) -> None:
