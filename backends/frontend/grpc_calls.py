@@ -19,6 +19,7 @@ from typing import TypeVar
 import grpc
 import msgspec
 import numpy as np
+from grpc.experimental import ChannelOptions
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends import launch_secret, worker_tls
@@ -49,6 +50,8 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    # Who waits for an answer reads it himself; else a connection without calls begins a thread.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 OTHER_HOST_OPTIONS = [
     # A host that is cut off says nothing: without these a call to it would wait for minutes. They
@@ -78,8 +81,7 @@ class Connections:
     def __init__(self, address: str) -> None:
         self.credentials = credentials_now()
         self._channels = [_channel(address) for _ in range(CONNECTIONS)]
-        stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
-        self.stubs = itertools.cycle(stubs)
+        self.calls = itertools.cycle([_stream_of_one(each) for each in self._channels])
         self.in_use = 0
 
     def close(self) -> None:
@@ -111,8 +113,8 @@ class GrpcCalls:
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
-        with self._connected(address) as stub:
-            call = stub.ModelStreamInfer(iter([request]))
+        with self._connected(address) as begin:
+            call = begin(request)
             with self._lock:
                 self._running[request_id] = call
             try:
@@ -132,7 +134,7 @@ class GrpcCalls:
                         del self._running[request_id]
 
     @contextlib.contextmanager
-    def _connected(self, address: str) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    def _connected(self, address: str) -> Iterator[grpc.UnaryStreamMultiCallable]:
         with self._lock:
             connections = self._connections.get(address)
             if connections is not None and connections.credentials is not credentials_now():
@@ -141,9 +143,9 @@ class GrpcCalls:
             if connections is None:
                 connections = self._connections[address] = Connections(address)
             connections.in_use += 1
-            stub = next(connections.stubs)
+            begin = next(connections.calls)
         try:
-            yield stub
+            yield begin
         finally:
             with self._lock:
                 connections.in_use -= 1
@@ -201,6 +203,16 @@ class GrpcCalls:
 def _channel(address: str) -> grpc.Channel:
     near = address.startswith(LOOPBACK)
     return worker_channel(address, OPTIONS if near else OPTIONS + OTHER_HOST_OPTIONS)
+
+
+def _stream_of_one(channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable:
+    """ModelStreamInfer with a single request: on the wire the same as its stub makes of one. That
+    one begins a thread for each call, to write what may follow: 0.5 ms until the call is out."""
+    return channel.unary_stream(
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+    )
 
 
 def _broken(address: str, model: str, error: grpc.RpcError) -> ServingError:

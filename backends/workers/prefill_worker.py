@@ -111,6 +111,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 raise self._queue_full("prompts")
             job.queue_ahead = self.batching.ahead(request.request_id)
             self.jobs[request.request_id] = job
+            self._admit_waiting()  # not at the next turn: its prefix is loaded beside this step
             self.lock.notify_all()
 
     def report(self) -> WorkerReport:
@@ -135,6 +136,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         for job in broken:
             if not self.has_left(job) and not job.is_leaving:
                 self._begin_again(job)
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """At any time; with the lock held."""
         while self.driver.has_room():
             admitted = self.batching.admit(at_most=1)
             if not admitted:
