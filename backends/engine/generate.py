@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from backends.engine.batching.batching import DecodeBatching, Progress, next_chunks
 from backends.engine.interface import Engine, Work
-from backends.engine.sampling import Guide, draw
+from backends.engine.sampling import Guide, draw, largest_rows
 from backends.engine.sampling_params import SamplingParams
 
 Prompt = Sequence[int]
@@ -97,18 +97,21 @@ def _step(
             taking_part.append(sequence)
             batch.append(sequence.work(chunk.tokens if chunk else 1))
     logits = engine.forward(batch)
-    for sequence, work, row in zip(taking_part, batch, logits, strict=True):
+    asked = [(each.params, len(each.output_ids), each.guide) for each in taking_part]
+    largest = largest_rows(logits, asked)
+    for row, (sequence, work) in enumerate(zip(taking_part, batch, strict=True)):
         sequence.computed(len(work.token_ids))
         if sequence.computed_tokens == sequence.tokens:
-            yield int(sequence.request_id), _append_sample(sequence, row)
+            token_id = _drawn(sequence, logits[row]) if largest is None else largest[row]
+            sequence.append(token_id)
+            yield int(sequence.request_id), token_id
 
 
-def _append_sample(sequence: TokenSequence, logits: NDArray[np.float32]) -> int:
+def _drawn(sequence: TokenSequence, logits: NDArray[np.float32]) -> int:
     position = len(sequence.output_ids)
     drawn = draw(
         logits, sequence.params, position, sequence.prompt_ids, sequence.output_ids, sequence.guide
     )
-    sequence.append(drawn.token_id)
     return drawn.token_id
 
 

@@ -59,6 +59,29 @@ class Drawn(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+def largest_rows(
+    logits: Floats, asked: Sequence[tuple[SamplingParams, int, Guide | None]]
+) -> list[int] | None:
+    """What `draw` draws of each row of logits [rows, vocabulary], in one pass over all of them.
+
+    `asked`: (params, position, guide) of each row. None where one of them wants more than its
+    largest logit.
+    """
+    if not all(_is_largest(*each) for each in asked):
+        return None
+    found: list[int] = logits.argmax(axis=1).tolist()
+    return found
+
+
+def _is_largest(params: SamplingParams, position: int, guide: Guide | None) -> bool:
+    if guide is not None or not params.is_greedy or params.wants_logprobs:
+        return False
+    has_penalty = params.presence_penalty or params.frequency_penalty
+    if has_penalty or params.repetition_penalty != 1.0:
+        return False
+    return position >= params.min_tokens or not params.end_ids
+
+
 def draw(
     logits: Floats,
     params: SamplingParams,

@@ -408,6 +408,7 @@ class LiveRequest:
             trace_id=self.trace.trace_id,
             first_logprobs=prefilled.logprobs,
             priority=request.priority,
+            messages_per_s_max=self._services.streams.messages_per_s_max if request.is_paced else 0,
         )
         token_ids = np.append(assignment.token_ids, np.int32(token_id))
         worker = assignment.decided.route.decode

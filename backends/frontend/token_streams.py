@@ -9,7 +9,8 @@ it ended, and how many tokens came by message.
 
 Messages to clients cost as well, on both sides of the network. A frontend sends at most
 `messages_per_s_max`: when its streams bring more tokens than that, tokens of a stream that come
-close together share a message. A stream whose client chose a `stream_interval` is left alone.
+close together share a message. A stream whose client chose a `stream_interval` is left alone. A
+decode worker knows the same number and keeps back what would wait here (decode_worker.py).
 
 Not here: what a request does with its tokens (lifecycle/machine.py, live_request.py).
 """
@@ -30,10 +31,9 @@ from backends.workers.protocol import (
     Tokens,
     TokenUpdate,
     WorkerMessage,
+    gap_s,
     open_inbox,
 )
-
-GAP_S_MAX = 0.1  # between the messages of a stream, however many streams there are
 
 # A message takes some 0.4 ms of CPU time through the frontend, Triton and a client on the same
 # host, so this is a tenth of each core; one frontend cannot send many more than the second number.
@@ -60,7 +60,7 @@ class TokenStream:
 
 class TokenStreams:
     def __init__(self, address: str, messages_per_s_max: float) -> None:
-        self._messages_per_s_max = messages_per_s_max
+        self.messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
         self._decoding: set[str] = set()  # those of them that a decode worker has
         self._inbox = open_inbox(address, self._on_messages)
@@ -106,12 +106,14 @@ class TokenStreams:
             elif isinstance(message, Heartbeat):
                 for request_id in message.request_ids:
                     self._heard(request_id, now_s)
-        gap_s = min(len(self._decoding) / self._messages_per_s_max, GAP_S_MAX)
+        its_gap_s = gap_s(len(self._decoding), self.messages_per_s_max)
         for (request_id, incarnation), found in updates.items():
             # Tokens of a request that is over, or goes on elsewhere, are nobody's.
             if (stream := self._heard(request_id, now_s)) is not None:
                 news = [(update.tokens_before, emission_of(update)) for update in found]
-                stream.receiver.post(TokensArrived(stream.attempt, incarnation, news, now_s, gap_s))
+                stream.receiver.post(
+                    TokensArrived(stream.attempt, incarnation, news, now_s, its_gap_s)
+                )
         return self._send_due(now_s)
 
     def _heard(self, request_id: str, now_s: float) -> TokenStream | None:

@@ -9,7 +9,7 @@ The hand-over starts early: prefill announces layers while it computes, and they
 reserved pages (arrivals.py). When the request itself comes, the rest is read and it joins the
 running batch. Threads: the engine's thread takes the turns (worker.py), one loader reads KV in, the
 writer puts generated blocks, the repliers end requests. Tokens come in the one thread that the
-driver says them in, and leave as one message per frontend and step.
+driver says them in, and leave as one message per frontend and step, or per several short steps.
 
 Not here: Triton (decode/model.py), the text of tokens (text_stream.py), steps and engines
 (step_driver.py, trtllm/decode.py).
@@ -41,7 +41,14 @@ from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.protocol import DecodeRequest, LayersReady, Tokens, TokenUpdate, WorkerMessage
+from backends.workers.protocol import (
+    DecodeRequest,
+    LayersReady,
+    Tokens,
+    TokenUpdate,
+    WorkerMessage,
+    gap_s,
+)
 from backends.workers.worker import JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
@@ -80,6 +87,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         # These, and the updates by frontend, wait for `send_news`.
         self._ended: list[DecodeJob] = []
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
+        self._pace = MessagePace()
         self._repliers = Repliers()
         driver.begin(self)
         self._serve()
@@ -233,6 +241,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def _preempt(self, job: DecodeJob) -> None:
         """Between two steps, with the lock held."""
         pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
+        if job.has_update:  # it would wait for as long as the job does
+            update = Tokens(self.process.incarnation, [job.take_update()])
+            self.process.outbox.send(job.request.reply_inbox, update)
         log.info("%s is preempted", job.request_id)
         self.process.observations.observe("mooncake_decode_preemptions_total")
         self.process.owners.hold(job.request_id, time.monotonic())
@@ -267,6 +278,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
         """These tokens came, a job's one after the other; behind them `send_news` is due."""
         computed: list[str] = []
+        is_due: dict[str, bool] = {}  # by inbox
         with self.lock:
             for job, token_ids in tokens_of:
                 try:
@@ -275,16 +287,27 @@ class DecodeWorker(JobWorker[DecodeJob]):
                             break
                         job.decoded(token_id)
                         computed.append(job.request_id)
+                    if job.has_update and not job.finish_reason and self._may_tell(job, is_due):
+                        self._updates[job.request.reply_inbox].append(job.take_update())
                 except Exception as error:  # edge: it must not fail its neighbours in the batch
                     self.fail(job, error)
                 if job.filled:
                     self.put_saved(job)
                 if job.finish_reason:
                     self._ended.append(job)
-                elif job.has_update:
-                    self._updates[job.request.reply_inbox].append(job.take_update())
             self.batching.computed(computed)
             self.tokens_generated += len(computed)
+
+    def _may_tell(self, job: DecodeJob, is_due: dict[str, bool]) -> bool:
+        inbox = job.request.reply_inbox
+        if not job.waits_for_more:
+            return True
+        if inbox not in is_due:
+            streams = sum(other.request.reply_inbox == inbox for other in self.jobs.values())
+            its_gap_s = gap_s(streams, job.request.messages_per_s_max)
+            step_s = self.process.steps.recent_s
+            is_due[inbox] = self._pace.is_due(inbox, its_gap_s, step_s, time.monotonic())
+        return is_due[inbox]
 
     def put_saved(self, job: DecodeJob) -> None:
         """Blocks that it has filled go to the store once they are in a page. With the lock held:
@@ -354,6 +377,29 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self._arrivals.discard(job.request_id)
             job.finish_reason = "cancelled"
             self.end(job, error=job.error)
+
+
+class MessagePace:
+    """When the tokens of a frontend's streams leave. The frontend lets tokens wait that come close
+    together (token_streams.py): rather here, where those of several steps then cost one message.
+    A step later than that gap at most, so not where steps are long. Not thread-safe.
+    """
+
+    INBOXES_MAX = 256  # frontends come and go
+    STEPS_MIN = 4  # in a gap, so that it gets a quarter longer at most
+
+    def __init__(self) -> None:
+        self._told_s: dict[str, float] = {}  # inbox -> when it had its latest message
+
+    def is_due(self, inbox: str, its_gap_s: float, step_s: float, now_s: float) -> bool:
+        """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows."""
+        is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
+        if is_short and now_s < self._told_s.get(inbox, float("-inf")) + its_gap_s:
+            return False
+        if len(self._told_s) >= self.INBOXES_MAX:
+            self._told_s.clear()
+        self._told_s[inbox] = now_s
+        return True
 
 
 class Repliers:

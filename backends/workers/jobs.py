@@ -233,6 +233,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         )  # fmt: skip
         # The frontend has emitted what this yields, by the same pure function.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
+        self._unread_ids: list[int] = []  # decoded, and not pushed into the text yet
         self._pending: list[Emission] = []
         self._pending_tokens = 0
         self._tokens_before = 0  # of the next message
@@ -295,15 +296,24 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
         sampling = self.request.sampling
-        emission = self._text.push([token_id], logprobs=self._take_drawn())
-        if emission.is_stopped:
+        self._unread_ids.append(token_id)
+        if sampling.stop_words:  # only these are found in text; else it is made for a message
+            self._read_text()
+        if self._text.is_stopped:
             self.finish_reason = "stop_word"
         elif token_id in sampling.end_ids:
             self.finish_reason = "end_id"
         elif len(self.output_ids) >= sampling.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason:
-            emission = merge([emission, self._text.finish()])
+            self._read_text()
+            self._pending.append(self._text.finish())
+
+    def _read_text(self) -> None:
+        if not self._unread_ids:
+            return
+        token_ids, self._unread_ids = self._unread_ids, []
+        emission = self._text.push(token_ids, logprobs=self._take_drawn())
         self._pending.append(emission)
         self._pending_tokens += len(emission.token_ids)
 
@@ -316,7 +326,13 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
     @property
     def has_update(self) -> bool:
         """Enough tokens for a message have come together (stream_interval 0: only the end)."""
-        return 0 < self.request.stream_interval <= self._pending_tokens
+        tokens = self._pending_tokens + len(self._unread_ids)
+        return 0 < self.request.stream_interval <= tokens
+
+    @property
+    def waits_for_more(self) -> bool:
+        """Its frontend would not send the next message at once; the first one it does."""
+        return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:
         """The tokens since the last message."""
@@ -345,6 +361,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.client.decoded(list(pending.token_ids), reply)
 
     def _take_pending(self) -> tuple[int, Emission]:
+        self._read_text()
         pending = merge(self._pending) if self._pending else Emission((), "")
         before = self._tokens_before
         self._tokens_before += len(pending.token_ids)

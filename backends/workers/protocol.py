@@ -45,6 +45,7 @@ LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # which of its addresses it binds, when tha
 PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of all hosts of the deployment, comma separated ...
 ANY_PEER = "*"  # ... or this: hosts that no file names may join
 HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
+GAP_S_MAX = 0.1  # between the messages of a stream, however many streams there are
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +118,9 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     first_logprobs: list[TokenLogprobs] = []
     trace_id: str = ""  # for the worker's log
     priority: int = 0  # a higher one waits less, and preempts lower ones where pages are short
+    # That the frontend sends to all of its clients, so that tokens that would wait there wait here,
+    # and cost one message instead of several; 0: none waits.
+    messages_per_s_max: float = 0.0
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
@@ -329,6 +333,11 @@ WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 _decode_message = msgspec.msgpack.Decoder(WorkerMessage)
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def gap_s(streams: int, messages_per_s_max: float) -> float:
+    """Between two messages of a stream, when a frontend has so many."""
+    return min(streams / messages_per_s_max, GAP_S_MAX)
 
 
 def encode(message: msgspec.Struct) -> bytes:

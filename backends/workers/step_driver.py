@@ -22,7 +22,7 @@ from backends.config_pbtxt import WorkerConfig, checkpoint_folder
 from backends.engine import calibration
 from backends.engine.batching.batching import Chunk
 from backends.engine.interface import Engine, LayerEngine, Work
-from backends.engine.sampling import draw
+from backends.engine.sampling import draw, largest_rows
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # (new tokens, tokens before them) and (requests, tokens of each): what is measured at the start.
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
-# What a step brings into the store is told and copied layer by layer, while the next layer computes,
-# only if there is more of it than this. Copying so much takes 0.2 ms; threads that wake up for each
-# layer took 1.2 ms from a step of 6 ms, and as much again from the way of its token.
+# What a step brings is copied into the store layer by layer, while the next layer computes, only if
+# there is more of it than this. Copying so much takes 0.2 ms; threads that wake up for each layer
+# took 1.2 ms from a step of 6 ms, and as much again from the way of its token.
 WHOLE_BYTES_MAX = 512 * 1024
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
 
@@ -256,7 +256,19 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         worker, started_s = self._worker, time.monotonic()
         works = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
         logits = self.engine.forward(works)
-        tokens_of = []
+        worker.decoded(self._drawn(jobs, logits))
+        estimated_s = worker.estimate.step_s(len(works), sum(work.end for work in works))
+        worker.process.steps.took(time.monotonic() - started_s, estimated_s)
+        worker.send_news()
+
+    def _drawn(
+        self, jobs: Sequence[DecodeJob], logits: np.ndarray
+    ) -> list[tuple[DecodeJob, Sequence[int]]]:
+        """The next token of each job that has not failed. logits [jobs, vocabulary]."""
+        asked = [(job.request.sampling, len(job.output_ids), job.guide) for job in jobs]
+        if (largest := largest_rows(logits, asked)) is not None:
+            return [(job, (token_id,)) for job, token_id in zip(jobs, largest, strict=True)]
+        tokens_of: list[tuple[DecodeJob, Sequence[int]]] = []
         for row, job in enumerate(jobs):
             try:
                 drawn = draw(
@@ -267,11 +279,8 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
                     job.drawn_logprobs.append(drawn.logprobs)
                 tokens_of.append((job, (drawn.token_id,)))
             except Exception as error:  # edge: it must not fail its neighbours in the batch
-                worker.fail(job, error)
-        worker.decoded(tokens_of)
-        estimated_s = worker.estimate.step_s(len(works), sum(work.end for work in works))
-        worker.process.steps.took(time.monotonic() - started_s, estimated_s)
-        worker.send_news()
+                self._worker.fail(job, error)
+        return tokens_of
 
     def free(
         self, job: DecodeJob, pages: list[int], then: Callable[[], None] = lambda: None

@@ -28,6 +28,8 @@ def test_a_request_whose_sampling_fails_is_alone_with_it(
         return draw(logits, params, position, *rest)
 
     monkeypatch.setattr(step_driver, "draw", failing)
+    # As in a batch of which one request wants more than its largest logit.
+    monkeypatch.setattr(step_driver, "largest_rows", lambda *_: None)
     seeds = (0, BAD_SEED, 0)
     clients = [site.ask(prompt, 6, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
     site.settle()

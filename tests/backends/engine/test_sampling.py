@@ -19,7 +19,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from backends.engine.sampling import Floats, adjusted_logits, distribution, sample, uniform
+from backends.engine.sampling import (
+    Floats,
+    adjusted_logits,
+    distribution,
+    draw,
+    largest_rows,
+    sample,
+    uniform,
+)
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 
 VOCABULARY = 500
@@ -224,3 +232,25 @@ def test_a_prompt_that_fills_the_context_says_how_long_it_may_be() -> None:
 
 def test_a_good_request_has_no_problems() -> None:
     assert params(top_k=5000, stop_words=("\n\n",), end_ids=(0, 499)).problems(LIMITS) == []
+
+
+def test_the_largest_logits_of_all_rows_are_what_greedy_requests_draw() -> None:
+    logits = np.stack([np.round(random_logits(seed)) for seed in range(40)])  # many are equal
+    asked = [(params(temperature=0.0, end_ids=(3,)), position, None) for position in range(40)]
+    drawn = [draw(row, given, at, [], []).token_id
+             for row, (given, at, _) in zip(logits, asked, strict=True)]  # fmt: skip
+    assert largest_rows(logits, asked) == drawn
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 1.0}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5},
+     {"frequency_penalty": 0.5}, {"top_logprobs": 0}, {"min_tokens": 5, "end_ids": (3,)}],
+)  # fmt: skip
+def test_one_row_that_wants_more_than_its_largest_logit_is_drawn_by_itself(
+    values: dict[str, Any],
+) -> None:
+    logits = np.stack([random_logits(seed) for seed in range(2)])
+    greedy = params(temperature=0.0)
+    asked = [(greedy, 4, None), (replace(greedy, **values), 4, None)]
+    assert largest_rows(logits, asked) is None

@@ -156,6 +156,7 @@ class Streams:
     address: str = "ipc://frontend"
     listening: list[str] = field(default_factory=list)
     silent_since_s: float | None = None
+    messages_per_s_max: float = 500.0
 
     def listen(self, request_id: str, receiver: object, attempt: int) -> None:
         self.listening.append(request_id)

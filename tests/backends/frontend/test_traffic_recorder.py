@@ -85,8 +85,8 @@ class PromptWorkers:
 
 def frontend_with(recorder: TrafficRecorder | None, cluster: Cluster | None = None) -> Frontend:
     streams = SimpleNamespace(
-        address="ipc://frontend", listen=lambda *_: None, called=lambda _: None,
-        forget=lambda _: None, heard_s=lambda _: None,
+        address="ipc://frontend", messages_per_s_max=500.0, listen=lambda *_: None,
+        called=lambda _: None, forget=lambda _: None, heard_s=lambda _: None,
     )  # fmt: skip
     outbox = SimpleNamespace(send=lambda *_: None)
     parts = cast(Any, (cluster or LongCluster(), PromptWorkers(), streams, outbox))

@@ -53,6 +53,8 @@ class Asked:
         self.sampling = SamplingParams(**{"max_tokens": 8, **request})
         self.fetch_blocks = 0  # that may come from other nodes
         self.priority = 0
+        self.frontend = pair.decode.process.inbox.address + "-frontend"
+        self.messages_per_s_max = 0.0  # of its frontend; 0: no message comes before the reply
         self.output_ids: list[int] = []
         self.prefill_reply: PrefillReply | None = None
         self.decode_reply: DecodeReply | None = None
@@ -74,8 +76,9 @@ class Asked:
             sampling=self.sampling,
             cache_salt="",
             blocks=reply.blocks,
-            stream_interval=0,
-            reply_inbox="",
+            stream_interval=1 if self.messages_per_s_max else 0,
+            reply_inbox=self.frontend if self.messages_per_s_max else "",
+            messages_per_s_max=self.messages_per_s_max,
             native=reply.native,
             priority=self.priority,
         )
