@@ -140,8 +140,7 @@ class Calls:
             yield {REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: string_tensor(encode(body))}
         elif kind is PrefillRequest:
             body = PrefillReply("p", 0, 0, 0, [], 0.0, 0.0, 0.0, 0.0)
-            sampled = ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT)]
-            ids = np.array([sampled], np.int32)
+            ids = np.array([ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT)]], np.int32)
             yield {REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(body))}
         else:
             rest = ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT) :]
