@@ -389,16 +389,16 @@ class MessagePace:
     STEPS_MIN = 4  # in a gap, so that it gets a quarter longer at most
 
     def __init__(self) -> None:
-        self._told_s: dict[str, float] = {}  # inbox -> when it had its latest message
+        self._sent_s: dict[str, float] = {}  # inbox -> when it had its latest message
 
     def is_due(self, inbox: str, its_gap_s: float, step_s: float, now_s: float) -> bool:
         """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows."""
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
-        if is_short and now_s < self._told_s.get(inbox, float("-inf")) + its_gap_s:
+        if is_short and now_s < self._sent_s.get(inbox, float("-inf")) + its_gap_s:
             return False
-        if len(self._told_s) >= self.INBOXES_MAX:
-            self._told_s.clear()
-        self._told_s[inbox] = now_s
+        if len(self._sent_s) >= self.INBOXES_MAX:
+            self._sent_s.clear()
+        self._sent_s[inbox] = now_s
         return True
 
 

@@ -50,7 +50,7 @@ def test_a_frontend_that_comes_and_goes_leaves_nothing_that_grows() -> None:
     pace = MessagePace()
     for number in range(10 * pace.INBOXES_MAX):
         assert pace.is_due(f"frontend {number}", GAP_S, 0.001, 0.0)
-        assert len(pace._told_s) <= pace.INBOXES_MAX
+        assert len(pace._sent_s) <= pace.INBOXES_MAX
 
 
 def test_the_gap_grows_with_the_streams_up_to_a_limit() -> None:
