@@ -72,12 +72,13 @@ class Checkpoint:
         return cls(folder, entries)
 
     def problems(
-        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = ()
-    ) -> list[str]:
+        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = (),
+        optional_prefixes: tuple[str, ...] = (),
+    ) -> list[str]:  # fmt: skip
         """Which of these tensors are missing or wrong, and which others the model would lack.
 
         A bias or a layer that config.json does not mention would silently not be computed. What
-        ends like one of `optional_suffixes` may be there.
+        ends or begins like one of the optional ones may be there.
         """
         found = []
         for name, shape in shapes.items():
@@ -93,7 +94,8 @@ class Checkpoint:
                 found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         for name in sorted(self.entries.keys() - shapes.keys()):
-            if name.startswith("model.") and not name.endswith(known):
+            is_known = name.endswith(known) or name.startswith(optional_prefixes)
+            if name.startswith("model.") and not is_known:
                 found.append(f"tensor {name} is not part of the model in config.json")
         return found
 

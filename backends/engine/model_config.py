@@ -1,8 +1,8 @@
 """config.json of a Hugging Face folder: what the model is, or everything that is wrong with it.
 
-Reads Llama, Mistral, Qwen2 and Qwen3; both the keys of transformers 4 (`rope_theta`,
-`rope_scaling`) and those of transformers 5 (`rope_parameters`). Loads no torch, so the launcher may
-ask for the KV layout. What the engine cannot compute exactly is refused by name, never ignored.
+Reads Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one); both the keys of transformers 4
+(`rope_theta`, `rope_scaling`) and those of 5 (`rope_parameters`). Loads no torch, so the launcher
+may ask for the KV layout. What the engine cannot compute exactly is refused by name, never ignored.
 A checkpoint that cannot be served is one `CheckpointError` with all its problems.
 
 Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py).
@@ -11,6 +11,7 @@ Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py)
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,15 +24,16 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 MISTRAL_WINDOW_TOKENS = 4096  # of a config.json that does not say; null: there is no window
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and KV
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding; the last three matter to `llama3` only."""
+    """Rotary embedding; what has `freq` in its name matters to `llama3` only, `beta` to `yarn`."""
 
     theta: float
     type: str = "default"
@@ -39,11 +41,51 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_tokens: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    table_factor: float = 1.0  # of cosines and sines
+    score_factor: float = 1.0  # of attention scores, in latent attention only
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: scalars of the latent, and of a head's parts."""
+
+    query_rank: int  # 0: queries are projected in one step
+    rank: int  # of the latent that K and V of all heads come from
+    plain_dim: int  # of a head of q and k without position
+    rotary_dim: int  # with it; that of k is one for all heads
+    value_dim: int
+    is_interleaved: bool  # neighbours of the rotary part are pairs, not halves
+
+    @property
+    def row(self) -> int:
+        """Scalars of a token in the pages."""
+        return self.rank + self.rotary_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Experts routed by a sigmoid, in groups of which the best few are looked at."""
+
+    count: int
+    shared: int  # that every token has
+    chosen: int
+    groups: int
+    chosen_groups: int
+    intermediate: int  # of one expert
+    dense_layers: int  # the first layers have none
+    are_weights_normed: bool
+    weights_factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    family: str  # llama | mistral | qwen2 | qwen3
+    family: str  # llama | mistral | qwen2 | qwen3 | deepseek_v3
     layers: int
     hidden: int
     heads: int
@@ -62,6 +104,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     # The checkpoint asks for it; no part of its identity, as KV's dtype is one of its own.
     is_kv_fp8: bool = field(default=False, repr=False)
+    latent: LatentConfig | None = None  # None: K and V of heads; else kv_heads is 1, head_dim a row
+    experts: ExpertsConfig | None = None
+    predicting_layers: int = 0  # behind the others (MTP), not computed
+
+    @property
+    def rotary_dim(self) -> int:
+        """Scalars of a head that are rotated."""
+        return self.latent.rotary_dim if self.latent else self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
     def model_id(self) -> str:
@@ -80,7 +133,8 @@ class ModelConfig:
         return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
-        return KvLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens)
+        factor = 1 if self.latent else 2
+        return KvLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens, factor)
 
 
 def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
@@ -174,12 +228,13 @@ class _Reader:
         self.raw = raw
         self.found = found
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self.found.append(f"config.json: {key} must be a positive integer, is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+            self.found.append(f"config.json: {key} must be {kind}, is {value!r}")
             return 1
         return value
 
@@ -192,8 +247,10 @@ class _Reader:
             return 1.0
         return float(value)
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         value = self.raw.get(key)
+        if value is None:
+            return default
         if value is not None and not isinstance(value, bool):
             self.found.append(f"config.json: {key} must be true or false, is {value!r}")
         return bool(value)
@@ -215,14 +272,21 @@ def _parsed(
     kv_heads = read.integer("num_key_value_heads", default=heads)
     # Qwen3Config's head_dim is 128 when not given; the others derive it.
     head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
+    latent = _latent(read, found) if family == "deepseek_v3" else None
+    if latent is not None:
+        if kv_heads != heads:
+            found.append("config.json: num_key_value_heads must be num_attention_heads here")
+        kv_heads, head_dim = 1, latent.row
     if heads % kv_heads:
         found.append(
             f"config.json: num_attention_heads ({heads}) must be a multiple of "
             f"num_key_value_heads ({kv_heads})"
         )
-    if head_dim % 2:
-        found.append(f"config.json: head_dim is {head_dim}; rotary embedding needs an even one")
-    has_own_bias = family in ("llama", "qwen3")  # that a config may ask for
+    rotary_dim = latent.rotary_dim if latent else head_dim
+    if rotary_dim % 2:
+        name = "qk_rope_head_dim" if latent else "head_dim"
+        found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even one")
+    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # that a config may ask for
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     return ModelConfig(
@@ -243,7 +307,48 @@ def _parsed(
         has_mlp_bias=family == "llama" and read.flag("mlp_bias"),
         has_qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(raw, generation, vocabulary_tokens, found),
+        latent=latent,
+        experts=_experts(raw, read, found) if latent else None,
+        predicting_layers=read.integer("num_nextn_predict_layers", 0, least=0) if latent else 0,
     )
+
+
+def _latent(read: _Reader, found: list[str]) -> LatentConfig:
+    return LatentConfig(
+        query_rank=read.integer("q_lora_rank", 0),
+        rank=read.integer("kv_lora_rank"),
+        plain_dim=read.integer("qk_nope_head_dim"),
+        rotary_dim=read.integer("qk_rope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+        is_interleaved=read.flag("rope_interleave", default=True),
+    )
+
+
+def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> ExpertsConfig:
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if raw.get(key, known) != known:
+            found.append(f"config.json: {key} {raw[key]!r} is not supported; only {known} is")
+    if raw.get("moe_layer_freq", 1) != 1:
+        found.append("config.json: moe_layer_freq other than 1 is not supported")
+    experts = ExpertsConfig(
+        count=read.integer("n_routed_experts"),
+        shared=read.integer("n_shared_experts"),
+        chosen=read.integer("num_experts_per_tok"),
+        groups=read.integer("n_group"),
+        chosen_groups=read.integer("topk_group"),
+        intermediate=read.integer("moe_intermediate_size"),
+        dense_layers=read.integer("first_k_dense_replace", least=0),
+        are_weights_normed=read.flag("norm_topk_prob", default=True),
+        weights_factor=read.number("routed_scaling_factor", 2.5),
+    )
+    of_group, rest = divmod(experts.count, experts.groups)
+    can_choose = experts.chosen <= of_group * experts.chosen_groups
+    if rest or of_group < 2 or experts.chosen_groups > experts.groups or not can_choose:
+        found.append(
+            f"config.json: {experts.count} experts in {experts.groups} groups, of which "
+            f"{experts.chosen_groups} are looked at, do not give {experts.chosen} to each token"
+        )
+    return experts
 
 
 def _context_tokens_max(family: str, raw: Mapping[str, Any], read: _Reader) -> int:
@@ -294,8 +399,11 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
     theta = read.number("rope_theta")
     if kind == "default":
         return RopeConfig(theta)
+    score_factor = _magnitude(merged, "mscale_all_dim", read) ** 2
     if kind == "linear":
-        return RopeConfig(theta, kind, read.number("factor"))
+        return RopeConfig(theta, kind, read.number("factor"), score_factor=score_factor)
+    if kind == "yarn":
+        return _yarn(merged, read, theta, score_factor)
     rope = RopeConfig(
         theta,
         kind,
@@ -303,10 +411,39 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
         read.number("low_freq_factor"),
         read.number("high_freq_factor"),
         read.integer("original_max_position_embeddings"),
+        score_factor=score_factor,
     )
     if not found and rope.high_freq_factor <= rope.low_freq_factor:
         found.append("config.json: high_freq_factor must be above low_freq_factor")
     return rope
+
+
+def _magnitude(given: Mapping[str, Any], key: str, read: _Reader) -> float:
+    """What attention is to be made sharper by, where positions are stretched (YaRN's mscale)."""
+    if not given.get(key):
+        return 1.0
+    factor = read.number("factor")
+    return 1.0 if factor <= 1 else 0.1 * read.number(key) * math.log(factor) + 1.0
+
+
+def _yarn(given: Mapping[str, Any], read: _Reader, theta: float, score_factor: float) -> RopeConfig:
+    """As transformers' `_compute_yarn_parameters`."""
+    if not given.get("truncate", True):
+        read.found.append("config.json: truncate false of rope type 'yarn' is not supported")
+    factor = read.number("factor")
+    if given.get("attention_factor") is not None:
+        table_factor = read.number("attention_factor")
+    elif given.get("mscale") and given.get("mscale_all_dim"):
+        whole = _magnitude(given, "mscale_all_dim", read)
+        table_factor = _magnitude(given, "mscale", read) / whole
+    else:
+        table_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return RopeConfig(
+        theta, "yarn", factor,
+        original_context_tokens=read.integer("original_max_position_embeddings"),
+        beta_fast=read.number("beta_fast", 32.0), beta_slow=read.number("beta_slow", 1.0),
+        table_factor=table_factor, score_factor=score_factor,
+    )  # fmt: skip
 
 
 def _eos_token_ids(

@@ -41,6 +41,8 @@ from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.decode_graph import CallAgain, CudaRecorder
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.layers.feed_forward import DenseFeedForward
+from backends.engine.torch.layers.grouped_attention import GroupedWeights
 from backends.engine.torch.linear import GatedLinear, Linear
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
@@ -106,9 +108,11 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
     query_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layers = [
         LayerWeights(
-            qkv=linear(query_rows + 2 * kv_rows, hidden), qk_norm=None,
-            output=linear(hidden, query_rows), gate_up=GatedLinear(made(2 * inner, hidden)),
-            down=linear(hidden, inner),
+            attention=GroupedWeights(linear(query_rows + 2 * kv_rows, hidden)),
+            output=linear(hidden, query_rows),
+            feed_forward=DenseFeedForward(
+                GatedLinear(made(2 * inner, hidden)), linear(hidden, inner)
+            ),
         )
         for _ in range(config.layers)
     ]  # fmt: skip

@@ -5,7 +5,7 @@ dropped. float32 has a second way for a single row, if the matrix is small: torc
 less to set up. Small matrices of it are therefore kept twice. Everything else is torch's own. The
 way depends on shapes only, so the same work has the same result in every process.
 
-Not here: products of activations with activations (attention.py).
+Not here: products of activations with activations (grouped_attention.py).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the KV.
 
 The threads are torch's own: its OpenMP runs the function (`GOMP_parallel`), so no second pool
 competes with it for the cores. Where there is no AVX-512, no compiler or no CPU tensor, torch's
-functions serve (transformer.py, linear.py, attention.py say them) with the same results but for the
-last bits: bfloat16 is rounded once here where torch rounds after each operation.
+functions serve (norm.py, linear.py, grouped_attention.py say them) with the same results but for
+the last bits: bfloat16 is rounded once here where torch rounds after each operation.
 
 Not here: matrix products (onednn.py), which pages a work has (step_plan.py).
 """

@@ -19,7 +19,7 @@ def rope_table(
 ) -> torch.Tensor:
     """[positions, 2, head_dim]: cosines, then signed sines."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim))
-    cosines, sines = angles.cos(), angles.sin()
+    cosines, sines = angles.cos() * rope.table_factor, angles.sin() * rope.table_factor
     table = torch.stack(
         [torch.cat([cosines, cosines], dim=1), torch.cat([-sines, sines], dim=1)], dim=1
     )
@@ -39,6 +39,8 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3(frequencies, rope)
+    if rope.type == "yarn":
+        return _yarn(frequencies, rope, head_dim)
     assert rope.type == "default", rope.type
     return frequencies
 
@@ -56,3 +58,22 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where(
         is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, blended)
     )
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Waves that turn often within the original context are kept, rare ones stretched; between them
+    a ramp. transformers' `_compute_yarn_parameters`."""
+
+    def dimension(turns: float) -> float:
+        length = rope.original_context_tokens / (turns * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high: float = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    high += 0.001 if low == high else 0
+    ramp = torch.clamp(
+        (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1
+    )
+    powers = 1.0 / frequencies
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept

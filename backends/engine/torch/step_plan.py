@@ -4,7 +4,7 @@ Tokens of all works lie in one ragged row: first the works with one token (decod
 context and cut into groups of similar length, then the longer ones (prefill). Everything that
 layers share is computed here, so that a layer is only tensor operations.
 
-Not here: the tensor operations (attention.py, transformer.py).
+Not here: the tensor operations (grouped_attention.py, transformer.py).
 """
 
 from __future__ import annotations

@@ -115,12 +115,14 @@ class TorchEngine:
         memory = KvMemory(replace(layout, layers=len(layers)), pages_max, place)
         context_tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
         rope = rope_table(
-            config.rope, config.head_dim, context_tokens_max, TORCH_DTYPES[dtype], place
+            config.rope, config.rotary_dim, context_tokens_max, TORCH_DTYPES[dtype], place
         )
         kernels = paged_kernels.choose(memory, config.heads)
         transformer = Transformer(config, weights, memory, rope, kernels)
         weights_id = checkpoint.weights_id(config)
-        recorder = CudaRecorder(place) if place.type == "cuda" else None
+        # Which experts a step needs, the CPU must know: such a step cannot be recorded.
+        can_record = place.type == "cuda" and config.experts is None
+        recorder = CudaRecorder(place) if can_record else None
         return cls(
             config, layout, memory, transformer, weights_id, context_tokens_max, layers, recorder
         )

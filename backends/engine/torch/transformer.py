@@ -1,29 +1,32 @@
-"""The forward pass of Llama, Qwen2 and Qwen3: one step of a ragged batch through all layers.
+"""The forward pass: one step of a ragged batch through all layers of a decoder.
 
+A layer is attention over paged KV, of the model's kind, and a feed-forward of the layer's own kind.
 Linear layers see all tokens of all works as one matrix. In the model's last layer only the last
-token of each work goes on after its K and V are written, because nothing reads the others.
+token of each work goes on after its KV is written, because nothing reads the others.
 
 A stage of a pipeline runs a range of the layers: it takes the hidden states of the stage before,
 and gives them on unless it has the last layer.
 
-Not here: attention (attention.py), the layout of the step (step_plan.py).
+Not here: attention and feed-forward (layers/), the layout of the step (step_plan.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from backends.engine.model_config import ModelConfig
-from backends.engine.torch import native_layers
-from backends.engine.torch.attention import PagedAttention
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
-from backends.engine.torch.rope import rotate_in_place
+from backends.engine.torch.layers.grouped_attention import GroupedAttention
+from backends.engine.torch.layers.latent_attention import LatentAttention
+from backends.engine.torch.layers.norm import RmsNorm
+from backends.engine.torch.layers.paged_attention import PagedAttention
 from backends.engine.torch.step_plan import StepPlan
-from backends.engine.torch.weights import LayerWeights, Weights
+from backends.engine.torch.weights import Weights
 
 
 class Transformer:
@@ -35,16 +38,16 @@ class Transformer:
         rope: torch.Tensor,
         kernels: PagedKernels | None = None,  # that read the pages in place
     ) -> None:
+        """`rope` [positions, 2, rotated scalars of a head]."""
         self.weights = weights
         self._config = config
-        self.attention = PagedAttention(memory, config.heads, rope.dtype, kernels)
-        self._rope = rope  # [positions, 2, head_dim]
-        self._is_native = native_layers.serves(rope)
-        self._epsilon = config.norm_epsilon
-        self._heads = config.heads
-        self._rotated = config.heads + config.kv_heads  # heads of q and k
-        self._all_heads = self._rotated + config.kv_heads
-        self._head_dim = config.head_dim
+        self._rope = rope
+        self._norm = RmsNorm(config.norm_epsilon, rope)
+        self.attention: PagedAttention[Any]
+        if config.latent is not None:
+            self.attention = LatentAttention(memory, config.heads, config.latent, rope)
+        else:
+            self.attention = GroupedAttention(memory, config.heads, rope, self._norm, kernels)
         self.dtype = rope.dtype  # of hidden states
         self._places = memory.layout.layers  # in a page; fewer than layers where it is folded
 
@@ -70,58 +73,24 @@ class Transformer:
         if hidden is None:
             assert weights.embedding is not None, "the layers before this range have not computed"
             hidden = F.embedding(plan.token_ids, weights.embedding)
-        angles = None if self._is_native else self._rope.index_select(0, plan.positions)
+        attention, angles = self.attention, self.attention.angles(plan)
         last = len(weights.layers) - 1 if weights.logits is not None else -1
         layers = range(len(weights.layers)) if layers is None else layers
         for index in layers:
             layer, place = weights.layers[index], index % self._places
-            qkv = self._qkv(place, layer, hidden, plan, angles)
+            queries = attention.project(place, layer.attention, self._norm(hidden), plan, angles)
             if on_layer is not None:
                 on_layer(index)
-            queries = qkv[:, : self._heads]
             if index != last:
-                seen = self.attention.all_tokens(place, plan, queries)
+                seen = attention.all_tokens(place, layer.attention, plan, queries)
             else:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
                     queries = queries.index_select(0, plan.last_rows)
-                seen = self.attention.last_tokens(place, plan, queries)
+                seen = attention.last_tokens(place, layer.attention, plan, queries)
             hidden = layer.output.add_to(hidden, seen)
-            hidden = layer.down.add_to(hidden, layer.gate_up(self._normed(hidden)))
+            hidden = layer.feed_forward.add_to(hidden, self._norm(hidden))
         is_over = layers.stop == len(weights.layers)
         if weights.logits is None or weights.last_norm is None or not is_over:
             return hidden
-        return weights.logits(self._normed(hidden, weights.last_norm))
-
-    def _qkv(
-        self,
-        place: int,
-        layer: LayerWeights,
-        hidden: torch.Tensor,
-        plan: StepPlan,
-        angles: torch.Tensor | None,  # [tokens, 2, head_dim]; None: native code reads the table
-    ) -> torch.Tensor:
-        """[tokens, q heads + k heads + v heads, head_dim], q and k rotated; K and V in their pages.
-
-        Attention takes K and V from the pages, those of this step too: fp8 has rounded them there.
-        """
-        qkv = layer.qkv(self._normed(hidden)).view(-1, self._all_heads, self._head_dim)
-        if angles is None:
-            native_layers.rotate_rows(
-                qkv, self._heads, self._rope, plan.positions, layer.qk_norm, self._epsilon,
-                self.attention.memory.token_rows[place], plan.token_rows,
-            )  # fmt: skip
-            return qkv
-        rotated = qkv[:, : self._rotated]
-        if layer.qk_norm is not None:
-            rotated.copy_(self._normed(rotated)).mul_(layer.qk_norm)
-        rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
-        self.attention.write(place, plan.token_rows, qkv[: plan.tokens, self._heads :])
-        return qkv
-
-    def _normed(self, values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """RMS norm over the last dimension; most weights are folded (weights.py)."""
-        if self._is_native and values.dim() == 2:
-            return native_layers.norm_rows(values, self._epsilon, weight)
-        normed = F.rms_norm(values, (values.shape[-1],), None, self._epsilon)
-        return normed if weight is None else normed.mul_(weight)
+        return weights.logits(self._norm(hidden, weights.last_norm))

@@ -9,16 +9,22 @@ Not here: where the bytes come from (checkpoint.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.model_config import CheckpointError, ModelConfig
+from backends.engine.model_config import CheckpointError, LatentConfig, ModelConfig
+from backends.engine.torch.layers.experts import ExpertsFeedForward, Router
+from backends.engine.torch.layers.feed_forward import DenseFeedForward, FeedForward
+from backends.engine.torch.layers.grouped_attention import GroupedWeights
+from backends.engine.torch.layers.latent_attention import LatentWeights
 from backends.engine.torch.linear import GatedLinear, Linear
 from mooncake_store.layout import LayerRange
 
+Matrix = tuple[str, int, int, bool]  # name, rows, columns, has a bias
+CORRECTION = "mlp.gate.e_score_correction_bias"
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -27,15 +33,14 @@ SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 KEY_SCALES = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
 VALUE_SCALES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
 KV_SCALE_SUFFIXES = tuple(f".{name}" for name in dict.fromkeys(KEY_SCALES + VALUE_SCALES))
+NO_FACTORS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    qkv: Linear  # heads of q, then of k, then of v
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim] (Qwen3)
+    attention: GroupedWeights | LatentWeights
     output: Linear
-    gate_up: GatedLinear
-    down: Linear
+    feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,7 @@ class Weights:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that this model must have."""
-    hidden, inner = config.hidden, config.intermediate
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
         "model.norm.weight": (hidden,),
@@ -62,22 +66,74 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for name, rows, columns, has_bias in (
-            ("self_attn.q_proj", q_rows, hidden, config.has_qkv_bias),
-            ("self_attn.k_proj", kv_rows, hidden, config.has_qkv_bias),
-            ("self_attn.v_proj", kv_rows, hidden, config.has_qkv_bias),
-            ("self_attn.o_proj", hidden, q_rows, config.has_output_bias),
-            ("mlp.gate_proj", inner, hidden, config.has_mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.has_mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.has_mlp_bias),
-        ):
+        attention = _grouped_matrices(config) if config.latent is None else _latent_matrices(config)
+        for name, rows, columns, has_bias in attention + _feed_forward_matrices(config, layer):
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.latent is not None:
+            shapes[prefix + "self_attn.kv_a_layernorm.weight"] = (config.latent.rank,)
+            if config.latent.query_rank:
+                shapes[prefix + "self_attn.q_a_layernorm.weight"] = (config.latent.query_rank,)
+        if config.experts is not None and config.has_experts(layer):
+            shapes[prefix + CORRECTION] = (config.experts.count,)
         if config.has_qk_norm:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
+
+
+def not_computed(config: ModelConfig) -> tuple[str, ...]:
+    """How names of tensors begin that a checkpoint may have beside: those of predicting layers."""
+    last = config.layers + config.predicting_layers
+    return tuple(f"model.layers.{layer}." for layer in range(config.layers, last))
+
+
+def _grouped_matrices(config: ModelConfig) -> list[Matrix]:
+    hidden = config.hidden
+    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return [
+        ("self_attn.q_proj", q_rows, hidden, config.has_qkv_bias),
+        ("self_attn.k_proj", kv_rows, hidden, config.has_qkv_bias),
+        ("self_attn.v_proj", kv_rows, hidden, config.has_qkv_bias),
+        ("self_attn.o_proj", hidden, q_rows, config.has_output_bias),
+    ]
+
+
+def _latent_matrices(config: ModelConfig) -> list[Matrix]:
+    latent, hidden, heads = config.latent, config.hidden, config.heads
+    assert latent is not None
+    query = [("self_attn.q_proj", heads * latent.query_dim, hidden, False)]
+    if latent.query_rank:
+        query = [
+            ("self_attn.q_a_proj", latent.query_rank, hidden, config.has_qkv_bias),
+            ("self_attn.q_b_proj", heads * latent.query_dim, latent.query_rank, False),
+        ]
+    expanded = heads * (latent.plain_dim + latent.value_dim)
+    return [
+        *query,
+        ("self_attn.kv_a_proj_with_mqa", latent.row, hidden, config.has_qkv_bias),
+        ("self_attn.kv_b_proj", expanded, latent.rank, False),
+        ("self_attn.o_proj", hidden, heads * latent.value_dim, config.has_output_bias),
+    ]
+
+
+def _feed_forward_matrices(config: ModelConfig, layer: int) -> list[Matrix]:
+    def dense(prefix: str, inner: int) -> list[Matrix]:
+        return [
+            (prefix + "gate_proj", inner, config.hidden, config.has_mlp_bias),
+            (prefix + "up_proj", inner, config.hidden, config.has_mlp_bias),
+            (prefix + "down_proj", config.hidden, inner, config.has_mlp_bias),
+        ]
+
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        return dense("mlp.", config.intermediate)
+    found: list[Matrix] = [("mlp.gate", experts.count, config.hidden, False)]
+    found += dense("mlp.shared_experts.", experts.shared * experts.intermediate)
+    for expert in range(experts.count):
+        found += dense(f"mlp.experts.{expert}.", experts.intermediate)
+    return found
 
 
 def load_weights(
@@ -92,13 +148,12 @@ def load_weights(
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     shapes = expected_shapes(config)
-    found = checkpoint.problems(shapes, KV_SCALE_SUFFIXES)
+    found = checkpoint.problems(shapes, KV_SCALE_SUFFIXES, not_computed(config))
     if found:
         raise CheckpointError(checkpoint.folder, found)
     loader = _Loader(checkpoint, dtype, device)
     loaded = [
-        _load_layer(loader, config, f"model.layers.{layer}.", is_kv_fp8)
-        for layer in range(wanted.first, wanted.stop)
+        _load_layer(loader, config, layer, is_kv_fp8) for layer in range(wanted.first, wanted.stop)
     ]
     embedding = last_norm = head = None
     if is_first or (is_last and config.has_tied_embeddings):
@@ -148,13 +203,37 @@ class _Loader:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
+    def stacked(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        norm: torch.Tensor | None = None,
+        factors: Mapping[str, float] = NO_FACTORS,
+    ) -> torch.Tensor:
+        """The rows of these matrices, each times its factor, its columns times the norm before."""
+        parts = [self.read(f"{prefix}{name}.weight") * factors.get(name, 1.0) for name in names]
+        weight = torch.cat(parts)
+        return self.place(weight if norm is None else weight * norm)
+
+    def biases(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        has_bias: bool,
+        factors: Mapping[str, float] = NO_FACTORS,
+    ) -> torch.Tensor | None:
+        if not has_bias:
+            return None
+        parts = [self.read(f"{prefix}{name}.bias") * factors.get(name, 1.0) for name in names]
+        return self.place(torch.cat(parts))
+
 
 @dataclass(frozen=True, slots=True)
 class _KvScales:
     """Pages hold K / key and V / value of a layer (fp8.py)."""
 
-    key: float
-    value: float
+    key: float = 1.0
+    value: float = 1.0
 
     @classmethod
     def of_layer(cls, loader: _Loader, prefix: str) -> _KvScales:
@@ -171,43 +250,119 @@ class _KvScales:
         """
         key = 1.0 if has_qk_norm else self.key
         return {
-            "self_attn.q_proj": key, "self_attn.k_proj": 1 / key,
-            "self_attn.v_proj": 1 / self.value, "self_attn.o_proj": self.value,
+            "q_proj": key, "k_proj": 1 / key, "v_proj": 1 / self.value, "o_proj": self.value,
         }  # fmt: skip
 
 
-def _load_layer(loader: _Loader, config: ModelConfig, prefix: str, is_kv_fp8: bool) -> LayerWeights:
-    scales = _KvScales.of_layer(loader, prefix) if is_kv_fp8 else _KvScales(1.0, 1.0)
+def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: bool) -> LayerWeights:
+    prefix = f"model.layers.{layer}."
+    scales = _KvScales.of_layer(loader, prefix) if is_kv_fp8 else _KvScales()
     factors = scales.factors(config.has_qk_norm)
-
-    def stacked(names: tuple[str, ...], norm: torch.Tensor | None) -> torch.Tensor:
-        weight = torch.cat(
-            [loader.read(f"{prefix}{name}.weight") * factors.get(name, 1.0) for name in names]
-        )
-        return loader.place(weight if norm is None else weight * norm)
-
-    def biases(names: tuple[str, ...], has_bias: bool) -> torch.Tensor | None:
-        if not has_bias:
-            return None
-        scaled = {**factors, "self_attn.o_proj": 1.0}  # of what attention made, not of its input
-        return loader.place(
-            torch.cat(
-                [loader.read(f"{prefix}{name}.bias") * scaled.get(name, 1.0) for name in names]
-            )
-        )
-
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    output, down = ("self_attn.o_proj",), ("mlp.down_proj",)
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    if config.latent is not None and scales != _KvScales():
+        loader.found.append(f"{prefix}: scales of fp8 KV are not supported in latent attention")
     input_norm = loader.read(prefix + "input_layernorm.weight")
     inner_norm = loader.read(prefix + "post_attention_layernorm.weight")
+    attention = prefix + "self_attn."
+    feed_forward: FeedForward
+    if config.has_experts(layer):
+        feed_forward = _load_experts(loader, config, prefix + "mlp.", inner_norm)
+    else:
+        feed_forward = _load_dense(loader, config, prefix + "mlp.", inner_norm)
     return LayerWeights(
-        qkv=Linear(stacked(qkv, input_norm), biases(qkv, config.has_qkv_bias)),
-        qk_norm=_qk_norm(loader.read, loader.place, config, prefix, scales.key),
-        output=Linear(stacked(output, None), biases(output, config.has_output_bias)),
-        gate_up=GatedLinear(stacked(gate_up, inner_norm), biases(gate_up, config.has_mlp_bias)),
-        down=Linear(stacked(down, None), biases(down, config.has_mlp_bias)),
+        attention=(
+            _load_grouped(loader, config, attention, input_norm, scales)
+            if config.latent is None
+            else _load_latent(loader, config, config.latent, attention, input_norm)
+        ),
+        output=Linear(
+            loader.stacked(attention, ("o_proj",), None, factors),
+            # What attention made is scaled, not what is added to it.
+            loader.biases(attention, ("o_proj",), config.has_output_bias),
+        ),
+        feed_forward=feed_forward,
     )
+
+
+def _load_grouped(
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor, scales: _KvScales
+) -> GroupedWeights:
+    qkv, factors = ("q_proj", "k_proj", "v_proj"), scales.factors(config.has_qk_norm)
+    return GroupedWeights(
+        Linear(
+            loader.stacked(prefix, qkv, norm, factors),
+            loader.biases(prefix, qkv, config.has_qkv_bias, factors),
+        ),
+        _qk_norm(loader.read, loader.place, config, prefix, scales.key),
+    )
+
+
+def _load_dense(
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor
+) -> DenseFeedForward:
+    gate_up, down = ("gate_proj", "up_proj"), ("down_proj",)
+    return DenseFeedForward(
+        GatedLinear(
+            loader.stacked(prefix, gate_up, norm),
+            loader.biases(prefix, gate_up, config.has_mlp_bias),
+        ),
+        Linear(loader.stacked(prefix, down), loader.biases(prefix, down, config.has_mlp_bias)),
+    )
+
+
+def _load_experts(
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor
+) -> ExpertsFeedForward:
+    assert config.experts is not None
+    router = Router(
+        config.experts,
+        (loader.read(prefix + "gate.weight") * norm).to(loader.device),
+        loader.read(prefix + "gate.e_score_correction_bias").to(loader.device),
+    )
+    experts = [
+        _load_dense(loader, config, f"{prefix}experts.{expert}.", norm)
+        for expert in range(config.experts.count)
+    ]
+    return ExpertsFeedForward(
+        router, experts, _load_dense(loader, config, prefix + "shared_experts.", norm)
+    )
+
+
+def _load_latent(
+    loader: _Loader, config: ModelConfig, latent: LatentConfig, prefix: str, norm: torch.Tensor
+) -> LatentWeights:
+    def halved(rotary: torch.Tensor) -> torch.Tensor:
+        """[..., rotary rows, columns]: first the even rows, then the odd ones."""
+        if not latent.is_interleaved:
+            return rotary
+        return torch.cat([rotary[..., 0::2, :], rotary[..., 1::2, :]], dim=-2)
+
+    def query(name: str, own_norm: torch.Tensor) -> torch.Tensor:
+        weight = loader.read(f"{prefix}{name}.weight") * own_norm * config.rope.score_factor
+        heads = weight.view(config.heads, latent.query_dim, -1)
+        plain, rotary = heads.split([latent.plain_dim, latent.rotary_dim], dim=1)
+        return torch.cat([plain, halved(rotary)], dim=1).reshape(weight.shape)
+
+    down = loader.read(prefix + "kv_a_proj_with_mqa.weight") * norm
+    down = torch.cat([down[: latent.rank], halved(down[latent.rank :])])
+    if latent.query_rank:
+        first = loader.read(prefix + "q_a_proj.weight") * norm
+        own_norm = loader.read(prefix + "q_a_layernorm.weight")
+        from_latent = Linear(loader.place(query("q_b_proj", own_norm)))
+    else:
+        first, from_latent = query("q_proj", norm), None
+    bias = None
+    if config.has_qkv_bias:
+        down_bias = loader.read(prefix + "kv_a_proj_with_mqa.bias").unsqueeze(1)
+        down_bias = torch.cat([down_bias[: latent.rank], halved(down_bias[latent.rank :])])
+        no_bias = torch.zeros(len(first))
+        first_bias = loader.read(prefix + "q_a_proj.bias") if latent.query_rank else no_bias
+        bias = loader.place(torch.cat([first_bias, down_bias.squeeze(1)]))
+    up = loader.read(prefix + "kv_b_proj.weight") * loader.read(prefix + "kv_a_layernorm.weight")
+    keys, values = up.view(config.heads, -1, latent.rank).split(
+        [latent.plain_dim, latent.value_dim], dim=1
+    )
+    into = Linear(loader.place(torch.cat([first, down])), bias)
+    return LatentWeights(into, from_latent, loader.place(keys), loader.place(values))
 
 
 def _qk_norm(
@@ -219,6 +374,6 @@ def _qk_norm(
 ) -> torch.Tensor | None:
     if not config.has_qk_norm:
         return None
-    q_norm = read(prefix + "self_attn.q_norm.weight").expand(config.heads, -1) * key_scale
-    k_norm = read(prefix + "self_attn.k_norm.weight").expand(config.kv_heads, -1) / key_scale
+    q_norm = read(prefix + "q_norm.weight").expand(config.heads, -1) * key_scale
+    k_norm = read(prefix + "k_norm.weight").expand(config.kv_heads, -1) / key_scale
     return place(torch.cat([q_norm, k_norm]))

@@ -20,6 +20,8 @@ from backends.engine.model_config import read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import onednn
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
+from backends.engine.torch.layers.feed_forward import DenseFeedForward
+from backends.engine.torch.layers.grouped_attention import GroupedWeights
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
@@ -41,7 +43,7 @@ class OwnEngine:
         memory = KvMemory(layout, -(-tokens_max // block_tokens), cpu)
         self.weights: Weights = load_weights(Checkpoint.open(checkpoint), config, scalar, cpu)
         positions = config.context_tokens_max
-        rope = rope_table(config.rope, config.head_dim, positions, scalar, cpu)
+        rope = rope_table(config.rope, config.rotary_dim, positions, scalar, cpu)
         transformer = Transformer(config, self.weights, memory, rope)
         self.engine = TorchEngine(config, layout, memory, transformer, "bench", positions)
         self._config, self._dtype = config, scalar
@@ -103,11 +105,14 @@ class OwnEngine:
 
         def run() -> None:
             for index, layer in enumerate(weights.layers):
-                layer.qkv(inputs[rows, widths[0]])
+                assert isinstance(layer.attention, GroupedWeights), "latent attention"
+                layer.attention.qkv(inputs[rows, widths[0]])
                 count = rows if index < config.layers - 1 else last_rows
                 layer.output(inputs[count, widths[1]])
-                layer.gate_up.both(inputs[count, widths[0]])
-                layer.down(inputs[count, widths[2]])
+                feed_forward = layer.feed_forward
+                assert isinstance(feed_forward, DenseFeedForward), "a model of experts"
+                feed_forward.gate_up.both(inputs[count, widths[0]])
+                feed_forward.down(inputs[count, widths[2]])
             logits(inputs[last_rows, widths[0]])
 
         return median_of(run, times)

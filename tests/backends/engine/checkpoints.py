@@ -18,6 +18,17 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -38,6 +49,22 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+}
 
 
 def make_checkpoint(
@@ -52,7 +79,7 @@ def make_checkpoint(
     """Write a random model of this family; `overrides` are keys of its config."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config_class, model_class = FAMILIES[family]
-    values = {**SMALL, **overrides}
+    values = {**SMALL, **(LATENT if family == "deepseek_v3" else {}), **overrides}
     if family == "qwen3":
         values.setdefault("head_dim", 24)  # unlike hidden / heads, as in real Qwen3 models
     model = model_class(config_class(**values))
@@ -66,8 +93,13 @@ def make_checkpoint(
                 parameter.copy_(0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
+            elif parameter.dim() == 3:  # of all experts
+                parameter.copy_(noise * 1.5 / parameter.shape[2] ** 0.5)
             else:  # large enough that attention and output are far from uniform
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

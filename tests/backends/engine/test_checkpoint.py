@@ -110,8 +110,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "quantized weights are not supported",
     ),
     "rope type": (
-        lambda path: edit_config(path, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "rope type 'yarn' is not supported",
+        lambda path: edit_config(path, rope_parameters={"rope_type": "longrope", "factor": 4.0}),
+        "rope type 'longrope' is not supported",
     ),
     "rope per layer type": (
         lambda path: edit_config(path, rope_parameters={"full_attention": {"rope_theta": 1e6}}),

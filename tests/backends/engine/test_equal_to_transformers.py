@@ -17,6 +17,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import (
     LLAMA3_ROPE,
+    YARN_ROPE,
     load_reference,
     make_checkpoint,
     use_old_rope_keys,
@@ -35,6 +36,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 512, "head_dim": 24}),
     "qwen2": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN_ROPE}),
+    "deepseek_v3-plain": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+        },
+    ),
 }
 
 

@@ -5,7 +5,7 @@ Three ways, the first that works here is used:
     flashinfer   where the package is installed (flashinfer_kernels.py)
     torch        torch's variable-length flash attention with a block table (2.13 and newer): half
                  precision, and where it is flash attention 2, pages of a multiple of 256 tokens
-    none         the pages are gathered, layer by layer, and torch attends (attention.py)
+    none         the pages are gathered, layer by layer, and torch attends (layers/)
 
 "Works" is tried once, on small pages of the engine's own shape, against torch's plain attention:
 neither way promises its shapes, and neither has run on a GPU of ours. What fails later, in a step,
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from backends.engine.torch import causal_attention
 from backends.engine.torch.gpu.paged_plan import (
     Integers,
     PagedAttend,
@@ -32,6 +31,7 @@ from backends.engine.torch.gpu.paged_plan import (
 )
 from backends.engine.torch.gpu.staging import Staging
 from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.layers import causal_attention
 from mooncake_store.layout import blocks_touched
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from backends.engine.interface import Work
-from backends.engine.torch import causal_attention, onednn
+from backends.engine.torch import onednn
+from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.linear import GatedLinear, Linear
 from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import make_checkpoint

@@ -22,7 +22,7 @@ BLOCK_TOKENS, PAGES = 16, 64
 SEED = int(os.environ.get("MOONCAKE_TEST_SEED", "1"))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "deepseek_v3"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     is_tied = request.param == "qwen3"

@@ -20,9 +20,11 @@ from tests.backends.engine.torch.gpu.device_engines import device_engine
 B = 16
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        request.param, tmp_path_factory.mktemp(request.param), num_hidden_layers=3
+    )
 
 
 @pytest.fixture

@@ -35,6 +35,6 @@ def device_engine(
     memory = KvMemory(layout, pages_max, CPU, is_mirrored, queue)
     weights = load_weights(Checkpoint.open(path), config, scalar, CPU)
     tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
-    rope = rope_table(config.rope, config.head_dim, tokens_max, scalar, CPU)
+    rope = rope_table(config.rope, config.rotary_dim, tokens_max, scalar, CPU)
     transformer = Transformer(config, weights, memory, rope, kernels)
     return TorchEngine(config, layout, memory, transformer, "same", tokens_max, recorder=recorder)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from backends.engine.interface import Work
-from backends.engine.torch import causal_attention
 from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.decode_graph import CallAgain
 from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
@@ -27,6 +26,7 @@ from backends.engine.torch.gpu.paged_kernels import VarlenKernels
 from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedWorks, StaticAttend
 from backends.engine.torch.gpu.staging import Staging
 from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.torch_engine import TorchEngine
 from mooncake_store.layout import KvLayout, blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint

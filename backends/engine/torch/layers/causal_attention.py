@@ -6,7 +6,7 @@ softmax, values by oneDNN. Measured on one EPYC core, 8 heads of 32, 512 queries
 instead of 1.7 at 4,096 tokens of context, 1.6 ms instead of 3.3 without context; the floor is
 about 0.9 (0.5 for the two products at 250 GFLOP/s, 0.4 for the exponentials).
 
-Not here: the general case (attention.py), pages.
+Not here: the general case (grouped_attention.py), pages.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def causal_attention(
     start: int,
     out: torch.Tensor,
 ) -> None:
-    """queries and out [n, kv_heads, shared, D], of the tokens start.. of a request.
+    """queries [n, kv_heads, shared, D] of the tokens start.. of a request -> out, the same shape
+    with the values' D.
 
-    keys and values [kv_heads, context, D]; the context is `start + n`, rounded up to whole
+    keys and values [kv_heads, context, D each]; the context is `start + n`, rounded up to whole
     CONTEXT_STEP_TOKENS with anything finite.
     """
     tokens, kv_heads, shared, head_dim = queries.shape
@@ -67,7 +68,7 @@ def causal_attention(
             own_scores = scores[:, start + first :]
             own_scores.add_(later[: len(own_scores), : own_scores.shape[1]])
             seen = onednn.product(torch.softmax(scores, dim=-1), values[kv_head, :end].t())
-            out[first:last, kv_head] = seen.view(last - first, shared, head_dim)
+            out[first:last, kv_head] = seen.view(last - first, shared, -1)
 
 
 def by_torch(
@@ -84,7 +85,7 @@ def by_torch(
     rows, target = queries.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
     shape = (kv_heads, shared, end, head_dim)
     keys = keys[:, :end].unsqueeze(1).expand(shape)
-    values = values[:, :end].unsqueeze(1).expand(shape)
+    values = values[:, :end].unsqueeze(1).expand(*shape[:-1], values.shape[-1])
     if start == 0:
         target.copy_(F.scaled_dot_product_attention(rows, keys, values, is_causal=True))
         return

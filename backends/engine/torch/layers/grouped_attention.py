@@ -1,0 +1,177 @@
+"""Grouped-query attention over paged KV: Llama, Mistral, Qwen2, Qwen3.
+
+No gathering is needed where native code reads the pages (native_layers.py), or a GPU's kernel
+(gpu/paged_kernels.py).
+
+Grouped-query attention needs no repeated K and V here: the query heads that share a KV head are
+laid beside each other, as rows (last token) or as heads with stride 0 (prefill).
+
+Not here: which tokens see what (step_plan.py), what all kinds of attention do (paged_attention.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from backends.engine.torch import native_layers
+from backends.engine.torch.gpu import paged_kernels
+from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan
+from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.layers import causal_attention
+from backends.engine.torch.layers.norm import RmsNorm
+from backends.engine.torch.layers.paged_attention import PagedAttention
+from backends.engine.torch.linear import Linear
+from backends.engine.torch.rope import rotate_in_place
+from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeights:
+    qkv: Linear  # heads of q, then of k, then of v
+    qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim] (Qwen3)
+
+
+class GroupedAttention(PagedAttention[GroupedWeights]):
+    def __init__(
+        self,
+        memory: KvMemory,
+        heads: int,
+        rope: torch.Tensor,
+        norm: RmsNorm,
+        kernels: PagedKernels | None,
+    ) -> None:
+        layout = memory.layout
+        assert heads % layout.kv_heads == 0, (heads, layout.kv_heads)
+        super().__init__(memory, heads, layout.head_dim, rope)
+        self.kernels = kernels
+        self.kv_heads = layout.kv_heads
+        self.shared = heads // layout.kv_heads  # query heads per KV head
+        self.head_dim = layout.head_dim
+        self._norm = norm
+        self._packed = rope.new_empty(0)  # K and V of a chunk's context
+        self.is_native = (
+            native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
+        )
+        self.is_native_prefill = native_layers.serves_prefill(
+            self._packed, self.shared, self.head_dim
+        )
+
+    def angles(self, plan: StepPlan) -> torch.Tensor | None:
+        """None: native code reads the table."""
+        return None if self._norm.is_native else super().angles(plan)
+
+    def project(
+        self,
+        place: int,
+        layer: GroupedWeights,
+        normed: torch.Tensor,
+        plan: StepPlan,
+        angles: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[rows, q heads, head_dim]; K and V, normed and rotated with them, in their pages.
+
+        Attention takes K and V from the pages, those of this step too: fp8 has rounded them there.
+        """
+        rotated_heads = self.heads + self.kv_heads
+        qkv = layer.qkv(normed).view(-1, rotated_heads + self.kv_heads, self.head_dim)
+        if angles is None:
+            native_layers.rotate_rows(
+                qkv, self.heads, self.rope, plan.positions, layer.qk_norm, self._norm.epsilon,
+                self.memory.token_rows[place], plan.token_rows,
+            )  # fmt: skip
+            return qkv[:, : self.heads]
+        rotated = qkv[:, :rotated_heads]
+        if layer.qk_norm is not None:
+            rotated.copy_(self._norm(rotated)).mul_(layer.qk_norm)
+        rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
+        self.write(place, plan.token_rows, qkv[: plan.tokens, self.heads :])
+        return qkv[:, : self.heads]
+
+    def last_tokens(
+        self, place: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
+    ) -> torch.Tensor:
+        if plan.paged is not None:
+            return self._in_place(plan.paged.lasts, place, queries).flatten(1)
+        if self.is_native and plan.seen is not None:
+            pages = self.memory.pool[:, place]
+            return native_layers.attend_last_tokens(
+                queries, pages, plan.seen, self.memory.layout.block_tokens
+            )
+        parts = [
+            self._last(place, group, queries[group.first : group.first + group.works])
+            for group in self.groups(plan, len(queries))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def all_tokens(
+        self, place: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
+    ) -> torch.Tensor:
+        if plan.paged is not None:
+            return self._all_in_place(place, plan, plan.paged, queries)
+        return super().all_tokens(place, layer, plan, queries)
+
+    def _all_in_place(
+        self, place: int, plan: StepPlan, paged: PagedPlan, queries: torch.Tensor
+    ) -> torch.Tensor:
+        if paged.decodes is None and paged.prefills is not None and len(queries) == plan.tokens:
+            return self._in_place(paged.prefills, place, queries).flatten(1)
+        if paged.prefills is None and paged.decodes is not None:
+            return self._in_place(paged.decodes, place, queries).flatten(1)
+        out = queries.new_zeros(len(queries), self.heads * self.head_dim)
+        works = plan.decode_works
+        parts = ((paged.decodes, slice(0, works)), (paged.prefills, slice(works, plan.tokens)))
+        for attend, rows in parts:
+            if attend is not None:
+                out[rows] = self._in_place(attend, place, queries[rows]).flatten(1)
+        return out
+
+    def _in_place(self, attend: PagedAttend, place: int, queries: torch.Tensor) -> torch.Tensor:
+        """queries [rows, heads, head_dim] -> the same shape."""
+        pages = self.memory.pool[:, place]
+        if attend.works is None:  # a recorded step: nothing else can take its place
+            return attend(pages, queries)
+        if self.kernels is not None:
+            try:
+                return attend(pages, queries)
+            except Exception as error:  # edge: tried before, but not with every shape
+                log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
+                self.kernels = None
+        return paged_kernels.plain(pages, attend.works, queries)
+
+    def _last(self, place: int, group: LastGroup, queries: torch.Tensor) -> torch.Tensor:
+        keys, values = self.gather(place, group.page_rows, group.works)
+        keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
+        rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)
+        mask = group.mask(rows.dtype)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        return out.reshape(group.works, -1)
+
+    def prefill(
+        self,
+        place: int,
+        layer: GroupedWeights,
+        span: PrefillSpan,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        if self.is_native_prefill:
+            need = native_layers.prefill_scratch(span.end, self.kv_heads, self.head_dim)
+            if need > self._packed.numel():
+                self._packed = queries.new_empty(2 * need)
+            native_layers.attend_prefill(
+                queries, self.memory.pool[:, place], span.pages, span.start, out, self._packed
+            )
+            return
+        keys, values = self.gather(place, span.page_rows, 1)
+        grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
+        rows, target = queries.view(grouped), out.view(grouped)
+        if causal_attention.serves(queries, span.end):
+            causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
+            return
+        causal_attention.by_torch(rows, keys[0], values[0], span.start, target)

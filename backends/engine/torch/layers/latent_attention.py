@@ -1,0 +1,158 @@
+"""Multi-head latent attention over paged latents: DeepSeek-V3, Kimi K2.
+
+A token's row in the pages is its normed latent and one rotated key for all heads; K and V of a head
+are projections of the latent. Two forms of the same attention:
+
+    absorbed   the projection of K goes into the query, that of V behind the average: one row is
+               read per token, whatever the number of heads. Last tokens, and short chunks
+    expanded   K and V of the context are made again, then attended: fewer products per score, so
+               better where a chunk has many queries (`_is_expanded`)
+
+Weights of the two inner norms are folded into the matrices behind them, YaRN's factor of scores
+into the query's, and the rotary rows of interleaved checkpoints are put in halves (weights.py).
+Not here: what all kinds of attention do (paged_attention.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from backends.engine.model_config import LatentConfig
+from backends.engine.torch.kv_memory import KvMemory
+from backends.engine.torch.layers import causal_attention
+from backends.engine.torch.layers.norm import RmsNorm
+from backends.engine.torch.layers.paged_attention import PagedAttention
+from backends.engine.torch.linear import Linear
+from backends.engine.torch.rope import rotate_in_place
+from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+
+INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says for the others
+EXPANDED_SCALARS_MAX = 32 * 2**20  # K and V of so many heads at once
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    into: Linear  # hidden -> the query's latent (or the query itself), the latent, the rotary key
+    query: Linear | None  # the query's latent -> heads of q
+    keys: torch.Tensor  # [heads, plain_dim, rank]
+    values: torch.Tensor  # [heads, value_dim, rank]
+
+
+class LatentAttention(PagedAttention[LatentWeights]):
+    def __init__(
+        self, memory: KvMemory, heads: int, latent: LatentConfig, rope: torch.Tensor
+    ) -> None:
+        super().__init__(memory, heads, latent.value_dim, rope)
+        assert memory.layout.rows == 1 and memory.layout.head_dim == latent.row, memory.layout
+        self._latent = latent
+        self._norm = RmsNorm(INNER_EPSILON, rope)
+        self._scale = latent.query_dim**-0.5
+        # Products per score of each form, and per token of the context of one more projection.
+        absorbed = latent.row + latent.rank
+        expanded = latent.query_dim + latent.value_dim
+        projected = latent.rank * (latent.plain_dim + latent.value_dim)
+        self._expanded_from = projected / (absorbed - expanded) if absorbed > expanded else None
+
+    def project(
+        self,
+        place: int,
+        layer: LatentWeights,
+        normed: torch.Tensor,
+        plan: StepPlan,
+        angles: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[rows, heads, plain_dim + rotary_dim]."""
+        latent = self._latent
+        assert angles is not None
+        made = layer.into(normed)
+        query, row = made[:, : -latent.row], made[:, -latent.row :]
+        if layer.query is not None:
+            query = layer.query(self._norm(query))
+        queries = query.reshape(-1, self.heads, latent.query_dim)
+        row = torch.cat([self._norm(row[:, : latent.rank]), row[:, latent.rank :]], dim=1)
+        cosines, sines = angles[:, :1], angles[:, 1:]
+        rotate_in_place(queries[..., latent.plain_dim :], cosines, sines)
+        rotate_in_place(row[:, None, latent.rank :], cosines, sines)
+        self.write(place, plan.token_rows, row[: plan.tokens, None])
+        return queries
+
+    def last_tokens(
+        self, place: int, layer: LatentWeights, plan: StepPlan, queries: torch.Tensor
+    ) -> torch.Tensor:
+        rows = self._absorbed(layer, queries)
+        parts = [
+            self._last(place, group, rows[group.first : group.first + group.works])
+            for group in self.groups(plan, len(queries))
+        ]
+        return self._values(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _last(self, place: int, group: LastGroup, rows: torch.Tensor) -> torch.Tensor:
+        """rows [works, heads, rank + rotary_dim] -> averages of latents [works, heads, rank]."""
+        [pages] = self.gather(place, group.page_rows, group.works)
+        seen = pages[:, :, : group.context_tokens]
+        return F.scaled_dot_product_attention(
+            rows.unsqueeze(1), seen, seen[..., : self._latent.rank],
+            attn_mask=group.mask(rows.dtype), scale=self._scale,
+        ).squeeze(1)  # fmt: skip
+
+    def prefill(
+        self,
+        place: int,
+        layer: LatentWeights,
+        span: PrefillSpan,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        latent = self._latent
+        pages = self.gather(place, span.page_rows, 1)[0, 0]  # [1, tokens of the pages, row]
+        if self._expanded_from is None or span.tokens >= self._expanded_from:
+            self._expand(layer, span, pages[0], queries, out)
+            return
+        rows = self._absorbed(layer, queries) * (self._scale * latent.row**0.5)  # undone inside
+        seen = rows.new_empty(span.tokens, 1, self.heads, latent.rank)
+        causal_attention.by_torch(
+            rows.unsqueeze(1), pages, pages[..., : latent.rank], span.start, seen
+        )
+        out.copy_(self._values(layer, seen.squeeze(1)))
+
+    def _expand(
+        self,
+        layer: LatentWeights,
+        span: PrefillSpan,
+        pages: torch.Tensor,
+        queries: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """pages [tokens, row]; some heads at a time, so that K and V need little memory."""
+        latent = self._latent
+        tokens = len(pages)
+        latents, rotary = pages[:, : latent.rank], pages[:, latent.rank :]
+        target = out.view(span.tokens, self.heads, 1, latent.value_dim)
+        at_once = EXPANDED_SCALARS_MAX // (tokens * (latent.query_dim + latent.value_dim))
+        at_once = max(1, at_once)
+        for first in range(0, self.heads, at_once):
+            heads = slice(first, min(first + at_once, self.heads))
+            count = heads.stop - first
+            keys = pages.new_empty(count, tokens, latent.query_dim)
+            keys[..., : latent.plain_dim] = latents @ layer.keys[heads].transpose(1, 2)
+            keys[..., latent.plain_dim :] = rotary
+            values = latents @ layer.values[heads].transpose(1, 2)
+            rows = queries[:, heads].unsqueeze(2)  # [tokens, heads, 1, query_dim]
+            if causal_attention.serves(queries[:, heads], span.end):
+                causal_attention.causal_attention(rows, keys, values, span.start, target[:, heads])
+            else:
+                causal_attention.by_torch(rows, keys, values, span.start, target[:, heads])
+
+    def _absorbed(self, layer: LatentWeights, queries: torch.Tensor) -> torch.Tensor:
+        """queries [rows, heads, query_dim] -> [rows, heads, rank + rotary_dim], for latents."""
+        plain, rotary = queries.split([self._latent.plain_dim, self._latent.rotary_dim], dim=-1)
+        inner = torch.bmm(plain.transpose(0, 1), layer.keys).transpose(0, 1)
+        return torch.cat([inner, rotary], dim=-1)
+
+    def _values(self, layer: LatentWeights, averages: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, rank] -> [rows, heads * value_dim]."""
+        values = torch.bmm(averages.transpose(0, 1), layer.values.transpose(1, 2))
+        return values.transpose(0, 1).reshape(len(averages), -1)
