@@ -272,7 +272,7 @@ def _parsed(
     kv_heads = read.integer("num_key_value_heads", default=heads)
     # Qwen3Config's head_dim is 128 when not given; the others derive it.
     head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
-    latent = _latent(read, found) if family == "deepseek_v3" else None
+    latent = _latent(read) if family == "deepseek_v3" else None
     if latent is not None:
         if kv_heads != heads:
             found.append("config.json: num_key_value_heads must be num_attention_heads here")
@@ -313,7 +313,7 @@ def _parsed(
     )
 
 
-def _latent(read: _Reader, found: list[str]) -> LatentConfig:
+def _latent(read: _Reader) -> LatentConfig:
     return LatentConfig(
         query_rank=read.integer("q_lora_rank", 0),
         rank=read.integer("kv_lora_rank"),

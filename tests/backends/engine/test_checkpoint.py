@@ -239,6 +239,30 @@ def test_a_mistral_is_taken_as_far_as_its_sliding_window(
     assert read_model_config(path).context_tokens_max == context_tokens
 
 
+def test_all_that_is_wrong_with_latent_attention_and_experts_is_listed(tmp_path: Path) -> None:
+    make_checkpoint("deepseek_v3", tmp_path)
+    assert read_kv_layout(tmp_path, "float32", 64) == KvLayout(3, 1, 40, "float32", 64, kv_factor=1)
+    edit_config(
+        tmp_path, scoring_func="softmax", topk_method="greedy", moe_layer_freq=2, n_group=3,
+        num_key_value_heads=2, qk_rope_head_dim=7,
+    )  # fmt: skip
+    words = "scoring_func", "topk_method", "moe_layer_freq", "3 groups", "heads must", "qk_rope_"
+    problems = problems_of(tmp_path)
+    assert len(problems) == len(words)
+    assert all(any(word in problem for problem in problems) for word in words), problems
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    make_checkpoint("deepseek_v3", tmp_path)
+    without = load(tmp_path)
+    extra = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    edit_weights(tmp_path, lambda tensors: tensors.update(extra))
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    assert len(load(tmp_path).layers) == len(without.layers) == 3
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    assert "eh_proj.weight is not part of the model" in problems_of(tmp_path)[0]
+
+
 def test_a_window_that_is_no_number_is_refused(tmp_path: Path) -> None:
     make_checkpoint("mistral", tmp_path)
     edit_config(tmp_path, sliding_window="wide")

@@ -151,8 +151,12 @@ def test_bfloat16_follows_the_bfloat16_of_transformers(case: Case) -> None:
         theirs = rounded(torch.tensor([prompt])).logits[0].float().numpy()
     theirs = theirs[[end - 1 for end in ends]]
     ours = np.stack([engine.forward([Work(prompt[:end], 0, list(range(6)))])[0] for end in ends])
-    their_error, our_error = np.abs(theirs - expected).mean(), np.abs(ours - expected).mean()
-    print(f"mean error of bfloat16: ours {our_error:.4f}, transformers' {their_error:.4f}")
+    # Of each logits the mean, of these the median: at a near-tie rounding gives a token to another
+    # expert, and what follows is no error of rounding.
+    their_error, our_error = (
+        np.median(np.abs(logits - expected).mean(axis=1)) for logits in (theirs, ours)
+    )
+    print(f"error of bfloat16: ours {our_error:.4f}, transformers' {their_error:.4f}")
     assert our_error < 1.3 * their_error
     [output] = generate(engine, [prompt], SamplingParams(max_tokens=8))
     assert len(output) == 8
