@@ -97,13 +97,19 @@ class PagedAttention(ABC, Generic[LayerWeights]):
 
     def gather(self, place: int, page_rows: torch.Tensor, works: int) -> torch.Tensor:
         """KV [kv_factor, works, kv_heads, tokens of the pages, head_dim], until the next call."""
-        if len(page_rows) > len(self._gathered):
-            self._gathered = self.memory.page_rows[0].new_empty(
-                (2 * len(page_rows), self.memory.page_rows[0].shape[1])
-            )
-        gathered = self._gathered[: len(page_rows)]
-        torch.index_select(self.memory.page_rows[place], 0, page_rows, out=gathered)
+        gathered = self._gathered_rows(self.memory.page_rows[place], page_rows)
         if self.is_fp8:
             gathered = fp8.widened(gathered, self.rope.dtype)
         layout = self.memory.layout
         return gathered.view(layout.kv_factor, works, layout.kv_heads, -1, layout.head_dim)
+
+    def _gathered_rows(self, rows: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_cuda:
+            # torch keeps such memory at hand, and a recorded step must have its own for ever: a
+            # buffer that a larger step replaces would be somebody else's when it is replayed.
+            return rows.index_select(0, page_rows)
+        if len(page_rows) > len(self._gathered):
+            self._gathered = rows.new_empty((2 * len(page_rows), rows.shape[1]))
+        gathered = self._gathered[: len(page_rows)]
+        torch.index_select(rows, 0, page_rows, out=gathered)
+        return gathered
