@@ -1,0 +1,53 @@
+"""A DeepSeek-V3-shaped model from prefill by the store to decode: the tokens of transformers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.backends.engine.checkpoints import YARN_ROPE, load_reference, make_checkpoint
+from tests.backends.engine.reference import Comparison, greedy
+from tests.backends.small_tokenizers import DEMO
+from tests.backends.workers.pair import pairs, prompt
+
+BLOCK, CHUNK, TOKENS = 64, 128, 8
+LENGTHS = (5, CHUNK + 1, 300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(
+        "deepseek_v3", tmp_path_factory.mktemp("deepseek_v3"), rope_parameters=YARN_ROPE,
+        vocab_size=2048, num_hidden_layers=6, hidden_size=48,
+    )  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(Path(DEMO) / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("layerwise", "stages"), [("true", 1), ("false", 1), ("false", 2)])
+def test_tokens_through_the_store_are_those_of_transformers(
+    layerwise: str, stages: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, comparison = load_reference(checkpoint), Comparison()
+    with tempfile.TemporaryDirectory(prefix="mooncake-") as folder:
+        for pair in pairs(
+            Path(folder), monkeypatch, stages, checkpoint=str(checkpoint),
+            chunk_tokens=str(CHUNK), layerwise=layerwise,
+        ):  # fmt: skip
+            if stages > 1:
+                pair.wait_until_whole()
+            assert pair.decode.driver.engine.layout.kv_factor == 1
+            for length in LENGTHS:
+                ids = prompt(length, length)
+                right = greedy(model, ids, TOKENS)
+                for cached in (0, (length - 1) // BLOCK * BLOCK):
+                    asked = pair.ask(ids, max_tokens=TOKENS)
+                    comparison.add(f"{length} tokens, {cached} cached", asked.wait(), right)
+                    assert asked.prefill_reply is not None
+                    assert asked.prefill_reply.cached_tokens >= cached
+            pair.wait_until_idle()
+    comparison.check(excluded_share_max=0.1)
