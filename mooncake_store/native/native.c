@@ -1062,7 +1062,8 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
             pages[at / block] * job->page_stride + (kv_head * block + in_page) * dim;
         const int64_t value_at = key_at + job->kv_heads * block * dim;
         /* The next tile is asked for while this one is computed: pages end the hardware's own
-         * prefetching, every 4 KiB of them. */
+         * prefetching, every 4 KiB of them. Into the second cache: the first one can wait for fewer
+         * lines at once (docs/measurements.md). */
         const int64_t next = at + tokens < context ? at + tokens : at;
         const int64_t next_key_at =
             pages[next / block] * job->page_stride + (kv_head * block + next % block) * dim;
@@ -1079,7 +1080,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
                     if (token >= tokens) token = tokens - 1; /* what lies behind is not ours */
                     const int64_t key = key_at + token * dim;
                     UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
-                        __builtin_prefetch(next_keys + token * dim * SCALAR_BYTES + line);
+                        __builtin_prefetch(next_keys + token * dim * SCALAR_BYTES + line, 0, 2);
                     UNROLLED for (int h = 0; h < HEADS; h++) products[h][i] = _mm512_setzero_ps();
 #if HAS_PRODUCTS
                     if (has_products) {
@@ -1141,7 +1142,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
         }
         for (int64_t token = 0; token < tokens; token++) {
             UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
-                __builtin_prefetch(next_values + token * dim * SCALAR_BYTES + line);
+                __builtin_prefetch(next_values + token * dim * SCALAR_BYTES + line, 0, 2);
             UNROLLED for (int v = 0; v < VECTORS; v++) {
                 const __m512 values = kept(job->memory, value_at + token * dim + v * LANE_COUNT,
                                            masks[v], is_bf16, is_fp8);
