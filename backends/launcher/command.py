@@ -120,7 +120,7 @@ CheckpointOption = Annotated[
     str,
     typer.Option(help="Hugging Face folder of all models, instead of the one in config.pbtxt."),
 ]
-Dtype = Annotated[str, typer.Option(help="Of weights and KV, in all workers: float32, bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="Of weights, and KV but for kv_dtype: float32, bfloat16.")]
 Device = Annotated[str, typer.Option(help="Where all workers compute: cpu, cuda or cuda:N.")]
 Prefill = Annotated[
     int | None,

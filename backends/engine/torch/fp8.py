@@ -4,7 +4,8 @@ What a page holds is K / k_scale and V / v_scale, rounded to the nearest fp8; wh
 becomes 448. The scales, one number for all of K and one for all of V of a layer, are not seen here:
 weights.py multiplies them into the matrices before and behind attention.
 
-Native code does the same on its own (native.c). Not here: where the bytes go (kv_memory.py).
+Native code does the same on its own (native.c). NaN in K or V, of a model that is broken already,
+is read as 480 on a CPU, which no number is otherwise. Not here: where the bytes go (kv_memory.py).
 """
 
 from __future__ import annotations

@@ -103,6 +103,10 @@ class TorchEngine:
         config, checkpoint = _open(checkpoint_dir, dtype)
         place = torch.device(device)
         layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
+        if layout.dtype == "fp8" and layout.kv_factor == 1:
+            raise CheckpointError(
+                checkpoint_dir, ["kv_dtype fp8 with latent attention is not supported; use auto"]
+            )
         if stages > layout.layers:
             raise CheckpointError(
                 checkpoint_dir,

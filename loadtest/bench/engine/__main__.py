@@ -1,6 +1,6 @@
 """The torch engine on CPU beside transformers, beside its linear layers alone, beside its bytes.
 
-    python -m loadtest.bench.engine [--only prefill|decode|shares|demo]
+    python -m loadtest.bench.engine [--only prefill|decode|shares|demo|fp8]
 
 Makes a random Llama of 100 million parameters (hidden 768, 12 layers, 12 heads, 4 KV heads,
 intermediate 2,048, vocabulary 32,000, tied), bfloat16, two threads. In every round, in turns:
@@ -11,8 +11,11 @@ intermediate 2,048, vocabulary 32,000, tied), bfloat16, two threads. In every ro
     shares    a step of ours, its linear layers alone (the same packed matrices, the same rows), and
               reading as many bytes as it cannot but read
     demo      the demo checkpoint, float32, one thread: a decode step beside reading its bytes
+    fp8       decode steps and a prompt with KV kept as fp8, beside the same with KV in bfloat16;
+              how near the demo checkpoint's tokens are to those with KV in float32
 
-Medians of the rounds are compared. Not here: how each is run (own_engine.py, transformers_peer.py).
+Medians of the rounds are compared. Not here: how each is run (own_engine.py, transformers_peer.py),
+how near answers are (kv_quality.py).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Annotated
 import torch
 import typer
 
+from loadtest.bench.engine import kv_quality
 from loadtest.bench.engine.own_engine import CHUNK_TOKENS, OwnEngine, bytes_per_s
 from loadtest.bench.engine.transformers_peer import Transformers
 from loadtest.harness.benchmark import BenchmarkRun, BlocksSeed, benchmark, console, median_s
@@ -45,6 +49,8 @@ LIMITED = (16, 4_096)
 LIMIT_GOAL, PREFILL_SHARE_GOAL = 1.6, 0.6
 SHARED_PROMPT_TOKENS = 2_048
 STEPS = 10  # of a way in a round
+FP8_STEPS = ((1, 4_096), (16, 512), (16, 4_096))
+FP8_GOAL = 1.0  # times as long as with bfloat16, at the longest context
 DEMO, DEMO_CONTEXT_TOKENS, DEMO_BLOCK_TOKENS, DEMO_GOAL = (16, 512), 512, 64, 1.8
 DEMO_FOLDER = Path("backends/demo_checkpoint")
 
@@ -54,6 +60,7 @@ class Part(str, Enum):
     decode = "decode"
     shares = "shares"
     demo = "demo"
+    fp8 = "fp8"
 
 
 def measure_prefill(run: BenchmarkRun, own: OwnEngine, peer: Transformers, rounds: int) -> None:
@@ -179,6 +186,51 @@ def measure_demo(run: BenchmarkRun, rounds: int, seed: int) -> None:
     run.targets.append(Target("demo_decode_over_bytes_16", over, "<=", DEMO_GOAL))
 
 
+def measure_fp8(
+    run: BenchmarkRun, own: OwnEngine, checkpoint: Path, rounds: int, seed: int
+) -> None:
+    """The same steps over pages of bfloat16 and of fp8, in turns."""
+    tokens_max = LIMITED[0] * LIMITED[1]
+    small = OwnEngine(checkpoint, DTYPE, BLOCK_TOKENS, tokens_max, seed, "fp8")
+    [prompt] = own.prompts(1, SHARED_PROMPT_TOKENS)
+    for batch, context_tokens in FP8_STEPS:
+        found = median_s(
+            {
+                DTYPE: lambda at=(batch, context_tokens): own.step_s(*at, STEPS),
+                "fp8": lambda at=(batch, context_tokens): small.step_s(*at, STEPS),
+            },
+            rounds,
+            warm_rounds=1,
+        )
+        ratio = round(found["fp8"] / found[DTYPE], 3)
+        run.rows.append(
+            {
+                "model": MODEL,
+                "batch": batch,
+                "context_tokens": context_tokens,
+                "bfloat16_ms": ms(found[DTYPE]),
+                "fp8_ms": ms(found["fp8"]),
+                "fp8_over_bfloat16": ratio,
+            }
+        )
+        if (batch, context_tokens) == LIMITED:
+            run.targets.append(Target("fp8_over_bfloat16_16_4096", ratio, "<=", FP8_GOAL))
+    found = median_s(
+        {DTYPE: lambda: own.prefill_s(prompt), "fp8": lambda: small.prefill_s(prompt)},
+        rounds,
+        warm_rounds=1,
+    )
+    run.rows.append(
+        {
+            "model": MODEL,
+            "prompt_tokens": SHARED_PROMPT_TOKENS,
+            "bfloat16_ms": ms(found[DTYPE]),
+            "fp8_ms": ms(found["fp8"]),
+            "fp8_over_bfloat16": round(found["fp8"] / found[DTYPE], 3),
+        }
+    )
+
+
 def ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
@@ -205,6 +257,10 @@ def main(
         if Part.shares in parts:
             with console.status("steps, their linear layers, their bytes ..."):
                 measure_shares(run, own, rounds)
+        if Part.fp8 in parts:
+            with console.status("KV as fp8 ..."):
+                measure_fp8(run, own, checkpoint, rounds, seed)
+                run.rows.append(kv_quality.measure(DEMO_FOLDER, seed))
         if parts & {Part.prefill, Part.decode}:
             peer = Transformers(checkpoint, DTYPE)
             run.constants["transformers"] = peer.version

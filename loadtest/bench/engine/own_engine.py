@@ -35,13 +35,21 @@ READ_BYTES_MAX = 256 * 2**20  # more than any CPU cache: reading more of it is a
 
 class OwnEngine:
     def __init__(
-        self, checkpoint: Path, dtype: str, block_tokens: int, tokens_max: int, seed: int
+        self,
+        checkpoint: Path,
+        dtype: str,
+        block_tokens: int,
+        tokens_max: int,
+        seed: int,
+        kv_dtype: str = "auto",
     ) -> None:
         config, cpu = read_model_config(checkpoint), torch.device("cpu")
         scalar = TORCH_DTYPES[dtype]
-        layout = config.layout(dtype, block_tokens)
+        layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
         memory = KvMemory(layout, -(-tokens_max // block_tokens), cpu)
-        self.weights: Weights = load_weights(Checkpoint.open(checkpoint), config, scalar, cpu)
+        self.weights: Weights = load_weights(
+            Checkpoint.open(checkpoint), config, scalar, cpu, None, layout.dtype == "fp8"
+        )
         positions = config.context_tokens_max
         rope = rope_table(config.rope, config.rotary_dim, positions, scalar, cpu)
         transformer = Transformer(config, self.weights, memory, rope)
@@ -50,7 +58,7 @@ class OwnEngine:
         # Numbers as a model's own: steps are timed over pages that no prompt has filled.
         memory.pool.copy_(
             torch.randn(1 << 20)
-            .to(scalar)
+            .to(memory.pool.dtype)
             .repeat(-(-memory.pool.numel() // (1 << 20)))[: memory.pool.numel()]
             .view_as(memory.pool)
         )
@@ -118,7 +126,9 @@ class OwnEngine:
         return median_of(run, times)
 
     def step_bytes(self, batch: int, context_tokens: int) -> int:
-        return step_bytes(self._config, self.engine.layout, batch, context_tokens)
+        return step_bytes(
+            self._config, self.engine.layout, batch, context_tokens, self._dtype.itemsize
+        )
 
     def _pages(self, tokens: int) -> list[int]:
         """Of nobody: nothing runs beside a measurement."""

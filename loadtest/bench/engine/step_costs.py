@@ -15,7 +15,14 @@ def layers_scalars(config: ModelConfig) -> int:
     return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
 
 
-def step_bytes(config: ModelConfig, layout: KvLayout, batch: int, context_tokens: int) -> int:
+def step_bytes(
+    config: ModelConfig,
+    layout: KvLayout,
+    batch: int,
+    context_tokens: int,
+    weight_bytes: int | None = None,  # of one; None: as of a number of KV
+) -> int:
     """What a decode step cannot but read: every matrix once, the KV of every sequence."""
     scalars = layers_scalars(config) + config.vocabulary_tokens * config.hidden
-    return scalars * DTYPE_BYTES[layout.dtype] + batch * context_tokens * layout.token_bytes
+    weight_bytes = weight_bytes or DTYPE_BYTES[layout.dtype]
+    return scalars * weight_bytes + batch * context_tokens * layout.token_bytes

@@ -66,7 +66,8 @@ class LlmModel:
     head_dim: int
     mlp_width: int
     parameters: float
-    scalar_bytes: int = 2
+    scalar_bytes: int = 2  # of weights and hidden states
+    kv_scalar_bytes: int = 2  # 1: KV is kept as fp8
 
     @property
     def weight_bytes(self) -> float:
@@ -75,7 +76,7 @@ class LlmModel:
     @property
     def token_bytes(self) -> int:
         """KV of one token."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.scalar_bytes
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.kv_scalar_bytes
 
     @property
     def attention_width(self) -> int:
