@@ -22,9 +22,11 @@ from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import native_layers
+from backends.engine.torch.gpu.decode_graph import CallAgain
 from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import edit_config, load_reference, make_checkpoint
 from tests.backends.engine.reference import Comparison, greedy
+from tests.backends.engine.torch.gpu.device_engines import device_engine
 
 TIE_LOGITS = 0.03
 OUTPUT_TOKENS, BLOCK_TOKENS, PAGES = 16, 16, 160
@@ -175,6 +177,24 @@ def test_bfloat16_computes_over_the_same_fp8(case: Case) -> None:
         exact = case.model(torch.tensor([prompt])).logits[0, -1].numpy()
     ours = engine.forward([Work(prompt, 0, pages)])[0]
     assert np.abs(ours - expected).mean() < 3 * np.abs(theirs - exact).mean()
+
+
+def test_pages_that_are_mirrored_and_steps_that_are_recorded_have_the_same_bytes(
+    case: Case,
+) -> None:
+    """What runs on a GPU, without one."""
+    plain = case.engine()
+    mirrored = device_engine(case.path, PAGES, BLOCK_TOKENS, recorder=CallAgain(), kv_dtype="fp8")
+    prompt, pages = case.prompts[-1], list(range(8))
+    steps = [Work(prompt[:100], 0, pages), *(Work(prompt[i : i + 1], i, pages) for i in (100, 101))]
+    for work in steps:
+        np.testing.assert_allclose(mirrored.forward([work]), plain.forward([work]), atol=TIE_LOGITS)
+    mirrored.export_pages(pages)
+    layers = len(plain.layers)
+    ours, theirs = (
+        engine.kv_pool.reshape(PAGES, layers, -1)[:6, 0] for engine in (plain, mirrored)
+    )
+    assert (ours != theirs).mean() < 1e-3, "the first layer sees the same numbers in both"
 
 
 def test_the_checkpoint_can_ask_for_it(tmp_path: Path) -> None:

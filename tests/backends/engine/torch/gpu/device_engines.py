@@ -29,11 +29,14 @@ def device_engine(
     kernels: PagedKernels | None = None,
     queue: CopyQueue | None = None,
     is_mirrored: bool = True,
+    kv_dtype: str = "auto",
 ) -> TorchEngine:
     config, scalar = read_model_config(path), TORCH_DTYPES[dtype]
-    layout = config.layout(dtype, block_tokens)
+    layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
     memory = KvMemory(layout, pages_max, CPU, is_mirrored, queue)
-    weights = load_weights(Checkpoint.open(path), config, scalar, CPU)
+    weights = load_weights(
+        Checkpoint.open(path), config, scalar, CPU, is_kv_fp8=layout.dtype == "fp8"
+    )
     tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
     rope = rope_table(config.rope, config.rotary_dim, tokens_max, scalar, CPU)
     transformer = Transformer(config, weights, memory, rope, kernels)
