@@ -59,6 +59,14 @@ class ServingEngine(Protocol):
         """
         ...
 
+    def export_pages(self, pages: Sequence[int]) -> None:
+        """Bring these pages of `kv_pool` up to date before the caller reads them. From any thread;
+        no step computes in what is read of them.
+
+        Not needed for the layers that `on_layer` announced. Free on CPU.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -75,13 +83,6 @@ class Engine(ServingEngine, Protocol):
 
         `on_layer(l)` is called as soon as the KV of layer l of the model of *all* works is in
         `kv_pool`, in order of layers, while the rest is still to be computed.
-        """
-        ...
-
-    def export_pages(self, pages: Sequence[int]) -> None:
-        """Bring these pages of `kv_pool` up to date before the caller reads them.
-
-        Not needed for the layers that `on_layer` announced. Free on CPU.
         """
         ...
 

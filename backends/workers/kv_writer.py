@@ -81,14 +81,17 @@ class KvWriter:
         outbox: WorkerOutbox,
         lease_s: float,
         deadline_s: float,
+        export_pages: Callable[[Sequence[int]], None],
     ) -> None:
-        """`deadline_s`: of one write into a node of another host."""
+        """`deadline_s`: of one write into a node of another host. `export_pages`: brings pages of
+        `pool` up to date, where the engine computes in other memory (interface.py)."""
         self._store = store
         self._pages = pages
         self._pool = pool
         self._outbox = outbox
         self._lease_s = lease_s
         self._deadline_s = deadline_s
+        self._export_pages = export_pages
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
@@ -236,6 +239,7 @@ class KvWriter:
     def _put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool) -> None:
         self._ensure_slots(put, blocks, may_use_objects=is_handover)
         given = [block for block in blocks if block in put.slots]
+        self._export_pages([put.pages[block] for block in given])
         self._write(put, given, self._pages.layers.indices)
         self._commit(put, given)
         if is_handover and put.decode_inbox:

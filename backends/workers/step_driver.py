@@ -163,7 +163,6 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         # Only now: a writer that is awake takes the Python lock from the tokens' way out.
         for job, blocks, token_id in zip(jobs, finished, token_ids, strict=True):
             if blocks and is_whole:
-                self.engine.export_pages([job.put.pages[block] for block in blocks])
                 worker.writer.put_whole(job.put, blocks, is_handover=True)
             elif blocks:
                 worker.writer.blocks_done(job.put, blocks)

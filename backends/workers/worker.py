@@ -89,7 +89,7 @@ class JobWorker(ABC, Generic[J]):
         self._pages = PageGuard(engine.pages, self._loader.pending_pages, self._loader.forget)
         self.writer = KvWriter(
             store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
-            config.transfer_s_max,
+            config.transfer_s_max, engine.export_pages,
         )  # fmt: skip
         self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
         self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")

@@ -223,6 +223,9 @@ class TrtllmEngine:
     def import_pages(self, pages: Sequence[int]) -> None:
         """Nothing: the connector copies them once they are staged."""
 
+    def export_pages(self, pages: Sequence[int]) -> None:
+        """Nothing: the connector has copied what it called saved."""
+
     @property
     def stats(self) -> IterationStats:
         return self.llm.stats

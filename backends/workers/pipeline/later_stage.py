@@ -87,7 +87,7 @@ class StageWorker:
         self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
         self._writer = KvWriter(
             store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
-            config.transfer_s_max,
+            config.transfer_s_max, engine.export_pages,
         )  # fmt: skip
         group.refuse_mistakes(self.process.info, self.process.directory.workers())
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

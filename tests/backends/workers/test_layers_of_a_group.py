@@ -43,6 +43,7 @@ class Worker:
         pages = PageLayout(LAYOUT, layers)
         self.writer = KvWriter(
             self.stage.store, pages, self.stage.pool, self.outbox, LEASE_S, DEADLINE_S,  # type: ignore[arg-type]
+            lambda pages: None,
         )  # fmt: skip
         self.loader = KvLoader(self.stage.store, pages, self.stage.pool, DEADLINE_S)
 

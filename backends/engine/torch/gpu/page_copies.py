@@ -46,7 +46,7 @@ class CopyQueue(Protocol):
         ...
 
     def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Out of pages, after what the computing stream has so far. From the engine's thread."""
+        """Out of pages, after what the computing stream has so far. From any thread."""
         ...
 
     def step_is_begun(self) -> None:
