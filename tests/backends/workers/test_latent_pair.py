@@ -12,6 +12,7 @@ from tests.backends.engine.checkpoints import YARN_ROPE, load_reference, make_ch
 from tests.backends.engine.reference import Comparison, greedy
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import pairs, prompt
+from tests.backends.workers.test_preemption import LONG, PAGES, SHORT, long_and_short, preemptions
 
 BLOCK, CHUNK, TOKENS = 64, 128, 8
 LENGTHS = (5, CHUNK + 1, 300)
@@ -49,5 +50,22 @@ def test_tokens_through_the_store_are_those_of_transformers(
                     comparison.add(f"{length} tokens, {cached} cached", asked.wait(), right)
                     assert asked.prefill_reply is not None
                     assert asked.prefill_reply.cached_tokens >= cached
+            pair.wait_until_idle()
+    comparison.check(excluded_share_max=0.1)
+
+
+def test_a_preempted_request_goes_on_with_the_tokens_of_transformers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows go to the store and come back into other pages, in the middle of a block."""
+    model, comparison = load_reference(checkpoint), Comparison()
+    with tempfile.TemporaryDirectory(prefix="mooncake-") as folder:
+        for pair in pairs(
+            Path(folder), monkeypatch, kv_pages=str(PAGES), checkpoint=str(checkpoint)
+        ):
+            long, short = long_and_short(pair, monkeypatch)
+            for name, asked, tokens in (("short", short, SHORT), ("long", long, LONG)):
+                comparison.add(name, asked.wait(), greedy(model, asked.prompt, tokens))
+            assert preemptions(pair) == 1
             pair.wait_until_idle()
     comparison.check(excluded_share_max=0.1)
