@@ -5,6 +5,11 @@ TensorRT-LLM, in order of tokens; a page holds all layers, as `tensor[block_id]`
 
     store block b:  | rank 0: page 0, page 1, ... | rank 1: page 0, page 1, ... | ...
 
+Where attention is latent (MLA) the ranks are alike: each has the rows of all heads, so a block is
+the pages of one, rank 0 saves them and every rank loads them.
+
+    store block b:  | page 0, page 1, ... |
+
 So with equal TP size, page size and layout (the fingerprint has them) any worker can read it, and
 a prompt's last, partial block holds the pages that its tokens fill at the places where they would
 be in a whole one.
@@ -89,18 +94,27 @@ class BlockPages(NamedTuple):
     rank_bytes: int  # of a store block
     page_bytes: int
     block_bytes: int
+    is_alike: bool = False  # the other ranks have the same pages, and a block has them once
 
     @classmethod
     def of(
-        cls, rank: int, tp_size: int, page_bytes: int, tokens_per_block: int, block_tokens: int
-    ) -> BlockPages:
+        cls, rank: int, tp_size: int, page_bytes: int, tokens_per_block: int, block_tokens: int,
+        is_alike: bool = False,
+    ) -> BlockPages:  # fmt: skip
         rank_bytes = page_bytes * (block_tokens // tokens_per_block)
-        return cls(rank, rank_bytes, page_bytes, rank_bytes * tp_size)
+        parts = 1 if is_alike else tp_size
+        return cls(rank, rank_bytes, page_bytes, rank_bytes * parts, is_alike)
+
+    @property
+    def is_saved(self) -> bool:
+        """This rank's pages are what the store gets, or a part of it."""
+        return self.rank == 0 or not self.is_alike
 
     def runs(self, moves: Iterable[Move]) -> list[PageRun]:
         """Neighbouring pages that are neighbours on the host too become one copy."""
         per_block = self.rank_bytes // self.page_bytes
-        page_bytes, rank_offset = self.page_bytes, self.rank * self.rank_bytes
+        page_bytes = self.page_bytes
+        rank_offset = 0 if self.is_alike else self.rank * self.rank_bytes
         found: list[PageRun] = []
         for move in moves:
             for page, block_id in enumerate(move.block_ids, move.first_page):
@@ -122,22 +136,25 @@ class BlockPages(NamedTuple):
 
 def size_problems(
     shape: Sequence[int], page_bytes: int, tokens_per_block: int, tp_size: int,
-    block_tokens: int, block_bytes: int,
+    block_tokens: int, block_bytes: int, is_alike: bool = False,
 ) -> list[str]:  # fmt: skip
     """Why pages of this tensor [blocks, layers, K and V, scalars] cannot make up store blocks."""
     if len(shape) != 4:
         return [f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]"]
+    if (shape[2] == 1) != is_alike:
+        kind = "latent attention (kv_factor 1)" if is_alike else "K and V of heads (kv_factor 2)"
+        return [f"KV has the shape {list(shape)}, but config.json says {kind}"]
     if block_tokens % tokens_per_block:
         return [
             f"block_tokens is {block_tokens}, which is no multiple of TensorRT-LLM's "
             f"tokens_per_block, {tokens_per_block}"
         ]
-    ours = BlockPages.of(0, tp_size, page_bytes, tokens_per_block, block_tokens).block_bytes
-    if ours != block_bytes:
+    pages = BlockPages.of(0, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike)
+    if (ours := pages.block_bytes) != block_bytes:
         return [
             f"a block of {block_tokens} tokens has {ours} bytes in TensorRT-LLM ({tp_size} ranks, "
             f"{shape[1]} layers, pages of {page_bytes} bytes and {tokens_per_block} tokens), but "
             f"{block_bytes} in the worker's pool: do dtype, checkpoint and tp_size agree? "
-            "And is KV kept in another dtype (kv_dtype)?"
+            "And is KV kept in another dtype (kv_dtype), or in pages of other sizes (page_tokens)?"
         ]
     return []

@@ -176,11 +176,14 @@ class MooncakeConnectorWorker(WorkerBase):
         site, tokens = self._site, self._tokens_per_block
         page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
         problems = size_problems(
-            kv.shape, page_bytes, tokens, self._tp_size, site.block_tokens, site.block_bytes
-        )
+            kv.shape, page_bytes, tokens, self._tp_size, site.block_tokens, site.block_bytes,
+            site.is_alike,
+        )  # fmt: skip
         if problems:
             raise ValueError("; ".join(problems))
-        pages = BlockPages.of(self._rank, self._tp_size, page_bytes, tokens, site.block_tokens)
+        pages = BlockPages.of(
+            self._rank, self._tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
+        )
         pool = map_pool(site.pool_path, site.block_bytes)
         self._copies = RankCopies(pages, tokens, make_copier(kv, pool), self._link.send)
         pool_pages = len(pool) // site.block_bytes
@@ -247,7 +250,7 @@ class MooncakeConnectorWorker(WorkerBase):
 
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
     """From how many pages on a load is asynchronous; 0: never."""
-    rank_bytes = site.block_bytes // llm_args.tensor_parallel_size
+    rank_bytes = site.block_bytes // (1 if site.is_alike else llm_args.tensor_parallel_size)
     page_bytes = rank_bytes * llm_args.kv_cache_config.tokens_per_block // site.block_tokens
     return -(-site.aside_bytes_min // page_bytes)
 

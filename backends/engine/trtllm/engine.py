@@ -149,7 +149,7 @@ class TrtllmEngine:
         layout = self.layout
         site = Site(
             address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
-            self.config.aside_bytes_min(self.role),
+            self.config.aside_bytes_min(self.role), is_alike=layout.kv_factor == 1,
         )  # fmt: skip
         os.environ.update(site.to_environment())
         return ConnectorHost(address, listener)
@@ -158,7 +158,8 @@ class TrtllmEngine:
         if self._host is None:
             return
         ranks = self._host.wait_ready(READY_S_MAX)
-        block_bytes = sum(rank.rank_bytes for rank in ranks)
+        by_rank = [rank.rank_bytes for rank in ranks]
+        block_bytes = max(by_rank) if self.layout.kv_factor == 1 else sum(by_rank)
         if len(ranks) != self.config.tp_size or block_bytes != self.layout.block_bytes:
             raise ConfigError(
                 f"a block has {block_bytes} bytes over {len(ranks)} rank(s) in TensorRT-LLM, but "

@@ -4,7 +4,9 @@ Both are read from config.json alone. The pool that its pages are copied to is m
 engine starts, so its size must be known before; when the engine is up, each rank says how big its
 pages really are and a difference is refused (engine.py). TensorRT-LLM serves many more families
 than the torch engine: what counts is that every layer has full attention with the same number of
-heads. Loads neither torch nor tensorrt_llm.
+heads, or with a latent (DeepSeek-V3: MLA): TensorRT-LLM keeps it as one head of K alone, of
+kv_lora_rank + qk_rope_head_dim, and so every rank has the same rows. Loads neither torch nor
+tensorrt_llm.
 
 `KvIdentity` is what of a checkpoint and of an engine's options reaches KV, for the fingerprint of
 its blocks. Two engines may exchange blocks only if the same tokens give the same bytes in both.
@@ -29,6 +31,9 @@ from backends.engine.model_config import CheckpointError, quantised_kv, read_jso
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
+# Kimi K2 says so too. Others with a latent have something beside it, or were not looked at.
+LATENT_FAMILIES = ("DeepseekV3ForCausalLM",)
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -41,6 +46,7 @@ class KvShape:
     context_tokens_max: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # that config.json says its weights are computed in; "" where it says none
+    is_latent: bool = False  # one row of head_dim for each token of a layer: kv_heads is 1
 
     @property
     def model_id(self) -> str:
@@ -48,7 +54,12 @@ class KvShape:
         return f"{self.architecture}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def layout(self, kv_dtype: str, block_tokens: int, tp_size: int) -> KvLayout:
-        """Of a block over all ranks: where there are fewer heads than ranks, each has a copy."""
+        """Of a block over all ranks: where there are fewer heads than ranks, each has a copy in it.
+
+        Of latents each rank has a copy too, but a block has one only.
+        """
+        if self.is_latent:
+            return KvLayout(self.layers, 1, self.head_dim, kv_dtype, block_tokens, kv_factor=1)
         heads_of_rank = max(1, self.kv_heads // tp_size)
         return KvLayout(self.layers, heads_of_rank * tp_size, self.head_dim, kv_dtype, block_tokens)
 
@@ -76,16 +87,21 @@ def read_kv_shape(
         _positive(raw, "hidden_size", found),
     )
     kv_heads = _positive(raw, "num_key_value_heads", found, heads)
+    head_dim = _positive(raw, "head_dim", found, hidden // heads or 1)
+    if is_latent := bool(raw.get("kv_lora_rank")):
+        kv_heads = 1
+        head_dim = sum(_positive(raw, key, found) for key in ("kv_lora_rank", "qk_rope_head_dim"))
     shape = KvShape(
         architecture=str((raw.get("architectures") or ["unknown"])[0]),
         layers=_positive(raw, "num_hidden_layers", found),
         hidden=hidden,
         kv_heads=kv_heads,
-        head_dim=_positive(raw, "head_dim", found, hidden // heads or 1),
+        head_dim=head_dim,
         vocabulary_tokens=_positive(raw, "vocab_size", found),
         context_tokens_max=_positive(raw, "max_position_embeddings", found),
         eos_token_ids=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
+        is_latent=is_latent,
     )
     if max(kv_heads, tp_size) % min(kv_heads, tp_size) or heads % tp_size:
         found.append(
@@ -142,8 +158,14 @@ def _foreign(folder: Path, raw: Mapping[str, Any]) -> str:
 
 def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[str]:
     """KV that is not one page of equal layers for each token position."""
-    if raw.get("kv_lora_rank"):
-        yield "config.json: latent attention (kv_lora_rank) is not supported by this engine yet"
+    families = raw.get("architectures") or ["unknown"]
+    if raw.get("kv_lora_rank") and families[0] not in LATENT_FAMILIES:
+        yield (
+            f"config.json: latent attention (kv_lora_rank) of {families[0]} is not supported; of "
+            f"{' and '.join(LATENT_FAMILIES)} it is"
+        )
+    if any(raw.get(key) for key in ("index_topk", "index_head_dim", "index_n_heads")):
+        yield "config.json: sparse attention (index_*) has keys beside the pages: not supported"
     window = raw.get("sliding_window")
     limits = [raw.get("max_position_embeddings"), context_tokens_max or None]
     context = min((each for each in limits if isinstance(each, int)), default=0)

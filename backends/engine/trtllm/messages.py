@@ -32,8 +32,9 @@ class Site(msgspec.Struct, frozen=True):
     channel: str  # the worker's end: ipc://...; connectors bind inboxes whose names start with it
     pool_path: str  # the staging pool: a file that worker and connectors map
     block_tokens: int
-    block_bytes: int  # of a store block: of all ranks together; a page of the pool
+    block_bytes: int  # of a store block; a page of the pool
     aside_bytes_min: int = 0  # loads of so many bytes a rank hold up no pass; 0: none do
+    is_alike: bool = False  # all ranks have the same pages, and a block has them once (MLA)
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT: msgspec.json.encode(self).decode()}
@@ -152,7 +153,7 @@ class Unstaged(msgspec.Struct, tag="unstaged", frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     rank: int
     tp_size: int
-    rank_bytes: int  # this rank's part of a store block
+    rank_bytes: int  # what this rank copies of a store block
     tokens_per_block: int  # TensorRT-LLM's page
     pool_pages: int
     gpu_pages: int  # of TensorRT-LLM, for all requests

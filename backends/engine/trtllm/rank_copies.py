@@ -14,6 +14,9 @@ A save into such a slot looks first: what is not its worker's to fill any more i
 nothing from there on is called saved. (Between that look and the copy lies what lies between a
 worker's look and its copy; a slot that was given up rests for longer before others have it.)
 
+Of ranks that are alike only the first copies what is saved; the others say at once that it is, and
+the worker believes it when all have said so.
+
 A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
 to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
 
@@ -265,7 +268,8 @@ class RankCopies:
                 )
                 if not self._may_save(move):
                     break
-                self._copier.save(self._pages.runs([part]), batch.event)
+                if self._pages.is_saved:
+                    self._copier.save(self._pages.runs([part]), batch.event)
                 tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 

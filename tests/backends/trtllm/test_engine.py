@@ -58,9 +58,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not {each.name for each in set(threading.enumerate()) - before if each.name == "llm"}
 
 
-def engine(worker: Any, config: TrtllmConfig, listener: Deaf | None = None) -> TrtllmEngine:
+def engine(
+    worker: Any, config: TrtllmConfig, listener: Deaf | None = None, folder: Path = DEMO
+) -> TrtllmEngine:
     return TrtllmEngine(
-        "w", worker, config, DEMO, "model_repository", listener or Deaf(), lambda stats: None
+        "w", worker, config, folder, "model_repository", listener or Deaf(), lambda stats: None
     )
 
 
@@ -77,6 +79,25 @@ def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: P
     assert made.measured_prefill(0.0) and made.hardware.startswith("tensorrt_llm 1.3")
     made.close()
     made.close()  # twice is once
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_with_latent_attention_a_block_is_the_pages_of_one_rank(
+    fake_package: None, tmp_path: Path, tp_size: int
+) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "latent")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32}
+    (folder / "config.json").write_text(json.dumps(config | {"qk_rope_head_dim": 8}))
+    made = engine(prefill_spec(kv_pages=32), TrtllmConfig(tp_size=tp_size), folder=folder)
+    layout = made.layout
+    assert (layout.kv_factor, layout.kv_heads, layout.head_dim) == (1, 1, 40)
+    assert layout.block_bytes == layout.layers * layout.block_tokens * 40 * 4
+    watch = Stopwatch()
+    made.generate(Order([1, 2, 3], made.sampling(SamplingParams(max_tokens=3), 0, 3)), watch)
+    watch.wait()
+    assert len(watch.token_s) == 3
+    made.close()
 
 
 def test_kv_in_fp8_has_one_byte_a_number_and_is_another_engine_s(fake_package: None) -> None:

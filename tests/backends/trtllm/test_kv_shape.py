@@ -19,6 +19,18 @@ MISTRAL = {
     "max_position_embeddings": 32768, "sliding_window": None, "eos_token_id": 2,
 }  # fmt: skip
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+    "max_position_embeddings": 163840, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16", "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+KIMI_K2 = {"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64}
+
 
 def folder(tmp_path: Path, **changes: Any) -> Path:
     raw = {name: value for name, value in (MISTRAL | changes).items() if value != "absent"}
@@ -43,6 +55,20 @@ def test_a_head_that_several_ranks_share_is_in_each_rank_s_part(tmp_path: Path) 
     assert shape.layout("bfloat16", 64, 4).kv_heads == 4
 
 
+@pytest.mark.parametrize("changes", [{}, KIMI_K2])
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_a_latent_is_in_a_block_once_however_many_ranks_have_it(
+    tmp_path: Path, tp_size: int, changes: dict[str, Any]
+) -> None:
+    made = folder(tmp_path, **(DEEPSEEK_V3 | changes))
+    found: list[str] = []
+    shape = read_kv_shape(made, tp_size)
+    dtype = read_kv_dtype(made, "auto", "bfloat16", found)
+    layout = shape.layout(dtype, 64, tp_size)
+    assert layout == KvLayout(61, 1, 576, "bfloat16", 64, kv_factor=1) and not found
+    assert layout.block_bytes == 61 * 64 * 576 * 2
+
+
 def test_a_window_that_is_written_down_but_not_used_is_no_window(tmp_path: Path) -> None:
     assert read_kv_shape(folder(tmp_path, sliding_window=4096, use_sliding_window=False))
 
@@ -54,11 +80,14 @@ def test_a_window_that_is_written_down_but_not_used_is_no_window(tmp_path: Path)
         ({"build_config": {}, "pretrained_config": {}}, "engine directory of trtllm-build"),
         ({"architecture": "LlamaForCausalLM", "mapping": {}}, "checkpoint .convert_checkpoint."),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"kv_lora_rank": 512}, "latent attention .kv_lora_rank. of MistralForCausalLM"),
+        (DEEPSEEK_V3 | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
+         "(?s)DeepseekV32ForCausalLM is not supported.*sparse attention"),
+        (DEEPSEEK_V3 | {"qk_rope_head_dim": "absent"}, "qk_rope_head_dim must be a positive"),
         ({"mamba_d_state": 16}, "state-space"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers must be a positive integer"),
     ],
-)
+)  # fmt: skip
 def test_kv_that_is_not_one_page_of_equal_layers_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:

@@ -53,7 +53,10 @@ class Connected:
         self._in_slots: dict[str, dict[int, tuple[Slots, int]]] = {}
         self.filling: dict[str, dict[int, tuple[Slots, int]]] = {}
         address = f"ipc://{folder}/kv"
-        site = m.Site(address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min)
+        is_alike = shape.kv_factor == 1
+        site = m.Site(
+            address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min, is_alike
+        )
         os.environ.update(site.to_environment())
         cache = {"enable_block_reuse": True, "enable_partial_reuse": False, "max_tokens": 512}
         cache |= arguments.pop("cache", {})

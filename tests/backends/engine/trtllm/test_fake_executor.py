@@ -62,6 +62,19 @@ def test_it_computes_what_its_model_says(is_overlapping: bool, tp_size: int) -> 
     executor.shutdown()
 
 
+def test_of_a_latent_every_rank_reads_its_own_pages() -> None:
+    from tensorrt_llm._fake.kv_model import KvShape, RankModel, whole_sum
+
+    shape = KvShape(kv_factor=1, kv_heads=1)
+    ranks = [RankModel(shape, rank, 2, blocks=4) for rank in range(2)]
+    for rank in ranks:
+        rank.write([2, 0], 0, [7, 8, 9, 10, 11])
+    assert torch.equal(ranks[0].kv, ranks[1].kv) and list(ranks[0].kv.shape) == [4, 3, 1, 32]
+    right = whole_sum(shape, [rank.state_sum([2, 0], 5) for rank in ranks])
+    ranks[1].kv.view(torch.uint8)[2, 1, 0, 5] ^= 1
+    assert right != whole_sum(shape, [rank.state_sum([2, 0], 5) for rank in ranks])
+
+
 def test_a_wrong_byte_anywhere_changes_the_tokens() -> None:
     prompts = prompts_of([12])
     for page, layer, kv in ((0, 0, 0), (1, 2, 1), (2, 1, 0)):

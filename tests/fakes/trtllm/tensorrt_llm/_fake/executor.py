@@ -24,7 +24,14 @@ from typing import Any
 from tensorrt_llm._fake.api import HAS_NEW_API
 from tensorrt_llm._fake.blocks import BlockManager
 from tensorrt_llm._fake.connectors import Connectors
-from tensorrt_llm._fake.kv_model import KvShape, RankModel, advance, next_state, next_token
+from tensorrt_llm._fake.kv_model import (
+    KvShape,
+    RankModel,
+    advance,
+    next_state,
+    next_token,
+    whole_sum,
+)
 from tensorrt_llm._fake.request import LlmRequest, State
 from tensorrt_llm._fake.stats import iteration_stats
 from tensorrt_llm._fake.stream import FakeEvent, FakeStream
@@ -306,7 +313,8 @@ class Executor:
             token_ids = request.device_tokens[start : start + count]
             if len(token_ids) < count:
                 continue  # it ended, and the host did not know yet
-            state = sum(model.state_sum(blocks, start) for model in self.ranks) & (2**64 - 1)
+            sums = [model.state_sum(blocks, start) for model in self.ranks]
+            state = whole_sum(self.shape, sums)
             states = advance(self.shape, state, start, token_ids)
             for model in self.ranks:
                 model.write(blocks, start, states)

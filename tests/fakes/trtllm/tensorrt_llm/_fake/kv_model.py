@@ -5,7 +5,8 @@ pages*. A token's KV is a function of S, the token and its place: for every laye
 head, 64-bit lanes of  x * ODD + constant(layer, K/V, head, lane)  with  x = mix(S, token). The
 next token is a function of S after it. So a lost, stale, swapped or torn page, layer or rank
 changes what comes out. Heads are divided over ranks as in tensor parallelism: every rank sums its
-own lanes, and the sums are added up.
+own lanes, and the sums are added up. Of a latent every rank has all lanes, each in its own pages,
+and a rank whose pages differ from the others' gives wrong tokens too.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class KvShape:
 
     def __post_init__(self) -> None:
         assert self.head_bytes % LANE_BYTES == 0, "a head must be whole 64-bit lanes"
+        assert self.kv_factor == 2 or self.kv_heads == 1, "a latent is of all heads"
 
     @property
     def head_bytes(self) -> int:
@@ -72,11 +74,13 @@ class KvShape:
 
 
 class RankModel:
-    """The heads of one rank, over that rank's pages."""
+    """The heads of one rank, over that rank's pages; of a latent (kv_factor 1) all of it."""
 
     def __init__(self, shape: KvShape, rank: int, tp_size: int, blocks: int) -> None:
         import torch
 
+        if shape.kv_factor == 1:
+            rank, tp_size = 0, 1
         assert shape.kv_heads % tp_size == 0, (shape, tp_size)
         self.shape = shape
         heads = shape.kv_heads // tp_size
@@ -117,6 +121,13 @@ class RankModel:
         places = np.arange(start, start + len(states))
         blocks = np.array(block_ids)[places // per_block]
         self._lanes[blocks, :, :, :, places % per_block] = lanes
+
+
+def whole_sum(shape: KvShape, of_ranks: Sequence[int]) -> int:
+    """S of the parts of all ranks. Ranks that should be alike and differ give another one."""
+    if shape.kv_factor == 1 and len(set(of_ranks)) == 1:
+        return of_ranks[0]
+    return sum(of_ranks) & MASK
 
 
 def _places(start: int, stop: int) -> np.ndarray[Any, Any]:

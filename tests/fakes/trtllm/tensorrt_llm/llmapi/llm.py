@@ -219,10 +219,14 @@ def shape_of(args: TorchLlmArgs) -> KvShape:
     raw = json.loads((Path(args.model) / "config.json").read_text())
     heads = raw["num_attention_heads"]
     kept_in = args.kv_cache_config.dtype
+    kv_heads, head_dim = raw.get("num_key_value_heads", heads), raw.get("head_dim")
+    if latent := raw.get("kv_lora_rank"):
+        kv_heads, head_dim = 1, latent + raw["qk_rope_head_dim"]
     return KvShape(
         layers=raw["num_hidden_layers"],
-        kv_heads=raw.get("num_key_value_heads", heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or raw["hidden_size"] // heads,
+        kv_factor=1 if latent else 2,
         # Not args.dtype: the PyTorch flow does not read it.
         dtype=kept_in
         if kept_in != "auto"

@@ -1,0 +1,99 @@
+"""Latent attention: each rank has the same rows, the store has them once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.engine.trtllm import messages as m
+from backends.engine.trtllm.block_pages import BlockPages, Move, size_problems
+from backends.engine.trtllm.connector import aside_pages_min
+from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
+from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+
+pytestmark = pytest.mark.usefixtures("trtllm")
+LATENT = {"kv_factor": 1, "kv_heads": 1, "head_dim": 36, "dtype": "bfloat16"}  # 32 + 4
+PROMPT = prompt_of(75)
+WHOLE = 72  # tokens of its whole pages
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("block_tokens", [8, 32])
+def test_every_rank_loads_the_one_block_that_the_first_has_saved(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tp_size: int, block_tokens: int
+) -> None:
+    """At prefill the other ranks have nothing in their pages: none of it may reach the store."""
+    options: dict[str, Any] = {"tensor_parallel_size": tp_size, "block_tokens": block_tokens}
+    prefill, decode = make(LATENT, **options), make(LATENT, **options)
+    assert prefill.block_bytes == 3 * block_tokens * 36 * 2
+    for rank in prefill.executor.ranks[1:]:
+        monkeypatch.setattr(rank, "write", lambda *rest: None)
+    store = filled(prefill, PROMPT)
+    assert all(not rank.kv.any() for rank in prefill.executor.ranks[1:])
+
+    pages = decode.stage("d", PROMPT, store, loaded_tokens=WHOLE, more_tokens=10)
+    request = decode.generate(1, PROMPT, 10)
+    assert decode.output(request) == expected(decode, PROMPT, 10)
+    assert request.matched_tokens == WHOLE and request.local_tokens == 0
+    loaded = request.block_ids[:18]  # as bytes: among any bits are such that are no number
+    first, *others = (rank.kv[loaded].view(torch.uint8) for rank in decode.executor.ranks)
+    assert first.any() and all(torch.equal(first, each) for each in others)
+    decode.unstage("d", pages)
+
+
+@pytest.mark.parametrize("aside_bytes_min", [0, 1])
+def test_slots_are_read_by_all_ranks_and_filled_by_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch, aside_bytes_min: int
+) -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "aside_bytes_min": aside_bytes_min}
+    store = filled(make(LATENT, **options), PROMPT)
+    engine = make(LATENT, **options)
+    engine.start_node()
+    pages = engine.stage("read", PROMPT, store, loaded_tokens=64, in_slots=True)
+    request = engine.generate(1, PROMPT, 3)
+    assert request.matched_tokens == 64
+    assert engine.output(request) == expected(engine, PROMPT, 3)
+    engine.heard.wait_for("loaded", "read")
+    engine.unstage("read", pages)
+
+    engine = make(LATENT, **options)
+    engine.start_node()
+    monkeypatch.setattr(engine.executor.ranks[1], "write", lambda *rest: None)
+    pages = engine.stage("fill", PROMPT, in_slots=True)
+    engine.generate(2, PROMPT, 1)
+    engine.heard.wait_for("saved", "fill", WHOLE)
+    for block in range(64 // 16):
+        node, slot = engine.filling["fill"][block]
+        assert node.payload(slot).tobytes() in store.values(), f"block {block} is another one"
+    engine.unstage("fill", pages)
+
+
+def test_a_block_has_the_pages_of_one_rank() -> None:
+    first, second = (BlockPages.of(rank, 2, 96, 16, 64, is_alike=True) for rank in range(2))
+    assert first.block_bytes == first.rank_bytes == 4 * 96
+    move = [Move("a", 1, 3, [5, 9], [0, 4096])]
+    assert first.runs(move) == second.runs(move) == [(5 * 96, 3 * 96, 96), (9 * 96, 4096, 96)]
+    assert first.is_saved and not second.is_saved
+    assert all(BlockPages.of(rank, 2, 96, 16, 64).is_saved for rank in range(2))
+
+
+def test_pages_that_are_not_what_config_json_says_end_the_start() -> None:
+    latent, heads = (8, 3, 1, 64), (8, 3, 2, 64)
+    assert size_problems(latent, 384, 16, 2, 64, 4 * 384, is_alike=True) == []
+    assert "kv_factor 1" in size_problems(heads, 768, 16, 2, 64, 4 * 768, is_alike=True)[0]
+    assert "kv_factor 2" in size_problems(latent, 384, 16, 2, 64, 8 * 384)[0]
+    said = size_problems(latent, 768, 32, 2, 64, 4 * 384, is_alike=True)
+    assert said == [], "the same bytes in longer pages"
+    (said_of_64,) = size_problems(latent, 768, 16, 2, 64, 4 * 384, is_alike=True)
+    assert "page_tokens" in said_of_64, "the engine has taken longer pages than it was told to"
+
+
+def test_how_long_a_load_is_counts_what_each_rank_reads() -> None:
+    site = m.Site("ipc://none", "none", 64, 4 * 1000, aside_bytes_min=10_000, is_alike=True)
+    args = SimpleNamespace(
+        tensor_parallel_size=4, kv_cache_config=SimpleNamespace(tokens_per_block=16)
+    )
+    assert aside_pages_min(site, args) == 10
