@@ -35,12 +35,12 @@ def _kv_model() -> ModuleType:
 
 
 def expected(
-    prompt: list[int], tokens: int, dtype: str = "float32", page_tokens: int = 32
+    prompt: list[int], tokens: int, dtype: str = "float32", page_tokens: int = 32, **shape_of: int
 ) -> list[int]:
     """What the demo checkpoint's shape gives, computed without any pages."""
     shape = _kv_model().KvShape(
-        layers=4, kv_heads=2, head_dim=32, dtype=dtype, tokens_per_block=page_tokens,
-        vocabulary_tokens=2048,
+        **{"layers": 4, "kv_heads": 2, "head_dim": 32, **shape_of}, dtype=dtype,
+        tokens_per_block=page_tokens, vocabulary_tokens=2048,
     )  # fmt: skip
     found: list[int] = _kv_model().reference_tokens(shape, prompt, tokens)
     return found
