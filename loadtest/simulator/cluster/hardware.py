@@ -56,7 +56,11 @@ class GpuNode:
 
 @dataclass(frozen=True, slots=True)
 class LlmModel:
-    """A dense decoder with grouped-query attention."""
+    """A dense decoder with grouped-query attention.
+
+    Not one with a latent (`kv_factor` 1) and experts, as DeepSeek-V3: beside its KV the weights
+    that a token meets and a score's products would be others.
+    """
 
     name: str
     layers: int
