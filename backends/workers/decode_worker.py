@@ -278,7 +278,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
         """These tokens came, a job's one after the other; behind them `send_news` is due."""
         computed: list[str] = []
-        is_due: dict[str, bool] = {}  # by inbox
+        gaps_s: dict[str, float] = {}  # by inbox
+        now_s = time.monotonic()
         with self.lock:
             for job, token_ids in tokens_of:
                 try:
@@ -287,7 +288,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
                             break
                         job.decoded(token_id)
                         computed.append(job.request_id)
-                    if job.has_update and not job.finish_reason and self._may_tell(job, is_due):
+                    has_news = job.has_update and not job.finish_reason
+                    if has_news and self._may_tell(job, gaps_s, now_s):
+                        job.told_s = now_s
                         self._updates[job.request.reply_inbox].append(job.take_update())
                 except Exception as error:  # edge: it must not fail its neighbours in the batch
                     self.fail(job, error)
@@ -298,16 +301,15 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.batching.computed(computed)
             self.tokens_generated += len(computed)
 
-    def _may_tell(self, job: DecodeJob, is_due: dict[str, bool]) -> bool:
+    def _may_tell(self, job: DecodeJob, gaps_s: dict[str, float], now_s: float) -> bool:
         inbox = job.request.reply_inbox
         if not job.waits_for_more:
             return True
-        if inbox not in is_due:
+        if inbox not in gaps_s:
             streams = sum(other.request.reply_inbox == inbox for other in self.jobs.values())
-            its_gap_s = gap_s(streams, job.request.messages_per_s_max)
-            step_s = self.process.steps.recent_s
-            is_due[inbox] = self._pace.is_due(inbox, its_gap_s, step_s, time.monotonic())
-        return is_due[inbox]
+            gaps_s[inbox] = gap_s(streams, job.request.messages_per_s_max)
+        step_s = self.process.steps.recent_s
+        return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.told_s)
 
     def put_saved(self, job: DecodeJob) -> None:
         """Blocks that it has filled go to the store once they are in a page. With the lock held:
@@ -391,11 +393,19 @@ class MessagePace:
     def __init__(self) -> None:
         self._sent_s: dict[str, float] = {}  # inbox -> when it had its latest message
 
-    def is_due(self, inbox: str, its_gap_s: float, step_s: float, now_s: float) -> bool:
-        """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows."""
+    def is_due(
+        self, inbox: str, its_gap_s: float, step_s: float, now_s: float,
+        told_s: float = float("inf"),
+    ) -> bool:  # fmt: skip
+        """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows.
+
+        `told_s`: when this stream had its latest tokens. Engines say those of a step one request
+        after the other, so one that had none in this gap may have them yet.
+        """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
-        if is_short and now_s < self._sent_s.get(inbox, float("-inf")) + its_gap_s:
-            return False
+        sent_s = self._sent_s.get(inbox, float("-inf"))
+        if is_short and now_s < sent_s + its_gap_s:
+            return told_s < sent_s
         if len(self._sent_s) >= self.INBOXES_MAX:
             self._sent_s.clear()
         self._sent_s[inbox] = now_s

@@ -100,3 +100,26 @@ def test_messages_and_reply_bring_each_token_once_in_order_with_its_text(
         assert answer == wanted(ids, 40)
         text = "".join(update.text for update in updates) + each.decode_reply.text
         assert tokenizer.decode(answer).endswith(text.lstrip("\ufffd"))
+
+
+def test_no_stream_starves_where_an_engine_says_tokens_one_request_after_the_other(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process: Any = pair.decode.process
+    process.outbox = inboxes = Inboxes(process.outbox)
+    whole = pair.decode.decoded
+
+    def one_by_one(tokens_of: Any) -> None:
+        monkeypatch.setattr(process.steps, "recent_s", 1e-6)  # short, however busy the machine is
+        for each in tokens_of:
+            whole([each])
+
+    monkeypatch.setattr(pair.decode, "decoded", one_by_one)
+    asked = [Asked(pair, f"s{number}", prompt(number, 70), max_tokens=100) for number in range(3)]
+    for each in asked:
+        each.messages_per_s_max = 1e3
+        pair.submit(each)
+    for each in asked:
+        each.wait()
+        updates = [one for one in inboxes.updates if one.request_id == each.request_id]
+        assert len(updates) > 10, f"{each.request_id} had {len(updates)} messages"
