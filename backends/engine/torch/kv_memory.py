@@ -127,6 +127,7 @@ class KvMemory:
 
     def export_pages(self, pages: Sequence[int]) -> None:
         if self.is_mirrored:
+            self.arrive(pages)  # else what is still on its way in would be lost, on both sides
             self._queue.fetch(
                 [(self._host[run], self.pool[run]) for run in runs(pages)]
             ).synchronize()

@@ -232,3 +232,14 @@ def test_arrivals_forget_what_is_over() -> None:
     assert len(arrivals._under_way) == 1
     arrivals.hold(np.arange(100))
     assert queue.held <= 1 and not arrivals.tickets.any()
+
+
+def test_what_goes_out_again_before_any_step_is_what_was_brought(
+    late: TorchEngine, plain: TorchEngine
+) -> None:
+    """A request that is preempted as soon as it has come."""
+    take_over(late, plain, [7])
+    late.import_pages([7])
+    late.export_pages([7])
+    size = late.layout.block_bytes
+    assert (late.kv_pool[7 * size :][:size] == plain.kv_pool[:size]).all()
