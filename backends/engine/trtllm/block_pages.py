@@ -110,6 +110,13 @@ class BlockPages(NamedTuple):
         """This rank's pages are what the store gets, or a part of it."""
         return self.rank == 0 or not self.is_alike
 
+    def uses(self, part: Move) -> list[SlotUse]:
+        """Of the slots of these pages only: what was saved before them may be complete by now."""
+        per_block = self.rank_bytes // self.page_bytes
+        stop = part.first_page + len(part.block_ids)
+        low, high = part.first_page // per_block, -(-stop // per_block)
+        return [use for use in part.uses if low <= use.block < high]
+
     def runs(self, moves: Iterable[Move]) -> list[PageRun]:
         """Neighbouring pages that are neighbours on the host too become one copy."""
         per_block = self.rank_bytes // self.page_bytes

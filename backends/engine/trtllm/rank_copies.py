@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
+from backends.engine.trtllm.block_pages import BlockPages, Move, Orders, SlotUse
 from backends.engine.trtllm.copier import Copier, Event, RegionRefused
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.segment_file import SegmentRefused
@@ -76,6 +76,8 @@ class RankCopies:
         self._load_stream: Any = None
         self._is_broken = False
         self._segments: dict[int, Segment] = {}  # by region
+        self._attaching: set[int] = set()  # regions
+        self._unwanted: set[int] = set()  # of those: let go of before they were there
         self._batches: queue.SimpleQueue[Batch | m.UnmapSegment | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
@@ -173,6 +175,7 @@ class RankCopies:
             if is_over:
                 self._send(m.Drained(message.request_id, self._pages.rank))
         elif isinstance(message, m.MapSegment):  # locking its pages takes long: nobody waits here
+            self._attaching.add(message.region)
             threading.Thread(
                 target=self._attach, args=[message], name="kv-attach", daemon=True
             ).start()
@@ -191,10 +194,20 @@ class RankCopies:
                 raise
         except (SegmentRefused, RegionRefused, OSError) as error:
             problem = f"rank {self._pages.rank}: {error}"
+        with self._lock:
+            self._attaching.discard(message.region)
+            is_unwanted = message.region in self._unwanted
+            self._unwanted.discard(message.region)
+        if is_unwanted:
+            self._batches.put(m.UnmapSegment(message.region))
         self._send(m.SegmentMapped(self._pages.rank, message.region, problem))
 
     def _detach(self, region: int) -> None:
-        segment = self._segments.pop(region, None)
+        with self._lock:
+            if region in self._attaching:
+                self._unwanted.add(region)
+                return
+            segment = self._segments.pop(region, None)
         if segment is not None:
             self._copier.remove(region)
             segment.close()
@@ -266,17 +279,17 @@ class RankCopies:
                     first_page=move.first_page + start,
                     block_ids=move.block_ids[start : start + pages_max],
                 )
-                if not self._may_save(move):
+                if not self._may_save(part, self._pages.uses(part)):
                     break
                 if self._pages.is_saved:
                     self._copier.save(self._pages.runs([part]), batch.event)
                 tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 
-    def _may_save(self, move: Move) -> bool:
+    def _may_save(self, move: Move, uses: Sequence[SlotUse]) -> bool:
         with self._lock:
             if move.request_id not in self._given_away:
-                if all(self._copier.memory.is_still(use) for use in move.uses):
+                if all(self._copier.memory.is_still(use) for use in uses):
                     return True
                 log.warning("slots for %s were given away: it is not saved", move.request_id)
                 self._given_away.add(move.request_id)

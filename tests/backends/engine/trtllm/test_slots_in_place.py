@@ -3,6 +3,7 @@ a lease that may be lost."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from backends.engine.trtllm import messages as m
+from backends.engine.trtllm import rank_copies
 from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.copier import HostCopier
 from backends.engine.trtllm.scheduler import StageScheduler
@@ -166,3 +168,59 @@ def test_nothing_is_saved_behind_what_its_worker_will_complete() -> None:
     assert move.block_ids == list(range(5))
     step.new_block_ids, step.computed_position, step.num_scheduled_tokens = [], 95, 1
     assert scheduler.orders([], [step]).saves == []
+
+
+def test_a_block_may_be_completed_while_the_next_part_of_its_save_is_copied(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker hears `Saved` of each part and commits its blocks, so their headers change."""
+    monkeypatch.setattr(rank_copies, "PART_BYTES_MAX", 1)
+    engine = make()
+    engine.start_node()
+    pages = engine.stage("long", LONG, in_slots=True)
+    save = HostCopier.save
+    saves: list[int] = []
+
+    per_block = engine.block_tokens // engine.shape.tokens_per_block
+
+    def completes_the_first(self: HostCopier, runs: Any, after: Any) -> None:
+        if len(saves) == per_block:  # of the first block, all of it
+            node, slot = engine.filling["long"][0]
+            node._head(slot)
+        saves.append(len(runs))
+        save(self, runs, after)
+
+    monkeypatch.setattr(HostCopier, "save", completes_the_first)
+    assert engine.output(engine.generate(1, LONG, 2)) == expected(engine, LONG, 2)
+    engine.heard.wait_until(lambda: ("saved", "long", LOADED) in engine.heard.all)
+    engine.unstage("long", pages)
+
+
+def test_a_segment_that_is_let_go_while_a_rank_still_maps_it_is_not_kept(
+    make: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank had refused it already, and its node died: nobody would ever let it go again."""
+    engine = make()
+    segment = Segment.create(str(tmp_path / "segment"), 4096)
+    begun, go_on, add, kept = threading.Event(), threading.Event(), HostCopier.add, []
+
+    def slow(self: HostCopier, region: int, memory: Any) -> None:
+        kept.append(self)
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        add(self, region, memory)
+
+    monkeypatch.setattr(HostCopier, "add", slow)
+    attached = engine.host.attach(1, segment.path, 4096, WAIT_S)
+    assert begun.wait(WAIT_S)
+    engine.host.detach(1)
+    assert engine.output(engine.generate(1, LONG, 3)) == expected(engine, LONG, 3)
+    go_on.set()
+    with contextlib.suppress(ChannelError):
+        attached.result(WAIT_S)
+    segment.close()
+    for _ in range(100):
+        if 1 not in kept[0].memory:
+            break
+        threading.Event().wait(0.02)
+    assert 1 not in kept[0].memory
