@@ -244,6 +244,7 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._due_s: dict[str, float] = {}
         self._keys: dict[str, Sequence[bytes]] = {}
+        self._renewing: set[str] = set()  # and not released since
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -263,6 +264,8 @@ class LeaseKeeper:
 
     def release(self, owner: str) -> None:
         self.drop(owner)
+        with self._lock:
+            self._renewing.discard(owner)
         try:
             self._store.release(owner)
         except StoreError as error:
@@ -275,12 +278,19 @@ class LeaseKeeper:
                 self._due_s[owner] = now_s + self._lease_s / 3
             keys_of = {owner: self._keys[owner] for owner in due}
         for owner, keys in keys_of.items():
-            if not self._store.renew(owner, self._lease_s) and keys:
-                self._store.lookup(keys, owner, self._lease_s)
+            with self._lock:
+                if owner not in self._due_s:
+                    continue
+                self._renewing.add(owner)
+            try:
+                if not self._store.renew(owner, self._lease_s) and keys:
+                    self._store.lookup(keys, owner, self._lease_s)
+            finally:
                 with self._lock:
-                    is_over = owner not in self._due_s
-                if is_over:  # it was released meanwhile
-                    self._store.release(owner)
+                    is_over = owner not in self._renewing
+                    self._renewing.discard(owner)
+            if is_over:  # it was released meanwhile
+                self._store.release(owner)
 
 
 def end_process(*steps: Callable[[], None]) -> None:

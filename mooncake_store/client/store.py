@@ -37,9 +37,11 @@ from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
 from mooncake_store.client.fetcher import Fetcher, OwnSegment
 from mooncake_store.client.in_place import (
     NOTHING_PLACED,
+    PlacedBlock,
     PlacedBlocks,
     begun_blocks,
     digests_in_place,
+    is_still,
     placed_blocks,
 )
 from mooncake_store.client.layer_writer import LayerWrite, LayerWriter, WrittenBlock
@@ -425,6 +427,11 @@ class Store:
             node.info.incarnation,
             [next(placed) if copy.node_id == self.node_id else None for copy in copies],
         )
+
+    def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
+        """Does nobody fill its slot anew? Of a node that died nobody does any more."""
+        own = self._own
+        return own.info.incarnation != incarnation or is_still(own.segment.view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
         """Where somebody else of this host may fill slots of the own node, which `allocate` gave a

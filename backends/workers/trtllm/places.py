@@ -47,6 +47,7 @@ class InSlot(NamedTuple):
     """The block of a page lies in a slot, which is leased, or will."""
 
     region: int
+    incarnation: str  # of the own node
     copy: Copy | None  # None: it will be computed, and saved there
     block: PlacedBlock
 
@@ -183,7 +184,7 @@ class PlacedLoader(KvLoader):
         with self._places:
             for page, copy, block in zip(pages, copies, blocks, strict=True):
                 if block is not None:
-                    self._slots[page] = InSlot(region, copy, block)
+                    self._slots[page] = InSlot(region, incarnation, copy, block)
         return [block is not None for block in blocks]
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
@@ -195,7 +196,7 @@ class PlacedLoader(KvLoader):
         with self._places:
             for page, block in zip(slots, blocks, strict=True):
                 assert block is not None and page not in self._slots, page
-                self._slots[page] = InSlot(region, None, block)
+                self._slots[page] = InSlot(region, incarnation, None, block)
         return set(slots)
 
     def is_in_slots(self, pages: Sequence[int]) -> bool:
@@ -206,7 +207,9 @@ class PlacedLoader(KvLoader):
         """Of the blocks of a request, for a `Stage`. Of these the first `whole` are only read; what
         is computed of the others comes behind what they have, so they are copied to the pool.
 
-        KvMissing when one of those is gone.
+        KvMissing when one of those is gone, or one that is only read: a block that was read ahead
+        may have lost its lease before its request came, and behind a `Stage` that would end the
+        engine.
         """
         with self._places:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
@@ -218,17 +221,23 @@ class PlacedLoader(KvLoader):
                 del slots[page]
                 if not is_here:
                     raise KvMissing("the last block that was handed over is gone")
+        self._refuse_gone([slot for slot in slots.values() if slot.copy is not None])
         page_bytes = self._pages.page_bytes
         found, uses = [], []
         for index, page in enumerate(pages):
             if page in slots:
-                region, _, block = slots[page]
+                region, _, _, block = slots[page]
                 found.append(place_of(region, block.offset_bytes))
                 head = place_of(region, block.headers_offset_bytes)
                 uses.append(SlotUse(index, head, block.headers_bytes, block.first, HEADER_BYTES))
             else:
                 found.append(place_of(POOL, page * page_bytes))
         return found, tuple(uses)
+
+    def _refuse_gone(self, slots: Sequence[InSlot]) -> None:
+        for slot in slots:
+            if not self._store.is_in_place(slot.incarnation, slot.block):
+                raise KvMissing("a block was given away in its slot before its request came")
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody reads these where they lie any more; also of pages that are in the pool."""

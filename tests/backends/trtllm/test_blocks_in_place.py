@@ -12,6 +12,7 @@ import pytest
 from backends.engine.trtllm import staging_pool
 from backends.engine.trtllm.copier import HostCopier
 from backends.engine.trtllm.messages import ENVIRONMENT
+from backends.errors import KvMissing
 from tests.backends.workers.pair import WAIT_S, Pair, pairs, prompt
 from tests.e2e.trtllm import expected
 
@@ -167,3 +168,27 @@ def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(
     for _ in ("a miss", "a hit"):
         assert pair.ask(ids).wait() == expected(ids, 8)
         pair.wait_until_idle()
+
+
+def test_a_hand_over_whose_lease_ran_out_before_its_request_came_ends_that_request_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frontend stood still; what was read ahead is another's by now."""
+    ids = prompt(4, 12 * BLOCK + 5)
+    only_in_the_store(pair, ids, monkeypatch)
+    lost: list[str] = []
+    monkeypatch.setattr(pair.decode.process, "lose", lost.append)
+    driver = pair.decode.driver
+    placed, start = driver._placed, driver.start
+
+    def late(job: Any) -> None:
+        assert len(placed._slots) >= 12
+        view = pair.decode.process.store._own.segment.view
+        for slot in list(placed._slots.values()):
+            first = slot.block.headers_offset_bytes
+            view[first : first + len(slot.block.first)] = 0xEE
+        start(job)
+
+    monkeypatch.setattr(driver, "start", late)
+    assert isinstance(pair.ask(ids).wait_failed(), KvMissing)
+    assert not lost

@@ -59,3 +59,24 @@ def test_a_lease_that_is_released_while_it_is_taken_again_is_gone(
     monkeypatch.setattr(store, "renew", renew_late)
     keeper.renew_due(LEASE_S)
     assert not is_leased(world, "r")
+
+
+def test_leases_that_are_kept_for_another_while_they_are_taken_again_stay(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill drops what decode is about to read: its leases must not end with that."""
+    store, _ = world.store("s0")
+    keys = keys_of(1, 1)
+    put(store, keys)
+    keeper = LeaseKeeper(store, LEASE_S)
+    keeper.hold("r", 0.0, keys)
+    renew = store.renew
+
+    def renew_late(owner: str, lease_s: float) -> bool:
+        is_held = renew(owner, lease_s)
+        keeper.drop(owner)  # it is answered in another thread
+        return is_held
+
+    monkeypatch.setattr(store, "renew", renew_late)
+    keeper.renew_due(LEASE_S)
+    assert is_leased(world, "r")
