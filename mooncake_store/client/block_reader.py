@@ -54,6 +54,7 @@ class Want(NamedTuple):
     checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
     layers: int = 0  # of a block that is wanted whole, whose one checksum is over their digests
     digests: list[bytes] | None = None  # then they are put here, packed, by whoever verifies it
+    key: bytes = b""  # of what its slot must still hold behind the reading; empty: not looked at
 
     @property
     def length_bytes(self) -> int:
@@ -98,8 +99,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers`: where it is asked how many layers a block has that does not prove whole as
-        one without; None where the callers know."""
+        """`headers`: where it is asked what slots hold, and how many layers a block has that does
+        not prove whole as one without; None where the callers know."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -182,24 +183,43 @@ class BlockReader:
         wants = [missing[index] for index in part]
         if isinstance(node.transport, MappedTransport):
             whole = _copied(node.transport, node, wants, left_s)
+            still = self._still(wants)
         else:
-            sources = [
-                ByteSpan(
-                    node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes,
-                    want.length_bytes,
-                )
-                for want in wants
-            ]
-            node.transport.read(node.info, sources, [want.target for want in wants], left_s)
+            still = self._read_far(node, wants, left_s)
             whole = [want.is_whole() for want in wants]
         unknown: set[int] = set()
         if self._headers is not None and not all(whole):
             unknown = self._look_again(self._headers, wants, whole)
         for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
-            if is_whole:
+            if is_whole and still[at]:
                 del missing[index]
-            elif is_current and at not in unknown:
+            elif is_current and not is_whole and at not in unknown:
                 self._on_bad_copy(missing[index].copy)
+
+    def _read_far(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
+        """Their bytes into their targets, then as `_still`."""
+        sources = [
+            ByteSpan(
+                node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes, want.length_bytes
+            )
+            for want in wants
+        ]
+        targets = [want.target for want in wants]
+        if self._headers is None or not all(want.key for want in wants):
+            node.transport.read(node.info, sources, targets, left_s)
+            return self._still(wants)
+        keys, copies = [want.key for want in wants], [want.copy for want in wants]
+        return self._headers.read_and_look(node, sources, targets, keys, copies, left_s)
+
+    def _still(self, wants: Sequence[Want]) -> list[bool]:
+        """Which slots hold what they held, where that is to be looked at."""
+        looked_at = [want for want in wants if want.key]
+        if not looked_at:
+            return [True] * len(wants)
+        assert self._headers is not None, "nobody can look at what slots hold"
+        keys, copies = [want.key for want in looked_at], [want.copy for want in looked_at]
+        found = iter(self._headers.still(keys, copies))
+        return [not want.key or next(found) for want in wants]
 
     def _look_again(
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
@@ -293,19 +313,34 @@ class HeaderReader:
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
         """Does each slot still hold that very use of it, complete? slot_memory.py says how."""
 
-        def of_all_units(shape: Geometry, index: int) -> ByteSpan:
-            heads = shape.headers(copies[index].slot, copies[index].size_bytes)
-            return ByteSpan(heads.start, heads.stop - heads.start)
-
-        expected = [
-            ready_prefix(copy.generation, key) for key, copy in zip(keys, copies, strict=True)
-        ]
+        found = self._read_raw(copies, lambda shape, index: _heads(shape, copies[index]))
         return [
-            raw is not None
-            and raw.startswith(prefix)
-            and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
-            for prefix, raw in zip(expected, self._read_raw(copies, of_all_units), strict=True)
+            raw is not None and _is_that_use(raw, key, copy)
+            for raw, key, copy in zip(found, keys, copies, strict=True)
         ]
+
+    def read_and_look(
+        self, node: NodeAccess, sources: Sequence[ByteSpan], targets: Sequence[LocalSpan],
+        keys: Sequence[bytes], copies: Sequence[Copy], left_s: float,
+    ) -> list[bool]:  # fmt: skip
+        """Read these spans, and behind that what `still` says of these slots of the same node. In
+        one transfer where the transport keeps the order of spans, else in two."""
+        heads = [_heads(node.shape, copy) for copy in copies]
+        ends = list(accumulate(span.length_bytes for span in heads))
+        if ends[-1] > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
+            node.transport.read(node.info, sources, targets, left_s)
+            return self.still(keys, copies)
+        with self._scratch.take(ends[-1]) as buffer:
+            starts = [end - span.length_bytes for end, span in zip(ends, heads, strict=True)]
+            into: list[LocalSpan] = [
+                (buffer, ByteSpan(start, span.length_bytes))
+                for start, span in zip(starts, heads, strict=True)
+            ]
+            node.transport.read(node.info, [*sources, *heads], [*targets, *into], left_s)
+            return [
+                _is_that_use(buffer[start:end].tobytes(), key, copy)
+                for start, end, key, copy in zip(starts, ends, keys, copies, strict=True)
+            ]
 
     def _read_raw(
         self,
@@ -355,6 +390,18 @@ class HeaderReader:
             node.transport.read(node.info, list(part.values()), targets, HEADERS_DEADLINE_S)
             for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
                 found[index] = buffer[start : start + length_bytes].tobytes()
+
+
+def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
+    """The headers of all units of its slot."""
+    heads = shape.headers(copy.slot, copy.size_bytes)
+    return ByteSpan(heads.start, heads.stop - heads.start)
+
+
+def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
+    """Do these headers say that the slot holds the block, complete? slot_memory.py says how."""
+    is_ready = raw.startswith(ready_prefix(copy.generation, key))
+    return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
 
 
 def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:

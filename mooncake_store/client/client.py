@@ -112,9 +112,7 @@ class StoreClient:
         self._headers = HeaderReader(self.nodes, scratch)
         reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers, self._headers)
         self._restorer = Restorer(self.directory, self.nodes)
-        self._getter = Getter(
-            self.directory, self.nodes, reader, self._headers, self._restorer, is_verified
-        )
+        self._getter = Getter(self.directory, self.nodes, reader, self._restorer, is_verified)
         self.replicas = Replicas(self.directory, self._restorer)
         self._index = IndexReader(self.directory, self.nodes)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
+from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import LEASE_MARGIN_S, LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.buffers import ByteArray
@@ -30,14 +30,12 @@ class Getter:
         directory: DirectoryClient,
         nodes: KnownNodes,
         reader: BlockReader,
-        headers: HeaderReader,
         restorer: Restorer,
         is_verified: bool,
     ) -> None:
         self._directory = directory
         self._nodes = nodes
         self._reader = reader
-        self._headers = headers
         self._restorer = restorer
         self._is_verified = is_verified
 
@@ -136,24 +134,19 @@ class Getter:
     def _read(self, request: _Request, chosen: dict[int, Copy], is_current: bool = True) -> None:
         if not chosen:
             return
-        wants, unsure = [], []
+        wants = []
         for index, copy in chosen.items():
             target = request.targets[index]
             assert target is not None
             is_sure = self._is_verified and target.nbytes == copy.size_bytes and copy.checksum != 0
             checksums = (copy.checksum,) if is_sure else ()
             span = ByteSpan(0, target.nbytes)
-            wants.append(Want(copy, request.offset_bytes, (target, span), checksums))
-            if not is_sure:
-                unsure.append(index)
+            # Not verified: does the slot still have the block that was asked for?
+            key = b"" if is_sure else request.keys[index]
+            wants.append(Want(copy, request.offset_bytes, (target, span), checksums, key=key))
         came = self._reader.read(wants, request.left_s, is_current)
         for index, is_here in zip(chosen, came, strict=True):
             request.arrived[index] = is_here
-        unsure = [index for index in unsure if request.arrived[index]]
-        if unsure:  # does the slot still have the block that was asked for?
-            keys, copies = [request.keys[i] for i in unsure], [chosen[i] for i in unsure]
-            for index, is_still in zip(unsure, self._headers.still(keys, copies), strict=True):
-                request.arrived[index] = is_still
 
 
 class _Request:

@@ -39,9 +39,7 @@ from mooncake_store.transports.transport import LocalSpan, TransferBatch
 REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
 REFUSED_MAX = 64
 REACH_S_MAX = 0.5
-LONG_WRITE_BYTES = (
-    128 * 1024
-)  # more than a socket takes at once, so over TCP its post returns first
+LONG_BYTES = 128 * 1024  # more than a socket takes at once, so over TCP its post returns first
 
 
 def is_reached(address: str, source: str = "") -> bool:
@@ -84,7 +82,7 @@ class NixlPeer:
     transfers: int = 0  # under way, orphans included: the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
     has_moved: bool = False  # something, so it is wired up
-    is_copied_at_once: bool | None = None  # are long writes over when their post returns?
+    is_copied_at_once: bool | None = None  # are long transfers over when their post returns?
 
 
 @dataclass(slots=True, eq=False)
@@ -295,7 +293,7 @@ class AgentLane:
             ) from error
         was_wired_up = peer.has_moved
         self._step(transfer, self._agent.transfer)
-        if was_wired_up and not is_read and max(lengths) >= LONG_WRITE_BYTES:
+        if was_wired_up and max(lengths) >= LONG_BYTES:
             peer.is_copied_at_once = transfer.is_done and peer.is_copied_at_once is not False
         return transfer
 

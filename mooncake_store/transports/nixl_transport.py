@@ -149,8 +149,8 @@ class NixlTransport(Transport):
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """Where long writes are over when their post returns: that is CMA, a copy by the kernel in
-        the thread that posts, span by span (docs/decisions/0031)."""
+        """Where long transfers are over when their post returns: that is CMA, a copy by the kernel
+        in the thread that posts, span by span (docs/decisions/0031)."""
         with self._lock:
             peers = [lane.peer(node) for lane in self._lanes]
         found = [peer.is_copied_at_once for peer in peers if peer is not None]

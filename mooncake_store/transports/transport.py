@@ -171,7 +171,8 @@ class Transport:
         return []
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """Do the spans of one write to this node arrive in their order, the earlier ones whole?"""
+        """Do the spans of one transfer with this node move in their order, the earlier ones whole
+        before the later ones are read or written?"""
         return False
 
     def read(

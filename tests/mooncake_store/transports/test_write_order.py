@@ -1,6 +1,7 @@
 """Where a transport says that it keeps the order of spans, no later one is there before an earlier.
 
-A put relies on it: payloads and the headers that vouch for them are one write then.
+A put relies on it: payloads and the headers that vouch for them are one write then. A get that
+verifies nothing does too: headers are read behind the payloads, in one read.
 """
 
 from __future__ import annotations
@@ -49,6 +50,30 @@ class Watcher:
         self._thread.join()
 
 
+class Rewriter:
+    """Marks a header, then changes its payload, as fast as it can: a payload is never ahead."""
+
+    def __init__(self, view: np.ndarray) -> None:
+        self._headers = [view[span.offset_bytes :][:8].view(np.uint64) for span in HEADERS]
+        self._ends = [view[sum(span) - 8 : sum(span)].view(np.uint64) for span in PAYLOADS]
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._is_over:
+            number += 1
+            for header, end in zip(self._headers, self._ends, strict=True):
+                header[0] = number
+                end[0] = number
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        del self._headers, self._ends
+
+
 @pytest.fixture
 def target(targets: TargetPool) -> Iterator[Target]:
     taken = targets.take("t0")
@@ -87,6 +112,46 @@ def write_rounds(transport: Transport, target: Target, rounds: int, is_reversed:
             watcher.close()
         del watcher._headers, watcher._ends
     return watcher
+
+
+def read_rounds(
+    transport: Transport, target: Target, rounds: int, is_reversed: bool
+) -> tuple[int, int]:
+    """How often a payload was newer than its header, and the last number that was seen."""
+    buffer = np.zeros(BLOCKS * (BLOCK_BYTES + 64), np.uint8)
+    transport.register(buffer)
+    payloads = [ByteSpan(i * BLOCK_BYTES, BLOCK_BYTES) for i in range(BLOCKS)]
+    headers = [ByteSpan(BLOCKS * BLOCK_BYTES + i * 64, 64) for i in range(BLOCKS)]
+    targets: list[LocalSpan] = [(buffer, span) for span in [*payloads, *headers]]
+    sources = [*PAYLOADS, *HEADERS]
+    if is_reversed:
+        sources, targets = sources[::-1], targets[::-1]
+    ahead = seen = 0
+    with Segment.open(target.path) as segment:
+        rewriter = Rewriter(segment.view)
+        try:
+            for _ in range(rounds):
+                transport.read(target.info, sources, targets, DEADLINE_S)
+                for payload, header in zip(payloads, headers, strict=True):
+                    of_payload = int(buffer[sum(payload) - 8 : sum(payload)].view(np.uint64)[0])
+                    of_header = int(buffer[header.offset_bytes :][:8].view(np.uint64)[0])
+                    ahead += of_payload > of_header
+                    seen = of_header
+        finally:
+            rewriter.close()
+    return ahead, seen
+
+
+@pytest.mark.parametrize("nixl", [AgentDevices()], indirect=True)
+def test_a_read_by_the_kernel_keeps_the_order_of_its_spans(
+    nixl: NixlTransport, target: Target
+) -> None:
+    ahead, seen = read_rounds(nixl, target, 300, is_reversed=False)
+    if not nixl.keeps_order(target.info):
+        pytest.skip("no copies by the kernel between processes here")
+    assert seen > 1_000 and ahead == 0
+    ahead, _ = read_rounds(nixl, target, 300, is_reversed=True)
+    assert ahead > 0, "the rewriter would not have shown it"
 
 
 @pytest.mark.parametrize("nixl", [AgentDevices()], indirect=True)
