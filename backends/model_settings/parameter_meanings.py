@@ -24,7 +24,8 @@ class ParameterMeaning:
 
 WORKER: tuple[ParameterMeaning, ...] = (
     ParameterMeaning("checkpoint", "`demo`, or a folder with `config.json`",
-        "Hugging Face folder of the Llama, Mistral, Qwen2 or Qwen3 family; a relative path starts "
+        "Hugging Face folder of the Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V3 family; a "
+        "relative path starts "
         "beside the model repository"),
     ParameterMeaning("engine", "`torch`, `tensorrt_llm`",
         "the engine behind the worker; `tensorrt_llm` needs GPUs and its own package "
@@ -67,8 +68,8 @@ PREFILL: tuple[ParameterMeaning, ...] = (
         "longest prefill step; bounds how long the next prompt waits"),
     ParameterMeaning("layerwise", "`true` or `false`",
         "a prompt longer than `chunk_tokens` passes layer by layer, while the next layer of its "
-        "cached prefix is loaded, and takes a fraction of the pages. Only with `engine` `torch` "
-        "and without `pipeline_group`"),
+        "cached prefix is loaded, and takes a fraction of the pages; the conductor predicts its "
+        "TTFT so. Only with `engine` `torch` and without `pipeline_group`"),
     ParameterMeaning("queue_requests_max", "1 or more",
         "prompts that wait; beyond, they are rejected"),
     ParameterMeaning("pipeline_group", "a name, or empty",

@@ -114,8 +114,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
+            # Before anybody can end it: leases of a request that is over are nobody's to renew.
+            self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
-        self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
 
     def _load_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -246,7 +247,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.process.outbox.send(job.request.reply_inbox, update)
         log.info("%s is preempted", job.request_id)
         self.process.observations.observe("mooncake_decode_preemptions_total")
-        self.process.owners.hold(job.request_id, time.monotonic())
+        self.process.owners.hold(job.request_id, time.monotonic(), put.keys)
         self.writer.then(lambda: self._save(job, put, pages))
 
     def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
@@ -290,7 +291,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                         computed.append(job.request_id)
                     has_news = job.has_update and not job.finish_reason
                     if has_news and self._may_tell(job, gaps_s, now_s):
-                        job.told_s = now_s
+                        job.update_sent_s = now_s
                         self._updates[job.request.reply_inbox].append(job.take_update())
                 except Exception as error:  # edge: it must not fail its neighbours in the batch
                     self.fail(job, error)
@@ -309,7 +310,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             streams = sum(other.request.reply_inbox == inbox for other in self.jobs.values())
             gaps_s[inbox] = gap_s(streams, job.request.messages_per_s_max)
         step_s = self.process.steps.recent_s
-        return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.told_s)
+        return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.update_sent_s)
 
     def put_saved(self, job: DecodeJob) -> None:
         """Blocks that it has filled go to the store once they are in a page. With the lock held:
@@ -395,17 +396,17 @@ class MessagePace:
 
     def is_due(
         self, inbox: str, its_gap_s: float, step_s: float, now_s: float,
-        told_s: float = float("inf"),
+        update_sent_s: float = float("inf"),
     ) -> bool:  # fmt: skip
         """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows.
 
-        `told_s`: when this stream had its latest tokens. Engines say those of a step one request
+        `update_sent_s`: when this stream had its latest tokens. Engines say those of a step one request
         after the other, so one that had none in this gap may have them yet.
         """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
         sent_s = self._sent_s.get(inbox, float("-inf"))
         if is_short and now_s < sent_s + its_gap_s:
-            return told_s < sent_s
+            return update_sent_s < sent_s
         if len(self._sent_s) >= self.INBOXES_MAX:
             self._sent_s.clear()
         self._sent_s[inbox] = now_s

@@ -237,7 +237,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self._pending: list[Emission] = []
         self._pending_tokens = 0
         self._tokens_before = 0  # of the next message
-        self.told_s = 0.0  # when its latest message left
+        self.update_sent_s = 0.0  # when its latest message left
         # Of tokens that were drawn and are not `decoded` yet, where the request wants them.
         self.drawn_logprobs: list[TokenLogprobs] = []
 

@@ -212,10 +212,13 @@ class WorkerProcess:
                 if not self.directory.worker_report(self._make_report()):
                     log.warning("the directory does not know us (any more): registering again")
                     self.directory.register_worker(self.info)
+            except StoreError as error:
+                log.warning("report failed: %s", error)
+            try:
                 self.owners.renew_due(time.monotonic())
                 self.self_check.run(time.monotonic())
             except StoreError as error:
-                log.warning("report failed: %s", error)
+                log.warning("leases were not renewed: %s", error)
             self._reporting.ended()
             self._send_heartbeats(time.monotonic())
 

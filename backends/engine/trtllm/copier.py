@@ -223,8 +223,9 @@ class CudaDriver:
         self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, issued: int = 0
     ) -> None:
         """`issued` copies may be in flight already: beyond some, single calls wait for them."""
-        if self._batch is not None and len(sizes) > 1:
-            error = self._issue_batch(targets, sources, sizes, stream)
+        batch = self._batch  # of any thread: another one may find that it fails
+        if batch is not None and len(sizes) > 1:
+            error = self._issue_batch(batch, targets, sources, sizes, stream)
             if not error:
                 return
             log.warning("cuMemcpyBatchAsync failed with CUDA error %d: copies one by one", error)
@@ -236,11 +237,11 @@ class CudaDriver:
                 raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
 
     def _issue_batch(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int
+        self, batch: Any, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int
     ) -> int:
         attributes = CopyAttributes(IN_STREAM_ORDER, flags=BESIDE_COMPUTE)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        return int(self._batch(
+        return int(batch(
             targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
             ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,
         ))  # fmt: skip

@@ -50,6 +50,7 @@ class WorkerTable:
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
         name = (info.worker_id, info.incarnation)
         _refuse_no_numbers(info.worker_id, _measured(info))
+        _refuse_no_share(info)
         self._refuse_misfit(info, now_s)
         known = self._workers.get(name)
         if known is None and len(self._workers) >= self._config.workers_max:
@@ -110,7 +111,6 @@ def _measured(info: WorkerInfo) -> dict[str, Collection[float]]:
         "transfer_bytes_per_s": info.transfer_bytes_per_s.values(),
         "transfer_latency_s": info.transfer_latency_s.values(),
         "pipeline_hop_s": (info.pipeline_hop_s,),
-        "load_beside_share": (info.load_beside_share,),
     }
 
 
@@ -121,3 +121,11 @@ def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]
             raise RequestInvalid(
                 f"worker {worker_id}: {name} has {list(values)}; they must be finite numbers"
             )
+
+
+def _refuse_no_share(info: WorkerInfo) -> None:
+    if not 0 <= info.load_beside_share < 1:
+        raise RequestInvalid(
+            f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it is a "
+            "share of computing, from 0 to less than 1"
+        )

@@ -73,6 +73,10 @@ def random_batch(
 def test_random_ragged_batches_give_the_same_bits_through_stages_as_through_the_whole_model(
     checkpoint: Path, count: int, dtype: str, kv_dtype: str
 ) -> None:
+    if kv_dtype == "fp8" and read_model_config(checkpoint).family == "deepseek_v3":
+        with pytest.raises(CheckpointError, match="fp8"):
+            stage_of(checkpoint, 0, count, dtype, kv_dtype)
+        return
     chance = random.Random(SEED)
     whole = stage_of(checkpoint, 0, 1, dtype, kv_dtype)
     stages = [stage_of(checkpoint, stage, count, dtype, kv_dtype) for stage in range(count)]

@@ -38,6 +38,8 @@ def test_a_misfit_is_refused_and_told_which_fields_differ() -> None:
         {"transfer_latency_s": {"a": -math.inf}},
         {"pipeline_hop_s": math.nan},
         {"load_beside_share": math.nan},
+        {"load_beside_share": 1.0},
+        {"load_beside_share": -0.1},
     ],
     ids=lambda measured: next(iter(measured)),
 )
