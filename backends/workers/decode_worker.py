@@ -400,8 +400,8 @@ class MessagePace:
     ) -> bool:  # fmt: skip
         """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows.
 
-        `update_sent_s`: when this stream had its latest tokens. Engines say those of a step one request
-        after the other, so one that had none in this gap may have them yet.
+        `update_sent_s`: when this stream had its latest tokens. Engines say those of a step one
+        request after the other, so one that had none in this gap may have them yet.
         """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
         sent_s = self._sent_s.get(inbox, float("-inf"))
