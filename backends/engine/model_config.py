@@ -177,7 +177,10 @@ def quantised_kv(folder: Path) -> str | None:
     kind = str(scheme.get("type") or "float")
     per = scheme.get("strategy") or "tensor"
     name = "fp8" if (scheme["num_bits"], kind) == (8, "float") else f"{kind}{scheme['num_bits']}"
-    return name if per == "tensor" else f"{name} per {per}"
+    odd = [f"per {per}"] if per != "tensor" else []
+    odd += ["dynamic"] if scheme.get("dynamic") else []
+    odd += ["asymmetric"] if scheme.get("symmetric") is False else []
+    return " ".join([name, *odd])
 
 
 def _has_quantised_weights(quantization: Any) -> bool:

@@ -916,7 +916,7 @@ INLINE void norm_rows_of(rows_job *job, const int is_bf16) {
     }
 }
 
-/* transformer.py: RMS norm of rows. */
+/* norm.py: RMS norm of rows. */
 void norm_rows(void *data) {
     rows_job *job = data;
     if (job->is_bf16) norm_rows_of(job, 1); else norm_rows_of(job, 0);
@@ -997,7 +997,7 @@ INLINE void rotate_rows_of(rotate_job *job, const int is_bf16) {
     }
 }
 
-/* transformer.py: norms of heads, rotary embedding, K and V into their pages. */
+/* grouped_attention.py: norms of heads, rotary embedding, K and V into their pages. */
 void rotate_rows(void *data) {
     rotate_job *job = data;
     if (job->is_bf16) rotate_rows_of(job, 1); else rotate_rows_of(job, 0);
@@ -1186,7 +1186,7 @@ static const attend_function ATTEND[2][2][4][SHARED_MAX] = {
     {ATTENDS_ALL(1, 0), ATTENDS_ALL(1, 1)},
 };
 
-/* attention.py: the last token of each work over its pages; head_dim is at most 128. The works with
+/* grouped_attention.py: the last token of each work over its pages; head_dim is at most 128. The works with
  * the longest contexts are the last ones, and are begun first. */
 void attend_last_tokens(void *data) {
     attend_job *job = data;
@@ -1483,7 +1483,7 @@ static void attend_tile(const prefill_job *job, int64_t kv_head, int64_t first, 
     }
 }
 
-/* attention.py: the tokens start.. of a work, each seeing what is before it and itself; head_dim is
+/* grouped_attention.py: the tokens start.. of a work, each seeing what is before it and itself; head_dim is
  * 64 or 128, at most ROWS_MAX heads share a KV head. The longest tiles are begun first. */
 void attend_prefill(void *data) {
     prefill_job *job = data;

@@ -1,4 +1,4 @@
-"""The embedded engine: Llama, Qwen2 and Qwen3 in torch, on CPU or any GPU that torch drives.
+"""The embedded engine: models of model_config.py in torch, on CPU or any GPU that torch drives.
 
 Not here: the model (transformer.py), its memory (kv_memory.py), its weights (weights.py).
 """

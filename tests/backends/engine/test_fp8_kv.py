@@ -218,6 +218,8 @@ def test_the_checkpoint_can_ask_for_it(tmp_path: Path) -> None:
             {"num_bits": 8, "type": "float", "strategy": "attn_head"},
             "quantised as fp8 per attn_head",
         ),
+        ({"num_bits": 8, "type": "float", "dynamic": True}, "quantised as fp8 dynamic"),
+        ({"num_bits": 8, "type": "float", "symmetric": False}, "quantised as fp8 asymmetric"),
     ],
 )
 def test_kv_that_is_quantised_otherwise_is_refused_by_name(
