@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -41,9 +41,18 @@ def test_a_lease_that_the_directory_has_forgotten_is_taken_again(world: World) -
     assert not is_leased(world, "r") and len(keeper) == 0
 
 
-def test_a_lease_that_is_released_while_it_is_taken_again_is_gone(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("ends", "stays"),
+    [
+        pytest.param(LeaseKeeper.release, False, id="its request is over"),
+        # Prefill drops what decode is about to read: its leases must not end with that.
+        pytest.param(LeaseKeeper.drop, True, id="it is kept for another"),
+    ],
+)
+def test_a_lease_that_ends_while_it_is_taken_again_is_gone_unless_it_is_kept_for_another(
+    ends: Callable[[LeaseKeeper, str], None], stays: bool, world: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     store, _ = world.store("s0")
     keys = keys_of(1, 1)
     put(store, keys)
@@ -53,30 +62,9 @@ def test_a_lease_that_is_released_while_it_is_taken_again_is_gone(
 
     def renew_late(owner: str, lease_s: float) -> bool:
         is_held = renew(owner, lease_s)
-        keeper.release(owner)  # its request ends in another thread
+        ends(keeper, owner)  # in another thread
         return is_held
 
     monkeypatch.setattr(store, "renew", renew_late)
     keeper.renew_due(LEASE_S)
-    assert not is_leased(world, "r")
-
-
-def test_leases_that_are_kept_for_another_while_they_are_taken_again_stay(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prefill drops what decode is about to read: its leases must not end with that."""
-    store, _ = world.store("s0")
-    keys = keys_of(1, 1)
-    put(store, keys)
-    keeper = LeaseKeeper(store, LEASE_S)
-    keeper.hold("r", 0.0, keys)
-    renew = store.renew
-
-    def renew_late(owner: str, lease_s: float) -> bool:
-        is_held = renew(owner, lease_s)
-        keeper.drop(owner)  # it is answered in another thread
-        return is_held
-
-    monkeypatch.setattr(store, "renew", renew_late)
-    keeper.renew_due(LEASE_S)
-    assert is_leased(world, "r")
+    assert is_leased(world, "r") == stays
