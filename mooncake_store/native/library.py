@@ -22,6 +22,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -167,17 +168,35 @@ def _compile(path: Path) -> None:
     made = path.with_suffix(f".{os.getpid()}")
     command = [*wanted, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
     try:
-        subprocess.run(
-            command, check=True, capture_output=True, text=True, errors="replace",
-            timeout=COMPILE_S_MAX,
-        )  # fmt: skip
+        status, said = _run(command)
+        if status:
+            lines = said.strip().splitlines() or ["it said nothing"]
+            at = next((line for line in lines if "error" in line), lines[-1])
+            raise _Unusable(f"{compiler} could not compile {SOURCE.name}: {at}")
         made.chmod(0o700)
         os.replace(made, path)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["it said nothing"]
-        at = next((line for line in lines if "error" in line), lines[-1])
-        raise _Unusable(f"{compiler} could not compile {SOURCE.name}: {at}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise _Unusable(f"{compiler} could not be run: {error}") from None
     finally:
         made.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Its exit status and what it complained of. A compiler hands the work to processes of its own,
+    so where it takes too long all of its process group are ended."""
+    running = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = running.communicate(timeout=COMPILE_S_MAX)
+        return running.returncode, said
+    except subprocess.TimeoutExpired:
+        raise _Unusable(
+            f"{command[0]} took longer than {COMPILE_S_MAX:g} s for {SOURCE.name}: this host is "
+            "short of CPU; try again later"
+        ) from None
+    finally:
+        if running.returncode is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()

@@ -14,13 +14,24 @@ import pytest
 
 from mooncake_store.native import library
 
+SHIPPED = library.SOURCE
 HAS_COMPILER = not library.why_not()
+# The real one takes ten seconds to compile.
+SMALL = "void copy_blocks(void);\nvoid copy_blocks(void) {}\n"
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason=library.why_not())
 
 
+@pytest.fixture
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "native.c"
+    path.write_text(SMALL)
+    return path
+
+
 @pytest.fixture(autouse=True)
-def looked_at_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def looked_at_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> Iterator[None]:
     monkeypatch.setenv(library.CACHE, str(tmp_path))
+    monkeypatch.setattr(library, "SOURCE", source)
     library.forget()
     yield
     library.forget()
@@ -41,15 +52,20 @@ def test_it_is_compiled_once_and_kept_for_the_next_process(tmp_path: Path) -> No
 
 
 @needs_compiler
-def test_processes_that_start_together_all_have_it() -> None:
-    code = "from mooncake_store.native import library; assert library.library(), library.why_not()"
-    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+def test_processes_that_start_together_all_have_it(source: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mooncake_store.native import library\n"
+        "library.SOURCE = Path(sys.argv[1]); assert library.library(), library.why_not()"
+    )
+    command = [sys.executable, "-c", code, str(source)]
+    started = [subprocess.Popen(command) for _ in range(4)]
     assert [process.wait(60) for process in started] == [0] * 4
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="this host has no C compiler")
-def test_where_there_is_a_compiler_there_is_a_library() -> None:
+def test_where_there_is_a_compiler_there_is_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of both paths would pass without a word when the C did not compile."""
+    monkeypatch.setattr(library, "SOURCE", SHIPPED)
     assert library.library() is not None, library.why_not()
 
 
@@ -67,12 +83,8 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @needs_compiler
-def test_what_does_not_compile_is_named_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    source = tmp_path_factory.mktemp("source") / "native.c"
+def test_what_does_not_compile_is_named_and_leaves_nothing(tmp_path: Path, source: Path) -> None:
     source.write_text("int broken(void) { return undeclared; }\n")
-    monkeypatch.setattr(library, "SOURCE", source)
     assert library.library() is None
     assert "could not compile native.c" in library.why_not() and "undeclared" in library.why_not()
     assert files(tmp_path) == []
@@ -92,6 +104,24 @@ def test_a_compiler_that_prints_what_is_no_text_is_no_obstacle(
     broken = a_compiler(tmp_path_factory.mktemp("bin"), "printf 'error \\377\\376' >&2; exit 1")
     monkeypatch.setenv(library.COMPILER, broken)
     assert library.library() is None and "could not compile native.c" in library.why_not()
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`cc` hands the work to `cc1`, which would go on for nobody."""
+    folder = tmp_path_factory.mktemp("bin")
+    os.mkfifo(folder / "alive")
+    slow = a_compiler(folder, f"sleep 600 3<>{folder}/alive & wait")
+    monkeypatch.setenv(library.COMPILER, slow)
+    monkeypatch.setattr(library, "COMPILE_S_MAX", 2.0)
+    assert library.library() is None and "took longer than 2 s" in library.why_not()
+    alive = os.open(folder / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert os.read(alive, 1) == b""  # nobody holds the other end: else it is BlockingIOError
+    finally:
+        os.close(alive)
+    assert files(tmp_path) == []
 
 
 @needs_compiler
