@@ -264,10 +264,14 @@ class Client:
 
 class Site:
     def __init__(
-        self, seed: int, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool = False
-    ) -> None:
+        self, seed: int, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool = False,
+        whole_bytes_max: int | None = None,
+    ) -> None:  # fmt: skip
+        """`whole_bytes_max`: see StepPrefill; drawn by the seed where the test does not care."""
         self._is_layerwise = is_layerwise
         self.rng = random.Random(seed)
+        if whole_bytes_max is None:
+            whole_bytes_max = self.rng.choice([0, WHOLE_BYTES_MAX])
         self.store = SteppedStore(self.rng)
         self.store.meanwhile = self._turn_meanwhile
         self._turning = False
@@ -283,7 +287,7 @@ class Site:
         common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
         self.prefill = PrefillWorker("prefill_0", PrefillConfig(
             chunk_tokens=8, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
-            StepPrefill(self._engine(), WHOLE_BYTES_MAX if seed % 2 else 0))  # fmt: skip
+            StepPrefill(self._engine(), whole_bytes_max))  # fmt: skip
         self.decode = DecodeWorker("decode_0", DecodeConfig(
             slots=4, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
             StepDecode(self._engine()))  # fmt: skip

@@ -82,7 +82,7 @@ def play(site: Site, order: Sequence[str], between: Sequence[Callable[[Site], No
 
 @pytest.fixture
 def site(seed: int, monkeypatch: pytest.MonkeyPatch) -> Site:
-    made = Site(seed, monkeypatch)
+    made = Site(seed, monkeypatch, whole_bytes_max=0)  # each layer has a message of its own
     monkeypatch.setattr(made, "_turn_meanwhile", lambda: None)
     made.store.meanwhile = lambda: None
     monkeypatch.setattr(made.prefill.driver.engine, "_meanwhile", lambda: None)
