@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.launcher.environment import free_ports
 from backends.tenants.api_keys import sha256_of
 from loadtest.client.server import Addresses
 from loadtest.clients.call_matrix import CalledServer
-from loadtest.harness.server import PORT_MAX, PORT_MIN, serving
+from loadtest.harness.server import own_ports, serving
 
 # For a server of one's own on loopback only: they are no secret.
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
@@ -56,7 +55,7 @@ def keyed_gateway(folder: Path) -> KeyedGateway:
         "keys": [{"sha256": sha256_of(key), "tenant": name} for name, (key, _) in TENANTS.items()],
     }))  # fmt: skip
     keys.chmod(0o600)
-    [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
+    [port] = own_ports(1)
     return KeyedGateway(
         ("--openai-port", str(port), "--api-keys", str(keys)),
         CalledServer(f"http://127.0.0.1:{port}/v1", MODEL, KEY, SINGLE_KEY, METERED_KEY),

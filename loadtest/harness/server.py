@@ -37,6 +37,7 @@ STOP_S_MAX = 45.0
 POLL_S = 0.2
 PORT_MIN, PORT_MAX = 20_000, 32_000
 LOG_LINES_SHOWN = 20
+_chosen_ports: set[int] = set()
 
 Parameters = Mapping[str, str | int | float]
 
@@ -82,14 +83,20 @@ def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
             stop(process)
 
 
-def free_addresses() -> Addresses:
-    """Three ports that nobody has now.
+def own_ports(count: int) -> list[int]:
+    """Ports that nobody has now and that this process has not chosen before, for a server that will
+    listen only after others were chosen.
 
     Below the kernel's ephemeral range: there any outgoing connection could take one of them before
     the server listens. And above the ports that a launcher chooses for its own Tritons.
     """
-    ports = free_ports(3, (), PORT_MIN, PORT_MAX)
-    return Addresses(*(f"127.0.0.1:{port}" for port in ports))
+    ports = free_ports(count, _chosen_ports, PORT_MIN, PORT_MAX)
+    _chosen_ports.update(ports)
+    return ports
+
+
+def free_addresses() -> Addresses:
+    return Addresses(*(f"127.0.0.1:{port}" for port in own_ports(3)))
 
 
 def start(

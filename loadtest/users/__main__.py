@@ -23,17 +23,15 @@ from http.client import HTTPException
 from pathlib import Path
 
 from backends.extras import require
-from backends.launcher.environment import free_ports
 from loadtest.client.openai_server import http_address
 from loadtest.client.server import addresses_of
-from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, serving
+from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, own_ports, serving
 from loadtest.users.settings import OPENAI_VIAS, add_options, address, default_host
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"
 SPAWN_S = 2.0  # all users have come by then
 PROBE_S_MAX, POLL_S, GATEWAY_S_MAX = 5.0, 0.2, 60.0
-GATEWAY_PORTS = (20_000, 32_000)  # below the kernel's ephemeral range
 
 
 def parser_of(is_help: bool) -> argparse.ArgumentParser:
@@ -90,7 +88,7 @@ def target_at(host: str, via: str) -> Iterator[LoadTarget]:
         yield target_of(usual, via)
         return
     print(f"no server is ready at {usual}; starting one ...", flush=True)
-    port = free_ports(1, (), *GATEWAY_PORTS)[0] if is_gateway else 0
+    port = own_ports(1)[0] if is_gateway else 0
     with serving(None, ("--openai-port", str(port)) if port else ()) as addresses:
         own = f"127.0.0.1:{port}" if port else addresses.grpc
         if port:

@@ -254,6 +254,11 @@ class Server:
         states = bench_server.model_states(self.addresses)
         return not isinstance(states, str) and states.get(model, False)
 
+    def is_gone(self, model: str) -> bool:
+        """It says so: no answer at all says nothing."""
+        states = bench_server.model_states(self.addresses)
+        return not isinstance(states, str) and not states.get(model, False)
+
     def triton_log(self, triton: str = "") -> str:
         """Of one Triton ("frontend", or a worker's name), or of all, one after the other."""
         logs = self.state_dir / f"logs-{self.addresses.http.rpartition(':')[2]}"

@@ -52,7 +52,7 @@ def test_options_serve_another_checkpoint_with_other_counts_of_workers(
         assert not answer.error and len(answer.output_ids) == 4
         assert (answer.decision["prefill"], answer.decision["decode"]) == (worker, "decode_0")
     assert not (server.repository / "prefill_2").exists(), "the repository is only read"
-    assert not server.ready("decode_1"), "--decode 1 leaves the second one out"
+    assert server.is_gone("decode_1"), "--decode 1 leaves the second one out"
     model = read_model_config(checkpoint)
     weights_id = Checkpoint.open(checkpoint).weights_id(model)
     fingerprint = kv_layout.fingerprint(model.model_id, weights_id, model.layout("bfloat16", B))

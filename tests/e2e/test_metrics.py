@@ -196,7 +196,7 @@ def test_no_counter_falls_when_models_are_edited_killed_and_removed(rough: Serve
     assert moved(seen, wait_moved(rough, seen)) >= {"mooncake_output_tokens_total"}
 
     shutil.rmtree(rough.repository / "decode_1")
-    wait_until(lambda: not rough.ready("decode_1"), "decode_1 to be gone")
+    wait_until(lambda: rough.is_gone("decode_1"), "decode_1 to be gone")
 
     def gauges_left() -> dict[str, float]:
         return {

@@ -10,10 +10,9 @@ import secrets
 import sys
 import time
 
-from backends.launcher.environment import free_ports
 from loadtest.bench.gateway.__main__ import keyed
 from loadtest.bench.leaks import wait_rest
-from loadtest.harness.server import PORT_MAX, PORT_MIN, started
+from loadtest.harness.server import own_ports, started
 from tests.fuzz_gateway.cases import WrongAnswer, fuzz
 
 
@@ -24,7 +23,7 @@ def main() -> int:
     said = parser.parse_args()
     seed = secrets.randbits(31) if said.seed is None else said.seed
     print(f"--seed {seed}", flush=True)
-    [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
+    [port] = own_ports(1)
     begun_s = time.monotonic()
     with keyed() as keys:
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path), "--self-check"]

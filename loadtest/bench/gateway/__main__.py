@@ -33,14 +33,13 @@ from typing import Annotated
 import psutil
 import typer
 
-from backends.launcher.environment import free_ports
 from backends.tenants.api_keys import make_key, sha256_of
 from loadtest.bench.gateway import loads
 from loadtest.bench.gateway.loads import AskedWays, DirectWay, GatewayWay
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
 from loadtest.harness.processes import ModuleProcess
 from loadtest.harness.result import Target
-from loadtest.harness.server import PORT_MAX, PORT_MIN, CannotMeasure, OwnServer, started
+from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started
 
 ROUNDS, WARM_ROUNDS = 5, 1
 STREAMS, STREAM_TOKENS = 16, 400
@@ -77,7 +76,7 @@ def gateway_process(launcher: int) -> psutil.Process:
 
 
 def with_the_server(run: BenchmarkRun, pairs: int, soak_s: float, users: int, seed: int) -> None:
-    [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
+    [port] = own_ports(1)
     with keyed() as keys:
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
         with console.status("waiting for the server ..."), started(arguments) as server:
@@ -136,7 +135,7 @@ def cpu_of(process: psutil.Process) -> float:
 @contextlib.contextmanager
 def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Process]]:
     """A gateway, its process, and a frontend that replays with such pauses between tokens."""
-    frontend, port = free_ports(2, (), PORT_MIN, PORT_MAX)
+    frontend, port = own_ports(2)
     with contextlib.ExitStack() as stack:
         ModuleProcess(
             stack, "loadtest.harness.replayed_frontend", "--address", f"127.0.0.1:{frontend}",

@@ -31,7 +31,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from backends.launcher.environment import free_ports
 from loadtest.bench.gateway.__main__ import keyed
 from loadtest.bench.gateway.loads import fresh, until_ready
 from loadtest.bench.leaks import in_use
@@ -41,7 +40,7 @@ from loadtest.client.server import Addresses
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, benchmark, console
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import PORT_MAX, PORT_MIN, CannotMeasure, started
+from loadtest.harness.server import CannotMeasure, own_ports, started
 
 COMPLETIONS = "/v1/completions"
 ENSEMBLE, CONDUCTOR = "/v2/models/ensemble/generate", "/v2/models/conductor/generate_stream"
@@ -262,7 +261,7 @@ def main(
 ) -> None:
     """Measure; the last line is JSON."""
     used_seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
+    [port] = own_ports(1)
     with benchmark("lost_clients") as run, keyed() as keys:
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
         with console.status("waiting for the server ..."), started(arguments) as server:

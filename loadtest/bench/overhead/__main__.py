@@ -37,7 +37,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from backends.launcher.environment import free_ports
 from backends.text.tokenizer import Tokenizer
 from loadtest.bench.overhead.bare_engine import CHECKPOINT, BareEngine
 from loadtest.bench.overhead.served import (
@@ -53,7 +52,7 @@ from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import BenchmarkRun, FreshSeed, benchmark, console, together_tbt_s
 from loadtest.harness.processes import CpuTime, process_name, process_tree
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import PORT_MAX, PORT_MIN, CannotMeasure, OwnServer, started
+from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 STREAMS = 16
@@ -316,7 +315,7 @@ def main(
     shape = OverheadShape(
         short_tokens, prompt_tokens, output_tokens, answer_tokens, 8_000, 512, rounds
     )
-    [port] = free_ports(1, (), PORT_MIN, PORT_MAX)
+    [port] = own_ports(1)
     arguments = ["--prefill", "1", "--decode", "1", "--openai-port", str(port)]
     with benchmark("overhead") as run, contextlib.ExitStack() as stack:
         console.print(f"{rounds} rounds, --seed {seed}")

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from rich.console import Console
 
 from loadtest.bench.reuse import targets
 from loadtest.client.server import Addresses, addresses_of
+from loadtest.harness import server
 from loadtest.harness.benchmark import benchmark, in_turns, moved, settled
 from loadtest.harness.processes import BenchStore, PeerProcess
 from loadtest.harness.result import Result, Target, shown
-from loadtest.harness.server import ServerFailed, free_addresses
+from loadtest.harness.server import ServerFailed
 
 
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
@@ -143,9 +145,14 @@ def test_the_other_ports_follow_from_the_grpc_port() -> None:
         addresses_of("localhost")
 
 
-def test_free_addresses_are_three_different_ports() -> None:
-    found = free_addresses()
-    assert len({found.grpc, found.http, found.metrics}) == 3
+def test_ports_chosen_for_servers_that_start_later_are_chosen_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "PORT_MAX", server.PORT_MIN + 200)
+    first = server.own_ports(20)  # nobody listens there yet
+    found = [server.free_addresses() for _ in range(20)]
+    ports = [int(address.rpartition(":")[2]) for each in found for address in astuple(each)]
+    assert len(set(ports + first)) == 80
 
 
 def reuse_rows(**changes: object) -> list[dict]:
