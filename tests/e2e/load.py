@@ -8,6 +8,7 @@ import threading
 from tests.e2e.server import Answer, Server, wait_until
 
 B = 64
+PROMPTS = 16  # of each thread
 
 
 def prompt(number: int, tokens: int = 4 * B + 1) -> list[int]:
@@ -22,7 +23,10 @@ def ask(server: Server, number: int, **parameters: str) -> Answer:
 
 
 class Load:
-    """Requests one after the other, in a few threads, until told to stop."""
+    """Requests one after the other, in a few threads, until told to stop.
+
+    Their prompts come again, so that however long it lasts their blocks need not give way.
+    """
 
     def __init__(self, server: Server, threads: int = 3) -> None:
         self.answers: list[Answer] = []
@@ -47,7 +51,7 @@ class Load:
             self.answers.append(self._ask(thread, count))
 
     def _ask(self, thread: int, count: int) -> Answer:
-        return ask(self._server, 100 + thread + 10 * count)
+        return ask(self._server, 100 + thread + 10 * (count % PROMPTS))
 
     def wait_for_more(self, count: int) -> None:
         target = len(self.answers) + count
