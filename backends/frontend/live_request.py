@@ -372,6 +372,7 @@ class LiveRequest:
             place_s=route.order_key_s - time.monotonic(),
             is_resumed=action.is_resumed,
             trace_id=self.trace.trace_id,
+            near_blocks=route.local_blocks - route.restore_blocks,
         )
         self.trace.called(action.attempt, route.prefill.worker_id, time.monotonic())
         ids, reply = grpc_calls.ask(

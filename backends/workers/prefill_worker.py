@@ -5,7 +5,8 @@ driver together with others, and leaves: its KV goes to the store meanwhile (kv_
 answer behind it. Threads: the engine's thread takes the turns (worker.py), loaders move prefixes
 in, the writer moves KV out.
 
-A prompt that is longer than a step passes layer by layer, where `layerwise` is on: its prefix is
+A prompt that is longer than a step passes layer by layer, where `layerwise` is on, unless nearly
+all of it is in this node and it is short all the same (engine/batching/batching.py). Its prefix is
 traced, and while a layer is computed a loader reads the next one into its windows
 (engine/batching/layer_passes.py), from the own node or another one. What came from another node is
 stored in the own one like what is computed. If a block proves missing, the prompt begins again,
@@ -107,7 +108,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.driver.check(job)  # what it says holds until the job is there to be failed
             self._refuse(job)
             key_s = now_s + request.place_s
-            if not self.batching.add(request.request_id, len(ids), key_s, request.is_resumed):
+            near_tokens = request.near_blocks * self.config.block_tokens
+            if not self.batching.add(
+                request.request_id, len(ids), key_s, request.is_resumed, near_tokens
+            ):
                 raise self._queue_full("prompts")
             job.queue_ahead = self.batching.ahead(request.request_id)
             self.jobs[request.request_id] = job

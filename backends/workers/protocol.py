@@ -80,6 +80,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     # Others are asked only for what these do not have.
     fetch_nodes: list[str] = []
     trace_id: str = ""  # for the worker's log
+    near_blocks: int = 0  # leading ones in the memory of its node, when the conductor decided
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -443,6 +444,8 @@ def _problems(
         inboxes.append(request.decode_inbox)
         if request.fetch_blocks < 0:
             yield f"fetch_blocks is {request.fetch_blocks}"
+        if request.near_blocks < 0:
+            yield f"near_blocks is {request.near_blocks}"
         if not 0 <= request.reserve_tokens <= context:
             yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
     elif request.stream_interval < 0:

@@ -28,6 +28,8 @@ waiting until its end. Decode: one token of every started request.
 
 Where pages have windows (layer_passes.py) a prompt that is longer than a step passes layer by
 layer, and others overtake it between two chunks of a layer. Its step takes as long as any other.
+One of WHOLE_STEPS_MAX such lengths at most, of which no more than a step is new, has pages like a
+shorter one: there is little to load beside its computing, and others share its step.
 It is passed over while its next layer is not there yet, and gets pages when at most PASSES_AHEAD
 like it go before it: who comes later needs them only later.
 
@@ -48,6 +50,7 @@ from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
 PASSES_AHEAD = 1  # one is computed, the next one is loaded
+WHOLE_STEPS_MAX = 4  # its pages are what a prompt of so many times its length has in windows
 
 PRIORITY_S = 10.0
 
@@ -156,15 +159,15 @@ class Admission:
         return True
 
     def _add(
-        self, request_id: str, tokens: int, key_s: float = 0.0, is_resumed: bool = False
+        self, request_id: str, pages: int, key_s: float = 0.0, is_resumed: bool = False
     ) -> bool:
         assert request_id not in self._waiting and request_id not in self._pages, request_id
-        assert tokens > 0 and self.can_ever_fit(tokens), (request_id, tokens)
+        assert 0 < pages <= self._pool.pages_max, (request_id, pages)
         if is_resumed:
             self._resumed.add(request_id)
         elif not self.has_room:
             return False
-        self._waiting[request_id] = self._pages_for(tokens)
+        self._waiting[request_id] = pages
         self._added += 1
         self._places[request_id] = place = (key_s, self._added, request_id)
         heapq.heappush(self._line, place)
@@ -238,6 +241,7 @@ class PrefillBatching(Admission):
         """`windows`: long prompts pass layer by layer."""
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._windows = windows
+        self._windowed: set[str] = set()  # of waiting and admitted ones those that do
         self._passes: dict[str, LayerPass] = {}  # of the started ones that do
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
@@ -254,12 +258,19 @@ class PrefillBatching(Admission):
         return self._queue_tokens
 
     def add(
-        self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False
-    ) -> bool:
+        self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False,
+        cached_tokens: int = 0,
+    ) -> bool:  # fmt: skip
         """Queue a request; False, and nothing changes, when the queue is full. One that goes on
-        after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
-        if not self._add(request_id, prompt_tokens, key_s, is_resumed):
+        after a loss (`is_resumed`) waits all the same: what it has must not be lost.
+
+        `cached_tokens`: that are near, as far as anybody knows; only how it passes hangs on it."""
+        has_windows = self._has_windows(prompt_tokens, cached_tokens)
+        pages = self._pages_taken(prompt_tokens, has_windows)
+        if not self._add(request_id, pages, key_s, is_resumed):
             return False
+        if has_windows:
+            self._windowed.add(request_id)
         self._prompt_tokens[request_id] = prompt_tokens
         self._queue_tokens += prompt_tokens
         return True
@@ -363,14 +374,22 @@ class PrefillBatching(Admission):
 
     def passes_layers(self, request_id: str) -> bool:
         """It takes windows instead of pages."""
-        return self._has_windows(self._prompt_tokens[request_id])
+        return request_id in self._windowed
 
-    def _has_windows(self, tokens: int) -> bool:
-        return self._windows is not None and tokens > self._chunk_tokens
+    def _has_windows(self, tokens: int, cached_tokens: int = 0) -> bool:
+        if self._windows is None or tokens <= self._chunk_tokens:
+            return False
+        is_near_its_end = tokens - cached_tokens <= self._chunk_tokens
+        has_pages = self._pages_taken(tokens, has_windows=False) <= self._pool.pages_max
+        is_short = tokens <= WHOLE_STEPS_MAX * self._chunk_tokens
+        return not (is_near_its_end and is_short and has_pages)
 
     def _pages_for(self, tokens: int) -> int:
+        return self._pages_taken(tokens, self._has_windows(tokens))
+
+    def _pages_taken(self, tokens: int, has_windows: bool) -> int:
         blocks = super()._pages_for(tokens)
-        if self._windows is None or not self._has_windows(tokens):
+        if self._windows is None or not has_windows:
             return blocks
         return self._windows.pages_for(blocks)
 
@@ -407,6 +426,7 @@ class PrefillBatching(Admission):
         if request_id in self._started:
             self.stop(request_id)
         self._queue_tokens -= self._prompt_tokens.pop(request_id)
+        self._windowed.discard(request_id)
         return super().remove(request_id)
 
     def check(self) -> None:
@@ -419,10 +439,15 @@ class PrefillBatching(Admission):
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
             pages = len(self._pages[request_id])
-            assert pages == self._pages_for(progress.prompt_tokens), (progress, pages)
+            has_windows = request_id in self._windowed
+            assert pages == self._pages_taken(progress.prompt_tokens, has_windows), (
+                progress,
+                pages,
+            )
             if (of_layers := self._passes.get(request_id)) is not None:
                 of_layers.check()
         assert self._passes.keys() <= self._started.keys(), "a pass of nobody"
+        assert self._windowed <= self._prompt_tokens.keys(), "windows of nobody"
 
 
 class DecodeBatching(Admission):
@@ -454,7 +479,7 @@ class DecodeBatching(Admission):
         after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
         tokens = prompt_tokens + output_tokens_max
-        if not self._add(request_id, tokens, came_s, is_resumed):
+        if not self._add(request_id, self._pages_for(tokens), came_s, is_resumed):
             return False
         self._tokens_max[request_id] = prompt_tokens + output_tokens_max
         return True

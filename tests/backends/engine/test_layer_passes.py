@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from backends.engine.batching.batching import PASSES_AHEAD, Chunk, PrefillBatching
+from backends.engine.batching.batching import (
+    PASSES_AHEAD,
+    WHOLE_STEPS_MAX,
+    Chunk,
+    PrefillBatching,
+)
 from backends.engine.batching.layer_passes import LayerPass, LayerWindows
 from backends.engine.batching.pages import PagePool
 from conductor.queue_order import short_step_tokens
@@ -96,6 +101,38 @@ def test_a_long_prompt_takes_a_fraction_of_the_pages_and_a_short_one_all_of_its_
     made.check()
 
 
+def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
+    pool, made = batching()
+    for name in ("a", "b"):
+        assert made.add(name, 3 * CHUNK_TOKENS + 4, cached_tokens=3 * CHUNK_TOKENS)
+    for admitted in made.admit():
+        made.start(admitted.request_id, 3 * CHUNK_TOKENS)
+    assert pool.used_pages == 2 * 13
+    chunks = made.next_step()
+    assert [(chunk.request_id, chunk.layer) for chunk in chunks] == [("a", -1), ("b", -1)]
+    made.computed(chunks)
+    made.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached_tokens", "pages"),
+    [
+        (3 * CHUNK_TOKENS, 2 * CHUNK_TOKENS - 1, 64),  # more than a step is new
+        (WHOLE_STEPS_MAX * CHUNK_TOKENS + 1, WHOLE_STEPS_MAX * CHUNK_TOKENS, 64),  # it is long
+        (3 * CHUNK_TOKENS, 3 * CHUNK_TOKENS - 1, 11),  # there are fewer pages
+    ],
+)
+def test_other_long_prompts_take_windows_though_some_of_them_is_near(
+    tokens: int, cached_tokens: int, pages: int
+) -> None:
+    pool, made = batching(pages)
+    assert made.add("long", tokens, cached_tokens=cached_tokens)
+    assert made.passes_layers("long")
+    made.admit()
+    assert pool.used_pages == -(-tokens // BLOCK_TOKENS // 4)
+    made.check()
+
+
 def test_no_step_takes_longer_than_a_chunk_through_all_layers() -> None:
     _, made = batching()
     made.add("a", 1000)
@@ -180,7 +217,8 @@ def test_two_thousand_random_operations_keep_every_count(seed: int) -> None:
         kind = chance.random()
         if kind < 0.2 and made.has_room:
             name, tokens = f"r{number}", chance.choice((10, 64, 65, 200, 500))
-            assert made.add(name, tokens, chance.random() * 100)
+            cached_tokens = chance.choice((0, tokens - 1))
+            assert made.add(name, tokens, chance.random() * 100, cached_tokens=cached_tokens)
             names.append(name)
         elif kind < 0.3 and names:
             name = names.pop(chance.randrange(len(names)))

@@ -98,7 +98,8 @@ class Cluster:
         if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
         pair = [WorkerRef(f"{r}_0", r[0], "s0", f"ipc://{r[0]}") for r in ("prefill", "decode")]
-        return Decided(Route(request.request_id, *pair, 0, 0, 0, None, NOTHING), 0.0)
+        route = Route(request.request_id, *pair, 0, 5, 0, None, NOTHING, restore_blocks=2)
+        return Decided(route, 0.0)
 
     def prefill_finished(self, *_: object) -> None: ...
 
@@ -277,6 +278,12 @@ def test_twenty_losses_that_are_nobody_s_fault_cost_no_answer(
     case = Case({worker: [error] * 20})
     assert case.run() == ANSWER
     assert len(case.prefills) == 21
+
+
+def test_a_prefill_worker_hears_how_many_blocks_its_node_has_in_memory() -> None:
+    case = Case({})
+    assert case.run() == ANSWER
+    assert [prefill.near_blocks for prefill in case.prefills] == [3]
 
 
 def test_every_attempt_has_an_id_of_its_own_and_is_finished_and_released() -> None:

@@ -52,6 +52,7 @@ class Asked:
         self.prompt = prompt
         self.sampling = SamplingParams(**{"max_tokens": 8, **request})
         self.fetch_blocks = 0  # that may come from other nodes
+        self.near_blocks = 0  # that the conductor knew in the own one
         self.priority = 0
         self.frontend = pair.decode.process.inbox.address + "-frontend"
         self.messages_per_s_max = 0.0  # of its frontend; 0: no message comes before the reply
@@ -184,6 +185,7 @@ class Pair:
             decode_inbox=self.decode.process.inbox.address if asked.sampling.max_tokens > 1 else "",
             reply_inbox="",
             reserve_tokens=len(asked.prompt) + asked.sampling.max_tokens,
+            near_blocks=asked.near_blocks,
         )
         self.prefill.submit(request, np.array(asked.prompt, np.int32), asked)
 

@@ -84,6 +84,7 @@ def test_token_ids_outside_the_vocabulary_or_the_context_are_refused(
 def test_addresses_and_counts_of_a_prefill_are_checked() -> None:
     assert "no inbox" in reasons(PREFILL, decode_inbox="ipc:///tmp/theirs/decode_0")
     assert "fetch_blocks is -1" in reasons(PREFILL, fetch_blocks=-1)
+    assert "near_blocks is -1" in reasons(PREFILL, near_blocks=-1)
     assert "reserve_tokens is 65" in reasons(PREFILL, reserve_tokens=65)
 
 

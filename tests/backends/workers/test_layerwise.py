@@ -84,6 +84,25 @@ def test_prompts_get_the_tokens_of_the_model_with_layers_on_and_off(
         pair.wait_until_idle()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_prompt_that_is_near_but_for_its_end_passes_whole_whether_or_not_it_is_still_there(
+    is_there: bool, pair: Pair, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(6, 3 * CHUNK + 20)
+    if is_there:
+        pair.ask(ids, max_tokens=TOKENS).wait()
+    layer_steps = []
+    monkeypatch.setattr(pair.prefill.driver, "_layer_step", lambda *of: layer_steps.append(of))
+    asked = Asked(pair, "near", ids, max_tokens=TOKENS)
+    asked.near_blocks = len(ids) // BLOCK
+    pair.submit(asked)
+    assert asked.wait() == wanted(checkpoint, ids)
+    assert not layer_steps
+    reply = asked.prefill_reply
+    assert reply is not None and reply.cached_tokens == (3 * CHUNK if is_there else 0)
+    pair.wait_until_idle()
+
+
 def test_prompts_that_need_four_times_the_pages_all_get_their_tokens(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
