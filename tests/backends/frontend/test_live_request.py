@@ -98,8 +98,7 @@ class Cluster:
         if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
         pair = [WorkerRef(f"{r}_0", r[0], "s0", f"ipc://{r[0]}") for r in ("prefill", "decode")]
-        route = Route(request.request_id, *pair, 0, 5, 0, None, NOTHING, restore_blocks=2)
-        return Decided(route, 0.0)
+        return Decided(Route(request.request_id, *pair, 0, 5, 0, None, NOTHING, None, 0.0, 2), 0.0)
 
     def prefill_finished(self, *_: object) -> None: ...
 
@@ -277,8 +276,7 @@ def test_twenty_losses_that_are_nobody_s_fault_cost_no_answer(
 ) -> None:
     case = Case({worker: [error] * 20})
     assert case.run() == ANSWER
-    assert len(case.prefills) == 21
-    assert {each.near_blocks for each in case.prefills} == {3}, "in memory, not on its disk"
+    assert [each.near_blocks for each in case.prefills] == [3] * 21, "in memory, not on its disk"
 
 
 def test_every_attempt_has_an_id_of_its_own_and_is_finished_and_released() -> None:
