@@ -251,13 +251,16 @@ class Server:
         )  # fmt: skip
 
     def ready(self, model: str) -> bool:
-        states = bench_server.model_states(self.addresses)
-        return not isinstance(states, str) and states.get(model, False)
+        return self._is_ready(model) is True
 
     def is_gone(self, model: str) -> bool:
         """It says so: no answer at all says nothing."""
+        return self._is_ready(model) is False
+
+    def _is_ready(self, model: str) -> bool | None:
+        """None: nobody said."""
         states = bench_server.model_states(self.addresses)
-        return not isinstance(states, str) and not states.get(model, False)
+        return None if isinstance(states, str) else states.get(model, False)
 
     def triton_log(self, triton: str = "") -> str:
         """Of one Triton ("frontend", or a worker's name), or of all, one after the other."""

@@ -28,10 +28,10 @@ waiting until its end. Decode: one token of every started request.
 
 Where pages have windows (layer_passes.py) a prompt that is longer than a step passes layer by
 layer, and others overtake it between two chunks of a layer. Its step takes as long as any other.
-One of WHOLE_STEPS_MAX such lengths at most, of which no more than a step is new, has pages like a
-shorter one: there is little to load beside its computing, and others share its step.
 It is passed over while its next layer is not there yet, and gets pages when at most PASSES_AHEAD
-like it go before it: who comes later needs them only later.
+like it go before it: who comes later needs them only later. A prompt of WHOLE_STEPS_MAX steps at
+most, of which no more than one is new, has pages like a shorter one: there is little to load beside
+its computing, and others share its step.
 
 Not here: tokens (generate.py), page memory (kv_memory.py), when to reject (conductor).
 """
@@ -259,13 +259,15 @@ class PrefillBatching(Admission):
 
     def add(
         self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False,
-        cached_tokens: int = 0,
+        near_tokens: int = 0,
     ) -> bool:  # fmt: skip
         """Queue a request; False, and nothing changes, when the queue is full. One that goes on
         after a loss (`is_resumed`) waits all the same: what it has must not be lost.
 
-        `cached_tokens`: that are near, as far as anybody knows; only how it passes hangs on it."""
-        has_windows = self._has_windows(prompt_tokens, cached_tokens)
+        `near_tokens`: in the memory of this node, as far as anybody knows; only how it passes hangs
+        on it.
+        """
+        has_windows = self._has_windows(prompt_tokens, near_tokens)
         pages = self._pages_taken(prompt_tokens, has_windows)
         if not self._add(request_id, pages, key_s, is_resumed):
             return False
@@ -376,11 +378,11 @@ class PrefillBatching(Admission):
         """It takes windows instead of pages."""
         return request_id in self._windowed
 
-    def _has_windows(self, tokens: int, cached_tokens: int = 0) -> bool:
+    def _has_windows(self, tokens: int, near_tokens: int = 0) -> bool:
         if self._windows is None or tokens <= self._chunk_tokens:
             return False
-        is_near_its_end = tokens - cached_tokens <= self._chunk_tokens
-        has_pages = self._pages_taken(tokens, has_windows=False) <= self._pool.pages_max
+        is_near_its_end = tokens - near_tokens <= self._chunk_tokens
+        has_pages = super()._pages_for(tokens) <= self._pool.pages_max
         is_short = tokens <= WHOLE_STEPS_MAX * self._chunk_tokens
         return not (is_near_its_end and is_short and has_pages)
 
@@ -389,8 +391,9 @@ class PrefillBatching(Admission):
 
     def _pages_taken(self, tokens: int, has_windows: bool) -> int:
         blocks = super()._pages_for(tokens)
-        if self._windows is None or not has_windows:
+        if not has_windows:
             return blocks
+        assert self._windows is not None
         return self._windows.pages_for(blocks)
 
     def _may_have_pages(self, request_id: str) -> bool:
@@ -439,11 +442,8 @@ class PrefillBatching(Admission):
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
             pages = len(self._pages[request_id])
-            has_windows = request_id in self._windowed
-            assert pages == self._pages_taken(progress.prompt_tokens, has_windows), (
-                progress,
-                pages,
-            )
+            taken = self._pages_taken(progress.prompt_tokens, self.passes_layers(request_id))
+            assert pages == taken, (progress, pages)
             if (of_layers := self._passes.get(request_id)) is not None:
                 of_layers.check()
         assert self._passes.keys() <= self._started.keys(), "a pass of nobody"

@@ -104,7 +104,7 @@ def test_a_long_prompt_takes_a_fraction_of_the_pages_and_a_short_one_all_of_its_
 def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
     pool, made = batching()
     for name in ("a", "b"):
-        assert made.add(name, 3 * CHUNK_TOKENS + 4, cached_tokens=3 * CHUNK_TOKENS)
+        assert made.add(name, 3 * CHUNK_TOKENS + 4, near_tokens=3 * CHUNK_TOKENS)
     for admitted in made.admit():
         made.start(admitted.request_id, 3 * CHUNK_TOKENS)
     assert pool.used_pages == 2 * 13
@@ -115,7 +115,7 @@ def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cached_tokens", "pages"),
+    ("tokens", "near_tokens", "pages"),
     [
         (3 * CHUNK_TOKENS, 2 * CHUNK_TOKENS - 1, 64),  # more than a step is new
         (WHOLE_STEPS_MAX * CHUNK_TOKENS + 1, WHOLE_STEPS_MAX * CHUNK_TOKENS, 64),  # it is long
@@ -123,10 +123,10 @@ def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
     ],
 )
 def test_other_long_prompts_take_windows_though_some_of_them_is_near(
-    tokens: int, cached_tokens: int, pages: int
+    tokens: int, near_tokens: int, pages: int
 ) -> None:
     pool, made = batching(pages)
-    assert made.add("long", tokens, cached_tokens=cached_tokens)
+    assert made.add("long", tokens, near_tokens=near_tokens)
     assert made.passes_layers("long")
     made.admit()
     assert pool.used_pages == -(-tokens // BLOCK_TOKENS // 4)
@@ -217,8 +217,8 @@ def test_two_thousand_random_operations_keep_every_count(seed: int) -> None:
         kind = chance.random()
         if kind < 0.2 and made.has_room:
             name, tokens = f"r{number}", chance.choice((10, 64, 65, 200, 500))
-            cached_tokens = chance.choice((0, tokens - 1))
-            assert made.add(name, tokens, chance.random() * 100, cached_tokens=cached_tokens)
+            near_tokens = chance.choice((0, tokens - 1))
+            assert made.add(name, tokens, chance.random() * 100, near_tokens=near_tokens)
             names.append(name)
         elif kind < 0.3 and names:
             name = names.pop(chance.randrange(len(names)))
