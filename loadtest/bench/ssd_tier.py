@@ -36,6 +36,7 @@ import typer
 from loadtest.bench.store.ways import BATCH, MB, Pattern, get_s, pages
 from loadtest.harness.benchmark import BatchRounds, BlocksSeed, benchmark, in_turns, median_s, moved
 from loadtest.harness.result import Cell
+from loadtest.harness.server import CannotMeasure
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.ssd.block_file import NixlLane
@@ -161,9 +162,7 @@ def measure_node(
         put_all(client, pattern, node_id)
 
         def get() -> float:
-            cold = on_ssd_only(client, pattern, node_id)
-            if len(cold) < BATCH:
-                raise RuntimeError(f"only {len(cold)} blocks are on the SSD alone")
+            cold = cold_blocks(client, pattern, node_id, BATCH)
             chosen = chance.choice(cold, BATCH, replace=False).tolist()
             targets = [np.ascontiguousarray(pattern.position(i)) for i in chosen]
             for target in targets:
@@ -184,19 +183,31 @@ def on_ssd_only(client: StoreClient, pattern: Pattern, node_id: str) -> list[int
     ]
 
 
+def cold_blocks(
+    client: StoreClient, pattern: Pattern, node_id: str, blocks_min: int
+) -> list[int]:
+    """So many at least that are on the SSD alone: what is read comes into memory, and others leave
+    it a moment later."""
+    until_s = time.monotonic() + SPILLED_S_MAX
+    while len(cold := on_ssd_only(client, pattern, node_id)) < blocks_min:
+        if time.monotonic() > until_s:
+            raise CannotMeasure(
+                f"{len(cold)} blocks are on the SSD alone after {SPILLED_S_MAX:g} s, not "
+                f"{blocks_min}: does the node spill, and is the folder on a disk?"
+            )
+        time.sleep(0.1)
+    return cold
+
+
 def put_all(client: StoreClient, pattern: Pattern, node_id: str) -> None:
     """Put every block, no faster than the SSD takes them, until most are there."""
-    until_s = time.monotonic() + SPILLED_S_MAX
     for start in range(0, pattern.blocks, BATCH):
         chosen = range(start, min(start + BATCH, pattern.blocks))
         client.put(
             [pattern.keys[i] for i in chosen], [pattern.position(i) for i in chosen], node_id
         )
         time.sleep(0.03)
-    while len(on_ssd_only(client, pattern, node_id)) < 3 * BATCH:
-        if time.monotonic() > until_s:
-            raise RuntimeError("the node did not spill to its SSD; is the folder on a disk?")
-        time.sleep(0.1)
+    cold_blocks(client, pattern, node_id, 3 * BATCH)
 
 
 def offsets(

@@ -54,12 +54,22 @@ class BenchmarkRun:
 
 @contextlib.contextmanager
 def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
-    """Prints what the block has found when it ends, to standard output unless there is an `out`."""
+    """Prints what the block has found when it ends, to standard output unless there is an `out`;
+    where something kept it from measuring the rest, what it has found until then."""
     run, started_s = BenchmarkRun(), time.perf_counter()
-    with measuring():
-        yield run
-    seconds = time.perf_counter() - started_s
-    Result(name, seconds, run.rows, run.targets, run.constants).print(out)
+
+    def tell() -> None:
+        seconds = time.perf_counter() - started_s
+        Result(name, seconds, run.rows, run.targets, run.constants).print(out)
+
+    try:
+        with measuring():
+            yield run
+    except typer.Exit:
+        if run.rows:
+            tell()
+        raise
+    tell()
 
 
 @contextlib.contextmanager

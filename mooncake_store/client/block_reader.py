@@ -182,7 +182,7 @@ class BlockReader:
             return
         wants = [missing[index] for index in part]
         if isinstance(node.transport, MappedTransport):
-            whole = _copied(node.transport, node, wants, left_s)
+            whole = _copied(node.transport, node, wants, left_s, self._movers.threads)
             still = self._still(wants)
         else:
             still = self._read_far(node, wants, left_s)
@@ -241,7 +241,7 @@ class BlockReader:
 
 
 def _copied(
-    transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float
+    transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float, threads: int
 ) -> list[bool]:
     """Copy out of a mapped segment, the checksums computed on the way: which blocks are whole."""
     started_s = time.monotonic()
@@ -250,7 +250,7 @@ def _copied(
         for alike, group in groupby(wants, _alike):
             chosen = list(group)
             for part in parts_of(chosen, attrgetter("length_bytes"), COPIED_BYTES):
-                whole += _copied_alike(view, node.shape, part, *alike)
+                whole += _copied_alike(view, node.shape, part, *alike, threads)
                 moved_bytes += len(part) * alike[0]
                 if time.monotonic() - started_s > left_s:
                     raise TransferTimeout(
@@ -268,11 +268,11 @@ def _alike(want: Want) -> tuple[int, int, bool]:
 
 def _copied_alike(
     view: ByteArray, shape: Geometry, wants: Sequence[Want], length_bytes: int, parts: int,
-    is_hashed: bool,
+    is_hashed: bool, threads: int,
 ) -> list[bool]:  # fmt: skip
     sources = [(view, shape.slot_offset_bytes(want.copy.slot) + want.start_bytes) for want in wants]
     targets = [(want.target[0], want.target[1].offset_bytes) for want in wants]
-    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed)
+    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed, threads)
     return [want.is_promised(found) for want, found in zip(wants, packed, strict=True)]
 
 

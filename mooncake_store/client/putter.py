@@ -369,6 +369,7 @@ class Putter:
             [(write.source, 0) for write in part],
             part[0].source.nbytes,
             is_hashed=self._is_verified,
+            threads=self._movers.threads,
         )
         return [int.from_bytes(each, "big") for each in packed]
 

@@ -26,6 +26,7 @@ from mooncake_store.native import library
 Place = tuple[ByteArray, int]  # a buffer, and where in it
 HASHED_BYTES_MIN = 241  # of a part, in native.c: shorter ones are hashed otherwise
 STREAMED_BYTES_MIN = 1024**2  # copied at once: more than a core's cache holds goes past it
+SHARED_BYTES_MIN = 1024**2  # less is copied before another thread has woken up
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -89,9 +90,12 @@ def copy_blocks(
     block_bytes: int,
     layers: int = 0,
     is_hashed: bool = True,
+    threads: int = 1,
 ) -> list[bytes]:
     """Copy blocks of one size (in buffers of 1-D uint8): for each the packed digests of its layers,
-    or of the whole as if it were one where it has none; b"" where nothing is to be hashed."""
+    or of the whole as if it were one where it has none; b"" where nothing is to be hashed.
+
+    `threads`: so many may share a large copy, the caller's included."""
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
@@ -107,10 +111,11 @@ def copy_blocks(
     if len(sources) != count:
         raise ValueError(f"{count} targets and {len(sources)} sources")
     packed = bytearray(count * parts * DIGEST_BYTES if is_hashed else 0)
+    total_bytes = count * block_bytes
     native(
         count, _addresses(targets, block_bytes), _addresses(sources, block_bytes), part_bytes,
         parts, (ctypes.c_char * len(packed)).from_buffer(packed) if is_hashed else None,
-        count * block_bytes >= STREAMED_BYTES_MIN,
+        total_bytes >= STREAMED_BYTES_MIN, threads if total_bytes >= SHARED_BYTES_MIN else 1,
     )  # fmt: skip
     each_bytes = parts * DIGEST_BYTES
     return [bytes(packed[at * each_bytes : (at + 1) * each_bytes]) for at in range(count)]
@@ -119,7 +124,7 @@ def copy_blocks(
 @functools.cache
 def _native_copy() -> library.NativeFunction | None:
     word, pointer = ctypes.c_uint64, ctypes.c_void_p
-    arguments = [word, pointer, pointer, word, word, pointer, ctypes.c_int]
+    arguments = [word, pointer, pointer, word, word, pointer, ctypes.c_int, word]
     return library.function("copy_blocks", None, arguments)
 
 

@@ -1,8 +1,8 @@
 /* What Python cannot do fast enough. Compiled on first use by library.py and called through ctypes.
  *
  * Each function is written after a Python one that says what it does and that serves where there is
- * no compiler; property tests hold both equal. Nothing here allocates, keeps state or checks what
- * the caller has checked. Lengths are in bytes, times in seconds, unless a name says otherwise.
+ * no compiler; property tests hold both equal. Nothing here allocates, checks what the caller has
+ * checked or keeps state, but for the threads that help to copy. Lengths are in bytes, times in seconds, unless a name says otherwise.
  *
  *   copying and hashing    mooncake_store/memory/digests.py
  *   a decision             conductor/routing/compiled.py
@@ -12,11 +12,20 @@
  *   headers of slots       mooncake_store/memory/slot_memory.py
  */
 
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX__
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#define PAUSE() _mm_pause()
+#else
+#define PAUSE() ((void)0)
 #endif
 
 /* ---- copying and hashing: xxh3-64 of more than 240 bytes, in pieces that lie in the cache */
@@ -175,30 +184,146 @@ static void copy_streamed(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     memcpy(to + whole, from + whole, bytes - whole);
 }
 
-/* digests.py: `count` blocks of `parts` equal parts (of more than 240 bytes each where they are
- * hashed) are copied. `packed` gets the digests of the parts of all blocks, the highest byte first;
- * 0: nothing is hashed. `streams`: past the cache, where the target is aligned for that. */
-void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
-                 uint64_t part_bytes, uint64_t parts, uint64_t *packed, int streams) {
-    for (uint64_t block = 0; block < count; block++) {
-        const int aligned = streams && (uintptr_t)to[block] % STRIPE_BYTES == 0;
-        if (!packed) {
-            if (aligned) copy_streamed(to[block], from[block], part_bytes * parts);
-            else memcpy(to[block], from[block], part_bytes * parts);
-            continue;
-        }
-        for (uint64_t part = 0; part < parts; part++) {
-            uint8_t *there = to[block] + part * part_bytes;
-            const uint8_t *here = from[block] + part * part_bytes;
-            const uint64_t hash = aligned && (uintptr_t)there % STRIPE_BYTES == 0
-                                      ? hash_copied(there, here, part_bytes, 1)
-                                      : hash_copied(there, here, part_bytes, 0);
-            *packed++ = __builtin_bswap64(hash);
-        }
+/* Blocks that are copied by all threads that come to it: each takes the next one. */
+typedef struct {
+    uint64_t next, count;
+    uint8_t *const *to;
+    const uint8_t *const *from;
+    uint64_t part_bytes, parts;
+    uint64_t *packed;
+    int streams;
+} copy_job;
+
+static void copy_block(const copy_job *job, uint64_t block) {
+    uint8_t *to = job->to[block];
+    const uint8_t *from = job->from[block];
+    const uint64_t bytes = job->part_bytes;
+    const int aligned = job->streams && (uintptr_t)to % STRIPE_BYTES == 0;
+    if (!job->packed) {
+        if (aligned) copy_streamed(to, from, bytes * job->parts);
+        else memcpy(to, from, bytes * job->parts);
+        return;
+    }
+    uint64_t *packed = job->packed + block * job->parts;
+    for (uint64_t part = 0; part < job->parts; part++, to += bytes, from += bytes) {
+        const uint64_t hash = aligned && (uintptr_t)to % STRIPE_BYTES == 0
+                                  ? hash_copied(to, from, bytes, 1)
+                                  : hash_copied(to, from, bytes, 0);
+        packed[part] = __builtin_bswap64(hash);
+    }
+}
+
+static void copy_some(copy_job *job) {
+    for (;;) {
+        const uint64_t block = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (block >= job->count) break;
+        copy_block(job, block);
     }
 #ifdef __AVX__
-    if (streams) _mm_sfence(); /* the copies are there before whoever is told of them */
+    if (job->streams) _mm_sfence(); /* the copies are there before whoever is told of them */
 #endif
+}
+
+/* A thread that copies with others. Who wants its help for a while has it alone (`taken`), and takes
+ * the offer back when nothing is left to be done: a helper that does not wake up in time, or whose
+ * process was forked away from it, has then cost nothing. */
+typedef struct {
+    int taken, pid; /* pid: of the process that it runs in; 0: none yet */
+    copy_job *offered, *copied;
+    uint32_t calls, ends; /* futexes: of a new offer, of one that was served */
+} __attribute__((aligned(64))) helper_t;
+
+#define HELPERS_MAX 7
+#define SPINS 4000 /* for a block that a helper is just copying; then its waiter sleeps */
+
+static helper_t HELPERS[HELPERS_MAX];
+
+static void futex_wait(uint32_t *word, uint32_t seen) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, 0, 0, 0);
+}
+
+static void futex_wake(uint32_t *word) {
+    __atomic_fetch_add(word, 1, __ATOMIC_RELEASE);
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, 0, 0, 0);
+}
+
+static void *help(void *data) {
+    helper_t *self = data;
+    prctl(PR_SET_NAME, "store-copy");
+    for (;;) {
+        const uint32_t calls = __atomic_load_n(&self->calls, __ATOMIC_ACQUIRE);
+        copy_job *job = __atomic_exchange_n(&self->offered, 0, __ATOMIC_ACQ_REL);
+        if (!job) {
+            futex_wait(&self->calls, calls);
+            continue;
+        }
+        copy_some(job);
+        __atomic_store_n(&self->copied, job, __ATOMIC_RELEASE);
+        futex_wake(&self->ends);
+    }
+    return 0;
+}
+
+/* Its thread is there, made if it was not. Signals are for the threads of whoever loaded this. */
+static int is_running(helper_t *helper) {
+    const int pid = getpid();
+    if (helper->pid == pid) return 1;
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int failed = pthread_create(&thread, 0, help, helper);
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (failed) return 0;
+    pthread_detach(thread);
+    helper->pid = pid;
+    return 1;
+}
+
+static int helps(helper_t *helper, copy_job *job) {
+    int nobody = 0;
+    if (!__atomic_compare_exchange_n(&helper->taken, &nobody, 1, 0, __ATOMIC_ACQUIRE,
+                                     __ATOMIC_RELAXED))
+        return 0;
+    helper->copied = 0;
+    __atomic_store_n(&helper->offered, job, __ATOMIC_RELEASE);
+    if (!is_running(helper)) {
+        __atomic_store_n(&helper->offered, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&helper->taken, 0, __ATOMIC_RELEASE);
+        return 0;
+    }
+    futex_wake(&helper->calls);
+    return 1;
+}
+
+/* When this returns, the helper has done with the job, or will never begin it. */
+static void leave(helper_t *helper, copy_job *job) {
+    if (__atomic_exchange_n(&helper->offered, 0, __ATOMIC_ACQ_REL) != job) {
+        for (int spin = 0;; spin++) {
+            const uint32_t ends = __atomic_load_n(&helper->ends, __ATOMIC_ACQUIRE);
+            if (__atomic_load_n(&helper->copied, __ATOMIC_ACQUIRE) == job) break;
+            if (spin >= SPINS) futex_wait(&helper->ends, ends);
+            else PAUSE();
+        }
+    }
+    __atomic_store_n(&helper->taken, 0, __ATOMIC_RELEASE);
+}
+
+/* digests.py: `count` blocks of `parts` equal parts (of more than 240 bytes each where they are
+ * hashed) are copied, by this thread and as many helpers as are free, `threads` in all at most.
+ * `packed` gets the digests of the parts of all blocks, the highest byte first; 0: nothing is
+ * hashed. `streams`: past the cache, where the target is aligned for that. */
+void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
+                 uint64_t part_bytes, uint64_t parts, uint64_t *packed, int streams,
+                 uint64_t threads) {
+    copy_job job = {0, count, to, from, part_bytes, parts, packed, streams};
+    helper_t *with[HELPERS_MAX];
+    uint64_t helpers = 0;
+    if (threads > count) threads = count;
+    for (int at = 0; at < HELPERS_MAX && helpers + 1 < threads; at++)
+        if (helps(&HELPERS[at], &job)) with[helpers++] = &HELPERS[at];
+    copy_some(&job);
+    for (uint64_t at = 0; at < helpers; at++) leave(with[at], &job);
 }
 
 /* ---- a decision: which prefill and which decode worker. The terms of all workers, what each would

@@ -43,6 +43,7 @@ from loadtest.bench.overhead.served import (
     AnsweredWay,
     ModelWay,
     OpenAiWay,
+    TokenArrivals,
     stream,
     together,
     tokens_per_s,
@@ -57,7 +58,8 @@ from loadtest.replay.prompts import TokenIds, TokenSource
 
 STREAMS = 16
 BESIDE_STREAMS = 4  # whose time between tokens a long prompt disturbs
-BESIDE_STEPS = 1_000  # of them, more than the prefill lasts
+BESIDE_TOKENS_MAX = 5_000  # of them; they are cut off when the long prompt is done
+BESIDE_PREFILLS = 4  # in one loop, so many steps are without the long prompt for each with a chunk
 TTFTS = 11  # in each round
 CPU_MS_SHOWN = 0.05
 P99 = 0.99
@@ -77,11 +79,16 @@ class OverheadShape:
     rounds: int
 
     @property
+    def long_steps(self) -> int:
+        return -(-self.long_tokens // self.chunk_tokens)
+
+    @property
     def kv_tokens(self) -> int:
         """Of all that the bare engine has in its pages at once, a block for each request's rest."""
         longest_tokens = max(self.output_tokens, self.answer_tokens)
         streams = STREAMS * (self.prompt_tokens + longest_tokens + 64)
-        beside = BESIDE_STREAMS * (self.prompt_tokens + BESIDE_STEPS + 64) + self.long_tokens
+        steps = BESIDE_PREFILLS * self.long_steps
+        beside = BESIDE_STREAMS * (self.prompt_tokens + steps + 64) + self.long_tokens
         return self.short_tokens + 128 + max(streams, beside)
 
 
@@ -210,10 +217,9 @@ async def interference(bench: Bench) -> None:
                         "round": index, "alone_p99_ms": p99_ms(alone_s),
                         "beside_p99_ms": p99_ms(beside_s),
                     }  # fmt: skip
-                    steps = -(-shape.long_tokens // shape.chunk_tokens)
                     for name, prompt in (("alone", None), ("beside", long)):
                         found_s = bench.engine.intervals_s(
-                            streams, 4 * steps, prompt, shape.chunk_tokens
+                            streams, BESIDE_PREFILLS * shape.long_steps, prompt, shape.chunk_tokens
                         )
                         row[f"loop_{name}_p99_ms"] = p99_ms(found_s)
                 rows.append(row)
@@ -236,12 +242,23 @@ async def served_intervals(
     client: TritonClient, streams: Sequence[TokenIds], long: TokenIds
 ) -> tuple[list[float], list[float]]:
     """Seconds between the tokens of streams, alone and while a long prompt is computed."""
-    running = asyncio.create_task(together(client, streams, BESIDE_STEPS, {}))
+    arrived = [TokenArrivals() for _ in streams]
+    running = [
+        asyncio.create_task(stream(client, f"beside-{i}", prompt, BESIDE_TOKENS_MAX, {}, arrivals))
+        for i, (prompt, arrivals) in enumerate(zip(streams, arrived, strict=True))
+    ]
     await asyncio.sleep(1.0)  # poll: all of them decode, and for a while nothing else happens
     prefill = await stream(client, "long", long, 1, {})
-    arrived = await running
-    if any(each.times_s[-1] < prefill.times_s[0] for each in arrived):
-        raise CannotMeasure("the streams ended before the long prompt: this machine is too busy")
+    has_ended = any(task.done() for task in running)
+    for task in running:
+        task.cancel()
+    for ended in await asyncio.gather(*running, return_exceptions=True):
+        if isinstance(ended, Exception):
+            raise ended
+    if has_ended:
+        raise CannotMeasure(
+            f"{BESIDE_TOKENS_MAX} tokens came before the long prompt was done: is its worker there?"
+        )
     begin_s = max(each.times_s[0] for each in arrived)
     alone = [s for each in arrived for s in each.intervals_s(begin_s, prefill.sent_s)]
     beside = [s for each in arrived for s in each.intervals_s(prefill.sent_s, prefill.times_s[0])]

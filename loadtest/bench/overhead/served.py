@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -21,13 +21,13 @@ from loadtest.replay.prompts import TokenIds
 COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenArrivals:
     """When the tokens of one stream came, and how they were packed."""
 
-    sent_s: float
-    times_s: list[float]  # one per token
-    messages: int
+    sent_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)  # one per token
+    messages: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -47,20 +47,21 @@ class TokenArrivals:
 
 async def stream(
     client: TritonClient, name: str, prompt: TokenIds, output_tokens: int,
-    parameters: Mapping[str, str],
+    parameters: Mapping[str, str], arrivals: TokenArrivals | None = None,
 ) -> TokenArrivals:  # fmt: skip
+    """`arrivals`: what has come so far, for whoever may end it early."""
     request = GenerateRequest(
         request_id=name, input_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens,
         end_id=-1, parameters=parameters,
     )  # fmt: skip
-    times_s: list[float] = []
-    messages = 0
-    sent_s = time.perf_counter()
+    arrivals = TokenArrivals() if arrivals is None else arrivals
+    arrivals.sent_s = time.perf_counter()
     async for event in client.generate(request):
-        messages += 1
-        times_s += [event.time_s] * len(event.output_ids)
-    assert len(times_s) == output_tokens, f"{len(times_s)} tokens of {output_tokens}"
-    return TokenArrivals(sent_s, times_s, messages)
+        arrivals.messages += 1
+        arrivals.times_s += [event.time_s] * len(event.output_ids)
+    came = len(arrivals.times_s)
+    assert came == output_tokens, f"{came} tokens of {output_tokens}"
+    return arrivals
 
 
 async def together(

@@ -51,6 +51,7 @@ from loadtest.bench.store.ways import (
 from loadtest.harness.benchmark import BlocksSeed, benchmark, console, median_s, moved
 from loadtest.harness.processes import BenchStore
 from loadtest.harness.result import Cell
+from loadtest.harness.server import CannotMeasure
 from mooncake_store.client.client import StoreClient
 from mooncake_store.memory.segment import Segment
 
@@ -239,7 +240,11 @@ def main(
                 for count in (1, 2)
             }
         with console.status("SSD ..."):
-            ssd = ssd_tier.measure_node(address, SSD, folder, MB, batches)
+            ssd: dict[str, float] = {}
+            try:
+                ssd = ssd_tier.measure_node(address, SSD, folder, MB, batches)
+            except CannotMeasure as error:
+                why["ssd"] = str(error)
         run.rows = rows(seconds, others, clients, ssd)
         run.targets = targets(seconds, others, clients, ssd, why)
 

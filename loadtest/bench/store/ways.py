@@ -215,7 +215,7 @@ def _client_rate(address: str, node_id: str, way: str, number: int, block_bytes:
     chance = np.random.default_rng(number)
     blocks = TOGETHER_BYTES // block_bytes
     pattern = Pattern(block_bytes, blocks, pages(TOGETHER_BYTES, chance), chance)
-    with StoreClient(address, node_id) as client:
+    with StoreClient(address, node_id, threads=1) as client:  # a core each, as memcpy has
         if way == "get":
             client.register(pattern.local)
             fill(client, pattern, node_id)

@@ -19,7 +19,7 @@ from loadtest.harness import server
 from loadtest.harness.benchmark import benchmark, in_turns, moved, settled
 from loadtest.harness.processes import BenchStore, PeerProcess
 from loadtest.harness.result import Result, Target, shown
-from loadtest.harness.server import ServerFailed
+from loadtest.harness.server import CannotMeasure, ServerFailed
 
 
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
@@ -57,6 +57,19 @@ def test_a_benchmark_prints_its_result_when_it_ends(capsys: pytest.CaptureFixtur
         run.rows.append({"step": "cold"})
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["name"], found["rows"], found["targets"]) == ("demo", [{"step": "cold"}], [])
+
+
+def test_what_was_found_before_something_kept_from_measuring_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as exited, benchmark("demo") as run:
+        run.rows.append({"step": "cold"})
+        raise CannotMeasure("too busy")
+    assert exited.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == [{"step": "cold"}]
+    with pytest.raises(typer.Exit), benchmark("demo"):
+        raise CannotMeasure("too busy from the beginning")
+    assert capsys.readouterr().out == ""
 
 
 def test_what_keeps_from_measuring_ends_with_status_1_and_no_result(
