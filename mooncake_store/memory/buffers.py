@@ -24,6 +24,12 @@ ByteArray = npt.NDArray[np.uint8]
 PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were no better (docs/measurements.md)
 
 
+def address_of(view: ByteArray) -> int:
+    """Half the time of `view.ctypes.data`."""
+    address: int = view.__array_interface__["data"][0]
+    return address
+
+
 def checksum(view: ByteArray) -> int:
     """xxh3_64 of a C-contiguous uint8 array."""
     return xxhash.xxh3_64_intdigest(view.data)

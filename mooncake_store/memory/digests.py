@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from mooncake_store.layout import DIGEST_BYTES
-from mooncake_store.memory.buffers import PIECE_BYTES, ByteArray, checksum, copy_and_sum
+from mooncake_store.memory.buffers import PIECE_BYTES, ByteArray, address_of, checksum, copy_and_sum
 from mooncake_store.native import library
 
 Place = tuple[ByteArray, int]  # a buffer, and where in it
@@ -135,7 +135,7 @@ def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
     for buffer, start in places:
         base = bases.get(id(buffer))
         if base is None:
-            base = bases[id(buffer)] = buffer.ctypes.data
+            base = bases[id(buffer)] = address_of(buffer)
         if not 0 <= start <= buffer.nbytes - block_bytes:  # native.c asks nobody
             raise ValueError(f"{block_bytes} bytes from {start} on of a buffer of {buffer.nbytes}")
         found.append(base + start)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from mooncake_store.errors import TransferTimeout, WriteGivenUp
-from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.buffers import ByteArray, address_of
 
 SCRATCH_BYTES = 128 * 1024  # 2,048 headers
 SCRATCH_KEPT_MAX = 8
@@ -55,15 +55,15 @@ class Registrations:
     def add(self, buffer: ByteArray) -> None:
         """For as long as this store lives, or until `drop`."""
         with self._lock:
-            known = self._known.get(_address(buffer))
+            known = self._known.get(address_of(buffer))
             if known is not None and known.nbytes >= buffer.nbytes:
                 return
-            self._known[_address(buffer)] = buffer
+            self._known[address_of(buffer)] = buffer
         self._transports.register(buffer)
 
     def drop(self, buffer: ByteArray) -> None:
         with self._lock:
-            known = self._known.pop(_address(buffer), None)
+            known = self._known.pop(address_of(buffer), None)
         if known is not None:
             self._transports.unregister(known)
 
@@ -73,7 +73,7 @@ class Registrations:
             wholes = set(map(id, self._known.values()))
         if all(id(buffer.base) in wholes for buffer in buffers):
             return True  # numpy says so; to ask for addresses takes ten times as long
-        spans = [(_address(buffer), buffer.nbytes) for buffer in buffers]
+        spans = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
         return self._covers(min(spans)[0], max(start + length for start, length in spans))
 
     def _covers(self, low: int, high: int) -> bool:
@@ -93,7 +93,7 @@ class Registrations:
         if not buffers or self._covers_all(buffers):
             yield
             return
-        spans = [(buffer, _address(buffer)) for buffer in buffers if buffer.nbytes]
+        spans = [(buffer, address_of(buffer)) for buffer in buffers if buffer.nbytes]
         new = [each for each, low in spans if not self._covers(low, low + each.nbytes)]
         for buffer in new:
             self._borrow(buffer)
@@ -113,7 +113,7 @@ class Registrations:
 
     def _borrow(self, buffer: ByteArray) -> None:
         """Register for one call; several calls may be at work in the same memory."""
-        span = _address(buffer), buffer.nbytes
+        span = address_of(buffer), buffer.nbytes
         with self._lock:
             self._users[span] = users = self._users.get(span, 0) + 1
             if users == 1:
@@ -121,7 +121,7 @@ class Registrations:
 
     def _give_back(self, buffer: ByteArray, is_certain: bool) -> None:
         """The last call is done: unregister, unless a transfer or somebody else still needs it."""
-        address = _address(buffer)
+        address = address_of(buffer)
         with self._lock:
             users = self._users[address, buffer.nbytes] - 1
             if users or not is_certain:  # when it is uncertain, it is never unregistered
@@ -131,12 +131,6 @@ class Registrations:
             is_shared = address in self._known or any(start == address for start, _ in self._users)
             if not is_shared:
                 self._transports.unregister(buffer)
-
-
-def _address(buffer: ByteArray) -> int:
-    address: int = buffer.__array_interface__["data"][0]  # half the time of buffer.ctypes.data
-    return address
-
 
 class Scratch:
     """Small buffers for headers and the like, used again and again. Thread-safe."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_store.errors import TransferFailed
-from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.buffers import ByteArray, address_of
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.nixl_agent import (
     ALL_DEVICES,
@@ -345,7 +345,7 @@ class AgentLane:
         for buffer, (offset_bytes, _) in local:
             address = known.get(id(buffer))
             if address is None:
-                address = known[id(buffer)] = int(buffer.__array_interface__["data"][0])
+                address = known[id(buffer)] = address_of(buffer)
                 if region is None or not region.holds(address, buffer.nbytes):
                     region = self._region_of(address, buffer.nbytes)
                     regions.add(region)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import xxhash
@@ -21,6 +25,7 @@ from mooncake_store.native import library
 
 @pytest.fixture(params=["native", "python"], autouse=True)
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SHARED_BYTES_MIN", 0)  # short copies are shared, too
     if request.param == "python":
         monkeypatch.setattr(digests, "_native_copy", lambda: None)
     elif library.why_not():
@@ -35,17 +40,17 @@ def random_bytes(count: int, seed: int) -> np.ndarray:
 @given(
     part_bytes=st.one_of(st.integers(1, 2_200), st.integers(1, 40).map(lambda n: n * 1_024)),
     layers=st.integers(0, 5), blocks=st.integers(1, 4), shift=st.integers(0, 70),
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32 - 1), threads=st.integers(1, 5),
 )  # fmt: skip
 def test_a_copy_is_whole_and_has_the_digests_of_xxhash(
-    part_bytes: int, layers: int, blocks: int, shift: int, seed: int
+    part_bytes: int, layers: int, blocks: int, shift: int, seed: int, threads: int
 ) -> None:
     block_bytes = part_bytes * (layers or 1)
     source = random_bytes(blocks * block_bytes + shift, seed)
     target = np.full(blocks * (block_bytes + 2) + shift, 255, np.uint8)
     here = [(source, shift + at * block_bytes) for at in range(blocks)]
     there = [(target, 1 + at * (block_bytes + 2)) for at in reversed(range(blocks))]
-    packed = copy_blocks(there, here, block_bytes, layers)
+    packed = copy_blocks(there, here, block_bytes, layers, threads=threads)
     for (_, start), (_, far), found in zip(there, here, packed, strict=True):
         wanted = source[far : far + block_bytes]
         assert (target[start : start + block_bytes] == wanted).all()
@@ -67,6 +72,46 @@ def test_a_large_copy_goes_past_the_cache_and_is_whole(extra: int) -> None:
         halves = (source[:block_bytes], source[block_bytes:])
         sums = [pack_digests([xxhash.xxh3_64_intdigest(half.data)]) for half in halves]
         assert packed == (sums if is_hashed else [b"", b""])
+
+
+def copy_and_check(seed: int, rounds: int, threads: int) -> None:
+    chance = np.random.default_rng(seed)
+    for _ in range(rounds):
+        blocks, block_bytes = int(chance.integers(1, 20)), int(chance.integers(241, 40_000))
+        source = chance.integers(0, 256, blocks * block_bytes, dtype=np.uint8)
+        target = np.zeros(blocks * block_bytes, np.uint8)
+        places = [at * block_bytes for at in range(blocks)]
+        packed = copy_blocks(
+            [(target, at) for at in places], [(source, at) for at in reversed(places)], block_bytes,
+            threads=threads,
+        )  # fmt: skip
+        for at, found in zip(places, packed, strict=True):
+            far = places[-1] - at
+            wanted = source[far : far + block_bytes]
+            assert (target[at : at + block_bytes] == wanted).all()
+            assert found == pack_digests([xxhash.xxh3_64_intdigest(wanted.data)])
+
+
+def test_more_callers_than_helpers_copy_at_once_and_each_gets_its_own() -> None:
+    with ThreadPoolExecutor(12) as callers:
+        done = [callers.submit(copy_and_check, seed, 40, 2 + seed % 7) for seed in range(12)]
+        for each in done:
+            each.result(timeout=60)
+
+
+def test_a_forked_process_copies_without_the_helpers_of_its_parent() -> None:
+    script = (
+        "import os, sys\n"
+        "from mooncake_store.memory import digests\n"
+        "from tests.mooncake_store.memory.test_digests import copy_and_check\n"
+        "digests.SHARED_BYTES_MIN = 0\n"
+        "copy_and_check(1, 20, 3)\n"
+        "child = os.fork()\n"
+        "copy_and_check(2, 20, 3)\n"
+        "if child == 0: os._exit(7)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 7
 
 
 def test_the_checksum_of_a_block_is_over_its_layers_digests() -> None:
