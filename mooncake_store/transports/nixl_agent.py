@@ -41,7 +41,7 @@ import numpy.typing as npt
 from mooncake_store.errors import StoreError, TransferFailed
 from mooncake_store.transports.host_topology import preferred_ucx_devices
 
-NODE_PROGRESS_DELAY_US = 1000
+NODE_PROGRESS_DELAY_US = 10_000
 # Builds of NIXL. The package `nixl` only chooses between them; without a GPU it imports torch (0.7
 # s, 150 MB) to ask for a CUDA version and then takes the first, so it is asked last there.
 _BUILDS = ("nixl_cu13._api", "nixl_cu12._api")

@@ -81,9 +81,10 @@ class TorchLayerPass:
     def _begun(self, start: int, tokens: int) -> _Chunk:
         memory = self._memory
         work = Work(self._token_ids[start : start + tokens], start, self._windows)
+        attention = self._transformer.attention
         plan = plan_step(
             [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool),
-            self._transformer.attention.kernels,
+            attention.kernels, attention.reads_seen,
         )  # fmt: skip
         blocks = blocks_touched(work.end, memory.layout.block_tokens)
         memory.arrive(self._windows[:blocks], 0)

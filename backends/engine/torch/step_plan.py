@@ -83,9 +83,11 @@ class StepPlan:
     positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
     decode_works: int
-    decodes: list[LastGroup]  # the works of one token: row of a token == index of its work
+    # Works of one token: row of a token == index of its work. These and `lasts`, all works, are empty
+    # where attention reads `seen` instead.
+    decodes: list[LastGroup]
     prefills: list[PrefillSpan]
-    lasts: list[LastGroup]  # all works
+    lasts: list[LastGroup]
     seen: PagesSeen | None  # by all works; None: only tensors are known (gpu/decode_graph.py)
     last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
     order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
@@ -103,7 +105,9 @@ def plan_step(
     vocabulary_tokens: int,
     pages_max: int,
     kernels: PagedKernels | None = None,
+    reads_seen: bool = False,
 ) -> StepPlan:
+    """`reads_seen`: attention of last tokens takes their pages from the plan's `seen`."""
     block_tokens = layout.block_tokens
     order = sorted(
         range(len(batch)),
@@ -121,30 +125,37 @@ def plan_step(
     ]
     token_ids = np.concatenate([np.asarray(work.token_ids, dtype=np.int64) for work in works])
     check_range("token id", token_ids, vocabulary_tokens)
-    check_range("page", np.concatenate(tables), pages_max)
+    seen = _seen(works, tables)
+    check_range("page", seen.pages, pages_max)
     positions = _positions(works, counts)
     staging = Staging(device)
     paged, decodes, rest, spans = None, [], [], []
     if kernels is not None:
         paged = _paged(kernels, works, tables, decode_works, staging)
     else:
-        decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
-        rest = _groups(works[decode_works:], tables[decode_works:], decode_works, layout, staging)
+        if not reads_seen:
+            decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
+            rest = _groups(
+                works[decode_works:], tables[decode_works:], decode_works, layout, staging
+            )
         spans = _spans(works, tables, decode_works, layout, staging)
     pages, fresh_pages = _written(works, tables, block_tokens)
     is_decode_only = decode_works == len(works)
     tokens = len(token_ids)
-    extra_rows = 0 if is_decode_only else rounded_rows(tokens) - tokens
+    token_rows = staging.put(_token_rows(positions, counts, tables, layout))
+    if not is_decode_only:
+        extra_rows = (0, rounded_rows(tokens) - tokens)
+        token_ids, positions = np.pad(token_ids, extra_rows), np.pad(positions, extra_rows)
     plan = StepPlan(
         tokens=tokens,
-        token_ids=staging.put(np.pad(token_ids, (0, extra_rows))),
-        positions=staging.put(np.pad(positions, (0, extra_rows))),
-        token_rows=staging.put(_token_rows(positions, counts, tables, layout)),
+        token_ids=staging.put(token_ids),
+        positions=staging.put(positions),
+        token_rows=token_rows,
         decode_works=decode_works,
         decodes=decodes,
         prefills=spans,
         lasts=decodes + rest,
-        seen=_seen(works, tables),
+        seen=seen,
         last_rows=None if is_decode_only else staging.put(np.cumsum(counts) - 1),
         order=None if order == list(range(len(batch))) else order,
         pages=pages,

@@ -191,9 +191,10 @@ class TorchEngine:
         assert batch, "a step without work"
         for work in batch:
             self._check(work)
+        attention = self._transformer.attention
         plan = plan_step(
             batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max,
-            self._transformer.attention.kernels,
+            attention.kernels, attention.reads_seen,
         )  # fmt: skip
         self._arrive(batch)
         self._memory.clear_pages(plan.fresh_pages)

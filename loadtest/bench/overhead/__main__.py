@@ -323,7 +323,7 @@ def main(
             min=64,
             help="Of each answer, for throughput: the time to the first token is little of it.",
         ),
-    ] = 1_000,
+    ] = 800,
     threads: Annotated[int, typer.Option(min=1, help="As in the workers' config.pbtxt.")] = 1,
     seed: FreshSeed = None,
 ) -> None:

@@ -55,7 +55,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self.head_dim = layout.head_dim
         self._norm = norm
         self._packed = rope.new_empty(0)  # K and V of a chunk's context
-        self.is_native = (
+        self.reads_seen = (
             native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
         )
         self.is_native_prefill = native_layers.serves_prefill(
@@ -98,7 +98,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
     ) -> torch.Tensor:
         if plan.paged is not None:
             return self._in_place(plan.paged.lasts, place, queries).flatten(1)
-        if self.is_native and plan.seen is not None:
+        if self.reads_seen and plan.seen is not None:
             pages = self.memory.pool[:, place]
             return native_layers.attend_last_tokens(
                 queries, pages, plan.seen, self.memory.layout.block_tokens

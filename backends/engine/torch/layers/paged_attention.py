@@ -29,6 +29,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         self.rope = rope  # of the dtype of queries, and of KV when it is seen
         self.is_fp8 = memory.layout.dtype == "fp8"
         self.kernels: PagedKernels | None = None  # steps are to be planned for these
+        self.reads_seen = False  # `last_tokens` takes the pages of works from the plan's `seen`
         # Reused by every layer and step: fresh memory of this size costs page faults each time.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
@@ -77,8 +78,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         if not plan.prefills:
             return self.last_tokens(place, layer, plan, queries)
         out = queries.new_empty(len(queries), self.heads * self.value_dim)
-        if plan.decodes:
-            works = plan.prefills[0].first
+        if works := plan.decode_works:
             out[:works] = self.last_tokens(place, layer, plan, queries[:works])
         for span in plan.prefills:
             rows = slice(span.first, span.first + span.tokens)
