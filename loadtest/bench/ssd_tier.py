@@ -183,9 +183,7 @@ def on_ssd_only(client: StoreClient, pattern: Pattern, node_id: str) -> list[int
     ]
 
 
-def cold_blocks(
-    client: StoreClient, pattern: Pattern, node_id: str, blocks_min: int
-) -> list[int]:
+def cold_blocks(client: StoreClient, pattern: Pattern, node_id: str, blocks_min: int) -> list[int]:
     """So many at least that are on the SSD alone: what is read comes into memory, and others leave
     it a moment later."""
     until_s = time.monotonic() + SPILLED_S_MAX

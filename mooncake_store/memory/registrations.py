@@ -132,6 +132,7 @@ class Registrations:
             if not is_shared:
                 self._transports.unregister(buffer)
 
+
 class Scratch:
     """Small buffers for headers and the like, used again and again. Thread-safe."""
 

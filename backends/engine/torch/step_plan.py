@@ -83,8 +83,8 @@ class StepPlan:
     positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
     decode_works: int
-    # Works of one token: row of a token == index of its work. These and `lasts`, all works, are empty
-    # where attention reads `seen` instead.
+    # Works of one token: row of a token == index of its work. These and `lasts`, all works, are
+    # empty where attention reads `seen` instead.
     decodes: list[LastGroup]
     prefills: list[PrefillSpan]
     lasts: list[LastGroup]
