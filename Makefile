@@ -10,14 +10,14 @@ SECONDS ?= 60
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
 	@exec $(BIN)/mooncake serve $(ARGS)
 
 # Every server of a test is a dozen processes of Python, which compile all of the product when nobody
 # may keep what comes out: a tenth of the time.
-test test-quick test-long test-fleet: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-long test-fallbacks test-fleet: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
 	@exec $(BIN)/python -m pytest -m "not long" -n 2 $(ARGS)
@@ -27,6 +27,12 @@ test-quick: $(READY)  ## the tests that start no server, in less than two minute
 
 test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make test` leaves out
 	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve $(ARGS)
+
+test-fallbacks: $(READY)  ## the store's tests without native code, without the index replica, without both
+	MOONCAKE_NATIVE=off $(BIN)/python -m pytest -m "not long" -n 2 tests/mooncake_store $(ARGS)
+	MOONCAKE_INDEX_REPLICA=off $(BIN)/python -m pytest -m "not long" -n 2 tests/mooncake_store $(ARGS)
+	MOONCAKE_NATIVE=off MOONCAKE_INDEX_REPLICA=off $(BIN)/python -m pytest -m "not long" -n 2 \
+		tests/mooncake_store tests/backends/engine $(ARGS)
 
 test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of chaos-serve among it
 	@exec $(BIN)/python -m pytest tests/fleet tests/chaos_serve $(ARGS)

@@ -56,7 +56,7 @@ class Getter:
         what does not prove whole here says nothing about the copy that the directory knows."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         known = [
-            tuple(copy for copy in copies if request.fits(index, copy))
+            tuple([copy for copy in copies if request.fits(index, copy)])
             for index, copies in enumerate(found)
         ]
         best = self._nodes.choose(known)

@@ -218,8 +218,13 @@ class KnownNodes:
     ) -> list[Copy | None]:
         """One copy of each block of a lookup: that of the nodes `first`, in this order, where they
         have it, else the cheapest one; None where no holder can be read now."""
-        for node_id in dict.fromkeys(copy.node_id for copies in found for copy in copies):
-            self._find(node_id)  # the directory may know more of it by now
+        names = dict.fromkeys(copy.node_id for copies in found for copy in copies)
+        holders = {name: self.usable(name) for name in names}  # asks the directory where it must
+        if not any(len(copies) > 1 for copies in found):  # nearly always: nothing is to be compared
+            reached = {name for name, info in holders.items() if info and self._is_reached(info)}
+            return [
+                copies[0] if copies and copies[0].node_id in reached else None for copies in found
+            ]
         routes = self.routes()
         named = [named_copy(copies, first, routes) for copies in found]
         if None not in named:
@@ -235,7 +240,7 @@ class KnownNodes:
             nodes = [info for info in self._nodes.values() if not self._is_bad(info, now_s)]
         found = {}
         for info in nodes:
-            if info.is_ssd or self.transport(info) is not None:
+            if self._is_reached(info):
                 found[info.node_id] = CopyRoute(
                     distance(info, self._own_id, host, rack),
                     self.bytes_per_s.get(info.node_id, 0.0),
@@ -243,6 +248,10 @@ class KnownNodes:
                     info.is_ssd,
                 )
         return found
+
+    def _is_reached(self, info: NodeInfo) -> bool:
+        """Can what it holds be had from here?"""
+        return info.is_ssd or self.transport(info) is not None
 
     def _is_bad(self, info: NodeInfo, now_s: float) -> bool:
         incarnation, until_s = self._bad.get(info.node_id, ("", 0.0))

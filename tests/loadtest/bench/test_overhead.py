@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtest.bench.overhead.bare_engine import BareEngine
+from backends.text.tokenizer import Tokenizer
+from loadtest.bench.overhead.__main__ import text_of
+from loadtest.bench.overhead.bare_engine import CHECKPOINT, BareEngine
 from loadtest.bench.overhead.served import TokenArrivals
+from loadtest.replay.prompts import TokenSource
 
 
 def test_tokens_of_one_message_share_the_time_since_the_one_before() -> None:
@@ -33,3 +36,11 @@ def test_streams_are_as_many_and_as_long_as_asked_for() -> None:
     times_s = engine.streams_s([ids, ids], 8)
     assert [len(each) for each in times_s] == [8, 8]
     assert all(each == pytest.approx(sorted(each)) for each in times_s)
+
+
+def test_a_text_is_read_as_about_as_many_tokens_as_its_prompt_has() -> None:
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    source = TokenSource(2_048, [0, 1, 2], seed=123)
+    for number in range(4):
+        text = text_of(tokenizer, source.fresh(number, 512))
+        assert 512 <= len(tokenizer.encode(text)) <= 516
