@@ -76,7 +76,7 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 class StoreClient:
     """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out).
 
-    `threads`: how many move the bytes of one batch of another node, and serve futures.
+    `threads`: how many move the bytes of one batch, and serve futures.
     """
 
     def __init__(
