@@ -58,16 +58,16 @@ def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
     where something kept it from measuring the rest, what it has found until then."""
     run, started_s = BenchmarkRun(), time.perf_counter()
 
-    def tell() -> None:
+    def tell(shortened: str = "") -> None:
         seconds = time.perf_counter() - started_s
-        Result(name, seconds, run.rows, run.targets, run.constants).print(out)
+        Result(name, seconds, run.rows, run.targets, run.constants, shortened).print(out)
 
     try:
         with measuring():
             yield run
-    except typer.Exit:
+    except typer.Exit as ended:
         if run.rows:
-            tell()
+            tell(f"cannot measure the rest: {ended.__cause__}")
         raise
     tell()
 

@@ -3,7 +3,8 @@
     {"name": ..., "seconds": ..., "rows": [{...}], "targets": [{"name", "value", "op", "goal"}]}
 
 A simulated experiment adds "constants", what it was run with, and "shortened", why it was not run
-whole ("" when it was).
+whole ("" when it was). A benchmark that could not end says "shortened", too, and then has only the
+rows and targets that it came to.
 
 One target for each number that was promised. A value that could not be measured is null and has a
 `why`; it is never left out, and never a guess. The exit status of a benchmark says that it ran, not
@@ -76,6 +77,8 @@ class Result:
         }
         if self.constants:
             fields |= {"constants": dict(self.constants), "shortened": self.shortened}
+        elif self.shortened:
+            fields["shortened"] = self.shortened
         return json.dumps(fields, allow_nan=False)
 
     def print(self, console: Console | None = None) -> None:

@@ -39,7 +39,8 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
-COPIED_BYTES = 16 * 1024**2  # out of a mapped segment between two looks at the clock
+# Out of a mapped segment between two looks at the clock; but a block for each thread that copies.
+COPIED_BYTES = 16 * 1024**2
 OTHER_HOST_LONGER = 2
 HEADERS_DEADLINE_S = 0.5
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
@@ -251,7 +252,8 @@ def _copied(
     with transport.owned(node.info) as view:
         for alike, group in groupby(wants, _alike):
             chosen = list(group)
-            for part in parts_of(chosen, attrgetter("length_bytes"), COPIED_BYTES):
+            part_bytes = max(COPIED_BYTES, threads * alike[0])
+            for part in parts_of(chosen, attrgetter("length_bytes"), part_bytes):
                 whole += _copied_alike(view, node.shape, part, *alike, threads)
                 moved_bytes += len(part) * alike[0]
                 if time.monotonic() - started_s > left_s:

@@ -52,7 +52,8 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_wri
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
-COPIED_BYTES = 16 * 1024**2  # into a mapped segment between two looks at the clock
+# Into a mapped segment between two looks at the clock; but a block for each thread that copies.
+COPIED_BYTES = 16 * 1024**2
 UNVERIFIED_PART_BYTES = 64 * 2**20
 SHARE_BYTES_MIN = 1024**2  # less is not worth another thread
 MARK_S_MAX = 2.0
@@ -347,7 +348,9 @@ class Putter:
             slots = SlotMemory(view, shape)
             if not all(slots.is_being_written(*write.use) for write in writes):
                 raise EpochPassed("the slots have been given away since: this comes too late")
-            for part in parts_of(writes, lambda write: write.source.nbytes, COPIED_BYTES):
+            block_bytes = writes[0].source.nbytes
+            part_bytes = max(COPIED_BYTES, self._movers.threads * block_bytes)
+            for part in parts_of(writes, lambda write: block_bytes, part_bytes):
                 digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
                     raise TransferFailed(

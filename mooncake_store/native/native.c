@@ -2,7 +2,8 @@
  *
  * Each function is written after a Python one that says what it does and that serves where there is
  * no compiler; property tests hold both equal. Nothing here allocates, checks what the caller has
- * checked or keeps state, but for the threads that help to copy. Lengths are in bytes, times in seconds, unless a name says otherwise.
+ * checked or keeps state, but for the threads that help to copy. Lengths are in bytes, times in
+ * seconds, unless a name says otherwise.
  *
  *   copying and hashing    mooncake_store/memory/digests.py
  *   a decision             conductor/routing/compiled.py
@@ -12,13 +13,16 @@
  *   headers of slots       mooncake_store/memory/slot_memory.py
  */
 
+#define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #if defined(__x86_64__) || defined(__i386__)
@@ -226,7 +230,8 @@ static void copy_some(copy_job *job) {
 
 /* A thread that copies with others. Who wants its help for a while has it alone (`taken`), and takes
  * the offer back when nothing is left to be done: a helper that does not wake up in time, or whose
- * process was forked away from it, has then cost nothing. */
+ * process was forked away from it, has then cost nothing. One that loses its core in the middle of a
+ * block is waited for. */
 typedef struct {
     int taken, pid; /* pid: of the process that it runs in; 0: none yet */
     copy_job *offered, *copied;
@@ -237,6 +242,7 @@ typedef struct {
 #define SPINS 4000 /* for a block that a helper is just copying; then its waiter sleeps */
 
 static helper_t HELPERS[HELPERS_MAX];
+static const int OWN_SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 
 static void futex_wait(uint32_t *word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, 0, 0, 0);
@@ -247,9 +253,18 @@ static void futex_wake(uint32_t *word) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, 0, 0, 0);
 }
 
+/* It helps others later, too, so it is as its process is, not as the thread that made it. */
+static void be_as_process(void) {
+    cpu_set_t cores;
+    if (!sched_getaffinity(getpid(), sizeof cores, &cores))
+        sched_setaffinity(0, sizeof cores, &cores);
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, getpid()));
+}
+
 static void *help(void *data) {
     helper_t *self = data;
     prctl(PR_SET_NAME, "store-copy");
+    be_as_process();
     for (;;) {
         const uint32_t calls = __atomic_load_n(&self->calls, __ATOMIC_ACQUIRE);
         copy_job *job = __atomic_exchange_n(&self->offered, 0, __ATOMIC_ACQ_REL);
@@ -264,13 +279,16 @@ static void *help(void *data) {
     return 0;
 }
 
-/* Its thread is there, made if it was not. Signals are for the threads of whoever loaded this. */
+/* Its thread is there, made if it was not. Signals are for the threads of whoever loaded this, but
+ * for those that a thread's own mistake brings: blocked, they end the process without a word. */
 static int is_running(helper_t *helper) {
     const int pid = getpid();
     if (helper->pid == pid) return 1;
     sigset_t all, before;
     pthread_t thread;
     sigfillset(&all);
+    for (unsigned at = 0; at < sizeof OWN_SIGNALS / sizeof *OWN_SIGNALS; at++)
+        sigdelset(&all, OWN_SIGNALS[at]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&thread, 0, help, helper);
     pthread_sigmask(SIG_SETMASK, &before, 0);

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.layout import Geometry, geometry
-from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.memory.buffers import ByteArray, address_of
 from mooncake_store.memory.segment import host_id
 from mooncake_store.native.library import library
 from mooncake_store.records.blocks import Copy
@@ -285,10 +285,10 @@ class KnownNodes:
 
     def pending_in(self, memory: ByteArray) -> list[ByteSpan]:
         """Where in this memory such a read may still write, as offsets from its start."""
-        start = int(memory.ctypes.data)
+        start = address_of(memory)
         late = []
         for target, span in self.pending_targets():
-            offset = int(target.ctypes.data) + span.offset_bytes - start
+            offset = address_of(target) + span.offset_bytes - start
             if 0 <= offset < memory.nbytes:
                 late.append(ByteSpan(offset, span.length_bytes))
         return late

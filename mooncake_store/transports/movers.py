@@ -2,8 +2,8 @@
 
 Over CMA a transfer is a copy by the calling thread: one thread moves what one core can. Reading a
 batch in two halves by two threads (each on a NIXL lane of its own) is 1.6 times as fast on two
-cores. Copies into and out of the own node's mapped segment are shared by helpers in native.c, as many
-in all, which need no lock of Python's.
+cores. Copies into and out of the own node's mapped segment are shared by helpers in native.c, as
+many in all, which need no lock of Python's.
 
 Not here: which parts (block_reader.py, putter.py).
 """

@@ -42,6 +42,8 @@ import numpy.typing as npt
 from mooncake_store.errors import StoreError, TransferFailed
 from mooncake_store.transports.host_topology import preferred_ucx_devices
 
+# An event that is missed waits for so long (NIXL works around such bugs of UCX), and an idle node
+# wakes up as often.
 NODE_PROGRESS_DELAY_US = 10_000
 # Builds of NIXL. The package `nixl` only chooses between them; without a GPU it imports torch (0.7
 # s, 150 MB) to ask for a CUDA version and then takes the first, so it is asked last there.

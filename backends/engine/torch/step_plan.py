@@ -1,7 +1,8 @@
 """One forward step, prepared once for all layers: which token goes where, who sees what.
 
 Tokens of all works lie in one ragged row: first the works with one token (decode), sorted by
-context and cut into groups of similar length, then the longer ones (prefill). Everything that
+context and, unless attention reads their pages itself, cut into groups of similar length, then the
+longer ones (prefill). Everything that
 layers share is computed here, so that a layer is only tensor operations.
 
 Not here: the tensor operations (grouped_attention.py, transformer.py).
@@ -94,7 +95,7 @@ class StepPlan:
     pages: list[int]  # written by this step
     fresh_pages: list[int]  # of those, entered by this step and not filled by it
     paged: PagedPlan | None = (
-        None  # None: by `decodes`, `prefills` and `lasts`, which else are empty
+        None  # None: by `decodes` and `lasts`, or `seen`, and `prefills`; else these are empty
     )
 
 

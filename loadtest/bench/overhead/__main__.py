@@ -59,6 +59,7 @@ from loadtest.replay.prompts import TokenIds, TokenSource
 STREAMS = 16
 BESIDE_STREAMS = 4  # whose time between tokens a long prompt disturbs
 BESIDE_TOKENS_MAX = 5_000  # of them; they are cut off when the long prompt is done
+CANCELLED_S = 0.5
 BESIDE_PREFILLS = 4  # in one loop, so many steps are without the long prompt for each with a chunk
 TTFTS = 11  # in each round
 CPU_MS_SHOWN = 0.05
@@ -266,6 +267,9 @@ async def served_intervals(
         raise CannotMeasure(
             f"{BESIDE_TOKENS_MAX} tokens came before the long prompt was done: is its worker there?"
         )
+    if not all(each.times_s for each in arrived):
+        raise CannotMeasure("a stream had no token before the long prompt was done")
+    await asyncio.sleep(CANCELLED_S)  # poll: the server has heard of it, and its cores are free
     begin_s = max(each.times_s[0] for each in arrived)
     alone = [s for each in arrived for s in each.intervals_s(begin_s, prefill.sent_s)]
     beside = [s for each in arrived for s in each.intervals_s(prefill.sent_s, prefill.times_s[0])]
@@ -322,7 +326,9 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Medians are over them.")] = 5,
     short_tokens: Annotated[int, typer.Option(min=65, help="Of the cached prompt.")] = 350,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each stream's prompt.")] = 512,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=3_000, help="Of each stream's prompt.")
+    ] = 512,
     output_tokens: Annotated[int, typer.Option(min=64, help="Of each stream, for TBT.")] = 256,
     answer_tokens: Annotated[
         int,

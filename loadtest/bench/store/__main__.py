@@ -117,6 +117,7 @@ def measure(
             }
 
         near, near_fast = client(NEAR), client(NEAR, is_verified=False)
+        near_one = client(NEAR, threads=1)
         # A client that belongs to the other node reaches `near` by NIXL.
         far, far_fast = client(FAR), client(FAR, is_verified=False)
         far_one = client(FAR, is_verified=False, threads=1)
@@ -131,6 +132,7 @@ def measure(
             "memcpy from segment": copying(payload, pattern, True),
             "memcpy huge pages": copying(huge, pattern, True),
             "get": getting(near, pattern),
+            "get, 1 thread": getting(near_one, pattern),
             "get unverified": getting(near_fast, pattern),
             "raw nixl read": partial(raw.transfer, "READ"),
             "raw nixl read, 2 lanes": partial(raw_two.transfer, "READ"),
@@ -141,6 +143,7 @@ def measure(
         puts: dict[str, Way] = {
             "memcpy to segment": copying(payload, pattern, False),
             "put": putting(near, pattern, NEAR),
+            "put, 1 thread": putting(near_one, pattern, NEAR),
             "put unverified": putting(near_fast, pattern, NEAR),
             "put nixl": putting(far, pattern, NEAR),
         }

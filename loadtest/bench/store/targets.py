@@ -40,6 +40,8 @@ IN_MEMORY = (
 )
 GET_TCP, PUT_TCP = "mooncake get, TCP", "mooncake put, TCP"
 GET_OWN, PUT_OWN = "mooncake get, own process", "mooncake put, own process"
+FROM_SEGMENT, TO_SEGMENT = "memcpy from segment", "memcpy to segment"
+SHARED = "by two threads, beside one of memcpy"
 LANES = "two threads beside raw NIXL on two lanes"
 GOALS = (
     Goal("get_over_mooncake", GET_TCP, "get nixl", (1.3, 2.0), OTHER_NODE),
@@ -52,10 +54,14 @@ GOALS = (
     Goal(
         "put_local_over_mooncake_own_process", PUT_OWN, "put unverified", (1.0, 1.0), IN_MEMORY
     ),
-    Goal("get_local_over_memcpy", "memcpy from segment", "get", (0.70, 0.70), "verified"),
-    Goal("put_local_over_memcpy", "memcpy to segment", "put", (0.65, 0.65), "verified"),
-    Goal("get_local_unverified_over_memcpy", "memcpy from segment", "get unverified", (None, 0.85)),
-    Goal("put_local_unverified_over_memcpy", "memcpy to segment", "put unverified", (None, 0.75)),
+    Goal("get_local_over_memcpy", FROM_SEGMENT, "get", (0.70, 0.70), f"verified, {SHARED}"),
+    Goal("put_local_over_memcpy", TO_SEGMENT, "put", (0.65, 0.65), f"verified, {SHARED}"),
+    Goal("get_local_1_thread_over_memcpy", FROM_SEGMENT, "get, 1 thread", (0.70, 0.70), "verified"),
+    Goal("put_local_1_thread_over_memcpy", TO_SEGMENT, "put, 1 thread", (0.65, 0.65), "verified"),
+    Goal(
+        "get_local_unverified_over_memcpy", FROM_SEGMENT, "get unverified", (None, 0.85), SHARED
+    ),
+    Goal("put_local_unverified_over_memcpy", TO_SEGMENT, "put unverified", (None, 0.75), SHARED),
     Goal(
         "get_nixl_unverified_over_raw_nixl", "raw nixl read, 2 lanes", "get nixl unverified",
         (0.85, 0.85), LANES,

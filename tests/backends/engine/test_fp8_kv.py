@@ -124,7 +124,7 @@ def test_tokens_are_those_of_transformers_with_a_rounding_cache(
     if not is_native:
         monkeypatch.setattr(native_layers, "serves", lambda tensor: False)
     engine = case.engine()
-    assert engine._transformer.attention.is_native == (
+    assert engine._transformer.attention.reads_seen == (
         is_native and native_layers.serves(torch.ones(1))
     )
     assert engine.layout.dtype == "fp8"

@@ -66,7 +66,9 @@ def test_what_was_found_before_something_kept_from_measuring_is_printed(
         run.rows.append({"step": "cold"})
         raise CannotMeasure("too busy")
     assert exited.value.exit_code == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == [{"step": "cold"}]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["rows"] == [{"step": "cold"}]
+    assert found["shortened"] == "cannot measure the rest: too busy"
     with pytest.raises(typer.Exit), benchmark("demo"):
         raise CannotMeasure("too busy from the beginning")
     assert capsys.readouterr().out == ""

@@ -114,6 +114,34 @@ def test_a_forked_process_copies_without_the_helpers_of_its_parent() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 7
 
 
+@pytest.mark.skipif(bool(library.why_not()), reason=library.why_not())
+def test_a_helper_runs_where_its_process_may_and_dies_of_its_own_mistakes() -> None:
+    script = (
+        "import os, threading\n"
+        "from pathlib import Path\n"
+        "from mooncake_store.memory import digests\n"
+        "from tests.mooncake_store.memory.test_digests import copy_and_check\n"
+        "digests.SHARED_BYTES_MIN = 0\n"
+        "def first():\n"
+        "    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)\n"
+        "    copy_and_check(1, 20, 2)\n"
+        "caller = threading.Thread(target=first)\n"
+        "caller.start()\n"
+        "caller.join()\n"
+        "tasks = Path('/proc/self/task').iterdir()\n"
+        "[helper] = [at for at in tasks if (at / 'comm').read_text().strip() == 'store-copy']\n"
+        "number = int(helper.name)\n"
+        "assert os.sched_getaffinity(number) == os.sched_getaffinity(0)\n"
+        "status = dict(l.split(':', 1) for l in (helper / 'status').read_text().splitlines())\n"
+        "blocked = int(status['SigBlk'], 16)\n"
+        "assert blocked & 1 << 15 - 1, 'SIGTERM is for others'\n"
+        "assert not blocked & (1 << 11 - 1 | 1 << 7 - 1), 'SIGSEGV and SIGBUS are its own'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_the_checksum_of_a_block_is_over_its_layers_digests() -> None:
     source, target = random_bytes(4 * 512, 2), np.zeros(4 * 512, np.uint8)
     (packed,) = copy_blocks([(target, 0)], [(source, 0)], source.nbytes, 4)

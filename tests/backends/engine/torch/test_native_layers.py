@@ -209,7 +209,7 @@ def test_attention_of_a_chunk_is_causal_attention(threads: int, is_fp8: bool, se
 def test_a_head_too_large_for_registers_is_left_to_torch(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path, head_dim=144)
     engine = TorchEngine.load(tmp_path, 12, 16)
-    assert not engine._transformer.attention.is_native
+    assert not engine._transformer.attention.reads_seen
     assert np.isfinite(engine.forward([Work([5, 6, 7], 0, [0])])).all()
 
 
