@@ -336,6 +336,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 return
             del self.jobs[job.request_id]
             pages = self.batching.remove(job.request_id)
+            self._pages.leave(pages)
             self.driver.abort(job)
             self._refuse_arrival(job.request_id)  # messages may still come
         self.writer.then(lambda: self.driver.free(job, pages))

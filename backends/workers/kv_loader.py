@@ -149,8 +149,14 @@ class PageGuard:
         self._forget = forget
         self._pending_pages = pending_pages
         self._waiting: list[int] = []  # given back by their users, perhaps still written
+        self._leaving: set[int] = set()
+
+    def leave(self, pages: Sequence[int]) -> None:
+        """Their request has ended; `release` follows, behind what is still done with them."""
+        self._leaving.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
+        self._leaving.difference_update(pages)
         self._forget(pages)
         self._waiting += pages
         self.settle()
@@ -167,5 +173,11 @@ class PageGuard:
         self.settle()
         return self._pool.used_pages
 
+    @property
+    def held_pages(self) -> int:
+        """Those of requests, and those that may still be written: what will not be free at once."""
+        return self.used_pages - len(self._leaving)
+
     def check(self) -> None:
         self._pool.check()
+        assert self.held_pages >= 0, f"{len(self._leaving)} pages leave, fewer are used"

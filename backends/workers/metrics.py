@@ -44,9 +44,10 @@ def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s
                fingerprint=info.fingerprint, block_tokens=str(info.block_tokens))  # fmt: skip
     page.gauge("mooncake_start_time_seconds", process.started_at_s, now_s)
     page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
-    page.gauge("mooncake_pages_used", report.pages_used, now_s)
+    used_pages = process.engine.pages.used_pages  # those on their way back, too
+    page.gauge("mooncake_pages_used", used_pages, now_s)
     page.gauge("mooncake_pages_max", info.pages_max, now_s)
-    page.gauge("mooncake_kv_bytes_used", report.pages_used * page_bytes, now_s)
+    page.gauge("mooncake_kv_bytes_used", used_pages * page_bytes, now_s)
     page.gauge("mooncake_kv_bytes_max", info.pages_max * page_bytes, now_s)
     page.counter_to("mooncake_kv_occupation_byte_seconds_total",
                     process.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip

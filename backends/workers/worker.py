@@ -118,7 +118,7 @@ class JobWorker(ABC, Generic[J]):
         return WorkerReport(
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
-            pages_used=self._pages.used_pages,
+            pages_used=self._pages.held_pages,
             is_draining=self._takes_none,
             oldest_step_s=self.process.watch.age_s(time.monotonic()),
             **of_role,

@@ -105,7 +105,7 @@ class WorkerReport:
     queue_requests: int
     queue_tokens: int  # uncached prompt tokens still to compute, the running request's included
     running: int  # requests
-    pages_used: int
+    pages_used: int  # by requests that have not ended, and what may still be written
     context_tokens: int  # KV tokens of the running decodes
     step_s: float  # mean seconds of a prefill step lately; of a decode step with this batch
     is_draining: bool

@@ -57,7 +57,7 @@ from mooncake_store.memory.segment import Segment
 
 NEAR, FAR, SSD = "near", "far", "ssd"  # the clients' own node, another one, one with an SSD
 MEMORY_BYTES = 256 * MB  # of blocks, and of the client's buffer
-DRAM_MIB = 512
+DRAM_MIB = 1_024  # what puts have not removed yet, and what is reserved, fits
 EXIST_KEYS = 1_000
 SSD_NODE_MIB, SSD_MIB = 128, 1_024
 
@@ -130,8 +130,8 @@ def measure(
         payload, huge = payload_of(segment, info), pages(local.nbytes, chance)
         gets: dict[str, Way] = {
             "memcpy from segment": copying(payload, pattern, True),
-            "memcpy huge pages": copying(huge, pattern, True),
             "get": getting(near, pattern),
+            "memcpy huge pages": copying(huge, pattern, True),
             "get, 1 thread": getting(near_one, pattern),
             "get unverified": getting(near_fast, pattern),
             "raw nixl read": partial(raw.transfer, "READ"),
@@ -143,9 +143,9 @@ def measure(
         puts: dict[str, Way] = {
             "memcpy to segment": copying(payload, pattern, False),
             "put": putting(near, pattern, NEAR),
-            "put, 1 thread": putting(near_one, pattern, NEAR),
             "put unverified": putting(near_fast, pattern, NEAR),
             "put nixl": putting(far, pattern, NEAR),
+            "put, 1 thread": putting(near_one, pattern, NEAR),
         }
         found = effort.medians_s(gets | of_peers("get"))
         near.remove(pattern.keys)

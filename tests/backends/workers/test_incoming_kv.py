@@ -168,6 +168,19 @@ def test_a_page_goes_back_when_the_late_read_into_it_is_over() -> None:
     assert guard.used_pages == 0 and pool.take(4) is not None
 
 
+def test_a_page_that_its_request_has_left_is_used_and_not_held_until_it_is_back() -> None:
+    pool = PagePool(4)
+    guard = PageGuard(pool, lambda: set())
+    pages = pool.take(3)
+    assert pages is not None
+    guard.leave(pages[:2])
+    assert (guard.used_pages, guard.held_pages) == (3, 1)
+    guard.release(pages)
+    assert (guard.used_pages, guard.held_pages) == (0, 0)
+    assert pool.take(2) is not None and guard.held_pages == 2, "they are somebody else's now"
+    guard.check()
+
+
 def test_who_lacks_a_block_that_another_brings_is_blocked_until_it_is_there() -> None:
     flights = SingleFlight()
     assert flights.lead([b"1", b"2"], "a")

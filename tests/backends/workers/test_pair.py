@@ -160,6 +160,28 @@ def test_what_a_worker_reports_is_of_now(pair: Pair, kind: str) -> None:
     assert bool(series) == (kind != "torch" and bool(pair.decode.driver.engine.stats.raw))  # type: ignore[attr-defined]
 
 
+def test_pages_that_are_on_their_way_back_are_no_load(pair: Pair, kind: str) -> None:
+    """The conductor would take them for those of somebody else's requests until the next report."""
+    at_work, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        at_work.set()
+        assert goes_on.wait(WAIT_S)
+
+    decode = pair.decode
+    asked = pair.ask(prompt(9, 100), max_tokens=200)
+    pair.wait_for_decode()
+    assert decode.report().pages_used >= 2
+    decode.writer.then(hold)
+    assert at_work.wait(WAIT_S)
+    asked.wait()
+    assert decode.report().running == 0 and decode.report().pages_used == 0
+    assert decode.process.engine.pages.used_pages >= 2, "nobody has got them yet"
+    goes_on.set()
+    pair.wait_until_idle()
+    assert decode.process.engine.pages.used_pages == 0
+
+
 def test_a_worker_that_closes_finishes_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
