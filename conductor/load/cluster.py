@@ -346,7 +346,7 @@ class Cluster:
         if routed is not None:
             self._drop_send(routed.route)
             routed.prefill.queue.drop(request_id, now_s)
-            routed.decode.batch.drop(request_id)
+            routed.decode.batch.drop(request_id, now_s)
             self._refresh(routed)
         return routed
 

@@ -8,9 +8,11 @@ The report replaces what it confirms:
 
 `unattributed` is what the report counted beyond our own reservations: requests from before a
 restart of the conductor, or from another frontend. A fresh request may or may not be in a report;
-ours are assumed to be, so that none counts twice. The `min` makes a finished request leave at once
-and a lost finish harmless: an idle worker's next report brings its count to zero whatever is still
-reserved, so no worker stays "full" by mistake.
+ours are assumed to be, so that none counts twice. A report may as well be from just before a finish
+that is known here already: for as long as it may, ours that have gone are not taken for somebody
+else's, or a burst that follows another one at once would find their places taken. The `min` makes a
+finished request leave at once and a lost finish harmless: an idle worker's next report brings its
+count to zero whatever is still reserved, so no worker stays "full" by mistake.
 
 Load at a later moment (Mooncake, "Early Rejection Based on Prediction", the system-level form):
 add the coming requests whose prefill ends before then, take away those that will have decoded for
@@ -27,11 +29,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
+
+
+GONE_S_MAX = 5.0  # longer than any report is on its way
 
 
 class DecodeLoad(NamedTuple):
@@ -79,6 +85,8 @@ class DecodeBatch:
         self._reservations: dict[str, DecodeReservation] = {}
         self._fresh: dict[str, DecodeReservation] = {}  # few: those since the last report
         self._tallies = {"coming": Tally(), "fresh": Tally(), "confirmed": Tally()}
+        self._gone: deque[tuple[float, DecodeReservation]] = deque()  # lately, and when
+        self._gone_sequences = self._gone_pages = 0  # of these
         self._reported = Tally()  # no more of the confirmed ones is really there
         self._unattributed = Tally()
         self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request that is in the batch
@@ -120,16 +128,31 @@ class DecodeBatch:
             self.forecast.join(request_id, now_s)
             self._settle()
 
-    def drop(self, request_id: str) -> bool:
+    def drop(self, request_id: str, now_s: float) -> bool:
         """Finished or cancelled; False when it was not reserved here."""
-        reservation = self._reservations.pop(request_id, None)
+        reservation = self._removed(request_id)
         if reservation is None:
             return False
-        self._forget(request_id, reservation)
-        if self.forecast is not None:
-            self.forecast.drop(request_id)
-            self._settle()
+        self._gone.append((now_s, reservation))
+        self._gone_sequences += reservation.stage != "coming"
+        self._gone_pages += reservation.pages
+        self._forget_gone(now_s - GONE_S_MAX)
         return True
+
+    def _forget_gone(self, until_s: float) -> None:
+        while self._gone and self._gone[0][0] <= until_s:
+            _, reservation = self._gone.popleft()
+            self._gone_sequences -= reservation.stage != "coming"
+            self._gone_pages -= reservation.pages
+
+    def _removed(self, request_id: str) -> DecodeReservation | None:
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            self._forget(request_id, reservation)
+            if self.forecast is not None:
+                self.forecast.drop(request_id)
+                self._settle()
+        return reservation
 
     def attribute(self) -> None:
         """What was now reserved or joined, the last report may have counted already."""
@@ -145,7 +168,7 @@ class DecodeBatch:
     def disown(self, request_id: str) -> None:
         """Nobody will say when this one ends: it counts as unattributed until the next report."""
         before = self.load_reserved()
-        self.drop(request_id)
+        self._removed(request_id)
         after, unattributed = self.load_reserved(), self._unattributed
         self._unattributed = Tally(
             unattributed.sequences + int(before.sequences - after.sequences),
@@ -161,9 +184,14 @@ class DecodeBatch:
         # A worker reserves pages for a request while its prefill still runs.
         pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages
         reported = self._reported
+        pages += self._gone_pages
+        gone = self._gone_sequences
+        # Each of those has had some tokens more: as many as the others there, on average.
+        there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
+        context_tokens = round(reported.context_tokens * there)
         return Tally(
-            max(0, reported.sequences - confirmed.sequences - fresh.sequences),
-            max(0, reported.context_tokens - confirmed.context_tokens - fresh.context_tokens),
+            max(0, reported.sequences - confirmed.sequences - fresh.sequences - gone),
+            max(0, context_tokens - confirmed.context_tokens - fresh.context_tokens),
             max(0, reported.pages - pages),
         )
 
@@ -194,6 +222,7 @@ class DecodeBatch:
             self._tallies["fresh"].add(reservation, -1)
             reservation.stage = "confirmed"
             self._tallies["confirmed"].add(reservation, 1)
+        self._forget_gone(now_s - report_lag_s)
         self._reported = Tally(
             report.running + report.queue_requests, report.context_tokens, report.pages_used
         )
@@ -265,6 +294,9 @@ class DecodeBatch:
                 sum(c.pages for c in reservations),
             )
             assert tally == expected, f"{stage}: counted {tally}, reserved {expected}"
+        gone = [c for _, c in self._gone]
+        assert self._gone_pages == sum(c.pages for c in gone)
+        assert self._gone_sequences == sum(c.stage != "coming" for c in gone)
         coming = [
             (c.prefill_end_s, r) for r, c in self._reservations.items() if c.stage == "coming"
         ]

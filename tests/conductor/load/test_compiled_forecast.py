@@ -52,7 +52,7 @@ def test_a_compiled_forecast_is_the_one_that_numpy_makes(seed: int) -> None:
                 elif drawn[0] < 0.6:
                     batches[there[chosen][1]].join(there[chosen][0], now_s, now_s + 5.0)
                 elif drawn[0] < 0.7:
-                    batches[there[chosen][1]].drop(there[chosen][0])
+                    batches[there[chosen][1]].drop(there[chosen][0], now_s)
                 else:
                     batches[worker].on_report(said, now_s, 0.2)
             if drawn[0] < 0.4 or not there:

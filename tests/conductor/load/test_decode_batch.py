@@ -52,9 +52,9 @@ def test_pages_that_are_reserved_while_the_prefill_runs_count_once() -> None:
 def test_a_finished_request_leaves_at_once_although_it_was_reported() -> None:
     made = joined("a", "b")
     made.on_report(report("d0", running=2, context_tokens=200, pages_used=4), 1.0, 0.2)
-    made.drop("a")
+    made.drop("a", 1.0)
     assert made.load_now() == (1, 100, 2)
-    made.drop("b")
+    made.drop("b", 1.0)
     assert made.load_now() == (0, 0, 0)
 
 
@@ -62,8 +62,27 @@ def test_a_finish_that_was_lost_is_cured_by_the_next_report() -> None:
     made = joined("a", "b")
     made.on_report(report("d0"), 1.0, 0.2)
     assert made.load_now() == (0, 0, 0) and len(made) == 2
-    made.drop("a")
+    made.drop("a", 1.0)
     assert made.load_now() == (0, 0, 0), "never below zero"
+
+
+def test_a_report_from_just_before_a_finish_brings_nobody_back() -> None:
+    made = joined("a", "b")
+    for request_id in "ab":
+        made.drop(request_id, 1.0)
+    said = report("d0", running=2, context_tokens=230, pages_used=4)
+    made.on_report(said, 1.05, 0.2)
+    assert made.load_now() == (0, 0, 0)
+    made.on_report(said, 1.3, 0.2)
+    assert made.load_now() == (2, 230, 4), "they are somebody else's: this one knew of the end"
+
+
+def test_a_report_from_just_before_a_finish_tells_of_others_all_the_same() -> None:
+    made = joined("a", "b")
+    made.drop("a", 1.0)
+    made.on_report(report("d0", running=3, context_tokens=330, pages_used=6), 1.05, 0.2)
+    assert made.load_now() == (2, 220, 4), "b, and one that is not ours"
+    made.check()
 
 
 def test_a_request_that_waits_in_the_workers_queue_takes_room_too() -> None:
@@ -124,10 +143,10 @@ def test_a_long_random_life_keeps_its_counts_and_ends_at_zero(seed: int) -> None
             made.on_report(said, now_s, 0.2)
         elif alive:
             gone = alive.pop(rng.randrange(len(alive)))
-            assert made.drop(gone) and not made.drop(gone)
+            assert made.drop(gone, now_s) and not made.drop(gone, now_s)
         made.check()
         assert min(made.load_now()) >= 0 and min(made.load_at(now_s + 2, now_s, 3.0)) >= 0
     for request_id in alive:
-        made.drop(request_id)
+        made.drop(request_id, now_s)
     made.on_report(report("d0"), now_s, 0.2)
     assert made.load_now() == (0, 0, 0) and made.load_reserved().sequences == 0

@@ -105,7 +105,7 @@ def test_finished_is_gone_at_once_and_a_lost_finish_with_the_next_report() -> No
     for name in "ab":
         bench.join(name, 0.0)
     bench.report(0.5, 2, 2_010, 10)
-    bench.batch.drop("a")
+    bench.batch.drop("a", 0.5)
     assert bench.at(0.5).sequences == pytest.approx(1.0)
     bench.report(1.0, 0)
     assert bench.at(1.0).sequences == 0.0
@@ -141,7 +141,7 @@ def test_predicted_sequences_are_those_that_stay(seed: int) -> None:
     for ask_s in (3.0, 6.0):
         for name, end_s in list(alive.items()):
             if end_s <= ask_s:
-                bench.batch.drop(name)
+                bench.batch.drop(name, ask_s - 1.0)
                 del alive[name]
         bench.report(ask_s, len(alive), 0, 0)
         for ahead_s in (1.0, 4.0, 10.0):
@@ -168,10 +168,10 @@ def test_a_long_random_life_keeps_its_sums_and_ends_at_nothing(seed: int) -> Non
             running = rng.randint(0, 20)
             bench.report(now_s, running, running * 900, running * 9)
         elif alive:
-            bench.batch.drop(alive.pop(rng.randrange(len(alive))))
+            bench.batch.drop(alive.pop(rng.randrange(len(alive))), now_s)
         assert min(bench.at(now_s + rng.uniform(0, 99))) >= 0
     for name in alive:
-        bench.batch.drop(name)
+        bench.batch.drop(name, now_s)
     bench.report(now_s, 0)
     assert bench.at(now_s) == bench.at(now_s + 50) == (0, 0, 0)
 
