@@ -36,7 +36,6 @@ from typing import NamedTuple
 from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
 
-
 GONE_S_MAX = 5.0  # longer than any report is on its way
 
 
