@@ -129,7 +129,8 @@ def spill_and_restore(server: Server) -> None:
         return server.metric("mooncake_store_restored_blocks_total")
 
     wait_until(ask_all, "blocks to be restored from SSD", 60.0)
-    assert server.metric("mooncake_store_spills_total") > 0
+    wait_until(lambda: server.metric("mooncake_store_spills_total") > 0,
+               "the directory to tell what was spilled")  # fmt: skip
     wait_until(lambda: server.metric("mooncake_store_lookup_blocks_total", result="ssd"),
                "the directory's counts to be published")  # fmt: skip
 
