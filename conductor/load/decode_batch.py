@@ -181,10 +181,8 @@ class DecodeBatch:
         """What the last report counted and the reservations do not account for."""
         confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
         # A worker reserves pages for a request while its prefill still runs.
-        pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages
-        reported = self._reported
-        pages += self._gone_pages
-        gone = self._gone_sequences
+        pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages + self._gone_pages
+        reported, gone = self._reported, self._gone_sequences
         # Each of those has had some tokens more: as many as the others there, on average.
         there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
         context_tokens = round(reported.context_tokens * there)

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
@@ -34,13 +33,11 @@ from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
 from mooncake_store.records.blocks import Copy, by_node
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
-from mooncake_store.transports.movers import Movers, parts_of
+from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
-# Out of a mapped segment between two looks at the clock; but a block for each thread that copies.
-COPIED_BYTES = 16 * 1024**2
 OTHER_HOST_LONGER = 2
 HEADERS_DEADLINE_S = 0.5
 ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
@@ -251,9 +248,7 @@ def _copied(
     whole, moved_bytes = [], 0
     with transport.owned(node.info) as view:
         for alike, group in groupby(wants, _alike):
-            chosen = list(group)
-            part_bytes = max(COPIED_BYTES, threads * alike[0])
-            for part in parts_of(chosen, attrgetter("length_bytes"), part_bytes):
+            for part in copied_parts(list(group), alike[0], threads):
                 whole += _copied_alike(view, node.shape, part, *alike, threads)
                 moved_bytes += len(part) * alike[0]
                 if time.monotonic() - started_s > left_s:

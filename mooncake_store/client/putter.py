@@ -47,13 +47,11 @@ from mooncake_store.records.blocks import REFUSED, Allocation
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
-from mooncake_store.transports.movers import Movers, parts_of
+from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
-# Into a mapped segment between two looks at the clock; but a block for each thread that copies.
-COPIED_BYTES = 16 * 1024**2
 UNVERIFIED_PART_BYTES = 64 * 2**20
 SHARE_BYTES_MIN = 1024**2  # less is not worth another thread
 MARK_S_MAX = 2.0
@@ -348,9 +346,7 @@ class Putter:
             slots = SlotMemory(view, shape)
             if not all(slots.is_being_written(*write.use) for write in writes):
                 raise EpochPassed("the slots have been given away since: this comes too late")
-            block_bytes = writes[0].source.nbytes
-            part_bytes = max(COPIED_BYTES, self._movers.threads * block_bytes)
-            for part in parts_of(writes, lambda write: block_bytes, part_bytes):
+            for part in copied_parts(writes, writes[0].source.nbytes, self._movers.threads):
                 digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
                     raise TransferFailed(

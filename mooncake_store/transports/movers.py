@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+COPIED_BYTES = 16 * 1024**2  # through a mapped segment between two looks at the clock
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -66,6 +67,12 @@ class Movers:
 
 def _all(task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
     return [task(part) for part in parts]
+
+
+def copied_parts(items: Sequence[T], block_bytes: int, threads: int) -> list[list[T]]:
+    """Blocks of one size that are copied between two looks at the clock: no fewer than threads."""
+    part_bytes = max(COPIED_BYTES, threads * block_bytes)
+    return parts_of(items, lambda item: block_bytes, part_bytes)
 
 
 def parts_of(items: Sequence[T], size_bytes: Callable[[T], int], part_bytes: int) -> list[list[T]]:

@@ -95,10 +95,6 @@ def test_damage_costs_no_answer_and_changes_none(
     assert server.metric("mooncake_store_bad_copies_total") > 0
     assert not clients.wrong
     assert not clients.hung
-    # While the directory starts again nobody reports: who comes just then may hear of it. What a
-    # killed worker was writing rests for a while, and the nodes are small.
-    full = [error for error in clients.errors if " kind=store_full " in f" {error}"]
-    others = [error for error in clients.errors if error not in full]
-    assert all(" kind=no_" in f" {error}" for error in others), others
-    assert len(full) <= clients.answered // 100, full
+    # While the directory starts again nobody reports: who comes just then may hear of it.
+    assert all(" kind=no_" in f" {error}" for error in clients.errors), clients.errors
     wait_until(server.is_idle, "pages, slots and leases to be free", 60.0)

@@ -2,8 +2,8 @@
 
 Tokens of all works lie in one ragged row: first the works with one token (decode), sorted by
 context and, unless attention reads their pages itself, cut into groups of similar length, then the
-longer ones (prefill). Everything that
-layers share is computed here, so that a layer is only tensor operations.
+longer ones (prefill). Everything that layers share is computed here, so that a layer is only tensor
+operations.
 
 Not here: the tensor operations (grouped_attention.py, transformer.py).
 """

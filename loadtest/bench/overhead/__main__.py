@@ -251,19 +251,13 @@ async def served_intervals(
 ) -> tuple[list[float], list[float]]:
     """Seconds between the tokens of streams, alone and while a long prompt is computed."""
     arrived = [TokenArrivals() for _ in streams]
-    running = [
-        asyncio.create_task(stream(client, f"beside-{i}", prompt, BESIDE_TOKENS_MAX, {}, arrivals))
-        for i, (prompt, arrivals) in enumerate(zip(streams, arrived, strict=True))
-    ]
+    running = asyncio.create_task(together(client, streams, BESIDE_TOKENS_MAX, {}, arrived))
     await asyncio.sleep(1.0)  # poll: all of them decode, and for a while nothing else happens
     prefill = await stream(client, "long", long, 1, {})
-    has_ended = any(task.done() for task in running)
-    for task in running:
-        task.cancel()
-    for ended in await asyncio.gather(*running, return_exceptions=True):
-        if isinstance(ended, Exception):
-            raise ended
-    if has_ended:
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    if any(len(each.times_s) == BESIDE_TOKENS_MAX for each in arrived):
         raise CannotMeasure(
             f"{BESIDE_TOKENS_MAX} tokens came before the long prompt was done: is its worker there?"
         )

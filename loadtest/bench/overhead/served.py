@@ -66,11 +66,13 @@ async def stream(
 
 async def together(
     client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int,
-    parameters: Mapping[str, str],
+    parameters: Mapping[str, str], arrived: Sequence[TokenArrivals] | None = None,
 ) -> list[TokenArrivals]:  # fmt: skip
+    """`arrived`, one for each: as in `stream`."""
+    arrived = [TokenArrivals() for _ in prompts] if arrived is None else arrived
     each = [
-        stream(client, f"tbt-{i}", prompt, output_tokens, parameters)
-        for i, prompt in enumerate(prompts)
+        stream(client, f"tbt-{i}", prompt, output_tokens, parameters, arrivals)
+        for i, (prompt, arrivals) in enumerate(zip(prompts, arrived, strict=True))
     ]
     return await asyncio.gather(*each)
 
