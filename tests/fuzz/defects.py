@@ -69,10 +69,14 @@ def a_report_of_a_bad_copy_skips_the_generation(patch: pytest.MonkeyPatch) -> No
         holder = self._nodes.get(node_id)
         copy = on(self._copies.blocks, key, holder) if holder else None
         if copy is not None:
-            self._copies.remove(copy, is_certain=copy.leases == 0)
+            self._copies.reject(copy)
         return copy is not None
 
     patch.setattr("mooncake_store.directory.core.directory.Directory.drop_copy", drop_copy)
+
+
+def a_bad_copys_slot_is_free_before_its_readers_are_done(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CopyTable, "reject", lambda copies, copy: copies.remove(copy, is_certain=True))
 
 
 def a_dead_writers_slot_does_not_rest(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +143,8 @@ def a_lost_reservation_is_said_to_stand(patch: pytest.MonkeyPatch) -> None:
 
 DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
-    a_report_of_a_bad_copy_skips_the_generation, a_dead_writers_slot_does_not_rest,
+    a_report_of_a_bad_copy_skips_the_generation,
+    a_bad_copys_slot_is_free_before_its_readers_are_done, a_dead_writers_slot_does_not_rest,
     an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
     a_writer_of_before_the_restart_rests_too_short, a_commit_of_an_earlier_epoch_is_carried_out,
     a_block_is_spilled_twice, a_renewal_is_forgotten, a_lost_reservation_is_said_to_stand,

@@ -250,7 +250,7 @@ def drop_copy(world: World, use: Use) -> None:
     dropped = world.directory.drop_copy(*arguments)
     assert dropped == is_there, f"{use}: drop_copy said {dropped}"
     if is_there and known is not None:
-        world.promises.drop(known, world.now_s)
+        world.promises.drop(known)
         world.follow()
     if use.memory.manifest is not None and not use.memory.is_lost:
         use.memory.manifest.drop(use.slot, use.generation)

@@ -73,7 +73,7 @@ def drop(world: World) -> None:
         use = world.rng.choice(uses)
         world.allowed.copies.add((use.node_id, use.key))
         assert world.directory.drop_copy(use.key, use.node_id, use.generation, world.now_s)
-        world.promises.drop(use, world.now_s)
+        world.promises.drop(use)
         world.follow()
 
 

@@ -39,10 +39,11 @@ class Use:
     state: str = "writing"  # | "ready" | "gone"
     checksum: int = 0
     leases: int = 0
-    rests_until_s: float = NEVER  # gone, and its writer or readers may still be in it
+    rests_until_s: float = NEVER  # gone, and its writer may still be in it
     is_hard: bool = False  # pinned
     is_reserved: bool = False  # ahead, of no key yet
     is_damaged: bool = False  # its bytes may be wrong, and no promise was broken
+    is_bad: bool = False  # reported as such: its readers may still be in it
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,8 @@ class Promises:
             return "its writer has a lease"
         if use.rests_until_s > now_s:
             return f"it rests until {use.rests_until_s}"
+        if use.is_bad and use.leases:
+            return "it is bad, and leased"
         if use.state == "ready" and use.is_ephemeral and use.leases:
             return "it is ephemeral and leased"
         if self.ready.get((use.node_id, use.key)) is use:
@@ -144,13 +147,11 @@ class Promises:
             self.unlease(name, use, now_s)
         return len(given_up)
 
-    def drop(self, use: Use, now_s: float) -> None:
-        """A copy was reported as bad: other readers may still be in it."""
-        use.is_damaged = True
+    def drop(self, use: Use) -> None:
+        """A copy was reported as bad: its readers may be in it until their leases end."""
+        use.is_damaged = use.is_bad = True
         if use.is_ephemeral:
             use.state = "gone"  # never announced, so no event will say so
-        if use.leases:
-            use.rests_until_s = now_s + self.quarantine_s
 
     def lose(self, node_id: str) -> None:
         """The holder is gone with all promises about it."""

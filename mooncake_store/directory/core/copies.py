@@ -407,23 +407,34 @@ class CopyTable:
     # ---- going
 
     def remove(self, copy: HeldCopy, is_certain: bool, is_evicted: bool = False) -> None:
-        """Free the slot; after the quarantine when somebody may still be in it."""
+        """Free the slot; after the quarantine when a writer may still be in it."""
         if copy.state is CopyState.READY:
             self._forget(copy)
         until_s = None if is_certain else self.now_s + self.config.quarantine_s
         copy.holder.remove(copy, until_s, is_evicted)
         self.tenants.discharge(copy)
 
+    def reject(self, copy: HeldCopy) -> None:
+        """A ready copy proved wrong: nobody finds it any more, nor pays for it. Others may still be
+        in its slot, so that is free with their last lease."""
+        self.totals.bad_copies += 1
+        if not copy.leases:
+            self.remove(copy, is_certain=True)
+            return
+        self._forget(copy)
+        self.tenants.discharge(copy)
+        copy.holder.reject(copy)
+
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
         """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
-        writing, ephemeral = CopyState.WRITING, CopyKind.EPHEMERAL
+        writing, bad, ephemeral = CopyState.WRITING, CopyState.BAD, CopyKind.EPHEMERAL
         idle: list[HeldCopy] = []
         for copy in copies:
             if copy.leases > 0:
                 continue
             if copy.state is writing:
                 self.remove(copy, is_certain=False)
-            elif copy.kind is ephemeral:
+            elif copy.kind is ephemeral or copy.state is bad:
                 self.remove(copy, is_certain=True)
             else:
                 idle.append(copy)
@@ -437,7 +448,8 @@ class CopyTable:
             self._forget(copy)
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
-        for copy, _ in (*holder.writing.values(), *holder.reserved.values()):
+        begun = [copy for copy, _ in (*holder.writing.values(), *holder.reserved.values())]
+        for copy in (*begun, *holder.bad.values()):
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
         self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
@@ -528,8 +540,8 @@ class CopyTable:
         for holder, copies in by_holder.items():
             holder.check(copies)
             assert set(self.of(holder)) == set(copies), "a copy would survive its holder"
-            begun = (*holder.writing.values(), *holder.reserved.values())
-            for copy in (*copies, *(copy for copy, _ in begun)):
+            begun = [copy for copy, _ in (*holder.writing.values(), *holder.reserved.values())]
+            for copy in (*copies, *begun, *holder.bad.values()):
                 assert copy.leases == counts.get(copy, 0)
                 if copy.state is CopyState.WRITING:
                     assert copy.leases == 1, "a slot is written by nobody, or by two"

@@ -9,7 +9,8 @@ released does. What is uncertain is made harmless, not prevented:
   have a transfer in flight, so its slot is quarantined before it is used again, under a new
   generation. `abandon` is the writer's word that nothing is in flight: free at once.
 - A late commit names a generation that is not current any more: it is refused, nothing changes.
-- A late reader finds another generation or checksum: a miss. It says so with `drop_copy`.
+- A late reader finds another generation or checksum: a miss. It says so with `drop_copy`; nobody
+  finds that copy any more, and its slot is free with the last lease on it.
 - A storage node that came back with a new incarnation has lost its memory: its copies go.
 - A directory that came back is empty: nodes say what they have (`adopt`), then it is as before.
   What an earlier epoch granted is refused (EpochPassed), and rests where its writer has begun.
@@ -334,8 +335,7 @@ class Directory:
         copy = self._copies.blocks.on(key, holder) if holder else None
         if copy is None or copy.generation != generation:
             return False
-        self._copies.totals.bad_copies += 1
-        self._copies.remove(copy, is_certain=copy.leases == 0)  # other readers may be in the slot
+        self._copies.reject(copy)
         return True
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:

@@ -1,9 +1,10 @@
 """One holder as the directory sees it: its memory, and the copies in it.
 
 A holder is the DRAM segment of a storage node, or its SSD file. A copy is *writing* (its owner
-fills the slot), then *ready* (others may read it), then *gone*. A holder has at most one copy of a
-key. Gone copies stay in the lease table until their owners release them, which is why a copy
-carries its state.
+fills the slot), then *ready* (others may read it), then *gone*. One that proved wrong while it is
+leased is *bad* before that: nobody finds it any more, and its slot waits for the leases. A holder
+has at most one copy of a key that is not bad. Gone copies stay in the lease table until their
+owners release them, which is why a copy carries its state.
 
 The copies of one size form a *size class* with its own order of eviction: to make room for a block
 of that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
@@ -38,6 +39,7 @@ _made = tuple.__new__
 class CopyState(Enum):
     WRITING = "writing"
     READY = "ready"
+    BAD = "bad"
     GONE = "gone"
 
 
@@ -239,6 +241,7 @@ class Holder:
         default_factory=dict
     )  # by generation, (_, owner)
     reserved_units: dict[str, int] = field(default_factory=dict)  # by owner
+    bad: dict[int, HeldCopy] = field(default_factory=dict)  # by generation
     size_classes: dict[int, SizeClass] = field(default_factory=dict)  # by the units of a slot
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
     pinned_units: int = 0
@@ -356,6 +359,13 @@ class Holder:
         copy.state = CopyState.READY
         self.ready += 1
 
+    def reject(self, copy: HeldCopy) -> None:
+        """A leased copy proved wrong: it keeps its slot while it has leases, and nothing else."""
+        assert copy.state is CopyState.READY and copy.leases
+        self._unready(copy, is_evicted=False)
+        copy.state, copy.pin = CopyState.BAD, Pin.NONE
+        self.bad[copy.generation] = copy
+
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
         """Change how a ready copy is pinned."""
         if copy.leases == 0:
@@ -384,12 +394,10 @@ class Holder:
             self._count_reserved(owner, -copy.size_class.units)
         elif copy.state is CopyState.WRITING:
             del self.writing[copy.key]
+        elif copy.state is CopyState.BAD:
+            del self.bad[copy.generation]
         else:
-            self.ready -= 1
-            if copy.pin is Pin.HARD:
-                del self.pinned[copy.key]
-                self.pinned_units -= copy.size_class.units
-            copy.size_class.gone(copy.key, is_evicted)
+            self._unready(copy, is_evicted)
         if copy.kind is not CopyKind.RESERVED:
             self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
@@ -399,6 +407,13 @@ class Holder:
             self.pool.free(slot)
         else:
             self.pool.quarantine(slot, quarantine_until_s)
+
+    def _unready(self, copy: HeldCopy, is_evicted: bool) -> None:
+        self.ready -= 1
+        if copy.pin is Pin.HARD:
+            del self.pinned[copy.key]
+            self.pinned_units -= copy.size_class.units
+        copy.size_class.gone(copy.key, is_evicted)
 
     def stats(self) -> HolderStats:
         info, pool = self.info, self.pool
@@ -430,7 +445,8 @@ class Holder:
         self.pool.check()
         self.columns.check()
         ahead = [copy for copy, _ in self.reserved.values()]
-        every = [*copies, *(copy for copy, _ in self.writing.values()), *ahead]
+        known = [*copies, *(copy for copy, _ in self.writing.values()), *ahead]
+        every = [*known, *self.bad.values()]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
         assert len({copy.row for copy in every}) == len(every) == len(self.columns)
         used_units = sum(copy.size_class.units for copy in every)
@@ -445,6 +461,9 @@ class Holder:
             by_owner[owner] = by_owner.get(owner, 0) + copy.size_class.units
         assert self.reserved_units == by_owner, "reserved units are miscounted"
         assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
+        assert all(copy.generation == number for number, copy in self.bad.items())
+        bad = self.bad.values()
+        assert all(copy.state is CopyState.BAD and copy.leases for copy in bad), "a slot is kept"
         pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}
         assert self.pinned == pinned, "the hard pins are miscounted"
         assert self.pinned_units == sum(copy.size_class.units for copy in pinned.values())
@@ -453,6 +472,8 @@ class Holder:
             size_class = copy.size_class
             assert copy.holder is self and self.size_classes[size_class.units] is size_class
             assert self.pool.slab_of(copy.slot).units == size_class.units
+        for copy in known:
+            size_class = copy.size_class
             is_idle = copy.state is CopyState.READY and copy.leases == 0
             expected = is_idle and copy.pin is Pin.NONE
             assert (copy.key in size_class.idle) == expected, f"{copy.key.hex()}: {copy.leases}"

@@ -266,15 +266,57 @@ def test_a_copy_that_proved_bad_is_dropped_once() -> None:
     assert directory.events_since(directory.sequence - 1) == [BlockRemoved(key, "s0")]
 
 
-def test_the_slot_of_a_bad_copy_rests_while_others_may_read_it() -> None:
+@pytest.mark.parametrize("is_ephemeral", [False, True])
+def test_the_slot_of_a_bad_copy_is_free_with_its_last_lease_and_not_before(
+    is_ephemeral: bool,
+) -> None:
     directory = directory_with("s0", slots=1)
+    key, other = chain(2)
+    slot = put(directory, [key], is_released=False, ephemeral=is_ephemeral)[0]
+    assert slot is not None
+    assert len(directory.lookup([key], "reader", 10.0, 0.0)) == 1
+    assert directory.drop_copy(key, "s0", slot.generation, 0.0)
+    directory.check()
+    assert not directory.drop_copy(key, "s0", slot.generation, 0.0)
+    assert directory.lookup([key], "late", 10.0, 0.0) == []
+    for ended in ("writer", "reader"):
+        assert directory.allocate("s0", [other], "x", 5.0, False, 1.0).full, f"before {ended} ended"
+        directory.release(ended, 1.0)
+        directory.check()
+    again = allocated(directory, other, "x", 1.0)
+    assert again.slot == slot.slot and again.generation > slot.generation
+
+
+def test_a_block_comes_back_beside_its_bad_copy_and_outlives_it() -> None:
+    directory = directory_with("s0", slots=2)
+    key = chain(1)[0]
+    slot = put(directory, [key], is_released=False)[0]
+    assert slot is not None
+    directory.pin([key], "hard", 0.0, 0.0)
+    assert directory.drop_copy(key, "s0", slot.generation, 0.0)
+    directory.check()
+    anew = put(directory, [key], owner="second")[0]
+    assert anew is not None
+    directory.check()
+    directory.release("writer", 1.0)
+    directory.check()
+    assert [copy.generation for copy in directory.lookup([key], "", 0.0, 1.0)[0]] == [
+        anew.generation
+    ]
+    assert directory.stats(1.0).nodes[0].used_units == 1
+
+
+def test_bad_copies_go_with_their_node() -> None:
+    directory = directory_with("s0", "s1", slots=1)
     key = chain(1)[0]
     slot = put(directory, [key], is_released=False)[0]
     assert slot is not None
     assert directory.drop_copy(key, "s0", slot.generation, 0.0)
+    directory.node_report("s1", "n1", 6.0)
+    directory.tick(6.0)
     directory.check()
-    assert directory.stats(0.0).nodes[0].quarantined_units == 1
-    directory.release("writer", 1.0)
+    assert [node.node_id for node in directory.stats(6.0).nodes] == ["s1"]
+    directory.release("writer", 6.0)
     directory.check()
 
 
