@@ -55,10 +55,7 @@ class Getter:
         """Which blocks could be read where a replica of the index says they are. It may be behind:
         what does not prove whole here says nothing about the copy that the directory knows."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
-        known = [
-            tuple([copy for copy in copies if request.fits(index, copy)])
-            for index, copies in enumerate(found)
-        ]
+        known = [request.fitting(index, copies) for index, copies in enumerate(found)]
         best = self._nodes.choose(known)
         chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
         self._read(request, chosen, is_current=False)
@@ -103,7 +100,7 @@ class Getter:
         again = self._directory.lookup(keys, owner, lease_s, prefix_only=False)
         found: list[tuple[Copy, ...]] = [()] * len(request.keys)
         for index, copies in zip(missing, again, strict=True):
-            found[index] = tuple(copy for copy in copies if request.fits(index, copy))
+            found[index] = request.fitting(index, copies)
         self._try_all(request, found, owner)
 
     def _try_all(self, request: _Request, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
@@ -163,10 +160,13 @@ class _Request:
         self.arrived = [False] * len(keys)
         self.until_s = until_s
 
-    def fits(self, index: int, copy: Copy) -> bool:
-        """Is the block as large as it was thought to be?"""
+    def fitting(self, index: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+        """Those of a block that is as large as it was thought to be."""
         target = self.targets[index]
-        return target is not None and self.offset_bytes + target.nbytes <= copy.size_bytes
+        if target is None:
+            return ()
+        end_bytes = self.offset_bytes + target.nbytes
+        return tuple([copy for copy in copies if end_bytes <= copy.size_bytes])
 
     @property
     def left_s(self) -> float:

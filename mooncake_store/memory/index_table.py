@@ -390,11 +390,8 @@ class IndexView:
         found = bytearray(count * COPIES_MAX * entry_bytes)
         place = (ctypes.c_char * len(found)).from_buffer(found) if found else None
         look(self._address, self._mask, keys, count, place)
-        rows = list(_FOUND.iter_unpack(found))
-        return [
-            self._copies(rows[at : at + COPIES_MAX])
-            for at in range(0, count * COPIES_MAX, COPIES_MAX)
-        ]
+        rows = _FOUND.iter_unpack(found)
+        return [self._copies(each) for each in zip(*[rows] * COPIES_MAX, strict=True)]
 
     def find_in_python(self, keys: bytes) -> list[tuple[Copy, ...]]:
         numbers, entries = self._entries(keys)

@@ -71,8 +71,8 @@ def _all(task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
 
 def copied_parts(items: Sequence[T], block_bytes: int, threads: int) -> list[list[T]]:
     """Blocks of one size that are copied between two looks at the clock: no fewer than threads."""
-    part_bytes = max(COPIED_BYTES, threads * block_bytes)
-    return parts_of(items, lambda item: block_bytes, part_bytes)
+    count = max(COPIED_BYTES // max(1, block_bytes), threads)
+    return [list(items[at : at + count]) for at in range(0, len(items), count)]
 
 
 def parts_of(items: Sequence[T], size_bytes: Callable[[T], int], part_bytes: int) -> list[list[T]]:

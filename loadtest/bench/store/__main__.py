@@ -7,10 +7,11 @@ and 1 MiB between them and a client's registered, pre-faulted memory: random blo
 than the CPU caches, metadata calls included. Own node: the mapped segment; other node: one-sided
 NIXL. All that is compared takes turns, batch by batch: memcpy of the same pattern between the same
 two memories (a segment lies in small pages of /dev/shm here, which memcpy feels as well: the row
-`memcpy huge pages` is the same between two arrays in huge pages), NIXL with nothing around it on as
-many lanes, and with --peer-python Mooncake's client (mooncake.py). O_DIRECT reads of the node's SSD
-file come beside gets of what lies there. Mooncake does not verify; ours does, unless it says
-otherwise.
+`memcpy huge pages` is the same between two arrays in huge pages) and NIXL with nothing around it on
+as many lanes; and then, with --peer-python, Mooncake's client (mooncake.py). Not all in one: a turn
+of Mooncake's processes empties the CPU's caches of ours, which a memcpy does not feel. O_DIRECT
+reads of the node's SSD file come beside gets of what lies there. Mooncake does not verify; ours
+does, unless it says otherwise.
 
 Not here: the ways and several clients at once (ways.py), the SSD (ssd_tier.py), Mooncake's
 processes (mooncake.py), goals (targets.py).
@@ -32,7 +33,7 @@ import typer
 
 from loadtest.bench import ssd_tier
 from loadtest.bench.store.mooncake import OWN_PROCESS, TCP, Mooncake
-from loadtest.bench.store.targets import SIZES, Seconds, targets
+from loadtest.bench.store.targets import SIZES, Seconds, beside_mooncake, targets
 from loadtest.bench.store.ways import (
     BATCH,
     MB,
@@ -110,11 +111,13 @@ def measure(
             made.register(local)
             return made
 
-        def of_peers(way: str) -> dict[str, Way]:
-            return {
-                f"mooncake {way}, {path}": partial(peer.ask, way, block_bytes)
+        def beside_peers(verb: str, ours: Mapping[str, Way]) -> dict[str, Way]:
+            theirs = {
+                f"mooncake {verb}, {path}": partial(peer.ask, verb, block_bytes)
                 for path, peer in peers.items()
             }
+            compared = (verb, f"{verb} unverified", f"{verb} nixl")
+            return theirs and {**{beside_mooncake(each): ours[each] for each in compared}, **theirs}
 
         near, near_fast = client(NEAR), client(NEAR, is_verified=False)
         near_one = client(NEAR, threads=1)
@@ -147,11 +150,11 @@ def measure(
             "put nixl": putting(far, pattern, NEAR),
             "put, 1 thread": putting(near_one, pattern, NEAR),
         }
-        found = effort.medians_s(gets | of_peers("get"))
+        found = effort.medians_s(gets) | effort.medians_s(beside_peers("get", gets))
         near.remove(pattern.keys)
         for peer in peers.values():
             peer.ask("empty")
-        found |= effort.medians_s(puts | of_peers("put"))
+        found |= effort.medians_s(puts) | effort.medians_s(beside_peers("put", puts))
         for peer in peers.values():
             peer.ask("empty")
     return found

@@ -30,6 +30,11 @@ class Goal(NamedTuple):
     why: str = ""
 
 
+def beside_mooncake(way: str) -> str:
+    """Its name where it takes turns with Mooncake."""
+    return f"{way}, in turns with mooncake"
+
+
 OTHER_NODE = (
     "ours by NIXL on one host (CMA: one copy by the kernel), two threads, verified; theirs by TCP "
     "over loopback, not verified"
@@ -44,15 +49,17 @@ FROM_SEGMENT, TO_SEGMENT = "memcpy from segment", "memcpy to segment"
 SHARED = "by two threads, beside one of memcpy"
 LANES = "two threads beside raw NIXL on two lanes"
 GOALS = (
-    Goal("get_over_mooncake", GET_TCP, "get nixl", (1.3, 2.0), OTHER_NODE),
-    Goal("put_over_mooncake", PUT_TCP, "put nixl", (1.3, 2.0), OTHER_NODE),
-    Goal("get_own_node_over_mooncake", GET_TCP, "get", (2.0, 2.3), OWN_NODE),
-    Goal("put_own_node_over_mooncake", PUT_TCP, "put", (1.8, 2.0), OWN_NODE),
+    Goal("get_over_mooncake", GET_TCP, beside_mooncake("get nixl"), (1.3, 2.0), OTHER_NODE),
+    Goal("put_over_mooncake", PUT_TCP, beside_mooncake("put nixl"), (1.3, 2.0), OTHER_NODE),
+    Goal("get_own_node_over_mooncake", GET_TCP, beside_mooncake("get"), (2.0, 2.3), OWN_NODE),
+    Goal("put_own_node_over_mooncake", PUT_TCP, beside_mooncake("put"), (1.8, 2.0), OWN_NODE),
     Goal(
-        "get_local_over_mooncake_own_process", GET_OWN, "get unverified", (1.0, 1.0), IN_MEMORY
+        "get_local_over_mooncake_own_process", GET_OWN, beside_mooncake("get unverified"),
+        (1.0, 1.0), IN_MEMORY,
     ),
     Goal(
-        "put_local_over_mooncake_own_process", PUT_OWN, "put unverified", (1.0, 1.0), IN_MEMORY
+        "put_local_over_mooncake_own_process", PUT_OWN, beside_mooncake("put unverified"),
+        (1.0, 1.0), IN_MEMORY,
     ),
     Goal("get_local_over_memcpy", FROM_SEGMENT, "get", (0.70, 0.70), f"verified, {SHARED}"),
     Goal("put_local_over_memcpy", TO_SEGMENT, "put", (0.65, 0.65), f"verified, {SHARED}"),
