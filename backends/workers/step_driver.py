@@ -210,6 +210,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def free(
         self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
     ) -> None:
+        self._worker.writer.free_unfilled(job.put)
         self._worker.release(pages)
         then()
 
