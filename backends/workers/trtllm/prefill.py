@@ -328,10 +328,16 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def free(
         self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
     ) -> None:
+        writer = self._worker.writer
+
+        def over() -> None:
+            writer.free_unfilled(job.put)
+            then()
+
         with self._worker.lock:
             prompt = self._prompts.pop(job, None)
         if prompt is None:  # it was never staged
             self._worker.release(pages)
-            then()
+            over()
         else:  # behind what the writer still copies from these pages
-            self._worker.writer.then(lambda: self._staged.give_back(job.request_id, pages, then))
+            writer.then(lambda: self._staged.give_back(job.request_id, pages, over))
