@@ -99,6 +99,8 @@ class TwoHosts:
         )  # fmt: skip
         directory.line()
         self.segment = f"/dev/shm/mooncake-test-nics-{os.getpid()}-{next(_NUMBERS)}"
+        # A node that must be killed leaves it behind.
+        self._closers.append(lambda: Path(self.segment).unlink(missing_ok=True))
         self.node = self.start(
             "b", "node", "mooncake_store.node", "--node-id", "b0", "--directory", self.directory,
             "--segment-bytes", str(512 * MB), "--segment-path", self.segment,
