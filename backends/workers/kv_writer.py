@@ -139,13 +139,12 @@ class KvWriter:
             known.clear()
 
     def free_unfilled(self, put: BlockPut) -> None:
-        """What is not committed of it by now never will be, and neither the writer nor the engine
-        is at it any more. Where nothing else can be on its way there, its slots are free at once,
-        instead of resting as those of a writer that vanished; so prompts that are stopped by the
-        dozen leave room for others."""
+        """In the writer's thread: what is not committed of it by now never will be. Where nothing
+        can be on its way there, its slots are free at once, instead of resting as those of a writer
+        that vanished; so prompts that are stopped by the dozen leave room for others."""
         unfilled = [slot for block, slot in put.slots.items() if block not in put.refs]
         is_alone = put.is_owner and self._pages.is_whole
-        if unfilled and is_alone and put.error is None:
+        if unfilled and is_alone and not put.in_place and put.error is None:
             with contextlib.suppress(StoreError):  # then they rest
                 self._store.abandon(unfilled, put.request_id)
 
@@ -176,9 +175,8 @@ class KvWriter:
             return
         try:
             action()
-        except ServingError as error:
-            if not put.in_place:  # else the engine may be at it
-                self.free_unfilled(put)
+        except ServingError as error:  # before anything of it was on its way
+            self.free_unfilled(put)
             put.error = error
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")

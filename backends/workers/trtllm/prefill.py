@@ -328,16 +328,10 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def free(
         self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
     ) -> None:
-        writer = self._worker.writer
-
-        def over() -> None:
-            writer.free_unfilled(job.put)
-            then()
-
         with self._worker.lock:
             prompt = self._prompts.pop(job, None)
         if prompt is None:  # it was never staged
             self._worker.release(pages)
-            over()
+            then()
         else:  # behind what the writer still copies from these pages
-            writer.then(lambda: self._staged.give_back(job.request_id, pages, over))
+            self._worker.writer.then(lambda: self._staged.give_back(job.request_id, pages, then))

@@ -155,36 +155,6 @@ def test_leases_of_a_request_that_is_stopped_end_behind_its_copies(
         assert worker.lock.wait_for(lambda: asked.request_id not in leases, WAIT_S)
 
 
-def test_slots_of_a_stopped_prompt_are_free_when_no_rank_saves_into_them_and_not_before(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    save = HostCopier.save
-
-    def held(self: HostCopier, runs: Any, after: Any) -> None:
-        begun.set()
-        go_on.wait(WAIT_S)
-        save(self, runs, after)
-
-    monkeypatch.setattr(HostCopier, "save", held)
-    asked = pair.ask(prompt(8, 12 * BLOCK + 5))
-    try:
-        assert begun.wait(WAIT_S)
-        pair.prefill.stop(asked.request_id)
-        pair.decode.stop(asked.request_id)
-        asked.wait_over()
-        (node,) = pair.directory.stats().nodes
-        assert node.writing_blocks > 0, "a rank is just saving into them"
-    finally:
-        go_on.set()
-    pair.wait_until_idle()
-    owners = pair.directory.directory._copies.leases
-    with pair.prefill.lock:
-        assert pair.prefill.lock.wait_for(lambda: asked.request_id not in owners, WAIT_S)
-    (node,) = pair.directory.stats().nodes
-    assert (node.writing_blocks, node.quarantined_units) == (0, 0)
-
-
 def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(
     pair: Pair,
 ) -> None:
