@@ -176,8 +176,10 @@ class KvWriter:
         try:
             action()
         except ServingError as error:  # before anything of it was on its way
-            self.free_unfilled(put)
-            put.error = error
+            try:
+                self.free_unfilled(put)
+            finally:
+                put.error = error
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")
         except Exception as error:  # edge: what was written of it is not known any more

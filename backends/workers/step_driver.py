@@ -210,8 +210,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def free(
         self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
     ) -> None:
-        self._worker.writer.free_unfilled(job.put)
         self._worker.release(pages)
+        self._worker.writer.free_unfilled(job.put)
         then()
 
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:

@@ -32,7 +32,7 @@ def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
             return True
         for copy in table.of(holder):
             if copy.leases and copy.size_class.units == units:
-                table.remove(copy, is_certain=True)
+                table.remove(copy)
                 return True
         return False
 
@@ -76,7 +76,7 @@ def a_report_of_a_bad_copy_skips_the_generation(patch: pytest.MonkeyPatch) -> No
 
 
 def a_bad_copys_slot_is_free_before_its_readers_are_done(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CopyTable, "reject", lambda copies, copy: copies.remove(copy, is_certain=True))
+    patch.setattr(CopyTable, "reject", lambda copies, copy: copies.remove(copy))
 
 
 def a_dead_writers_slot_does_not_rest(patch: pytest.MonkeyPatch) -> None:

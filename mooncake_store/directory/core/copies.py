@@ -48,6 +48,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's epoch
 # is its start in milliseconds, so the generations of a restarted directory are new (below 10**9 per
 # second), unless the clock was set back: then what nodes say they hold moves it on (outgrow).
+BAD_REST_S = 2.0  # for readers that learn late that their leases were released by others
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
 _made = tuple.__new__
 SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
@@ -346,7 +347,7 @@ class CopyTable:
         assert copy.leases == 0, f"{copy.key.hex()} is leased and would be evicted"
         copy.holder.evictions += 1
         self.totals.evictions += 1
-        self.remove(copy, is_certain=True, is_evicted=True)
+        self.remove(copy, is_evicted=True)
 
     # ---- spilling
 
@@ -406,20 +407,20 @@ class CopyTable:
 
     # ---- going
 
-    def remove(self, copy: HeldCopy, is_certain: bool, is_evicted: bool = False) -> None:
-        """Free the slot; after the quarantine when a writer may still be in it."""
+    def remove(self, copy: HeldCopy, rest_s: float = 0.0, is_evicted: bool = False) -> None:
+        """Free the slot, after a rest where somebody may still be in it."""
         if copy.state is CopyState.READY:
             self._forget(copy)
-        until_s = None if is_certain else self.now_s + self.config.quarantine_s
+        until_s = self.now_s + rest_s if rest_s else None
         copy.holder.remove(copy, until_s, is_evicted)
         self.tenants.discharge(copy)
 
     def reject(self, copy: HeldCopy) -> None:
         """A ready copy proved wrong: nobody finds it any more, nor pays for it. Others may still be
-        in its slot, so that is free with their last lease."""
+        in its slot, so that is free soon after their last lease."""
         self.totals.bad_copies += 1
         if not copy.leases:
-            self.remove(copy, is_certain=True)
+            self.remove(copy)
             return
         self._forget(copy)
         self.tenants.discharge(copy)
@@ -433,9 +434,11 @@ class CopyTable:
             if copy.leases > 0:
                 continue
             if copy.state is writing:
-                self.remove(copy, is_certain=False)
-            elif copy.kind is ephemeral or copy.state is bad:
-                self.remove(copy, is_certain=True)
+                self.remove(copy, self.config.quarantine_s)
+            elif copy.state is bad:
+                self.remove(copy, BAD_REST_S)
+            elif copy.kind is ephemeral:
+                self.remove(copy)
             else:
                 idle.append(copy)
         become_idle(idle)

@@ -10,7 +10,7 @@ released does. What is uncertain is made harmless, not prevented:
   generation. `abandon` is the writer's word that nothing is in flight: free at once.
 - A late commit names a generation that is not current any more: it is refused, nothing changes.
 - A late reader finds another generation or checksum: a miss. It says so with `drop_copy`; nobody
-  finds that copy any more, and its slot is free with the last lease on it.
+  finds that copy any more, and its slot is free soon after the last lease on it.
 - A storage node that came back with a new incarnation has lost its memory: its copies go.
 - A directory that came back is empty: nodes say what they have (`adopt`), then it is as before.
   What an earlier epoch granted is refused (EpochPassed), and rests where its writer has begun.
@@ -279,7 +279,7 @@ class Directory:
         ]
         for copy in writing:
             self._copies.leases.drop(owner, copy)
-            self._copies.remove(copy, is_certain=True)
+            self._copies.remove(copy)
         return len(writing)
 
     def lookup(
@@ -350,7 +350,7 @@ class Directory:
             meant = [copy for copy in copies if node_id in ("", copy.node_id)]
             free = [copy for copy in meant if copy.leases == 0]
             for copy in free:
-                self._copies.remove(copy, is_certain=True)
+                self._copies.remove(copy)
             gone.append(len(free) == len(meant))
         return gone
 

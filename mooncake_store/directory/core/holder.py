@@ -241,7 +241,7 @@ class Holder:
         default_factory=dict
     )  # by generation, (_, owner)
     reserved_units: dict[str, int] = field(default_factory=dict)  # by owner
-    bad: dict[int, HeldCopy] = field(default_factory=dict)  # by generation
+    bad: dict[int, HeldCopy] = field(default_factory=dict)  # by slot
     size_classes: dict[int, SizeClass] = field(default_factory=dict)  # by the units of a slot
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
     pinned_units: int = 0
@@ -364,7 +364,7 @@ class Holder:
         assert copy.state is CopyState.READY and copy.leases
         self._unready(copy, is_evicted=False)
         copy.state, copy.pin = CopyState.BAD, Pin.NONE
-        self.bad[copy.generation] = copy
+        self.bad[copy.slot] = copy
 
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
         """Change how a ready copy is pinned."""
@@ -395,7 +395,7 @@ class Holder:
         elif copy.state is CopyState.WRITING:
             del self.writing[copy.key]
         elif copy.state is CopyState.BAD:
-            del self.bad[copy.generation]
+            del self.bad[copy.slot]
         else:
             self._unready(copy, is_evicted)
         if copy.kind is not CopyKind.RESERVED:
@@ -461,7 +461,7 @@ class Holder:
             by_owner[owner] = by_owner.get(owner, 0) + copy.size_class.units
         assert self.reserved_units == by_owner, "reserved units are miscounted"
         assert all(copy.state is CopyState.WRITING for copy, _ in self.writing.values())
-        assert all(copy.generation == number for number, copy in self.bad.items())
+        assert all(copy.slot == slot for slot, copy in self.bad.items())
         bad = self.bad.values()
         assert all(copy.state is CopyState.BAD and copy.leases for copy in bad), "a slot is kept"
         pinned = {copy.key: copy for copy in copies if copy.pin is Pin.HARD}

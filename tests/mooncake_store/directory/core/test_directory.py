@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from mooncake_store.directory.core.config import DirectoryConfig
+from mooncake_store.directory.core.copies import BAD_REST_S
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import (
     LayoutMismatch,
@@ -15,6 +17,7 @@ from mooncake_store.errors import (
     RequestInvalid,
     StoreFull,
 )
+from mooncake_store.layout import STATE_READY
 from mooncake_store.records.blocks import Slot
 from mooncake_store.records.events import (
     NOTES_BYTES_KEPT_MAX,
@@ -267,7 +270,7 @@ def test_a_copy_that_proved_bad_is_dropped_once() -> None:
 
 
 @pytest.mark.parametrize("is_ephemeral", [False, True])
-def test_the_slot_of_a_bad_copy_is_free_with_its_last_lease_and_not_before(
+def test_the_slot_of_a_bad_copy_is_free_soon_after_its_last_lease_and_not_before(
     is_ephemeral: bool,
 ) -> None:
     directory = directory_with("s0", slots=1)
@@ -283,7 +286,9 @@ def test_the_slot_of_a_bad_copy_is_free_with_its_last_lease_and_not_before(
         assert directory.allocate("s0", [other], "x", 5.0, False, 1.0).full, f"before {ended} ended"
         directory.release(ended, 1.0)
         directory.check()
-    again = allocated(directory, other, "x", 1.0)
+    free_s = 1.0 + BAD_REST_S
+    assert directory.allocate("s0", [other], "x", 5.0, False, free_s - 0.1).full, "it is being left"
+    again = allocated(directory, other, "x", free_s)
     assert again.slot == slot.slot and again.generation > slot.generation
 
 
@@ -304,6 +309,23 @@ def test_a_block_comes_back_beside_its_bad_copy_and_outlives_it() -> None:
         anew.generation
     ]
     assert directory.stats(1.0).nodes[0].used_units == 1
+
+
+def test_damage_that_gives_two_blocks_one_generation_loses_no_slot_when_both_prove_bad() -> None:
+    directory, keys = Directory(epoch=7), chain(2)
+    info = replace(node_info("s0"), has_inventory=True)
+    directory.register_node(info, 0.0)
+    said = [(key, slot, 5, 99, BLOCK_BYTES, STATE_READY) for slot, key in enumerate(keys)]
+    directory.adopt("s0", info.incarnation, said, True, 0.0)
+    directory.attach("s0", "print", BLOCK_BYTES, 0.0)
+    assert len(directory.lookup(keys, "reader", 10.0, 0.0)) == 2
+    assert all(directory.drop_copy(key, "s0", 5, 0.0) for key in keys)
+    directory.check()
+    directory.release("reader", 0.0)
+    directory.check()
+    directory.node_report("s0", info.incarnation, BAD_REST_S)
+    directory.tick(BAD_REST_S)
+    assert free_slots(directory, BAD_REST_S) == 8
 
 
 def test_bad_copies_go_with_their_node() -> None:
