@@ -115,7 +115,7 @@ class BlockReader:
         until_s = time.monotonic() + deadline_s
         missing = dict(enumerate(wants))
         for node_id, indices in by_node([want.copy for want in wants]).items():
-            asked_bytes = sum([wants[index].length_bytes for index in indices])
+            asked_bytes = sum(wants[index].length_bytes for index in indices)
             with self._nodes.traffic.moving(node_id, asked_bytes):
                 for _ in range(ATTEMPTS_MAX):
                     chosen = [index for index in indices if index in missing]
@@ -262,7 +262,7 @@ def _copied(
 
 def _alike(want: Want) -> tuple[int, int, bool]:
     """What the blocks of one copy have in common: length, parts hashed singly, hashed at all."""
-    return want.target[1].length_bytes, want.parts, bool(want.checksums)
+    return want.length_bytes, want.parts, bool(want.checksums)
 
 
 def _copied_alike(

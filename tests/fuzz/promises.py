@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mooncake_store.directory.core.copies import BAD_REST_S
+
 if TYPE_CHECKING:
     from tests.fuzz.memory import Memory
 
@@ -39,7 +41,7 @@ class Use:
     state: str = "writing"  # | "ready" | "gone"
     checksum: int = 0
     leases: int = 0
-    rests_until_s: float = NEVER  # gone, and its writer may still be in it
+    rests_until_s: float = NEVER  # gone, and its writer or readers may still be in it
     is_hard: bool = False  # pinned
     is_reserved: bool = False  # ahead, of no key yet
     is_damaged: bool = False  # its bytes may be wrong, and no promise was broken
@@ -121,6 +123,8 @@ class Promises:
         use.leases -= 1
         if use.leases == 0 and use.state == "writing":
             use.state, use.rests_until_s = "gone", now_s + self.quarantine_s
+        elif use.leases == 0 and use.is_bad:
+            use.rests_until_s = now_s + BAD_REST_S
         elif use.leases == 0 and use.is_ephemeral:
             use.state = "gone"
 
@@ -148,7 +152,8 @@ class Promises:
         return len(given_up)
 
     def drop(self, use: Use) -> None:
-        """A copy was reported as bad: its readers may be in it until their leases end."""
+        """A copy was reported as bad: its readers may be in it until their leases end,
+        and a little longer."""
         use.is_damaged = use.is_bad = True
         if use.is_ephemeral:
             use.state = "gone"  # never announced, so no event will say so

@@ -112,12 +112,13 @@ def measure(
             return made
 
         def beside_peers(verb: str, ours: Mapping[str, Way]) -> dict[str, Way]:
-            theirs = {
+            if not peers:
+                return {}
+            compared = (verb, f"{verb} unverified", f"{verb} nixl")
+            return {beside_mooncake(each): ours[each] for each in compared} | {
                 f"mooncake {verb}, {path}": partial(peer.ask, verb, block_bytes)
                 for path, peer in peers.items()
             }
-            compared = (verb, f"{verb} unverified", f"{verb} nixl")
-            return theirs and {**{beside_mooncake(each): ours[each] for each in compared}, **theirs}
 
         near, near_fast = client(NEAR), client(NEAR, is_verified=False)
         near_one = client(NEAR, threads=1)

@@ -48,6 +48,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's epoch
 # is its start in milliseconds, so the generations of a restarted directory are new (below 10**9 per
 # second), unless the clock was set back: then what nodes say they hold moves it on (outgrow).
+
 BAD_REST_S = 2.0  # for readers that learn late that their leases were released by others
 LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
 _made = tuple.__new__
@@ -451,8 +452,7 @@ class CopyTable:
             self._forget(copy)
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
-        begun = [copy for copy, _ in (*holder.writing.values(), *holder.reserved.values())]
-        for copy in (*begun, *holder.bad.values()):
+        for copy in holder.unready():
             copy.state = CopyState.GONE
             self.tenants.discharge(copy)
         self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
@@ -543,8 +543,7 @@ class CopyTable:
         for holder, copies in by_holder.items():
             holder.check(copies)
             assert set(self.of(holder)) == set(copies), "a copy would survive its holder"
-            begun = [copy for copy, _ in (*holder.writing.values(), *holder.reserved.values())]
-            for copy in (*copies, *begun, *holder.bad.values()):
+            for copy in (*copies, *holder.unready()):
                 assert copy.leases == counts.get(copy, 0)
                 if copy.state is CopyState.WRITING:
                     assert copy.leases == 1, "a slot is written by nobody, or by two"

@@ -266,6 +266,11 @@ class Holder:
     def idle_blocks(self) -> int:
         return sum(len(each.idle) + len(each.soft) for each in self.size_classes.values())
 
+    def unready(self) -> list[HeldCopy]:
+        """What has a slot and is found by nobody: being written, reserved ahead, or bad."""
+        begun = (*self.writing.values(), *self.reserved.values())
+        return [*(copy for copy, _ in begun), *self.bad.values()]
+
     def idle_keys(self) -> Iterator[bytes]:
         for size_class in self.size_classes.values():
             yield from size_class.idle.keys()
@@ -445,8 +450,7 @@ class Holder:
         self.pool.check()
         self.columns.check()
         ahead = [copy for copy, _ in self.reserved.values()]
-        known = [*copies, *(copy for copy, _ in self.writing.values()), *ahead]
-        every = [*known, *self.bad.values()]
+        every = [*copies, *self.unready()]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
         assert len({copy.row for copy in every}) == len(every) == len(self.columns)
         used_units = sum(copy.size_class.units for copy in every)
@@ -472,8 +476,8 @@ class Holder:
             size_class = copy.size_class
             assert copy.holder is self and self.size_classes[size_class.units] is size_class
             assert self.pool.slab_of(copy.slot).units == size_class.units
-        for copy in known:
-            size_class = copy.size_class
+            if copy.state is CopyState.BAD:  # its key may be there anew, and idle
+                continue
             is_idle = copy.state is CopyState.READY and copy.leases == 0
             expected = is_idle and copy.pin is Pin.NONE
             assert (copy.key in size_class.idle) == expected, f"{copy.key.hex()}: {copy.leases}"
