@@ -116,7 +116,7 @@ class Profile:
                 BurstMeans(tuple(found["burst"].pop("prompt_tokens")), **found["burst"]),
                 PrefixSources(**found["sources"]),
             )  # fmt: skip
-        except (KeyError, TypeError, AttributeError) as missing:
+        except (KeyError, TypeError, AttributeError, RecursionError) as missing:
             raise ValueError(f"it is no profile of `mooncake profile`: {missing!r}") from None
 
     @property

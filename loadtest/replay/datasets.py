@@ -114,7 +114,7 @@ def endless(data_set: DataSet, seed: int) -> Iterator[TraceRow]:
 
 def rows_of(trace: TraceSettings) -> list[TraceRow]:
     """Of the file, or of the data set that is named in its place: its prefixes, one a second, then
-    Poisson arrivals, one a second on average. TraceError and OSError as `read_trace`."""
+    Poisson arrivals, one a second on average. TraceError as `read_trace`."""
     data_set = DATA_SETS.get(str(trace.path))
     if data_set is None or trace.path.exists():
         return read_trace(trace.path, trace.requests_max)

@@ -11,14 +11,21 @@ At a scale, a prompt keeps all of its blocks, and the last one is cut so that th
 (28 blocks of 51 tokens cannot hold 1,434), sharing wins over length: the last block keeps between
 one token and all of its tokens.
 
-A line that does not make sense is refused with its position, `FILE:LINE`, and what is wrong: a
-trace that is silently repaired measures something else than it says.
+A file is plain or gzip, whatever its name. A line that does not make sense is refused with its
+position, `FILE:LINE`, and what is wrong: a trace that is silently repaired measures something else
+than it says. A file that cannot be read is refused in the same way.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import gzip
+import io
 import json
 import math
+import reprlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +33,16 @@ from typing import Any
 
 TRACE_BLOCK_TOKENS = 512
 HASH_ID_MAX = 2**64 - 1
+COUNT_MAX = 2**31 - 1  # tokens of a prompt or of an answer
+TIMESTAMP_MS_MAX = 2**53  # a float holds every whole number up to this one
+LINE_BYTES_MAX = 2**24
+GZIP_MAGIC = b"\x1f\x8b"
+BYTE_ORDER_MARKS = {  # UTF-32 first: its mark begins with that of UTF-16
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    # Without its mark, UTF-16 shows by the zero beside an ASCII character.
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\0{", b"{\0"),
+}
+EXPECTED = "expected one JSON object a line"
 
 
 class TraceError(ValueError):
@@ -81,6 +98,8 @@ class TraceSettings:
 def read_trace(path: Path, requests_max: int | None = None) -> list[TraceRow]:
     """The first `requests_max` rows of `path` (all by default), in order of arrival.
 
+    Raises TraceError for everything that is wrong with the file, and nothing else.
+
     Rows are sorted by timestamp, stably: the published files already are, a concatenation of two
     recordings is not.
     """
@@ -91,28 +110,54 @@ def read_trace(path: Path, requests_max: int | None = None) -> list[TraceRow]:
         if len(rows) == requests_max:
             break
     if not rows:
-        raise TraceError(f"{path}:1: the trace is empty; expected one JSON object a line")
+        raise TraceError(f"{path}:1: the trace is empty; {EXPECTED}")
     return sorted(rows, key=lambda row: row.timestamp_ms)
 
 
 def _rows(path: Path) -> Iterator[TraceRow]:
-    with path.open(encoding="utf-8") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
+    line = 0
+    try:
+        for line, text in enumerate(_lines(path), start=1):
+            if len(text) <= LINE_BYTES_MAX and not text.strip():
                 continue
             problems: list[str] = []
             row = _parse(text, line, problems)
             if row is None:
                 raise TraceError(f"{path}:{line}: " + "; ".join(problems))
             yield row
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        broken = f"the gzip data breaks off or is damaged ({error})"
+        raise TraceError(f"{path}:{line + 1}: {broken}; compress or download it again") from None
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or error}"
+        raise TraceError(f"{path}: {reason}; name a file of JSON lines") from None
 
 
-def _parse(text: str, line: int, problems: list[str]) -> TraceRow | None:
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a plain or gzip file. The first bytes decide which of the two it is."""
+    with contextlib.ExitStack() as stack:
+        file: io.BufferedIOBase = stack.enter_context(path.open("rb"))
+        if file.peek(2).startswith(GZIP_MAGIC):
+            file = stack.enter_context(gzip.GzipFile(fileobj=file))
+        # A line that is too long is cut here, and `_decoded` refuses it by its length.
+        while text := file.readline(LINE_BYTES_MAX + 1):
+            yield text
+
+
+def _parse(text: bytes, line: int, problems: list[str]) -> TraceRow | None:
     """The row in `text`, or None with every mistake of the line added to `problems`."""
+    if (decoded := _decoded(text, line, problems)) is None:
+        return None
     try:
-        fields = json.loads(text)
+        fields = json.loads(decoded)
     except json.JSONDecodeError as error:
-        problems.append(f"not JSON: {error.msg} at column {error.colno}")
+        problems.append(f"not JSON: {error.msg} at column {error.colno}; {EXPECTED}")
+        return None
+    except RecursionError:
+        problems.append(f"its JSON is nested too deep; {EXPECTED}")
+        return None
+    except ValueError:  # json reads no integer of more than 4,300 digits
+        problems.append(f"a number in it has thousands of digits; {EXPECTED}")
         return None
     if not isinstance(fields, dict):
         problems.append(f"expected a JSON object, found {type(fields).__name__}")
@@ -133,20 +178,45 @@ def _parse(text: str, line: int, problems: list[str]) -> TraceRow | None:
     return TraceRow(line, timestamp_ms, input_tokens, output_tokens, hash_ids)
 
 
+def _decoded(text: bytes, line: int, problems: list[str]) -> str | None:
+    if len(text) > LINE_BYTES_MAX:
+        problems.append(f"the line is longer than {LINE_BYTES_MAX:,} bytes; {EXPECTED}")
+        return None
+    if line == 1:
+        for name, marks in BYTE_ORDER_MARKS.items():
+            if text.startswith(marks):
+                problems.append(f"{name} text; convert it with `iconv -f {name} -t UTF-8`")
+                return None
+        text = text.removeprefix(codecs.BOM_UTF8)
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{text[error.start]:02x} at column {error.start + 1}"
+        problems.append(f"not UTF-8: {where}; {EXPECTED}; convert text of another encoding with "
+                        "`iconv -f ENCODING -t UTF-8`")  # fmt: skip
+        return None
+
+
 def _timestamp(fields: dict[str, Any], problems: list[str]) -> float:
     value: Any = fields.get("timestamp")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and value >= 0:
+    if is_number and 0 <= value <= TIMESTAMP_MS_MAX:
         return float(value)
-    problems.append(f"timestamp must be milliseconds >= 0, found {_shown(fields, 'timestamp')}")
+    is_too_late = is_number and TIMESTAMP_MS_MAX < value < math.inf
+    wanted = f"at most {TIMESTAMP_MS_MAX} milliseconds" if is_too_late else "milliseconds >= 0"
+    problems.append(f"timestamp must be {wanted}, found {_shown(fields, 'timestamp')}")
     return 0.0
 
 
 def _count(fields: dict[str, Any], name: str, least: int, problems: list[str]) -> int:
     value = fields.get(name)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
-    problems.append(f"{name} must be a whole number >= {least}, found {_shown(fields, name)}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and least <= value <= COUNT_MAX:
+        return int(value)
+    wanted = f"at most {COUNT_MAX} tokens" if is_whole and value > COUNT_MAX else (
+        f"a whole number >= {least}"
+    )  # fmt: skip
+    problems.append(f"{name} must be {wanted}, found {_shown(fields, name)}")
     return 0
 
 
@@ -157,10 +227,16 @@ def _hash_ids(fields: dict[str, Any], problems: list[str]) -> tuple[int, ...]:
         return ()
     for position, item in enumerate(value):
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= HASH_ID_MAX:
-            problems.append(f"hash_ids[{position}] must be a whole number >= 0, found {item!r}")
+            wanted = f"a whole number >= 0 and <= {HASH_ID_MAX}"
+            problems.append(f"hash_ids[{position}] must be {wanted}, found {_short(item)}")
             return ()
     return tuple(value)
 
 
 def _shown(fields: dict[str, Any], name: str) -> str:
-    return repr(fields[name])[:60] if name in fields else "nothing"
+    return _short(fields[name]) if name in fields else "nothing"
+
+
+def _short(value: object) -> str:
+    """The depth and the length of a value of a file have no bound; those of the text have."""
+    return reprlib.repr(value)[:60]

@@ -11,6 +11,7 @@ import base64
 import dataclasses
 import gzip
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,7 +93,14 @@ def from_bytes(data: bytes) -> Recording:
         if found.format not in READABLE:
             raise RecordingError(f"its format is {found.format}, this version reads {READABLE}")
         return msgspec.json.decode(text, type=Recording)
-    except (ValueError, OSError, EOFError, msgspec.MsgspecError) as error:
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        zlib.error,
+        RecursionError,
+        msgspec.MsgspecError,
+    ) as error:
         raise RecordingError(f"not a recording: {error}") from None
 
 

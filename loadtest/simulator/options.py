@@ -171,9 +171,10 @@ class SimulationOptions:
                 f"environment. They are published at {WHERE}"
             )
         path = self.folder / f"{trace}_trace.jsonl"
-        if not path.is_file():
-            raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
-        return path
+        for found in (path, path.with_name(f"{path.name}.gz")):
+            if found.is_file():
+                return found
+        raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
 
 
 NO_OPTIONS = SimulationOptions()

@@ -75,6 +75,7 @@ def test_a_profile_is_read_as_it_was_written() -> None:
     ("text", "reason"),
     [
         ("[]", "no profile"),
+        ("[" * 100_000, "no profile"),
         ("{}", "no profile"),
         ('{"version": 2}', "version 2"),
         (profile().to_json().replace('"serving"', '"serves"'), "'serving'"),

@@ -21,7 +21,7 @@ from loadtest.replay.datasets import (
 )
 from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.reuse import ideal_cached_tokens
-from loadtest.replay.trace import TraceSettings, scaled_lengths
+from loadtest.replay.trace import TraceError, TraceSettings, scaled_lengths
 from loadtest.simulator.cluster.job import offered_of
 from loadtest.simulator.experiments.paper.poisson import requests_of
 
@@ -123,7 +123,7 @@ def test_a_data_set_stands_where_a_traces_file_could(
     rows = rows_of(TraceSettings(Path("l-eval"), requests_max=5, seed=3))
     assert len(rows) == PREFIXES + 5 and rows[-1].input_tokens == 19_019
     assert len(rows_of(TraceSettings(Path("arxiv")))) == REQUESTS
-    with pytest.raises(OSError):
+    with pytest.raises(TraceError, match="no-such-set: cannot be read: No such file"):
         rows_of(TraceSettings(Path("no-such-set")))
     line = '{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}'
     (tmp_path / "arxiv").write_text(line)

@@ -193,6 +193,26 @@ def test_a_wrong_trace_ends_the_command_before_it_asks_for_a_server(
     assert f"{path}:1: timestamp must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("data", [b"\x1f\x8b\x08", b"[" * 100_000, "{}".encode("utf-16")])
+@pytest.mark.parametrize("name", ["replay", "plan", "simulate"])
+def test_bytes_that_are_no_trace_end_each_command_with_one_line(
+    name: str, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my_trace.jsonl"
+    path.write_bytes(data)
+    given = {
+        "replay": [str(path)],
+        "plan": ["--trace", str(path), "--hardware", "H100", "--model", "Llama-3-8B",
+                 "--slo-ttft", "10", "--slo-tbt", "0.1", "--out", str(tmp_path / "plan")],
+        "simulate": ["--experiment", "hit-rate", "--traces", str(tmp_path), "--trace", "my"],
+    }  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main([name, *given[name]])
+    assert ended.value.code in (1, 2)
+    [line] = "".join(capsys.readouterr()).strip().splitlines()
+    assert line.startswith(f"cannot {name}: {path}:1: ")
+
+
 def test_a_scale_of_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(SETTINGS.path), "--length-scale", "0"])

@@ -57,6 +57,10 @@ def test_the_same_recording_gives_the_same_bytes() -> None:
         (b"not base64 !", "not a recording"),
         (base64.b64encode(b"not gzip"), "not a recording"),
         (base64.b64encode(gzip.compress(b"{}", mtime=0)), "not a recording"),
+        (base64.b64encode(gzip.compress(b"{}" * 99, mtime=0)[:-9]), "not a recording"),
+        (base64.b64encode(gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20), "not a recording"),
+        (base64.b64encode(gzip.compress(b'{"a": ' + b"[" * 100_000, mtime=0)), "not a recording"),
+        (base64.b64encode(gzip.compress(b'{"a": "\xf6"}', mtime=0)), "not a recording"),
         (base64.b64encode(gzip.compress(b'{"format": 99}', mtime=0)), "its format is 99"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_the_command_prints_one_json_line_and_draws_a_picture(
     assert {row["hits"] for row in said["rows"] if row["blocks"] is None} == {200}
     assert any(target["value"] is None and target["why"] for target in said["targets"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_published_trace_may_lie_there_as_gzip(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_folder(tmp_path)
+    for path in list(folder.iterdir()):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert run_command(["--experiment", "hit-rate", "--traces", str(folder), "--json",
+                        "--trace", "conversation", "--blocks", "60"]) == 0  # fmt: skip
+    said = json.loads(capsys.readouterr().out)
+    assert {row["hits"] for row in said["rows"] if row["blocks"] is None} == {200}
 
 
 @pytest.mark.parametrize(
