@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
 READ_AT_ONCE_MAX = 256
 OUTBOX_SOCKETS_MAX = 256
+# The directory has reported a silent process as lost long before.
+OUTBOX_IDLE_S = 10.0
 DROP_NOTE_S = 1.0  # between two lines about messages that cannot be read
 REFUSED_S = 1.0  # before an inbox that refused is asked again
 POLL_MS = 200  # how late it may notice that it is closed
@@ -157,7 +159,7 @@ class Inbox(Generic[M]):
 
 
 class Outbox(Generic[M]):
-    """Sends to inboxes; thread-safe, never blocks, keeps one socket per inbox."""
+    """Sends to inboxes; thread-safe, never blocks, keeps one socket per inbox in use."""
 
     def __init__(
         self, encode: Callable[[M], bytes], secret: str = "", messages_max: int = MESSAGES_MAX
@@ -184,6 +186,7 @@ class Outbox(Generic[M]):
                     return False
                 if way.must_redial:
                     way = self._opened(address)
+            way.used_s = time.monotonic()
             try:
                 if attachment is None:
                     way.socket.send(data, flags=zmq.NOBLOCK)
@@ -194,9 +197,16 @@ class Outbox(Generic[M]):
         return True
 
     def _opened(self, address: str) -> _Way:
-        """A fresh socket to this inbox."""
+        """A fresh socket to this inbox.
+
+        A process that is started again has another inbox, and ZeroMQ connects to the old one for
+        ever. So each new way closes the ways that are idle. Without new ways none is closed.
+        """
         if address in self._ways:
             self._ways.pop(address).close()
+        idle_s = time.monotonic() - OUTBOX_IDLE_S
+        for other in [each for each, way in self._ways.items() if way.used_s <= idle_s]:
+            self._ways.pop(other).close()
         if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # workers come and go
             self._ways.pop(next(iter(self._ways))).close()
         way = self._ways[address] = _Way(address, self._messages_max)
@@ -225,6 +235,7 @@ class _Way:
         notice_silence(self.socket, address)
         self.access = PeerAccess(address, f"the inbox at {address.partition('#')[0]}")
         self.must_redial = False
+        self.used_s = time.monotonic()  # when a message was last put into it
         self._refused_until_s = float("-inf")
         try:
             self.access.connect(self.socket)

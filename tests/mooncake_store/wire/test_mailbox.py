@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,6 +174,66 @@ def test_an_outbox_forgets_its_oldest_peer_when_it_writes_to_too_many(
             outbox.send(inbox.address, number)
             assert taken(came, 1) == [number]
     assert len(outbox._ways) == 2
+    outbox.close()
+
+
+class Clock:
+    """Stands in for the module `time` where only `monotonic` is used."""
+
+    now_s = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_inboxes_that_come_and_go_leave_no_descriptor_behind(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers that are killed and started again, each time with another inbox."""
+    clock = Clock()
+    monkeypatch.setattr(mailbox, "time", clock)
+    outbox: Outbox[int] = Outbox(encode)
+
+    def send_to_one_that_ends(number: int) -> int:
+        address = f"ipc://{tmp_path}/{number}" if transport == "ipc" else "tcp://127.0.0.1:*"
+        inbox: Inbox[int] = Inbox(address, decode, lambda _: None)
+        assert outbox.send(inbox.address, number)
+        inbox.close()
+        clock.now_s += mailbox.OUTBOX_IDLE_S
+        return len(os.listdir("/proc/self/fd"))
+
+    few = max(send_to_one_that_ends(number) for number in range(3))
+    for number in range(3, 23):
+        many = send_to_one_that_ends(number)
+    give_up_s = time.monotonic() + WAIT_S
+    while many > few + 8 and time.monotonic() < give_up_s:  # ZeroMQ closes a moment later
+        time.sleep(0.05)  # poll
+        many = len(os.listdir("/proc/self/fd"))
+    outbox.close()
+    assert many <= few + 8, f"{many - few} more descriptors after 20 more inboxes"
+
+
+def test_an_outbox_keeps_its_way_to_a_peer_that_it_writes_to(
+    open_inbox: OpenInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(mailbox, "time", clock)
+    (busy, busy_came), (quiet, quiet_came) = open_inbox(), open_inbox()
+    outbox: Outbox[int] = Outbox(encode)
+    outbox.send(quiet.address, 7)
+    assert taken(quiet_came, 1) == [7]
+    for number in range(5):
+        assert outbox.send(busy.address, number)
+        clock.now_s += mailbox.OUTBOX_IDLE_S / 4
+    assert {*outbox._ways} == {busy.address, quiet.address}, "no new peer, so no way is closed"
+    way = outbox._ways[busy.address]
+    inbox, came = open_inbox()
+    outbox.send(inbox.address, 8)
+    assert {*outbox._ways} == {busy.address, inbox.address} and outbox._ways[busy.address] is way
+    outbox.send(quiet.address, 9)
+    assert taken(busy_came, 5) == [*range(5)] and taken(came, 1) == [8]
+    assert taken(quiet_came, 1) == [9]
     outbox.close()
 
 
