@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -17,6 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from backends.tracing.request_spans import SpanRecord
+from mooncake_store.keys.curve import is_loopback
 
 SCOPE = InstrumentationScope("mooncake-triton")
 KINDS = {
@@ -31,7 +33,10 @@ class OtlpSender:
         # It would say at every batch, for ever, that a collector is not there; export.py says it
         # once.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
-        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+        host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
+        # A collector on this machine needs no proxy; gRPC follows `no_proxy` for other hosts.
+        options = (("grpc.enable_http_proxy", 0),) if is_loopback(f"{host}:0") else ()
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=options)
 
     def send(self, spans: Sequence[SpanRecord]) -> bool:
         sent = self._exporter.export([_readable(span) for span in spans])

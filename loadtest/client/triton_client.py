@@ -26,6 +26,7 @@ from loadtest.client.protocol import (
     server_error,
     tensors,
 )
+from mooncake_store.keys.curve import is_loopback
 
 PROBE_S_MAX = 10.0
 MESSAGE_BYTES_MAX = 2**31 - 1
@@ -34,6 +35,12 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
 ]
+
+
+def channel_options(address: str) -> list[tuple[str, int]]:
+    """Of a channel to HOST:PORT. Loopback needs no proxy; gRPC follows `no_proxy` elsewhere."""
+    is_direct = is_loopback(address)
+    return [*CHANNEL_OPTIONS, *([("grpc.enable_http_proxy", 0)] if is_direct else [])]
 
 
 class TritonClient:
@@ -51,7 +58,7 @@ class TritonClient:
         self.model = model
         self._now_s = now_s
         self._channels = [
-            grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS) for _ in range(channels)
+            grpc.aio.insecure_channel(url, options=channel_options(url)) for _ in range(channels)
         ]
         self._stubs = itertools.cycle(
             [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.direct_http import DIRECTLY
 from backends.tenants.api_keys import sha256_of
 from loadtest.client.server import Addresses
 from loadtest.clients.call_matrix import CalledServer
@@ -80,6 +81,6 @@ def running_gateway(openai_url: str) -> CalledServer:
     base, key = f"{openai_url.rstrip('/').removesuffix('/v1')}/v1", os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{base}/models", headers=headers)
-    with urllib.request.urlopen(request, timeout=ANSWER_S_MAX) as answer:
+    with DIRECTLY.open(request, timeout=ANSWER_S_MAX) as answer:
         [model] = json.loads(answer.read())["data"]
     return CalledServer(base, model["id"], key or "none")

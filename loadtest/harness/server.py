@@ -20,11 +20,11 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.direct_http import DIRECTLY
 from backends.launcher.environment import free_ports
 from backends.shipped import shipped_repository
 from loadtest.client.server import Addresses, addresses_of
@@ -152,7 +152,7 @@ def models_waiting(addresses: Addresses) -> list[str]:
 def model_states(addresses: Addresses) -> dict[str, bool] | str:
     """Whether each model is ready, as the metrics port says; or why it says nothing."""
     try:
-        with urllib.request.urlopen(f"http://{addresses.metrics}/ready", timeout=10.0) as answer:
+        with DIRECTLY.open(f"http://{addresses.metrics}/ready", timeout=10.0) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:  # 503: not all are
         text = error.read()

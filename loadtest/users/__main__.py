@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from backends.direct_http import DIRECTLY
 from backends.extras import require
 from loadtest.client.openai_server import http_address
 from loadtest.client.server import addresses_of
@@ -101,7 +101,7 @@ def target_at(host: str, via: str) -> Iterator[LoadTarget]:
 def gateway_is_ready(gateway: str) -> bool:
     """Its models are served, with or without a key of ours."""
     try:
-        with urllib.request.urlopen(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
+        with DIRECTLY.open(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
             return bool(answer.status == 200)
     except (OSError, HTTPException):
         return False

@@ -32,7 +32,7 @@ from loadtest.client.http_interfaces import (
 from loadtest.client.openai_server import HttpAddress, http_address
 from loadtest.client.protocol import CHANNELS, GenerateRequest, ServerError, TokenEvent
 from loadtest.client.triton_client import (
-    CHANNEL_OPTIONS,
+    channel_options,
     connection_error,
     infer_request,
     stream_event,
@@ -70,7 +70,8 @@ class GrpcSender:
         self._url = url
         self._model = model
         self._now_s = now_s
-        self._channels = [grpc.insecure_channel(url, CHANNEL_OPTIONS) for _ in range(CHANNELS)]
+        options = channel_options(url)
+        self._channels = [grpc.insecure_channel(url, options) for _ in range(CHANNELS)]
         self._stubs = itertools.cycle(
             [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
         )

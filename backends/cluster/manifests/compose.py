@@ -107,7 +107,9 @@ def _service(
 
 def _ask(plan: HostPlan) -> str:
     port = plan.metrics.rpartition(":")[2]
-    return f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/ready', timeout=4)"
+    # Docker gives its own proxies to containers, and urlopen would ask them for the loopback.
+    opener = "u.build_opener(u.ProxyHandler({}))"
+    return f"import urllib.request as u; {opener}.open('http://127.0.0.1:{port}/ready', timeout=4)"
 
 
 def _place(host: Host) -> dict[str, Any]:

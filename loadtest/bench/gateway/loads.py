@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from backends.direct_http import DIRECTLY
 from loadtest.client import sse_client
 from loadtest.client.protocol import GenerateRequest
 from loadtest.client.triton_client import TritonClient
@@ -126,7 +126,7 @@ async def until_ready(address: str) -> None:
     give_up_s = time.monotonic() + READY_S_MAX
     while time.monotonic() < give_up_s:
         try:
-            await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/ready", None, 5.0)
+            await asyncio.to_thread(DIRECTLY.open, f"http://{address}/ready", None, 5.0)
             return
         except OSError:
             await asyncio.sleep(0.1)

@@ -18,10 +18,10 @@ import json
 import os
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from backends.direct_http import DIRECTLY
 from loadtest.harness.fleet.host import READY_S_MAX, FleetHost
 from loadtest.harness.fleet.namespaces import Namespaces
 from loadtest.harness.server import ServerFailed
@@ -210,7 +210,7 @@ def keys_of_process(folder: Path) -> Iterator[None]:
 def not_ready(metrics: str) -> str:
     """What of a host's models does not serve, as its metrics port says; "" when all do."""
     try:
-        with urllib.request.urlopen(f"http://{metrics}/ready", timeout=LOOK_S_MAX) as answer:
+        with DIRECTLY.open(f"http://{metrics}/ready", timeout=LOOK_S_MAX) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:  # 503: not all are
         text = error.read()
