@@ -245,6 +245,8 @@ def _decode_full(case: RejectionCase) -> tuple[str, float]:
         f"{d.load.pages:.0f} of {d.worker.info.pages_max} pages taken"
         for d in decodes[:SHOWN_MAX]
     )
+    if case.cluster.expected_arrivals is not None:
+        taken += ", expected arrivals included"
     reason = f"no room on any of {len(decodes)} decode workers ({taken})"
     marked = len(case.cluster.overloaded(case.now_s))
     if marked:

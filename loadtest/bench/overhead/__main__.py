@@ -53,7 +53,7 @@ from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import BenchmarkRun, FreshSeed, benchmark, console, together_tbt_s
 from loadtest.harness.processes import CpuTime, process_name, process_tree
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started
+from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, own_repository, started
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 STREAMS = 16
@@ -64,6 +64,9 @@ BESIDE_PREFILLS = 4  # in one loop, so many steps are without the long prompt fo
 TTFTS = 11  # in each round
 CPU_MS_SHOWN = 0.05
 P99 = 0.99
+# All requests are the benchmark's own. By default the conductor keeps room for requests like those
+# of the last minute, and may reject the long prompt beside the streams.
+CONDUCTOR = {"expected_arrivals_share": "0"}
 WORKER_CORES = {"prefill_0": 0, "decode_0": 1}
 
 
@@ -344,6 +347,8 @@ def main(
     with benchmark("overhead") as run, contextlib.ExitStack() as stack:
         console.print(f"{rounds} rounds, --seed {seed}")
         with console.status("waiting for the server ..."):
+            repository = stack.enter_context(own_repository((), {"conductor": CONDUCTOR}))
+            arguments += ["--model-repository", str(repository)]
             server = stack.enter_context(started(arguments))
         source, block_tokens = asyncio.run(described(server, seed))
         engine = BareEngine(block_tokens, threads, shape.kv_tokens)
