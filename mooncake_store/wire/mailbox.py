@@ -206,7 +206,7 @@ class Outbox(Generic[M]):
             self._ways.pop(address).close()
         idle_s = time.monotonic() - OUTBOX_IDLE_S
         for other in [each for each, way in self._ways.items() if way.used_s <= idle_s]:
-            self._ways.pop(other).close()
+            self._ways.pop(other).close(linger_ms=round(CLOSE_S_MAX * 1e3))
         if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # workers come and go
             self._ways.pop(next(iter(self._ways))).close()
         way = self._ways[address] = _Way(address, self._messages_max)
