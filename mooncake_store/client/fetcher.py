@@ -139,13 +139,15 @@ class Fetcher:
         self, own: OwnSegment, wanted: Sequence[tuple[bytes, Slot, Copy]], terms: LeaseTerms
     ) -> Counter[str]:
         wants, starts = [], []
-        for _, slot, copy in wanted:
+        for key, slot, copy in wanted:
             span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
             starts.append(span.offset_bytes)
-            # Stored without a checksum (0), as plain bytes, it gets one here: the lease kept it as
-            # it was.
-            digests, layers = ((copy.checksum,), self._layers) if copy.checksum else ((), 0)
-            wants.append(Want(copy, 0, (own.view, span), digests, layers, []))
+            if copy.checksum:
+                wants.append(Want(copy, 0, (own.view, span), (copy.checksum,), self._layers, []))
+            else:
+                # A block that was stored without a checksum gets one here. The lease may have ended
+                # while the bytes came, so the reader checks the source slot's header afterwards.
+                wants.append(Want(copy, 0, (own.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
         for (key, slot, copy), want, is_here in zip(wanted, wants, arrived, strict=True):

@@ -9,17 +9,21 @@ Not here: pulling (fetcher.py), which node should get one (directory/core/nodes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from mooncake_store.client.restorer import LEASE_MARGIN_S, Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import NodeUnknown, RequestInvalid
+from mooncake_store.errors import EpochPassed, NodeUnknown, RequestInvalid
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
+log = logging.getLogger("mooncake_store.client")
 DRAIN_BLOCKS = 256  # moved at once
+EPOCHS_MAX = 8  # attempts of a pull whose directory changed
+EPOCH_WAIT_S = 0.25  # between two attempts; a node reports twice a second
 
 
 class Replicas:
@@ -80,9 +84,22 @@ class Replicas:
     ) -> None:
         """Have `target` copy those of these blocks that it lacks, from `source` where that has
         them."""
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            return
+        for _ in range(EPOCHS_MAX):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            try:
+                self._pull_leased(keys, target, owner, left_s, source)
+                return
+            except EpochPassed as error:  # the target registers with its next report
+                log.info("node_id=%s pulls later: %s", target.node_id, error)
+                time.sleep(min(EPOCH_WAIT_S, left_s))
+
+    def _pull_leased(
+        self, keys: Sequence[bytes], target: NodeInfo, owner: str, left_s: float, source: str
+    ) -> None:
+        """EpochPassed: another directory leads, or `target` does not know yet which one does."""
+        epoch = self._directory.stats().epoch  # asked first: no lease below is of an earlier one
         found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
         try:
             wanted = [
@@ -93,7 +110,7 @@ class Replicas:
             if wanted:
                 chosen, copies = zip(*wanted, strict=True)
                 with self._restorer.client(target) as client:
-                    client.fetch(chosen, copies, left_s)
+                    client.fetch(chosen, copies, left_s, epoch)
         finally:
             self._directory.release_later(owner)
 

@@ -120,13 +120,13 @@ class Store:
         self._directory = directory
         self._fingerprint = fingerprint
         self._nodes = KnownNodes(directory, node_id, transports)
-        self._reader = BlockReader(self._nodes, self._report_bad_copy)
         self._attaching = threading.Lock()
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
         self._buffers: list[ByteArray] = []
         scratch = Scratch(self._nodes)
         self._headers = HeaderReader(self._nodes, scratch)
+        self._reader = BlockReader(self._nodes, self._report_bad_copy, headers=self._headers)
         self._restorer = Restorer(directory, self._nodes)
         self._fetcher = Fetcher(
             directory,

@@ -174,8 +174,8 @@ class NodeVerbs:
     def _refuse_epoch(self, epoch: int) -> None:
         if epoch not in (0, self._epoch()):
             raise EpochPassed(
-                f"the directory of epoch {epoch} granted these slots of {self._info.node_id}, "
-                f"which belongs to epoch {self._epoch()} by now: ask the directory anew"
+                f"the directory of epoch {epoch} granted these slots or leases, and "
+                f"{self._info.node_id} belongs to epoch {self._epoch()} now: ask the directory anew"
             )
 
     def _fetch(self, request: protocol.Fetch, until_s: float) -> list[bool]:
@@ -183,6 +183,7 @@ class NodeVerbs:
             raise RequestInvalid(
                 f"fetch has {len(request.keys)} keys and {len(request.copies)} copies: one each"
             )
+        self._refuse_epoch(request.epoch)
         return self._puller.pull(request.keys, request.copies, until_s)
 
     def _load(self, blocks: list[Restore], until_s: float, epoch: int) -> list[bool]:

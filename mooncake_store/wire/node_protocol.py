@@ -59,6 +59,7 @@ class Fetch(Verb, tag="fetch", frozen=True):
     keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
     copies: Annotated[list[Copy], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
+    epoch: Count = 0  # of the directory that leased the copies; 0: not given, and not checked
 
 
 class AskNodeStats(Verb, tag="node_stats", frozen=True):
@@ -128,12 +129,15 @@ class NodeClient:
         request = LoadBlocks(list(blocks), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
 
-    def fetch(self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float) -> list[bool]:
+    def fetch(
+        self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
+    ) -> list[bool]:
         """Have the node copy these blocks of other nodes; which of them it has afterwards.
 
-        The caller leases the copies meanwhile.
+        The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
+        leased them, does not lead any more, and nothing was copied.
         """
-        request = Fetch(list(keys), list(copies), deadline_s)
+        request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
 
     def stats(self, timeout_s: float = TIMEOUT_S) -> NodeStats:
