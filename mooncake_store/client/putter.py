@@ -1,15 +1,15 @@
 """Blocks from local memory onto one node: slots, bytes (header, payload, header), commit.
 
-The header says "writing" before the first byte of the payload changes and "ready" after the last,
-so whoever reads a slot without asking (a reader without checksums, a directory that restarts) knows
-whose bytes it saw. On this host the payload is copied into the mapped segment and its checksum is
-computed on the way; elsewhere it goes through the transport of the node.
+The header says "writing" before the first byte of the payload changes and "ready" after the last.
+So a reader without checksums, and a directory that restarts, can tell whose bytes a slot holds. On
+this host the payload is copied into the mapped segment and its checksum is computed on the way;
+elsewhere it goes through the transport of the node.
 
-A client that puts again and again has slots that it reserved ahead and marked already
-(reserved_slots.py): then a put is payload, header and one message. Else it asks for its slots,
-marks them, and asks whether it may write. The payload and the header that says "ready" are one
-transfer only where the transport keeps the order of spans: NIXL promises none, and a directory that
-restarts believes that header (docs/decisions/0031).
+A client that puts often has slots that it reserved ahead and marked (reserved_slots.py). Then a put
+marks the raw slots of the next put, writes payload and header, and sends one message. Otherwise the
+put asks for its slots, marks them, and asks whether it may write. The payload and the header that
+says "ready" are one transfer only where the transport keeps the order of spans. NIXL promises no
+order, and a directory that restarts believes that header (docs/decisions/0031).
 
 What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
 the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
@@ -21,6 +21,7 @@ Not here: the caller's arguments and which node (client.py), who may write where
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +29,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mooncake_store.block_keys import KEY_BYTES
-from mooncake_store.client.reserved_slots import LEASE_S, ReservedSlots, Use
+from mooncake_store.client.reserved_slots import LEASE_S, ReservedSlots, Taken, Use
 from mooncake_store.client.restorer import LEASE_MARGIN_S
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import (
     EpochPassed,
@@ -38,7 +40,7 @@ from mooncake_store.errors import (
     TransferTimeout,
     WriteGivenUp,
 )
-from mooncake_store.layout import HEADER_BYTES, STATE_READY, Geometry
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, Geometry
 from mooncake_store.memory.buffers import ByteArray, checksum
 from mooncake_store.memory.digests import copy_blocks
 from mooncake_store.memory.registrations import Registrations, Scratch
@@ -54,9 +56,10 @@ log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
 UNVERIFIED_PART_BYTES = 64 * 2**20
 SHARE_BYTES_MIN = 1024**2  # less is not worth another thread
-MARK_S_MAX = 2.0
+MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # for one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot of which nobody knows yet what comes there
 ATTEMPTS_MAX = 3  # each but the last has found a network path stuck
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # between looks at a block that another writes
 
 
 class Write(NamedTuple):
@@ -96,6 +99,7 @@ class Putter:
         self._movers = movers
         self._is_verified = is_verified
         self._tenant = tenant
+        self._numbers = itertools.count(1)
         self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
         self._reserved = ReservedSlots(directory, tenant, name, self._mark)
 
@@ -111,7 +115,8 @@ class Putter:
         owner: str,
         deadline_s: float,
     ) -> list[bool]:
-        """`sources` have one size. True: it is in the store, by now or from before."""
+        """`sources` have one size. True: it is in the store, complete. A block that another client
+        is writing is waited for, and written here if that client gives it up in time."""
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
         left = [at for at, is_there in enumerate(done) if is_there is None]
@@ -142,7 +147,8 @@ class Putter:
         try:
             with self._registrations.covering(sources):
                 until_s = time.monotonic() + deadline_s
-                digests = self._fill(info, writes, taken.markable, until_s)
+                self._mark_taken(info, sources[0].nbytes, taken)
+                digests = self._fill(info, writes, until_s)
             rows = [(write.key, *write.use, digest)
                     for write, digest in zip(writes, digests, strict=True)]  # fmt: skip
             verdicts = self._reserved.commit(taken, rows)
@@ -161,10 +167,27 @@ class Putter:
             raise
         return [None if verdict == REFUSED else True for verdict in verdicts]
 
-    def _mark(self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float) -> None:
-        """Say in the headers of these slots that they are being written."""
+    def _mark_taken(self, info: NodeInfo, size_bytes: int, taken: Taken) -> None:
+        """Mark the raw slots of the next put before anything else is written.
+
+        `markable` is asked directly before, and the transfer ends with the time that it allows: a
+        later mark may land on a finished block of another client.
+        """
+        if not (uses := taken.markable()):
+            return
+        try:
+            self._mark(info, size_bytes, uses, LEASE_S, taken.mark_until_s)
+        except (TransferTimeout, WriteGivenUp) as error:
+            log.warning("marks on node_id=%s: %s", info.node_id, error)
+            self._reserved.unmarked(taken)
+
+    def _mark(
+        self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float, until_s: float
+    ) -> None:
+        """Write "writing" into the headers of these slots, by `until_s` of CLOCK_BOOTTIME."""
         headers = _writing(uses, size_bytes, lease_s)
-        self._mark_headers(self._access(info), headers, time.monotonic() + MARK_S_MAX)
+        left_s = max(MARK_S_MIN, until_s - boot_s())
+        self._mark_headers(self._access(info), headers, time.monotonic() + left_s)
 
     def _mark_headers(
         self, node: NodeAccess, headers: Sequence[tuple[int, SlotHeader]], until_s: float
@@ -173,7 +196,7 @@ class Putter:
             with node.transport.owned(node.info) as view:
                 _mark_mapped(SlotMemory(view, node.shape), headers)
         else:
-            self._put_headers(node, (), headers, until_s)
+            self._put_headers(node, headers, until_s)
 
     # ---- into slots that are asked for
 
@@ -185,16 +208,27 @@ class Putter:
         owner: str,
         until_s: float,
     ) -> list[bool]:
-        for attempt in range(ATTEMPTS_MAX):
-            name = f"{owner}+{attempt}" if attempt else owner
+        done = [False] * len(keys)
+        left, attempts, wait_s = list(range(len(keys))), 0, ANOTHERS_POLL_S
+        while left and attempts < ATTEMPTS_MAX:
+            name = f"{owner}+{next(self._numbers)}"
+            chosen = [keys[at] for at in left], [sources[at] for at in left]
             try:
-                return self._put(node_id, keys, sources, name, left_to_write_s(until_s))
+                outcomes = self._put(node_id, *chosen, name, left_to_write_s(until_s))
             except WriteGivenUp as error:
                 log.warning("put on node_id=%s: %s", node_id, error)
                 self._directory.release(name)
-            except TransferTimeout:  # no time was left for another attempt
+                attempts += 1
+                continue
+            except TransferTimeout:  # no time is left for another attempt
                 break
-        return [False] * len(keys)
+            for at, outcome in zip(left, outcomes, strict=True):
+                done[at] = outcome is True
+            left = [at for at, outcome in zip(left, outcomes, strict=True) if outcome is None]
+            if left:
+                time.sleep(max(0.0, min(wait_s, until_s - time.monotonic())))
+                wait_s = min(2 * wait_s, ANOTHERS_POLL_S_MAX)
+        return done
 
     def _put(
         self,
@@ -203,17 +237,23 @@ class Putter:
         sources: Sequence[ByteArray],
         owner: str,
         deadline_s: float,
-    ) -> list[bool]:
+    ) -> list[bool | None]:
+        """True: in the store. False: no room, or not written. None: another owner is writing the
+        block. That owner may fail, so the caller asks again."""
         info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
-        done = [slot is None and at < given.covered for at, slot in enumerate(given.slots)]
+        done: list[bool | None] = [False] * len(keys)
         try:
             if any(given.slots):
                 self._reserved.asked(info, sources[0].nbytes, len(keys))
                 self._fill_asked(info, given, keys, sources, owner, deadline_s, done)
-            return done
         finally:
             if None in given.slots:  # blocks that were there already are leased to `owner` now
                 self._directory.release_later(owner)
+        others = [at for at, slot in enumerate(given.slots[: given.covered]) if slot is None]
+        found = self._directory.exist([keys[at] for at in others]) if others else []
+        for at, is_there in zip(others, found, strict=True):
+            done[at] = is_there or None
+        return done
 
     def _fill_asked(
         self,
@@ -223,7 +263,7 @@ class Putter:
         sources: Sequence[ByteArray],
         owner: str,
         deadline_s: float,
-        done: list[bool],
+        done: list[bool | None],
     ) -> None:
         node_id, lease_s = info.node_id, deadline_s + LEASE_MARGIN_S
         taken = [(at, slot) for at, slot in enumerate(given.slots) if slot is not None]
@@ -237,7 +277,7 @@ class Putter:
         try:
             with self._registrations.covering([write.source for write in writes]):
                 self._begin(info, writes, confirm, lease_s, until_s)
-                digests = self._fill(info, writes, _nothing, until_s)
+                digests = self._fill(info, writes, until_s)
         except WriteGivenUp:
             raise
         except (EpochPassed, TransferTimeout) as error:
@@ -311,32 +351,24 @@ class Putter:
             (slot, SlotHeader.writing(generation, key, size_bytes, lease_s))
             for key, slot, generation, _ in writes
         ]
-        self._mark_headers(node, headers, until_s)
+        self._mark_headers(node, headers, min(until_s, time.monotonic() + MARK_S_MAX))
         confirm()
 
-    def _fill(
-        self,
-        info: NodeInfo,
-        writes: Sequence[Write],
-        raw: Callable[[], Sequence[Use]],
-        until_s: float,
-    ) -> list[int]:
-        """Into slots that are marked; and mark the `raw` ones, too, for blocks of that size.
-
-        The checksum of each block written (0 when this store computes none). TransferFailed:
-        nothing of it may be committed. TransferTimeout: bytes may still arrive.
+    def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
+        """Into slots that are marked. The checksum of each block written (0 when this store
+        computes none). TransferFailed: nothing of it may be committed. TransferTimeout: bytes may
+        still arrive.
         """
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
-            return self._fill_mapped(node.transport, node, writes, raw, until_s)
-        return self._fill_remote(node, writes, raw, until_s)
+            return self._fill_mapped(node.transport, node, writes, until_s)
+        return self._fill_remote(node, writes, until_s)
 
     def _fill_mapped(
         self,
         transport: MappedTransport,
         node: NodeAccess,
         writes: Sequence[Write],
-        raw: Callable[[], Sequence[Use]],
         until_s: float,
     ) -> list[int]:
         info, _, shape = node
@@ -356,7 +388,6 @@ class Putter:
             pairs = zip(writes, digests, strict=True)
             headers = [write.header(STATE_READY, digest) for write, digest in pairs]
             slots.write_headers([write.slot for write in writes], headers)
-            _mark_mapped(slots, _writing(raw(), writes[0].source.nbytes, LEASE_S))
         moved_bytes = sum(write.source.nbytes for write in writes)
         transport.note(is_read=False, moved_bytes=moved_bytes, started_s=started_s)
         return digests
@@ -372,13 +403,7 @@ class Putter:
         )
         return [int.from_bytes(each, "big") for each in packed]
 
-    def _fill_remote(
-        self,
-        node: NodeAccess,
-        writes: Sequence[Write],
-        raw: Callable[[], Sequence[Use]],
-        until_s: float,
-    ) -> list[int]:
+    def _fill_remote(self, node: NodeAccess, writes: Sequence[Write], until_s: float) -> list[int]:
         info, transport, shape = node
         size_bytes = writes[0].source.nbytes
 
@@ -389,15 +414,14 @@ class Putter:
                 (write.slot, write.header(STATE_READY, digest))
                 for write, digest in zip(part, digests, strict=True)
             ]
-            begun = _writing(raw(), size_bytes, LEASE_S) if part[0] is writes[0] else []
             span = ByteSpan(0, size_bytes)
             payloads: list[LocalSpan] = [(write.source, span) for write in part]
             targets = [ByteSpan(shape.slot_offset_bytes(write.slot), size_bytes) for write in part]
             if transport.keeps_order(info):
-                self._put_headers(node, ready, begun, until_s, payloads, targets)
+                self._put_headers(node, ready, until_s, payloads, targets)
             else:
                 transport.write(info, payloads, targets, left_to_write_s(until_s))
-                self._put_headers(node, ready, begun, until_s)
+                self._put_headers(node, ready, until_s)
             return digests
 
         part_bytes = PART_BYTES if self._is_verified else UNVERIFIED_PART_BYTES
@@ -409,25 +433,24 @@ class Putter:
     def _put_headers(
         self,
         node: NodeAccess,
-        ready: Sequence[tuple[int, SlotHeader]],
-        begun: Sequence[tuple[int, SlotHeader]],
+        headers: Sequence[tuple[int, SlotHeader]],
         until_s: float,
         payloads: Sequence[LocalSpan] = (),
         slots: Sequence[ByteSpan] = (),
     ) -> None:
-        """Headers of blocks of one size. The payloads first, where there are any, by the same
-        write. Headers that say "writing" empty those of their blocks' other units, too."""
+        """Headers of blocks of one size and one state. The payloads first, where there are any, by
+        the same write. A "writing" header also empties the headers of its block's other units."""
         info, transport, shape = node
-        begun = sorted(begun)
-        heads = shape.headers(0, (ready or begun)[0][1].length_bytes).stop
-        split = len(ready) * HEADER_BYTES
-        size_bytes = split + len(begun) * heads
-        targets = [ByteSpan(slot * HEADER_BYTES, HEADER_BYTES) for slot, _ in ready]
-        targets += _joined([ByteSpan(slot * HEADER_BYTES, heads) for slot, _ in begun])
+        headers = sorted(headers)
+        first = headers[0][1]
+        is_mark = first.state == STATE_WRITING
+        each = shape.headers(0, first.length_bytes).stop if is_mark else HEADER_BYTES
+        targets = [ByteSpan(slot * HEADER_BYTES, each) for slot, _ in headers]
+        targets = _joined(targets) if is_mark else targets
+        size_bytes = len(headers) * each
         with self._scratch.take(size_bytes) as buffer:
-            starts = range(0, split, HEADER_BYTES), range(split, size_bytes, heads)
-            write_headers(buffer, starts[0], [header for _, header in ready])
-            write_headers(buffer, starts[1], [header for _, header in begun], heads - HEADER_BYTES)
+            starts = range(0, size_bytes, each)
+            write_headers(buffer, starts, [header for _, header in headers], each - HEADER_BYTES)
             ends = accumulate(span.length_bytes for span in targets)
             sources = [
                 (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
@@ -447,10 +470,6 @@ def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
         else:
             found.append(span)
     return found
-
-
-def _nothing() -> Sequence[Use]:
-    return ()
 
 
 def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:

@@ -9,9 +9,9 @@ renewed while puts come. A slot goes through three hands:
     ready     marked, and the directory that granted it has answered since: no other one began
               before the mark was there, so the slot may be written without asking anybody
 
-Raw slots are marked with the headers of the next put, and confirmed by its commit, whose answer
-brings as many raw ones as it used up; so two puts' worth of slots last for ever. What lingers is
-marked by a thread, which also fills a reserve first and gives back what nobody uses any more.
+A put first marks the raw slots, and its commit confirms them. The answer brings as many raw slots
+as the put used up, so two puts' worth of slots last for ever. A thread marks the raw slots that no
+put marks in time, fills a reserve at first and gives back slots that are not used any more.
 Commits of several threads at once go as one message.
 
 A block that the node has already is found out by the commit, too late to save the writing of it:
@@ -34,7 +34,7 @@ from mooncake_store.client.restorer import LEASE_MARGIN_S
 from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError, StoreUnavailable
-from mooncake_store.records.blocks import THERE, Slot
+from mooncake_store.records.blocks import STORED, THERE, Slot
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.client")
@@ -113,14 +113,15 @@ class Taken(NamedTuple):
 
 
 class ReservedSlots:
-    """Thread-safe. `mark(info, size_bytes, uses, lease_s)` writes their headers; StoreError."""
+    """Thread-safe. `mark(info, size_bytes, uses, lease_s, until_s)` writes their headers until
+    then, by CLOCK_BOOTTIME; StoreError."""
 
     def __init__(
         self,
         directory: DirectoryClient,
         tenant: str,
         name: str,
-        mark: Callable[[NodeInfo, int, Sequence[Use], float], None],
+        mark: Callable[[NodeInfo, int, Sequence[Use], float, float], None],
     ) -> None:
         self._directory, self._tenant, self._mark = directory, tenant, mark
         self._names = (f"{name}/ahead{number}" for number in itertools.count())
@@ -152,19 +153,21 @@ class ReservedSlots:
             del reserve.ready[:count]
             reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
             reserve.puts += 1
-            limit_s = min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
-            until_s = min((asked_s for _, asked_s in reserve.raw), default=now_s) + limit_s
-            return Taken(reserve, uses, self._take_raw(reserve, now_s), [], max(until_s, now_s))
+            return Taken(reserve, uses, *self._take_raw(reserve, now_s))
 
-    def _take_raw(self, reserve: Reserve, now_s: float) -> list[Use]:
-        """To be marked. What is too old for that may be somebody else's by now: it is left."""
-        oldest_s = now_s - min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
-        raw = [use for use, asked_s in reserve.raw if asked_s >= oldest_s]
-        if len(raw) < len(reserve.raw):
-            reserve.late += [use for use, asked_s in reserve.raw if asked_s < oldest_s]
+    def _take_raw(self, reserve: Reserve, now_s: float) -> tuple[list[Use], list[Use], float]:
+        """Raw slots to be marked, an empty list of late ones, and until when, by CLOCK_BOOTTIME.
+
+        A slot that is too old for a mark may be another client's by now: it is left.
+        """
+        limit_s = min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
+        in_time = [entry for entry in reserve.raw if entry[1] >= now_s - limit_s]
+        if len(in_time) < len(reserve.raw):
+            reserve.late += [use for use, asked_s in reserve.raw if asked_s < now_s - limit_s]
         reserve.raw = []
-        reserve.marking += len(raw)
-        return raw
+        reserve.marking += len(in_time)
+        until_s = min((asked_s for _, asked_s in in_time), default=now_s) + limit_s
+        return [use for use, _ in in_time], [], until_s
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """They are written, and what was to be marked is. The verdict on each: STORED, THERE or
@@ -175,13 +178,18 @@ class ReservedSlots:
             reserve.late += taken.late
             reserve.marking -= len(taken.raw) + len(taken.late)
         verdicts = self._commit(reserve, own)
-        left = [row[1:3] for row, verdict in zip(rows, verdicts, strict=True) if verdict == THERE]
-        if left:
+        if THERE in verdicts:
             with self._lock:
                 self._ask_first_s = boot_s() + ASK_FIRST_S
-            self._abandon(reserve, left)
+        left = [row[1:3] for row, verdict in zip(rows, verdicts, strict=True) if verdict != STORED]
+        self._abandon(reserve, left)
         self._ended(reserve)
         return verdicts
+
+    def unmarked(self, taken: Taken) -> None:
+        """Its marks may land late: the reserve is dropped, and its slots are quarantined after the
+        last put into them."""
+        self._drop(taken.reserve)
 
     def failed(self, taken: Taken) -> None:
         """What was taken will not be committed: the whole reserve is given up."""
@@ -327,9 +335,9 @@ class ReservedSlots:
         if reserve.missing or reserve.until_s < now_s + LEASE_S / 2:
             self._commit(reserve, _Commit(()))
         with self._lock:
-            raw = self._take_raw(reserve, boot_s())
+            raw, _, until_s = self._take_raw(reserve, boot_s())
         if raw:
-            self._mark(reserve.info, reserve.size_bytes, raw, LEASE_S)
+            self._mark(reserve.info, reserve.size_bytes, raw, LEASE_S, until_s)
             with self._lock:
                 reserve.marked += raw
                 reserve.marking -= len(raw)

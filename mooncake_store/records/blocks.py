@@ -70,7 +70,7 @@ REFUSED, STORED, THERE = 0, 1, 2  # of a block in a reserved slot: see Directory
 class ReservedCommit:
     """The answer to `commit_reserved`."""
 
-    verdicts: tuple[int, ...]  # per block REFUSED, STORED or THERE (its slot stays reserved)
+    verdicts: tuple[int, ...]  # per block; a slot that is not STORED stays reserved
     is_held: bool  # had this owner any slot reserved when it asked? Else all that it had are gone
     most: int  # slots that it may have reserved now; it gives back what is over that
     slots: tuple[tuple[int, int], ...]  # newly reserved: slot, generation

@@ -48,12 +48,20 @@ class Ahead:
             if world.now_s >= self.until_s:  # as ReservedSlots.take
                 return True
             self.written = self.ready.pop()
-            self.written.key = world.rng.choice(CHAINS["a"])
+            self.written.key = world.rng.choice(self._being_written(world) or CHAINS["a"])
             self._write(world, self.written)
         else:
             self._give_back(world, self.ready)
             return True
         return False
+
+    def _being_written(self, world: World) -> list[bytes]:
+        """In every third put: the keys that other owners are writing on this node."""
+        if world.rng.random() > 1 / 3:
+            return []
+        return [use.key for use in world.promises.uses.values()
+                if (use.node_id, use.state) == (self.node_id, "writing")
+                and not use.is_reserved and use.key in CHAINS["a"]]  # fmt: skip
 
     def _write(self, world: World, use: Use) -> None:
         is_stray = use.memory.write(use, 0, (use.key, 0))
@@ -116,9 +124,9 @@ class Ahead:
         others = [each for each in promises.uses.values()
                   if each is not use and each.state == "writing" and not each.is_reserved
                   and (each.node_id, each.key) == place]  # fmt: skip
-        if place in promises.ready or others:
+        if place in promises.ready:
             return {THERE}
-        if self.node_id in world.draining:
+        if others or self.node_id in world.draining:  # another owner may give up what it writes
             return {REFUSED}
         payers = payer(world, use.key)
         world.allowed.tenants.add(payers)
@@ -130,7 +138,9 @@ class Ahead:
         (verdict,) = answer.verdicts
         assert verdict in expected, f"{use} was answered by {verdict}, not {expected}"
         if verdict != STORED:
-            world.seen["reserved slots not needed" if verdict == THERE else "late commits"] += 1
+            is_late = use.state != "writing" or self.owner not in world.promises.owners
+            kind = "late commits" if is_late else "reserved slots refused"
+            world.seen["reserved slots not needed" if verdict == THERE else kind] += 1
             return
         name = payer(world, use.key)
         use.tenant = name if name in world.promises.quotas else ""

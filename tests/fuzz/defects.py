@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from mooncake_store.directory.core import inventory
+from mooncake_store.directory.core import inventory, reservations
 from mooncake_store.directory.core.block_index import BlockIndex
 from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.holder import Holder
 from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.slots import SlotPool
+from mooncake_store.records.blocks import REFUSED, THERE
 from mooncake_store.records.events import BlockRemoved, Event, EventLog
 
 
@@ -141,6 +142,20 @@ def a_lost_reservation_is_said_to_stand(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Directory, "commit_reserved", planted)
 
 
+def a_block_that_another_owner_is_writing_passes_for_stored(patch: pytest.MonkeyPatch) -> None:
+    commit = reservations.commit
+
+    def planted(table: CopyTable, holder: Holder, blocks: Any, *rest: Any) -> list[int]:
+        writing = set(holder.writing)
+        verdicts = commit(table, holder, blocks, *rest)
+        return [
+            THERE if verdict == REFUSED and row[0] in writing else verdict
+            for row, verdict in zip(blocks, verdicts, strict=True)
+        ]
+
+    patch.setattr(reservations, "commit", planted)
+
+
 DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
     a_report_of_a_bad_copy_skips_the_generation,
@@ -148,4 +163,5 @@ DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
     a_writer_of_before_the_restart_rests_too_short, a_commit_of_an_earlier_epoch_is_carried_out,
     a_block_is_spilled_twice, a_renewal_is_forgotten, a_lost_reservation_is_said_to_stand,
+    a_block_that_another_owner_is_writing_passes_for_stored,
 ]  # fmt: skip

@@ -21,6 +21,7 @@ COMMON = {
     "leased reads", "misses noticed", "nodes killed", "pinned hard", "removed", "restores",
     "spills kept", "writers quarantined", "commits of an earlier epoch",
     "writers too late to begin", "reserved slots committed", "reserved slots not needed",
+    "reserved slots refused",
     "reservations lost",
 }  # fmt: skip
 

@@ -8,7 +8,8 @@ keys. What goes with a slot of a vanished writer goes with these: the lease runs
 Nobody else can use what is reserved, so it is bounded by what the holder could give: of its free
 and idle memory all reservations together take a quarter, those of one owner half of that.
 
-Whether a block is there already is found out by the commit: then its slot stays reserved.
+Whether a block is there already is found out by the commit: then its slot stays reserved. A block
+that another owner is still writing is not there yet: that owner may die.
 
 Not here: the lease (leases.py), where the slots come from and what a commit changes (copies.py).
 """
@@ -61,8 +62,8 @@ def commit(
 ) -> list[int]:
     """(key, slot, generation, checksum) were written into reserved slots: STORED, THERE, REFUSED.
 
-    Refused are slots that are not (any more) this owner's, blocks for whose tenant there is no
-    room, and all blocks that are new to a node that drains.
+    REFUSED: the slot is not this owner's (any more), another owner is still writing the block, the
+    tenant has no room, or the node drains. A refused slot that is this owner's stays reserved.
     """
     reserved, slots, known = holder.reserved, holder.columns.slot, table.blocks.held
     is_special = holder.is_draining or table.tenants.are_limited
@@ -73,8 +74,10 @@ def commit(
         verdict = REFUSED
         if entry is not None and entry[1] == owner and slots[entry[0].row] == slot:
             verdict = STORED
-            if key in named or key in holder.writing:
+            if key in named:
                 verdict = THERE
+            elif key in holder.writing:
+                verdict = REFUSED
             elif key in known and (held := table.blocks.on(key, holder)) is not None:
                 table.touch(held)
                 verdict = THERE

@@ -19,9 +19,9 @@ from mooncake_store.client.putter import Putter
 from mooncake_store.client.reserved_slots import Reserve, ReservedSlots, Taken
 from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import StoreUnavailable, TransferFailed, TransferTimeout
-from mooncake_store.layout import STATE_WRITING, geometry
+from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.segment import Segment
-from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.records.status import HolderStats
 from tests.e2e.server import wait_until
 from tests.mooncake_store.processes import SiteProcesses
@@ -212,6 +212,68 @@ def test_a_block_that_is_there_is_stored_and_the_next_puts_ask_first(
         assert found is not None and np.array_equal(array, found)
 
 
+@pytest.mark.parametrize("is_reserved", [False, True])
+def test_a_put_of_a_block_that_a_dead_writer_began_is_true_only_once_it_is_stored(
+    site: SiteProcesses, is_reserved: bool
+) -> None:
+    with StoreClient(site.address, "a") as store, StoreClient(site.address, "a") as dying:
+        if is_reserved:
+            get_ready(store)
+        else:
+            assert all(store.put(*blocks(), NODE))
+        keys, arrays = blocks()
+        began = dying.directory.allocate(NODE, keys[:1], "dying", 60.0, size_bytes=SIZE)
+        assert began.slots[0] is not None
+        assert store.put(keys, arrays, NODE, deadline_s=0.3) == [False, True, True]
+        assert store.exist(keys) == [False, True, True]
+        with ThreadPoolExecutor(1) as pool:
+            allocate, asked = store.directory.allocate, threading.Event()
+
+            def ask(*arguments: Any, **named: Any) -> Any:
+                given = allocate(*arguments, **named)
+                asked.set()
+                return given
+
+            store.directory.allocate = ask  # type: ignore[method-assign]
+            putting = pool.submit(store.put, keys, arrays, NODE, deadline_s=30.0)
+            assert asked.wait(30)
+            dying.directory.release("dying")
+            assert putting.result() == [True] * COUNT
+        for array, found in zip(arrays, store.get(keys), strict=True):
+            assert found is not None and np.array_equal(array, found)
+
+
+def test_two_puts_of_one_block_at_once_both_wait_for_the_copy(
+    site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(site.address, "a") as store, StoreClient(site.address, "a") as other:
+        keys, arrays = blocks()
+        began, may_go_on, fill = threading.Event(), threading.Event(), Putter._fill
+
+        def slow(putter: Putter, *arguments: Any) -> list[int]:
+            if putter is other._putter:
+                began.set()
+                assert may_go_on.wait(30)
+            return fill(putter, *arguments)
+
+        monkeypatch.setattr(Putter, "_fill", slow)
+        exist, polled = store.directory.exist, threading.Event()
+
+        def poll(*arguments: Any) -> list[bool]:
+            polled.set()
+            return exist(*arguments)
+
+        monkeypatch.setattr(store.directory, "exist", poll)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(other.put, keys, arrays, NODE)
+            assert began.wait(30)
+            second = pool.submit(store.put, keys, arrays, NODE)
+            assert polled.wait(30) and not second.done()
+            may_go_on.set()
+            assert first.result() == second.result() == [True] * COUNT
+        assert store.exist(keys) == [True] * COUNT
+
+
 def test_commits_of_several_threads_go_as_one(
     site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,12 +328,12 @@ def test_a_failed_put_takes_no_slots_from_those_that_others_are_writing(
     reserve = get_ready(store, 2 * COUNT)
     fill, is_writing, may_go_on = Putter._fill, threading.Event(), threading.Event()
 
-    def slow_or_failed(self: Putter, info: Any, writes: Any, raw: Any, until_s: float) -> list[int]:
+    def slow_or_failed(self: Putter, info: Any, writes: Any, until_s: float) -> list[int]:
         if writes[0].key == failing[0]:
             raise TransferFailed("the network is gone")
         is_writing.set()
         assert may_go_on.wait(30)
-        return fill(self, info, writes, raw, until_s)
+        return fill(self, info, writes, until_s)
 
     (failing, lost), (keys, arrays) = blocks(), blocks()
     with ThreadPoolExecutor(1) as pool:
@@ -302,9 +364,9 @@ def test_slots_that_come_after_their_reserve_was_dropped_are_given_back(
     reserve = get_ready(store)
     fill = Putter._fill
 
-    def slow(self: Putter, info: Any, writes: Any, raw: Any, until_s: float) -> list[int]:
+    def slow(self: Putter, info: Any, writes: Any, until_s: float) -> list[int]:
         wait_until(lambda: reserve.is_dropped, "the reserve to be too old")
-        return fill(self, info, writes, raw, until_s)
+        return fill(self, info, writes, until_s)
 
     monkeypatch.setattr(Putter, "_fill", slow)
     monkeypatch.setattr(reserved_slots, "IDLE_S", 0.1)
@@ -373,14 +435,98 @@ def test_a_slot_that_was_granted_too_long_ago_is_given_back_and_not_marked(
     with StoreClient(doomed.address, "a") as store:
         reserve = get_ready(store)
         with reserved(store)._lock:
-            at_once = reserved(store)._take_raw(reserve, 0.0)
+            at_once, _, _ = reserved(store)._take_raw(reserve, 0.0)
             reserve.marking -= len(at_once)
             granted = [(use, 100.0) for use in reserve.ready]
             reserve.ready, reserve.raw = [], granted
-            assert reserved(store)._take_raw(reserve, 100.0 + reserved_slots.RAW_S_MAX + 0.01) == []
+            too_late_s = 100.0 + reserved_slots.RAW_S_MAX + 0.01
+            assert reserved(store)._take_raw(reserve, too_late_s)[0] == []
             assert reserve.late == [use for use, _ in granted] and not reserve.raw
         taken = Taken(reserve, [], [(1, 2)], [], boot_s() - 0.01)  # it stood still after that
         assert taken.markable() == [] and taken.late == [(1, 2)]
         wait_until(lambda: not reserve.late, "their return")
         wait_until(lambda: len(reserve.ready) >= COUNT, "others in their place")
         assert not {use for use, _ in granted} & set(reserve.ready)
+
+
+@pytest.fixture(params=WAYS)
+def raw_store(
+    doomed: SiteProcesses, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreClient]:
+    """Its next put has raw slots to mark."""
+    with StoreClient(doomed.address, *WAYS[request.param]) as store:
+        reserve = get_ready(store, 2 * COUNT)
+        with reserved(store)._lock:
+            monkeypatch.setattr(ReservedSlots, "_look_after", lambda *_: None)
+        assert store.put(*blocks(), NODE) == [True] * COUNT
+        assert reserve.raw and len(reserve.ready) >= COUNT
+        yield store
+
+
+def test_no_mark_lands_on_a_slot_that_was_given_away_while_the_payload_was_written(
+    raw_store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that took over during the put may give the raw slots to another client."""
+    store, reserve = raw_store, reserve_of(raw_store)
+    raw, info = [use for use, _ in reserve.raw], reserve.info
+    with Segment.open(info.segment_path, info.segment_bytes) as segment:
+        memory = SlotMemory(segment.view, geometry(info.segment_bytes, info.unit_bytes))
+        others = [SlotHeader(STATE_READY, each[1] + 1, b"k" * 16, 7, SIZE) for each in raw]
+        delayed: list[bool] = []
+
+        def give_away() -> None:
+            if not delayed:
+                delayed.append(True)
+                memory.write_headers([slot for slot, _ in raw], others)
+
+        node = store.nodes.access(NODE)
+        assert node is not None
+        write, copied = type(node.transport).write, Putter._copied
+
+        def slow_write(transport: Any, info: Any, sources: Any, *rest: Any) -> None:
+            if any(span.length_bytes == SIZE for _, span in sources):
+                give_away()
+            write(transport, info, sources, *rest)
+
+        def slow_copy(*arguments: Any) -> list[int]:
+            give_away()
+            return copied(*arguments)
+
+        monkeypatch.setattr(type(node.transport), "write", slow_write)
+        monkeypatch.setattr(Putter, "_copied", slow_copy)
+        keys, arrays = blocks()
+        assert store.put(keys, arrays, NODE) == [True] * COUNT
+        assert delayed
+        found = [memory.header(slot) for slot, _ in raw]
+        assert found == others, "a mark landed on a finished block of another client"
+
+
+def test_a_mark_that_takes_too_long_costs_the_reserve_and_not_the_put(
+    doomed: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(doomed.address, *WAYS["tcp"]) as store:
+        reserve = get_ready(store, 2 * COUNT)
+        with reserved(store)._lock:
+            monkeypatch.setattr(ReservedSlots, "_look_after", lambda *_: None)
+        assert store.put(*blocks(), NODE) == [True] * COUNT
+        node = store.nodes.access(NODE)
+        assert node is not None and reserve.raw
+        write, deadlines_s = type(node.transport).write, list[float]()
+
+        def stuck_mark(
+            transport: Any, info: Any, sources: Any, targets: Any, left_s: float
+        ) -> None:
+            if not any(span.length_bytes == SIZE for _, span in sources) and not deadlines_s:
+                deadlines_s.append(left_s)
+                raise TransferTimeout("the mark is under way for too long")
+            write(transport, info, sources, targets, left_s)
+
+        monkeypatch.setattr(type(node.transport), "write", stuck_mark)
+        keys, arrays = blocks()
+        assert store.put(keys, arrays, NODE) == [True] * COUNT
+        assert 0 < deadlines_s[0] <= reserved_slots.RAW_S_MAX
+        assert reserve.is_dropped and not reserve.puts
+        wait_until(lambda: node_stats(store).reserved_units == 0, "their return")
+        assert node_stats(store).quarantined_units > 0, "a late mark may still land in these"
+        for array, found in zip(arrays, store.get(keys), strict=True):
+            assert found is not None and np.array_equal(array, found)

@@ -79,12 +79,16 @@ def test_a_block_that_is_there_is_not_stored_twice_and_counts_as_used() -> None:
     directory.check()
 
 
-def test_a_block_that_somebody_is_writing_is_there() -> None:
+def test_a_block_that_another_owner_is_still_writing_is_refused() -> None:
+    """That owner may die, and then the block has no copy: THERE would be wrong."""
     directory = directory_with("s0", slots=32)
     (key,) = chain(1)
     given = ask(directory, [], 1)
     directory.allocate("s0", [key], "other", 5.0, False, 0.0)
-    assert ask(directory, rows([key], given.slots), 0).verdicts == (THERE,)
+    assert ask(directory, rows([key], given.slots), 0).verdicts == (REFUSED,)
+    directory.release("other", 1.0)
+    assert ask(directory, rows([key], given.slots), 0, 1.0).verdicts == (STORED,)
+    assert directory.lookup([key], "", 0.0, 1.0)
 
 
 def test_slots_of_a_writer_that_vanished_rest_before_they_are_used_again() -> None:
