@@ -145,6 +145,11 @@ class LlmThread:
         """Run `action` in this thread after what it does now. Only from within this thread."""
         self._loop.call_soon(action)
 
+    def post(self, action: Callable[[], None]) -> None:
+        """As `soon`, from any thread. After the end of this thread nothing runs."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(action)
+
     def close(self, timeout_s: float) -> None:
         """Abort what runs, wait for it for so long, end the LLM and this thread."""
         if not self._thread.is_alive():

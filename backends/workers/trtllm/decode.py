@@ -28,7 +28,7 @@ from backends.errors import WorkerUnavailable
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob
-from backends.workers.trtllm.driver import TrtllmDriver
+from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 
@@ -39,20 +39,55 @@ LAST_BLOCK_S_MAX = 1.0
 
 @dataclass(slots=True, eq=False)
 class EngineAnswer:
-    """One request at the engine, until its pages are given back; hears of it as its sink."""
+    """One request at the engine, until its pages are given back; the sink of its generation.
+
+    Where the engine copies KV out of slots of the storage node, the slots may be given away during
+    the copy. So tokens and the end of the generation are held until `is_believed`.
+    """
 
     driver: TrtllmDecode
     job: DecodeJob
     running: EngineRun | None = None
     is_staged: bool = False
+    is_claimed: bool = False  # the connector has recognised the request
+    is_believed: bool = False  # no KV of it is unverified; only changed in the LLM's thread
+    held: list[list[int] | Outcome] = field(default_factory=list)  # tokens, last perhaps the end
+    held_s: float = 0.0  # when the first of `held` came, by time.monotonic(); 0: none is held
     ended_s: float = 0.0  # it has left its worker; 0: not yet
     pages: list[int] = field(default_factory=list)  # to be given back when it is over
 
     def tokens(self, token_ids: list[int]) -> None:
-        self.driver.decoded(self.job, token_ids)
+        self._take(token_ids)
 
     def ended(self, outcome: Outcome) -> None:
-        self.driver.ended(self.job, outcome)
+        self._take(outcome)
+
+    def _take(self, news: list[int] | Outcome) -> None:
+        self.is_believed = self.is_believed or self.driver.has_read(self.job)
+        if self.is_believed and not self.held:
+            self._carry_out(news)
+        else:
+            self.held_s = self.held_s or time.monotonic()
+            self.held.append(news)
+
+    def believe(self) -> None:
+        """Carry out what was held. In the LLM's thread."""
+        self.is_believed = True
+        held, self.held, self.held_s = self.held, [], 0.0
+        for news in held:
+            self._carry_out(news)
+
+    def fail(self, error: Exception) -> None:
+        """Drop what was held. In the LLM's thread."""
+        if self.held:
+            self.held, self.held_s = [], 0.0
+            self.driver.fail(self.job, error)
+
+    def _carry_out(self, news: list[int] | Outcome) -> None:
+        if isinstance(news, Outcome):
+            self.driver.ended(self.job, news)
+        else:
+            self.driver.decoded(self.job, news)
 
 
 class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWorker, DecodeJob]):
@@ -91,6 +126,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         if not worker.jobs:
             worker.process.steps.batch_is_empty()
         self._let_go(now_s)
+        self._look_at_held(now_s)
         running = sum(
             answer.running is not None and not worker.has_left(answer.job)
             for answer in self._answers.values()
@@ -163,8 +199,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         if job.finish_reason or self._worker.has_left(job):
             return  # we saw its end before the engine did
         if outcome.error is not None:
-            self._failed(outcome.error)
-            self._worker.end(job, outcome.error)
+            self.fail(job, outcome.error)
         elif outcome.finish_reason == "stop":  # the end id itself is kept by some releases
             self.decoded(job, list(job.request.sampling.end_ids[:1]))
             if not job.finish_reason:
@@ -172,9 +207,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
                 self._worker.end(job, error)
         elif not job.is_stopped:
             reason = f"the engine ended it after {len(job.output_ids)} tokens: "
-            error = WorkerUnavailable(reason + outcome.finish_reason)
-            self._failed(error)
-            self._worker.end(job, error)
+            self.fail(job, WorkerUnavailable(reason + outcome.finish_reason))
 
     def has_read(self, job: DecodeJob) -> bool:
         return self._placed is None or not self._placed.is_in_slots(job.pages)
@@ -185,13 +218,34 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         if job is None or self.has_read(job):
             return
         self._places.forget(job.pages)
+        if (answer := self._answers.get(job)) is not None:
+            self.engine.llm.post(answer.believe)
         self._worker.writer.then(lambda: self._worker.release_handed_over(job))
+
+    def _look_at_held(self, now_s: float) -> None:
+        """A request that the connector did not recognise loads nothing: the engine computes its
+        prompt. A load that was claimed and does not end fails the request; with the lock held."""
+        for answer in self._answers.values():
+            waited_s = now_s - answer.held_s if answer.held_s else 0.0
+            if not answer.is_claimed and waited_s > UNCLAIMED_S_MAX:
+                self.engine.llm.post(answer.believe)
+            elif waited_s > self._transfer_s_max:
+                error = WorkerUnavailable(
+                    f"the engine did not load KV within {self._transfer_s_max:g} s"
+                )
+                self.engine.llm.post(functools.partial(answer.fail, error))
+
+    def fail(self, job: DecodeJob, error: Exception) -> None:
+        self._failed(error)
+        self._worker.end(job, error)
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._worker.lock:
             job = self._staged_jobs.get(request_id)
-        if job is None:
-            return
+            if job is None:
+                return
+            if (answer := self._answers.get(job)) is not None:
+                answer.is_claimed = True
         if not loaded_tokens:  # its engine had all that was handed over
             self.loaded(request_id)
         paths = {"loaded": loaded_tokens, "local": local_tokens}

@@ -32,6 +32,7 @@ from mooncake_store.client.store import Store
 from mooncake_store.layout import PageLayout
 
 log = logging.getLogger(__name__)
+UNCLAIMED_S_MAX = 1.0  # the connector's message may arrive so long after the engine's tokens
 UNSTAGE_S_MAX = 60.0  # nobody waits for it; an engine that is compiling something is not dead
 
 W = TypeVar("W", bound=JobWorker[Any])

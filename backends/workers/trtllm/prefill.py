@@ -33,13 +33,12 @@ from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.prefill_worker import PrefillWorker
-from backends.workers.trtllm.driver import TrtllmDriver
+from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
 from mooncake_store.block_keys import chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 
 log = logging.getLogger(__name__)
 STEPS_AHEAD = 2  # so many steps' tokens are in the engine's own queue
-UNCLAIMED_S_MAX = 1.0  # the connector's word may come a little after the engine's
 SAME_STEP_S = 0.001  # first tokens that come so close to each other are of one step
 
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from backends.engine.trtllm.block_pages import SlotUse
+from backends.engine.trtllm.llm_thread import Outcome
+from backends.errors import WorkerUnavailable
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef
 from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
-from backends.workers.trtllm.prefill import UNCLAIMED_S_MAX, StagedPrompt, TrtllmPrefill
+from backends.workers.trtllm.driver import UNCLAIMED_S_MAX
+from backends.workers.trtllm.prefill import StagedPrompt, TrtllmPrefill
 
 REF = BlockRef(0, "s0", 1, 1, 0)
 
@@ -102,3 +105,84 @@ def test_what_was_not_handed_over_is_staged_as_nothing_to_load(
     )
     driver._stage(EngineAnswer(driver, job))
     assert [each.loaded_tokens for each in staged] == [loaded]
+
+
+class HashedNamespace(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+class Streamed:
+    """A decode driver, and what its worker was given, in order. Its KV lies in slots."""
+
+    def __init__(self, are_in_slots: bool = True) -> None:
+        self.said: list[Any] = []
+        said = self.said
+        self.in_slots = are_in_slots
+        driver: Any = object.__new__(TrtllmDecode)
+        self.driver = driver
+        driver._placed = SimpleNamespace(
+            is_in_slots=lambda pages: self.in_slots, forget=lambda pages: self.forget()
+        )
+        driver._transfer_s_max, driver._has_news = 60.0, False
+        driver._health = SimpleNamespace(went_well=lambda: None, failed=said.append)
+        driver.engine = SimpleNamespace(
+            llm=SimpleNamespace(soon=lambda act: act(), post=lambda act: act())
+        )
+        self.job: Any = HashedNamespace(
+            request_id="a", pages=[0, 1], finish_reason="", output_ids=[], is_stopped=False,
+            tokens_given=30,
+        )  # fmt: skip
+        driver._worker = SimpleNamespace(
+            lock=threading.Condition(), has_left=lambda job: False, is_closing=False,
+            decoded=lambda tokens_of: said.extend(ids for _, ids in tokens_of),
+            send_news=lambda: None, end=lambda job, error: said.append(error),
+            writer=SimpleNamespace(then=lambda act: None),
+            process=SimpleNamespace(
+                watch=SimpleNamespace(progressed=lambda now_s: None),
+                observations=SimpleNamespace(observe=lambda *_, **__: None),
+            ),
+        )  # fmt: skip
+        self.answer = EngineAnswer(driver, self.job)
+        driver._answers, driver._staged_jobs = {self.job: self.answer}, {"a": self.job}
+
+    def forget(self) -> None:
+        self.in_slots = False
+
+
+def test_no_token_leaves_before_its_kv_is_known_to_be_what_was_verified() -> None:
+    streamed = Streamed()
+    streamed.answer.tokens([1])
+    streamed.driver.claimed("a", 0, 28)
+    streamed.answer.tokens([2, 3])
+    streamed.answer.ended(Outcome(finish_reason="cancelled"))
+    assert streamed.said == [], "the slots may have been given away during the load"
+    streamed.driver.loaded("a")
+    tokens, error = streamed.said[:2], streamed.said[2:]
+    assert tokens == [[1], [2, 3]] and "cancelled" in str(error), "held, in order"
+    streamed.answer.tokens([4])
+    assert streamed.said[-1] == [4]
+
+
+def test_tokens_of_kv_in_the_pool_or_of_nothing_loaded_leave_at_once() -> None:
+    pooled = Streamed(are_in_slots=False)
+    pooled.answer.tokens([1])
+    assert pooled.said == [[1]]
+    local = Streamed()
+    local.answer.tokens([1])
+    local.driver.claimed("a", 28, 0)
+    assert local.said == [[1]]
+
+
+def test_held_tokens_of_an_unmatched_stage_leave_and_those_of_a_stuck_load_fail() -> None:
+    unmatched, stuck = Streamed(), Streamed()
+    stuck.driver.claimed("a", 0, 28)
+    for streamed in (unmatched, stuck):
+        streamed.answer.tokens([1])
+        held_s = streamed.answer.held_s
+        streamed.driver._look_at_held(held_s + UNCLAIMED_S_MAX / 2)
+        assert streamed.said == []
+        streamed.driver._look_at_held(held_s + UNCLAIMED_S_MAX * 2)
+    assert unmatched.said == [[1]], "the engine computed the prompt itself"
+    assert stuck.said == []
+    stuck.driver._look_at_held(held_s + 61.0)
+    assert isinstance(stuck.said[-1], WorkerUnavailable) and [1] not in stuck.said
