@@ -409,7 +409,7 @@ def measure_verifying(size_bytes: int, block_bytes: int, layers: int) -> CopyRat
             size = f"{block_bytes // 1024} KiB x {count}"
             limit = rates.best(
                 f"copied and verified, {size} (limit)",
-                lambda: copy_blocks(targets, sources, block_bytes, layers),
+                lambda: copy_blocks(targets, sources, block_bytes, layers, is_read=True),
             )
 
             def verify() -> None:

@@ -271,7 +271,7 @@ def _copied_alike(
 ) -> list[bool]:  # fmt: skip
     sources = [(view, shape.slot_offset_bytes(want.copy.slot) + want.start_bytes) for want in wants]
     targets = [(want.target[0], want.target[1].offset_bytes) for want in wants]
-    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed, threads)
+    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed, threads, is_read=True)
     return [want.is_promised(found) for want, found in zip(wants, packed, strict=True)]
 
 

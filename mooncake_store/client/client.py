@@ -76,6 +76,9 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 class StoreClient:
     """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out).
 
+    `is_verified`: False stores blocks without a checksum and reads blocks without checking theirs.
+    Then a read promises that the slot held the block all the time, and nothing about its bytes: the
+    late bytes of a transfer that was given up are not noticed. The same holds for parts of blocks.
     `threads`: how many move the bytes of one batch, and serve futures.
     """
 

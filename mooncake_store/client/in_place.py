@@ -4,7 +4,11 @@ A copy is verified while it is made, so what arrived is known to be whole. Who r
 later (a GPU's copy engine, say), is told instead that the block is whole now, and how its headers
 look: a slot is filled anew only after they were changed. So as long as a lease keeps the slot they
 stay, and whoever finds them unchanged behind its reading has read what was verified. In the same
-way somebody else fills slots that were allocated here, and their digests are taken in place.
+way somebody else fills slots that were allocated here, and their digests are taken in place: only
+of slots that no earlier transfer can write into (Store.slots_in_place).
+
+A late byte of a transfer that was given up changes no header. It is not noticed when it lands
+between the verification of a block and the reading of it in place.
 
 Not here: leases (the directory), how a header is made (slot_memory.py).
 """

@@ -78,9 +78,9 @@ class LayerWriter:
             start, length_bytes = shape.slot_offset_bytes(number) + start_bytes, source.nbytes
             target = view[start : start + length_bytes]
             if length_bytes == layer_bytes:  # one by one, as they are computed
-                found.append((copy_and_sum(target, source),))
+                found.append((copy_and_sum(target, source, is_read=False),))
             else:
-                packed = copy_and_digest(target, source, self._layers_in(source))
+                packed = copy_and_digest(target, source, self._layers_in(source), is_read=False)
                 found.append(unpack_digests(packed))
         return found
 

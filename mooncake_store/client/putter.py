@@ -400,6 +400,7 @@ class Putter:
             part[0].source.nbytes,
             is_hashed=self._is_verified,
             threads=self._movers.threads,
+            is_read=False,
         )
         return [int.from_bytes(each, "big") for each in packed]
 

@@ -72,6 +72,7 @@ __all__ = ["Store", "checksum"]
 
 log = logging.getLogger("mooncake_store.store")
 RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
+LATE_SLOTS_MAX = 65_536  # allocated, and not saved in place because late bytes may land there
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Fetched:
 
 
 class Store:
-    """See the module docstring. `transports` says how bytes of a node get here.
+    """`transports` says how bytes of a node get here.
 
     "auto": the own node mapped, all others by NIXL. "mapped": every node of this host mapped (no
     NIXL needed). "nixl": reads of the own node go through NIXL too, to test one against the other.
@@ -123,6 +124,7 @@ class Store:
         self._attaching = threading.Lock()
         self._recent: deque[tuple[Sequence[bytes], list[tuple[Copy, ...]]]]
         self._recent = deque(maxlen=RECENT_LOOKUPS_MAX)
+        self._late = deque[Slot | None](maxlen=LATE_SLOTS_MAX)
         self._buffers: list[ByteArray] = []
         scratch = Scratch(self._nodes)
         self._headers = HeaderReader(self._nodes, scratch)
@@ -251,6 +253,7 @@ class Store:
                 if (here := own.now()) is not None:
                     is_ours = here.begin(key, slot, size_bytes, lease_s, ephemeral)
             if is_ours and self._directory.may_write(given, owner, lease_s):
+                self._late.extend(given.slots[at] for at in given.late)
                 return given
         else:
             self._check_alive(self._own)
@@ -400,8 +403,7 @@ class Store:
 
     @property
     def own_segment(self) -> NodeInfo | None:
-        """The own node as attached, whose segment processes of this host may map; None: it is not
-        read by mapping it, or dead."""
+        """The own node, whose segment is mapped here. None: it is dead, or not read by mapping."""
         own = self._own
         is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
         return own.info if is_mapped and own.segment.is_owner_alive() else None
@@ -434,11 +436,12 @@ class Store:
         return own.info.incarnation != incarnation or is_still(own.segment.view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
-        """Where somebody else of this host may fill slots of the own node, which `allocate` gave a
-        moment ago."""
-        own = self._own
+        """Where another process of this host may fill slots of the own node, which `allocate` just
+        gave. None: late bytes may land there, so a digest of what lies there proves nothing."""
+        own, late = self._own, set(self._late)
         blocks = begun_blocks(own.shape, slots, self.layout.block_bytes)
-        return PlacedBlocks(own.info.incarnation, blocks)
+        safe = [at if slot not in late else None for slot, at in zip(slots, blocks, strict=True)]
+        return PlacedBlocks(own.info.incarnation, safe)
 
     def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
         """As `write`, of slots of the own node that somebody else has filled."""

@@ -38,17 +38,23 @@ def checksum(view: ByteArray) -> int:
     return xxhash.xxh3_64_intdigest(view.data)
 
 
-def copy_and_sum(target: ByteArray, source: ByteArray) -> int:
-    """Copy `source` to `target` (1-D uint8 of equal length); the checksum of what arrived."""
+def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
+    """Copy `source` to `target` (1-D uint8 of equal length); the checksum of what was copied.
+
+    One side is a segment, where the late bytes of a transfer that was given up may land at any
+    time. The other side belongs to this process, and is hashed: the target of a read, the source of
+    a write. So late bytes never get a checksum that fits them.
+    """
+    hashed = target if is_read else source
     length_bytes = source.nbytes
     if length_bytes <= PIECE_BYTES:
         target[:] = source
-        return xxhash.xxh3_64_intdigest(target.data)
+        return xxhash.xxh3_64_intdigest(hashed.data)
     running = xxhash.xxh3_64()
     for start in range(0, length_bytes, PIECE_BYTES):
-        piece = target[start : start + PIECE_BYTES]
-        piece[:] = source[start : start + PIECE_BYTES]
-        running.update(piece.data)
+        piece = slice(start, start + PIECE_BYTES)
+        target[piece] = source[piece]
+        running.update(hashed[piece].data)
     return running.intdigest()
 
 

@@ -62,20 +62,25 @@ def checksum_of(view: ByteArray, layers: int) -> int:
     return block_checksum(layer_digests(view, layers)) if layers else checksum(view)
 
 
-def copy_and_digest(target: ByteArray, source: ByteArray, layers: int) -> bytes:
-    """Copy so many layers (1-D uint8 of equal length); the packed digests of what arrived."""
+def copy_and_digest(target: ByteArray, source: ByteArray, layers: int, *, is_read: bool) -> bytes:
+    """Copy so many layers (1-D uint8 of equal length); the packed digests of what was copied.
+
+    `is_read`: which side is hashed, as in `copy_and_sum`.
+    """
+    hashed = target if is_read else source
     if source.nbytes <= PIECE_BYTES:
         target[:] = source
-        return layer_digests(target, layers)
+        return layer_digests(hashed, layers)
     layer_bytes = source.nbytes // layers
     if layer_bytes > PIECE_BYTES:
+        parts = _parts(source, layer_bytes)
         return pack_digests(
-            [copy_and_sum(target[part], source[part]) for part in _parts(source, layer_bytes)]
+            [copy_and_sum(target[part], source[part], is_read=is_read) for part in parts]
         )
     found = []
     for part in _parts(source, PIECE_BYTES // layer_bytes * layer_bytes):
-        piece = target[part]
-        piece[:] = source[part]
+        target[part] = source[part]
+        piece = hashed[part]
         found.append(layer_digests(piece, piece.nbytes // layer_bytes))
     return b"".join(found)
 
@@ -91,18 +96,21 @@ def copy_blocks(
     layers: int = 0,
     is_hashed: bool = True,
     threads: int = 1,
+    *,
+    is_read: bool,
 ) -> list[bytes]:
     """Copy blocks of one size (in buffers of 1-D uint8): for each the packed digests of its layers,
     or of the whole as if it were one where it has none; b"" where nothing is to be hashed.
 
-    `threads`: so many may share a large copy, the caller's included."""
+    `threads`: so many may share a large copy, the caller's included. `is_read`: out of a segment,
+    not into one, as in `copy_and_sum`; native.c hashes what it copies in either direction."""
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
     native = _native_copy()
     if native is None or (is_hashed and part_bytes < HASHED_BYTES_MIN):
         return [
-            _copy_block(target, source, parts, is_hashed)
+            _copy_block(target, source, parts, is_hashed, is_read)
             for target, source in zip(
                 _slices(targets, block_bytes), _slices(sources, block_bytes), strict=True
             )
@@ -146,8 +154,10 @@ def _slices(places: Sequence[Place], block_bytes: int) -> Iterator[ByteArray]:
     return (buffer[start : start + block_bytes] for buffer, start in places)
 
 
-def _copy_block(target: ByteArray, source: ByteArray, parts: int, is_hashed: bool) -> bytes:
+def _copy_block(
+    target: ByteArray, source: ByteArray, parts: int, is_hashed: bool, is_read: bool
+) -> bytes:
     if not is_hashed:
         target[:] = source
         return b""
-    return copy_and_digest(target, source, parts)
+    return copy_and_digest(target, source, parts, is_read=is_read)

@@ -56,6 +56,9 @@ class Allocation:
     # asking, or the lease must be renewed before the first byte. 0: whenever.
     begin_s: float = 0.0
     asked_s: float = 0.0  # when its client asked, by CLOCK_BOOTTIME; the directory says 0
+    # Indices into `slots` of those that a transfer of an earlier use may still write into: their
+    # writer must hash what it writes, not what lies in the slot.
+    late: tuple[int, ...] = ()
 
     @property
     def full(self) -> bool:

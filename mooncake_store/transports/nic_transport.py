@@ -12,8 +12,10 @@ What may be used again after a part was given up:
 * The slots of a node that it was writing: not at all. The kernel of this host keeps what it could
   not send, and sends it when the card works again, be it minutes later. So nothing is written into
   those slots again: WriteGivenUp says that the call is void, its slots rest in quarantine, and the
-  caller writes into fresh ones (putter.py). What still arrives after the quarantine breaks the
-  checksum of whatever lies there then, which is a miss for its readers and never wrong bytes.
+  caller writes into fresh ones (putter.py). Bytes that still arrive after the quarantine break the
+  checksum of the block that lies there then. A verified read takes that for a miss. A read that
+  checks only the header (a part of a block, `is_verified=False`) does not notice such bytes. No
+  checksum is computed from what lies in a slot that such bytes may reach (Allocation.late).
 * After a deadline of a call without another path everything is as with one agent: the transfer
   becomes an orphan, and its memory rests (pending_targets).
 

@@ -103,7 +103,10 @@ class SteppedStore:
         found: list[tuple[int, ...] | None] = []
         for copy in copies:
             packed = copy_and_digest(
-                np.zeros(LAYOUT.block_bytes, np.uint8), self.memory[copy.slot], LAYOUT.layers
+                np.zeros(LAYOUT.block_bytes, np.uint8),
+                self.memory[copy.slot],
+                LAYOUT.layers,
+                is_read=True,
             )
             found.append(
                 unpack_digests(packed) if block_checksum(packed) == copy.checksum else None
@@ -161,7 +164,9 @@ class SteppedStore:
         for slot, offset in zip(slots, offsets_bytes, strict=True):
             target = self.memory[slot.slot][start : start + size]
             source = buffer[offset + start : offset + start + size]
-            written.append(unpack_digests(copy_and_digest(target, source, len(layers))))
+            written.append(
+                unpack_digests(copy_and_digest(target, source, len(layers), is_read=False))
+            )
         return written
 
     def commit(

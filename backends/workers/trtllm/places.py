@@ -189,15 +189,16 @@ class PlacedLoader(KvLoader):
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
         """The engine will save these pages into slots of the own node: for which of them it can."""
-        incarnation, blocks = self._store.slots_in_place(list(slots.values()))
-        region = self._regions.use(incarnation, len(blocks))
+        incarnation, found = self._store.slots_in_place(list(slots.values()))
+        blocks = {page: at for page, at in zip(slots, found, strict=True) if at is not None}
+        region = self._regions.use(incarnation, len(blocks)) if blocks else None
         if region is None:
             return set()
         with self._places:
-            for page, block in zip(slots, blocks, strict=True):
-                assert block is not None and page not in self._slots, page
+            for page, block in blocks.items():
+                assert page not in self._slots, page
                 self._slots[page] = InSlot(region, incarnation, None, block)
-        return set(slots)
+        return set(blocks)
 
     def is_in_slots(self, pages: Sequence[int]) -> bool:
         with self._places:

@@ -137,9 +137,8 @@ class Directory:
         `keys` are consecutive blocks of a chain, each of `size_bytes` (0: of the worker that
         attached first). What is there already is leased to `owner` as well, so it cannot be
         evicted to make room for the rest. Stops at the first key without room, since blocks behind
-        a hole in a chain cannot be found. A node that drains, or is still saying what it holds,
-        has no room. They count for the quota of `tenant`, or else of the tenant for whom other
-        copies of them count. QuotaExceeded only when it has no room for the very first key.
+        a hole in a chain cannot be found; a node that drains or is not open has no room. They count
+        for `tenant`, or else for the tenant of other copies. QuotaExceeded: no room for any key.
         """
         table = self._copies
         table.advance(now_s)
@@ -166,8 +165,9 @@ class Directory:
             slots = table.grant_by_quota(*asked, tenant)
         else:
             slots = table.grant(*asked)
-        covered = len(slots)
-        return Allocation((*slots, *[None] * (len(keys) - covered)), covered, self.begin_s)
+        covered, late = len(slots), holder.late(slots, size_bytes, now_s)
+        slots += [None] * (len(keys) - covered)
+        return Allocation(tuple(slots), covered, self.begin_s, late=late)
 
     def commit(
         self,

@@ -420,6 +420,16 @@ class Holder:
             self.pinned_units -= copy.size_class.units
         copy.size_class.gone(copy.key, is_evicted)
 
+    def late(self, slots: Sequence[Slot | None], size_bytes: int, now_s: float) -> tuple[int, ...]:
+        """Which of these, for blocks of one size, a transfer of an earlier use may still write."""
+        if not self.pool.has_late_units:  # the usual case
+            return ()
+        given = [index for index, slot in enumerate(slots) if slot is not None]
+        numbers = [slot.slot for slot in slots if slot is not None]
+        units = self.pool.units_for(size_bytes)
+        are_late = self.pool.gets_late_bytes(numbers, units, now_s)
+        return tuple(index for index, is_late in zip(given, are_late, strict=True) if is_late)
+
     def stats(self) -> HolderStats:
         info, pool = self.info, self.pool
         return HolderStats(

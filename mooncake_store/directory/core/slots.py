@@ -23,6 +23,9 @@ from heapq import heappop, heappush
 
 SLABS_WISHED = 64  # of the first size, when it takes everything: a slab is 1/64 of the memory,
 SLAB_BYTES_MAX = 64 * 2**20  # but not more than this, unless one block is larger
+# After its quarantine a slot may still get late bytes for so long: Linux sends what a connection of
+# TCP could not deliver for about 15 minutes (tcp_retries2).
+LATE_S = 1_800.0
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +109,7 @@ class SlotPool:
         self._slabs: dict[int, Slab] = {}  # start -> slab
         self._open: dict[int, list[Slab]] = {}  # units of a slot -> slabs with room
         self._quarantine: list[tuple[float, int]] = []  # heap of (until_s, slot)
+        self._late_until_s: dict[int, float] = {}  # by unit; in the order of these times
 
     @property
     def free_units(self) -> int:
@@ -154,8 +158,27 @@ class SlotPool:
         """Whether any has ended by now."""
         before = len(self._quarantine)
         while self._quarantine and self._quarantine[0][0] <= now_s:
-            self.quarantined_units -= self._give(heappop(self._quarantine)[1])
+            slot = heappop(self._quarantine)[1]
+            units = self._give(slot)
+            self.quarantined_units -= units
+            for unit in range(slot, slot + units):
+                self._late_until_s.pop(unit, None)
+                self._late_until_s[unit] = now_s + LATE_S
         return len(self._quarantine) < before
+
+    @property
+    def has_late_units(self) -> bool:
+        return bool(self._late_until_s)
+
+    def gets_late_bytes(self, slots: Sequence[int], units: int, now_s: float) -> list[bool]:
+        """Which of these slots of so many units were quarantined less than LATE_S ago, in part or
+        whole. A transfer that was given up may still write into them."""
+        late = self._late_until_s
+        while late and next(iter(late.values())) <= now_s:
+            del late[next(iter(late))]
+        if not late:
+            return [False] * len(slots)
+        return [any(unit in late for unit in range(slot, slot + units)) for slot in slots]
 
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot as used that was in use before; False when its units are taken.
@@ -275,6 +298,8 @@ class SlotPool:
         assert set(resting) <= set(self.used_slots()), "a quarantined slot is free"
         resting_units = sum(self.slab_of(slot).units for slot in resting)
         assert resting_units == self.quarantined_units
+        times = list(self._late_until_s.values())
+        assert times == sorted(times), "late units are out of order"
         busy = sum(slab.used * slab.units for slab in self._slabs.values())
         assert busy == self.used_units + self.quarantined_units, "used units are miscounted"
         for slab in self._slabs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ from mooncake_store.records.blocks import Copy
 from tests.mooncake_store.client.world import (
     BLOCK,
     DEADLINE_S,
+    SEGMENT_BYTES,
     World,
     choose,
     content,
@@ -120,3 +122,23 @@ def test_slots_that_others_fill_get_the_digests_of_what_lies_there(world: World)
     assert not any(is_still(view, block) for block in blocks if block is not None)
     copies = choose(store.lookup(keys, "reader", 60.0), "s0")
     assert all(store.verify_in_place(copies, DEADLINE_S).blocks)
+
+
+def test_slots_that_late_bytes_may_reach_are_not_filled_in_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late byte before the digest would be part of a block that passes for whole."""
+    store, _ = world.store("s0")
+    vanished = [slot for slot in store.allocate(keys_of(2, 4), "vanished", 5.0).slots if slot]
+    world.directory.release("vanished")
+    moved_s = [world.directory.directory.config.quarantine_s + 1.0]
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + moved_s[0])
+    world.directory.node_report("s0", world.nodes["s0"].info.incarnation)
+    world.directory.tick()
+    given = store.allocate(keys_of(SEGMENT_BYTES // BLOCK - 8, 5), "writer", 60.0)
+    slots = [slot for slot in given.slots if slot is not None]
+    assert {slot.slot for slot in vanished} <= {slot.slot for slot in slots}
+    placed = store.slots_in_place(slots).blocks
+    unsafe = {slot.slot for slot, block in zip(slots, placed, strict=True) if block is None}
+    assert unsafe == {slot.slot for slot in vanished}

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_store.memory import digests
+from mooncake_store.memory.buffers import PIECE_BYTES, copy_and_sum
 from mooncake_store.memory.digests import (
     STREAMED_BYTES_MIN,
     block_checksum,
@@ -50,7 +51,7 @@ def test_a_copy_is_whole_and_has_the_digests_of_xxhash(
     target = np.full(blocks * (block_bytes + 2) + shift, 255, np.uint8)
     here = [(source, shift + at * block_bytes) for at in range(blocks)]
     there = [(target, 1 + at * (block_bytes + 2)) for at in reversed(range(blocks))]
-    packed = copy_blocks(there, here, block_bytes, layers, threads=threads)
+    packed = copy_blocks(there, here, block_bytes, layers, threads=threads, is_read=False)
     for (_, start), (_, far), found in zip(there, here, packed, strict=True):
         wanted = source[far : far + block_bytes]
         assert (target[start : start + block_bytes] == wanted).all()
@@ -67,7 +68,7 @@ def test_a_large_copy_goes_past_the_cache_and_is_whole(extra: int) -> None:
     here = [(source, 0), (source, block_bytes)]
     for is_hashed in (True, False):
         target[:] = 0
-        packed = copy_blocks(there, here, block_bytes, 0, is_hashed)
+        packed = copy_blocks(there, here, block_bytes, 0, is_hashed, is_read=True)
         assert (target[aligned : aligned + 2 * block_bytes] == source).all()
         halves = (source[:block_bytes], source[block_bytes:])
         sums = [pack_digests([xxhash.xxh3_64_intdigest(half.data)]) for half in halves]
@@ -83,7 +84,7 @@ def copy_and_check(seed: int, rounds: int, threads: int) -> None:
         places = [at * block_bytes for at in range(blocks)]
         packed = copy_blocks(
             [(target, at) for at in places], [(source, at) for at in reversed(places)], block_bytes,
-            threads=threads,
+            threads=threads, is_read=False,
         )  # fmt: skip
         for at, found in zip(places, packed, strict=True):
             far = places[-1] - at
@@ -130,7 +131,10 @@ def test_a_helper_runs_where_its_process_may_and_dies_of_its_own_mistakes() -> N
         "caller.start()\n"
         "caller.join()\n"
         "tasks = Path('/proc/self/task').iterdir()\n"
-        "[helper] = [at for at in tasks if (at / 'comm').read_text().strip() == 'store-copy']\n"
+        "def name(task):\n"
+        "    try: return (task / 'comm').read_text().strip()\n"
+        "    except FileNotFoundError: return ''\n"  # a thread that has just ended
+        "[helper] = [at for at in tasks if name(at) == 'store-copy']\n"
         "number = int(helper.name)\n"
         "assert os.sched_getaffinity(number) == os.sched_getaffinity(0)\n"
         "status = dict(l.split(':', 1) for l in (helper / 'status').read_text().splitlines())\n"
@@ -144,12 +148,60 @@ def test_a_helper_runs_where_its_process_may_and_dies_of_its_own_mistakes() -> N
 
 def test_the_checksum_of_a_block_is_over_its_layers_digests() -> None:
     source, target = random_bytes(4 * 512, 2), np.zeros(4 * 512, np.uint8)
-    (packed,) = copy_blocks([(target, 0)], [(source, 0)], source.nbytes, 4)
+    (packed,) = copy_blocks([(target, 0)], [(source, 0)], source.nbytes, 4, is_read=True)
     assert block_checksum(packed) == digests.checksum_of(source, 4)
 
 
 def test_a_place_outside_of_its_buffer_is_refused_before_anything_is_written() -> None:
     source, target = random_bytes(512, 3), np.zeros(512, np.uint8)
     with pytest.raises(ValueError):
-        copy_blocks([(target, 1)], [(source, 0)], 512)
+        copy_blocks([(target, 1)], [(source, 0)], 512, is_read=True)
     assert not target.any()
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["write", "read"])
+@pytest.mark.parametrize("layer_bytes", [200, 4_096, PIECE_BYTES + 1_000])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_late_byte_in_shared_memory_never_gets_into_the_digest_of_a_copy(
+    is_read: bool, layer_bytes: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that was given up writes into the segment between the copy and the hashing. A
+    write must be hashed as it was meant, a read as it arrived."""
+    monkeypatch.setattr(digests, "_native_copy", lambda: None)
+    source = random_bytes(layers * layer_bytes, 4)
+    target = np.zeros_like(source)
+    meant, shared = source.copy(), source if is_read else target
+    plain, running = xxhash.xxh3_64_intdigest, xxhash.xxh3_64
+    late = iter([*range(0, source.nbytes, 199)] * 50)
+
+    def write_late() -> None:
+        shared[next(late)] ^= 0xFF
+
+    class Late:
+        def __init__(self) -> None:
+            self.state = running()
+
+        def update(self, data: memoryview) -> None:
+            write_late()
+            self.state.update(data)
+
+        def intdigest(self) -> int:
+            return self.state.intdigest()
+
+    def late_digest(data: memoryview) -> bytes:
+        write_late()
+        return plain(data).to_bytes(8, "big")
+
+    monkeypatch.setattr(xxhash, "xxh3_64", Late)
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", late_digest)
+    monkeypatch.setattr(
+        xxhash, "xxh3_64_intdigest", lambda data: int.from_bytes(late_digest(data), "big")
+    )
+    (packed,) = copy_blocks([(target, 0)], [(source, 0)], source.nbytes, layers, is_read=is_read)
+    summed = copy_and_sum(target, source, is_read=is_read)
+    monkeypatch.undo()
+    if is_read:
+        assert summed == xxhash.xxh3_64_intdigest(target.data)
+    else:
+        assert summed == xxhash.xxh3_64_intdigest(meant.data)
+        assert packed == layer_digests(meant, layers)

@@ -10,6 +10,7 @@ import pytest
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import BAD_REST_S
 from mooncake_store.directory.core.directory import Directory
+from mooncake_store.directory.core.slots import LATE_S
 from mooncake_store.errors import (
     LayoutMismatch,
     NodeNotAttached,
@@ -524,3 +525,21 @@ def test_the_clock_may_not_go_backwards() -> None:
     directory.tick(5.0)
     with pytest.raises(AssertionError, match=r"from 5.0 back to 4.0"):
         directory.tick(4.0)
+
+
+def test_slots_of_a_vanished_writer_are_given_with_a_warning_of_late_bytes() -> None:
+    directory = directory_with("s0", slots=4)
+    (lost, *others) = chain(4)
+    directory.allocate("s0", [lost], "w", 1.0, False, 0.0)
+    rested_s = 2.0 + directory.config.quarantine_s
+    for now_s in (2.0, rested_s):
+        directory.node_report("s0", "n1", now_s)
+        directory.tick(now_s)
+    given = directory.allocate("s0", [*others, lost], "x", 10.0, False, rested_s)
+    assert None not in given.slots and len(given.late) == 1
+    late = given.slots[given.late[0]]
+    assert late is not None and late.slot == 0
+    directory.abandon([slot for slot in given.slots if slot is not None], "x", rested_s)
+    over_s = rested_s + LATE_S
+    directory.node_report("s0", "n1", over_s)
+    assert not directory.allocate("s0", chain(4, "b"), "x", 10.0, False, over_s).late

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mooncake_store.directory.core.slots import SlotPool
+from mooncake_store.directory.core.slots import LATE_S, SlotPool
 
 UNIT = 4096
 
@@ -124,3 +124,18 @@ def test_random_use_keeps_the_invariants(seed: int) -> None:
         pool.free(slot)
     pool.end_quarantines(now_s + 10.0)
     assert pool.take(units) == 0, "everything is free and in one piece again"
+
+
+def test_slots_that_were_quarantined_get_late_bytes_for_a_while() -> None:
+    pool = SlotPool(8, UNIT)
+    slots = [pool.take(2) for _ in range(4)]
+    assert slots == [0, 2, 4, 6]
+    pool.quarantine(2, until_s=10.0)
+    for slot in (0, 4, 6):
+        pool.free(slot)
+    pool.end_quarantines(10.0)
+    assert pool.gets_late_bytes([0, 2, 4, 6], 2, 10.0) == [False, True, False, False]
+    assert pool.take(4) is not None, "another size may have it"
+    assert pool.gets_late_bytes([0, 4], 4, 10.0) == [True, False]
+    assert pool.gets_late_bytes([0, 2], 2, 10.0 + LATE_S) == [False, False]
+    pool.check()
