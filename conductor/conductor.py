@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from conductor.admission.admission import (
@@ -433,16 +433,25 @@ class Conductor:
 
     # Housekeeping and views
 
-    def on_tick(self, now_s: float) -> list[Replicate]:
-        """About once a second. Suggestions may be ignored; they come again if they were."""
+    def on_tick(
+        self, now_s: float, held: Callable[[], Collection[str]] = frozenset
+    ) -> list[Replicate]:
+        """About once a second. Suggestions may be ignored; they come again if they were.
+
+        `held`: the attempts, by request id, that the frontend still has. They stay in flight for
+        longer than request_s_max.
+        """
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
-        self._quotas.tick(now_s)
+        self._quotas.tick(now_s, held)
         self._cluster.prepare(now_s)
         if self._compiled is not None:
             self._compiled.prepare()
-        for request_id in self._cluster.overdue(now_s):
-            self._drop(request_id, now_s)
+        overdue = self._cluster.overdue(now_s)
+        kept = held() if overdue else ()
+        for request_id in overdue:
+            if request_id not in kept:
+                self._drop(request_id, now_s)
         self._others.expire(now_s)
         if not self.config.replicate:
             return []

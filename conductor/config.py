@@ -102,9 +102,9 @@ class ConductorConfig:
     # only. Each says something every second.
     frontend_silent_s_max: float = 3.0
     failed_mark_s: float = 10.0  # after a failed call; lifted earlier by the next report
-    # A request that nobody finished is forgotten after this time, and known from reports only. A
-    # request that lost its workers goes on so long without a decoded token, unless its client set
-    # a timeout.
+    # A request that was not finished for this time, and that its frontend does not hold any more,
+    # is forgotten, and known from reports only. A request that lost its workers is retried for so
+    # long without a decoded token, unless its client set a timeout.
     request_s_max: float = 600.0
 
     # Whether workers that can take both roles change theirs when the load lastingly wants it.

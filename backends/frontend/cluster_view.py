@@ -76,6 +76,7 @@ class ClusterView:
         # Set by the frontend: (worker, incarnation, when it was last heard of).
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # it is to be told
+        self.held: Callable[[], set[str]] = set  # ids of the attempts that the frontend has
         self.config = config
         self.copies_by_heat: Sequence[HeatClass] = ()  # as of the latest tick
         self._latest = LatestDecisions()
@@ -314,7 +315,7 @@ class ClusterView:
             # go on as they were, and requests wait for it instead of being turned away.
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
-            suggestions = self._conductor.on_tick(time.monotonic())
+            suggestions = self._conductor.on_tick(time.monotonic(), self.held)
             self.copies_by_heat = self._conductor.copies_by_heat(time.monotonic())
             flip = self._conductor.propose_flip(time.monotonic())
             lost = self._never_heard_again(time.monotonic())

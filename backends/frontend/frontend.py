@@ -92,6 +92,7 @@ class Frontend:
         )
         cluster.on_worker_down = self._worker_down
         cluster.on_flip = self._tell_to_flip
+        cluster.held = self.live.held_ids
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream

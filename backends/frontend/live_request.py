@@ -133,6 +133,7 @@ class LiveRequest:
         self._client = client
         self._arrived_s = arrived_s
         self._timeout_s = math.inf  # since its arrival, if its client named one
+        self._is_timed_out = False  # its client's timeout ended it
         self._events: deque[LifecycleEvent] = deque()
         self._owned = threading.Lock()
         self._is_done = threading.Event()
@@ -209,6 +210,7 @@ class LiveRequest:
                 self.post(events.Unwanted(Cancelled("the client went away")))
             elif now_s - self._arrived_s > self._timeout_s:
                 limit = f"{TIMEOUT_PASSED} {self._timeout_s * 1000:.0f} ms has passed"
+                self._is_timed_out = True
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
         # Who stood still has heard nothing, whoever spoke.
@@ -218,6 +220,12 @@ class LiveRequest:
                 said = "%s says nothing of request %s"
                 log.warning(said, worker[0], self.request_id, extra=self._in_log)
                 self.post(events.WorkerSilent(worker, now_s))
+
+    def held_ids(self) -> set[str]:
+        """Its attempts that are not released yet, and the one by which its tenant's limits were
+        used. From any thread."""
+        held = {assignment.request_id for assignment in list(self._assignments.values())}
+        return held | {self._counted_id} if self._counted_id else held
 
     def ended(self) -> EndedRequest | None:
         """For a recording; None of one that was never understood."""
@@ -555,7 +563,8 @@ class LiveRequest:
     def _end(self, error: Exception | None) -> None:
         """The client is told, and it is counted."""
         try:
-            self._note_used(bool(self._sent_ids) or error is None or isinstance(error, Cancelled))
+            is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
+            self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
             if error is None and self._answer is not None:
                 self._answer.finish()
             elif isinstance(error, Cancelled):
@@ -575,8 +584,8 @@ class LiveRequest:
             )
 
     def _note_used(self, is_served: bool) -> None:
-        """Of its tenant's limits: the first word counts. What failed before its first token has
-        used nothing."""
+        """Of its tenant's limits: the first call counts. A request that failed before its first
+        token has used nothing; one whose client left, or set too short a timeout, its prompt."""
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0
             self._services.cluster.used(self._counted_id, tokens)

@@ -109,6 +109,10 @@ class LiveRequests:
         with self._changed:
             return list(self._live.values())
 
+    def held_ids(self) -> set[str]:
+        """Of every attempt that a request in flight still has, or by which it is counted."""
+        return {held_id for request in self.all() for held_id in request.held_ids()}
+
     def add(self, request: LiveRequest) -> None:
         with self._changed:
             self._live[request.request_id] = request

@@ -231,7 +231,7 @@ CONDUCTOR: tuple[ParameterMeaning, ...] = (
     ParameterMeaning("failed_mark_s", "",
         "a worker whose call failed is avoided so long, or until it reports"),
     ParameterMeaning("request_s_max", "",
-        "a request that nobody finished is then known from reports only; so long after its "
+        "a request that its frontend lost is then known from reports only; so long after its "
         "arrival, or its last attempt that decoded tokens, a request that lost its workers or its"
         " KV goes on, unless its `timeout_ms` is shorter"),
     ParameterMeaning("role_flips", "",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from conductor.messages import Reject, Request, TenantLimits
@@ -176,13 +177,18 @@ class TenantQuotas:
             del self._windows[next(iter(self._windows))]
         return window
 
-    def tick(self, now_s: float) -> None:
-        """About once a second: a request that nobody ended for so long is in flight no more."""
-        while self._let_in:
-            oldest = next(iter(self._let_in))
-            if now_s - self._let_in[oldest].at_s < self._request_s_max:
-                return
-            self._leave(oldest)
+    def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
+        """About once a second: a request that was not ended for request_s_max, and that its
+        frontend does not hold any more, is not in flight. `held` is called only where needed."""
+        old = []
+        for request_id, entry in self._let_in.items():  # oldest first
+            if now_s - entry.at_s < self._request_s_max:
+                break
+            old.append(request_id)
+        kept = held() if old else ()
+        for request_id in old:
+            if request_id not in kept:
+                self._leave(request_id)
 
     def check(self) -> None:
         """Prove the invariants."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.errors import Overloaded
+from backends.errors import TIMEOUT_PASSED, Overloaded
 from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle.events import Unwanted
 from backends.tenants.asker import Asker
@@ -91,6 +91,30 @@ def test_a_request_that_failed_before_its_first_token_has_used_nothing() -> None
     case = LimitedCase({"prefill_0": [CRASHED] * 5}, asker=LIMITED)
     case.error()
     assert case.used == {"r-1": 0}
+
+
+def test_a_prompt_counts_when_its_clients_own_timeout_ends_its_prefill() -> None:
+    """Else a timeout just below the prefill time would be prefill for nothing, again and again."""
+    case = LimitedCase({}, asker=LIMITED, parameters={"timeout_ms": 1_000})
+    case.calls.on_call = lambda model: case.request.look(case.request._arrived_s + 1.1, 0.0)
+    error = case.error()
+    assert TIMEOUT_PASSED in str(error) and case.calls.bodies
+    assert case.used == {"r-1": len(PROMPT)}
+
+
+def test_a_frontend_names_every_attempt_that_it_still_has() -> None:
+    case = LimitedCase({"decode_0": [KV_GONE]}, asker=LIMITED)
+    seen: list[set[str]] = []
+    send = case.client.send
+
+    def look(outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        seen.append(case.request.held_ids())
+        send(outputs, is_final)
+
+    case.client.send = look  # type: ignore[method-assign]
+    assert case.request.held_ids() == set()
+    assert case.run() == ANSWER
+    assert {"r-1"} <= seen[0] and seen[-1] >= {"r-1", "r-2"}
 
 
 def test_limits_come_back_when_the_client_leaves_while_its_request_is_being_let_in() -> None:

@@ -223,6 +223,26 @@ def test_requests_in_flight_elsewhere_count_until_their_frontend_falls_silent() 
     second.check()
 
 
+def test_a_stream_of_hours_counts_as_in_flight_here_and_elsewhere_while_its_frontend_has_it() -> (
+    None
+):
+    first, second = acquainted(2)
+    held = ask(requests_in_flight_max=1)
+    assert isinstance(first.on_request(held, 1.0), Route)
+    pass_on([first, second], 1.5)
+    for now_s in range(2, 4_000, 2):
+        first.on_tick(float(now_s), lambda: {held.request_id})
+        second.on_tick(float(now_s))
+        pass_on([first, second], float(now_s))
+    for one in (first, second):
+        assert serve(one, ask(requests_in_flight_max=1), 4_000.0) == "tenant_full"
+    first.on_tick(4_001.0)  # a request that the frontend lost without a word
+    pass_on([first, second], 4_001.0)
+    for one in (first, second):
+        assert serve(one, ask(requests_in_flight_max=1), 4_002.0) == ""
+        one.check()
+
+
 def test_an_end_that_is_told_frees_the_place_elsewhere() -> None:
     first, second = acquainted(2)
     held = ask(requests_in_flight_max=1)
@@ -277,7 +297,7 @@ def test_many_tenants_do_not_fill_memory_and_a_request_that_nobody_ends_is_forgo
     for number in range(50):
         quotas.let_in(ask(f"u{number}"), float(number))
     quotas.check()
-    quotas.tick(130.0)
+    quotas.tick(130.0, frozenset)
     assert len(quotas._let_in) == 19 and quotas._in_flight_of["u0"] == 0
     quotas.check()
 
