@@ -63,10 +63,12 @@ class _Vocabulary:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
+        # The flag `special` is not enough: the library still skips a token that lost the flag.
         self._special_ids = {
             token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            for token_id in backend.get_added_tokens_decoder()
+            if not backend.decode([token_id], skip_special_tokens=True)
+            and backend.decode([token_id], skip_special_tokens=False)
         }
         self._token_by_id: dict[int, str | None] = {}
 

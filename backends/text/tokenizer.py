@@ -1,10 +1,11 @@
 """A checkpoint's tokenizer: text to token ids and back, and its chat template.
 
 Reads the files of a Hugging Face folder with the `tokenizers` library alone, because importing
-transformers takes seconds in every process. What transformers 5 does beyond tokenizer.json is done
-here: the named special tokens (bos, eos, ...) count as special although tokenizer.json may not say
-so, and truncation and padding that a training script left behind are switched off. Whether a BOS
-is added is up to tokenizer.json: like transformers 5, not 4, we ignore `add_bos_token` beside it.
+transformers takes seconds in every process. The rules of transformers 5 beyond tokenizer.json are
+implemented here. Tokens that only tokenizer_config.json or added_tokens.json list are added. The
+named tokens (bos, eos, ...) become special even without that flag in tokenizer.json. Truncation and
+padding that a training script left behind are switched off. Whether a BOS is added is up to
+tokenizer.json: like transformers 5, not 4, we ignore `add_bos_token` beside it.
 
 End tokens are those of generation_config.json (config.json without it) and the tokenizer's own
 eos_token, as in vLLM. `clean_up_tokenization_spaces` is not done: it would change text that has
@@ -15,7 +16,7 @@ been streamed already. Not here: streaming text (text_stream.py), the chat templ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,29 @@ from backends.errors import ConfigError, InvalidRequest
 from backends.text import chat_template
 from backends.text.token_bytes import TokenBytes, token_bytes
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+NAMED_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+EXTRA_TOKENS, OLDER_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
+AddedToken = tokenizers.AddedToken
 
 
 class Tokenizer:
     """Thread-safe: nothing changes after loading, except caches."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], eos_ids: Sequence[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        model_vocabulary_tokens: int | None = None,  # vocab_size of config.json; None: unknown
     ) -> None:
         self._backend = backend
-        self._special_tokens = _special_tokens(config)
+        self._model_vocabulary_tokens = model_vocabulary_tokens
         self._templates = chat_template.templates(config.get("chat_template"))
-        _settle(backend, config, self._special_tokens)
-        self.eos_ids = tuple(eos_ids) or self._ids_of("eos_token")
+        named = _settle(backend, config)
+        self._special_tokens = {name: str(token) for name, token in named.items()}
+        self.eos_ids = self._ids_of("eos_token")
         self.bos_id = next(iter(self._ids_of("bos_token")), None)
 
     @classmethod
@@ -55,10 +65,17 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for any damage
             raise ConfigError(f"{path} cannot be read: {error}; fetch the file again") from None
-        config = _read_json(folder / "special_tokens_map.json")
-        config |= _read_json(folder / "tokenizer_config.json")
-        config |= _template_file(folder)
-        tokenizer = cls(backend, config)
+        config = _read_json(folder / "tokenizer_config.json") | _template_file(folder)
+        if not config.get(EXTRA_TOKENS) and OLDER_EXTRA_TOKENS in config:
+            config[EXTRA_TOKENS] = config.pop(OLDER_EXTRA_TOKENS)
+        if config.get("added_tokens_decoder") is None:  # transformers reads the older files then
+            config = _with_older_names(config, _read_json(folder / "special_tokens_map.json"))
+            added_tokens = _read_json(folder / "added_tokens.json")
+            config["added_tokens_decoder"] = _older_table(config, added_tokens, backend)
+        try:
+            tokenizer = cls(backend, config, _model_vocabulary_tokens(folder))
+        except TypeError as error:  # of the library: a flag is no flag
+            raise ConfigError(f"{folder}: the added tokens cannot be read: {error}") from None
         tokenizer.eos_ids = _unique(_end_ids(folder) + tokenizer.eos_ids)
         return tokenizer
 
@@ -87,8 +104,12 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_tokens(self) -> int:
-        """The tokenizer's highest id plus one; a model's logits may be wider (padding)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """The tokenizer's highest id plus one; a model's logits may be wider (padding).
+
+        Never more than the model has: an added token beyond it has no embedding.
+        """
+        found = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return min(found, self._model_vocabulary_tokens or found)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -106,27 +127,126 @@ class Tokenizer:
 
 
 def _settle(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> None:
-    """Do to the backend what transformers does after reading tokenizer.json."""
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> dict[str, str | AddedToken]:
+    """Do to the backend what transformers' TokenizersBackend does after reading tokenizer.json.
+
+    Returns the named special tokens. The library gives a new token the next free id, in the order
+    of the ids in the files. transformers does the same and ignores the ids otherwise.
+    """
     backend.no_truncation()
     backend.no_padding()
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    listed = extra.values() if isinstance(extra, dict) else extra
-    named = [*special.values(), *(_content(token) for token in listed)]
-    backend.add_special_tokens([t for t in named if t and backend.token_to_id(t) is not None])
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    known = backend.get_added_tokens_decoder()
+    decoder = config.get("added_tokens_decoder")
+    table = known if decoder is None else _table(decoder)
+    listed = [table[token_id] for token_id in sorted(table)]  # with the flags that are to hold
+    named = _named_tokens(config, {token.content: token for token in listed})
+    tokens: list[str | AddedToken] = list(listed)
+    contents = {token.content for token in (*known.values(), *listed)}
+    for token in (*named.values(), *map(_token, _extra_tokens(config))):
+        if str(token) not in contents and token not in tokens:
+            tokens.append(token)
+    names = {str(token) for token in named.values()}
+    backend.add_tokens([_as_added(token, names) for token in tokens])
+    return named
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name)) for name in NAMED_TOKENS}
-    return {name: token for name, token in found.items() if token}
+def _table(decoder: Any) -> dict[int, AddedToken]:
+    if not isinstance(decoder, Mapping) or not all(key.isdecimal() for key in decoder):
+        raise ConfigError("tokenizer_config.json: added_tokens_decoder must map ids to tokens")
+    tokens = {int(token_id): _token(each) for token_id, each in decoder.items()}
+    return {token_id: _as_added(token, ()) for token_id, token in tokens.items()}
 
 
-def _content(token: Any) -> str:
-    """A token is written as a string, or as an object with its `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
+def _named_tokens(
+    config: Mapping[str, Any], listed: Mapping[str, AddedToken]
+) -> dict[str, str | AddedToken]:
+    """By name: the ones that every tokenizer may have, then a checkpoint's own (image_token)."""
+    found: dict[str, str | AddedToken] = {}
+    for name in NAMED_TOKENS:
+        if config.get(name) is not None:
+            token = _token(config[name])
+            found[name] = listed.get(str(token), token)
+    own = {name: each for name, each in config.items() if name.endswith("_token")}
+    for kinds in ((dict, AddedToken), str):  # transformers adds the ones with flags first
+        for name, each in own.items():
+            if isinstance(each, kinds) and name not in NAMED_TOKENS:
+                found[name] = _token(each)
+    extra = config.get(EXTRA_TOKENS)
+    if isinstance(extra, dict):
+        found |= {name: _token(each) for name, each in extra.items()}
+    return found
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
+    """Special tokens without a name, as written."""
+    extra = config.get(EXTRA_TOKENS)
+    if extra is None or isinstance(extra, dict):
+        extra = config.get(OLDER_EXTRA_TOKENS)
+    return list(extra or ())
+
+
+def _token(written: Any) -> str | AddedToken:
+    """A token is written as a string, or as an object with its `content` and flags."""
+    if isinstance(written, (str, AddedToken)):
+        return written
+    if not isinstance(written, dict) or not isinstance(written.get("content"), str):
+        raise ConfigError(f"tokenizer_config.json: {written!r} is no token")
+    flags = {flag: written[flag] for flag in TOKEN_FLAGS if flag in written}
+    return AddedToken(written["content"], **flags)
+
+
+def _as_added(token: str | AddedToken, named: Collection[str]) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    if token.content in named:
+        token.special = True
+    return token
+
+
+def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json with special_tokens_map.json, which wins."""
+
+    def special(token: Any) -> Any:
+        return _token({**token, "special": True}) if isinstance(token, dict) else token
+
+    merged = dict(config)
+    for name, each in names.items():
+        if name == EXTRA_TOKENS and isinstance(each, list):
+            merged[name] = [*_extra_tokens(config), *map(special, each)]
+        elif isinstance(each, list):
+            merged[name] = [special(token) for token in each]
+        elif name in NAMED_TOKENS:
+            merged[name] = special(each)
+        elif name.endswith(
+            "_token"
+        ):  # a name of the checkpoint's own: in the order of this file, before the others
+            own = merged.pop(name) if isinstance(config.get(name), str) else each
+            merged[name] = special({"content": own} if isinstance(own, str) else own)
+        elif isinstance(each, dict):  # more names
+            merged[name] = each
+    return merged
+
+
+def _older_table(
+    config: Mapping[str, Any], added_tokens: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> dict[str, Any]:
+    """added_tokens.json (token -> id) and tokenizer.json's own, which win, as added_tokens_decoder
+    has them."""
+    # Like transformers, take no notice of objects in tokenizer_config.json here.
+    names = [config[name] for name in NAMED_TOKENS if config.get(name)]
+    names += config.get(EXTRA_TOKENS) if isinstance(config.get(EXTRA_TOKENS), list) else []
+    special = {str(each) for each in names if isinstance(each, (str, AddedToken))}
+    table: dict[str, Any] = {}
+    for content, token_id in added_tokens.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(f"added_tokens.json: the id of {content!r} is {token_id!r}")
+        is_special = content in special
+        flags = {"normalized": not is_special, "special": is_special}
+        table[str(token_id)] = {"content": content, **flags}
+    own = backend.get_added_tokens_decoder().items()
+    return table | {str(token_id): token for token_id, token in own}
 
 
 def _end_ids(folder: Path) -> tuple[int, ...]:
@@ -140,6 +260,12 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
             raise ConfigError(f"{folder / name}: eos_token_id is {found!r}; it must be token ids")
         return tuple(token_ids)
     return ()
+
+
+def _model_vocabulary_tokens(folder: Path) -> int | None:
+    content = _read_json(folder / "config.json")
+    found = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _template_file(folder: Path) -> dict[str, Any]:

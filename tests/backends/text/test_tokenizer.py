@@ -6,15 +6,17 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from backends.errors import ConfigError, InvalidRequest
-from backends.text.tokenizer import Tokenizer
+from backends.text.tokenizer import NAMED_TOKENS, Tokenizer
 from tests.backends.small_tokenizers import (
     ASSISTANT,
     BOS,
@@ -81,6 +83,103 @@ def test_text_becomes_the_same_ids_and_text_as_with_transformers(
     characters = "".join(TEXTS) + "\x00\x7f\u200b\ufffd𝔘   \t\n"
     garbage = ["".join(rng.choices(characters, k=rng.randint(0, 60))) for _ in range(40)]
     assert_same(folder, ["", " ", f"{EOS}a{USER}", *TEXTS, *garbage])
+
+
+CONTENTS = [
+    "<a>",
+    "<b>",
+    "<|im|>",
+    "[PAD]",
+    "hello",
+    " the",
+    "o",
+    "日",
+    "é",
+    "x y",
+    "Ab",
+    EOS,
+    USER,
+]
+
+
+def flags() -> st.SearchStrategy[dict[str, Any]]:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return st.fixed_dictionaries({name: st.booleans() for name in names})
+
+
+@st.composite
+def token_tables(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """tokenizer_config.json, the files beside it, and added tokens of tokenizer.json."""
+
+    def tokens(count_max: int = 3) -> list[dict[str, Any]]:
+        names = draw(st.lists(st.sampled_from(CONTENTS), max_size=count_max, unique=True))
+        return [{"content": name, **draw(flags())} for name in names]
+
+    def written() -> Any:
+        content = draw(st.sampled_from(CONTENTS))
+        typed = {"__type": "AddedToken", "content": content, **draw(flags())}
+        return draw(st.sampled_from([content, typed]))
+
+    own_names = [*NAMED_TOKENS, "image_token", "boi_token"]
+    config = {name: written() for name in draw(st.sets(st.sampled_from(own_names)))}
+    if draw(st.booleans()):
+        ids = draw(st.permutations(range(1000, 1003)))
+        config["added_tokens_decoder"] = dict(zip(map(str, ids), tokens(), strict=False))
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(["additional_special_tokens", "extra_special_tokens"]))
+        config[name] = [written() for _ in range(draw(st.integers(0, 2)))]
+    elif draw(st.booleans()):
+        config["extra_special_tokens"] = {"video_token": written()}
+    if draw(st.booleans()):
+        config["split_special_tokens"] = draw(st.booleans())
+    files: dict[str, Any] = {}
+    if draw(st.booleans()):
+        names = draw(st.lists(st.sampled_from(CONTENTS), max_size=3, unique=True))
+        files["added_tokens"] = dict(
+            zip(names, draw(st.permutations(range(400, 403))), strict=False)
+        )
+    if draw(st.booleans()):
+        named = draw(st.sets(st.sampled_from(own_names)))
+        files["special_tokens_map"] = {
+            name: draw(st.sampled_from([{"content": content, **draw(flags())}, content]))
+            for name in named
+            for content in [draw(st.sampled_from(CONTENTS))]
+        }
+        if draw(st.booleans()):
+            extra = draw(st.lists(st.sampled_from(CONTENTS), max_size=2))
+            files["special_tokens_map"]["additional_special_tokens"] = extra
+    return config, files, tokens()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(["byte_level", "byte_fallback", "word_piece"]),
+    table=token_tables(),
+    pieces=st.lists(st.sampled_from([*CONTENTS, " ", "  ", "a", "hello", "\n", "."]), max_size=12),
+)
+def test_any_table_of_added_tokens_gives_the_ids_of_transformers(
+    kind: str, table: tuple[dict[str, Any], dict[str, Any], list[Any]], pieces: list[str]
+) -> None:
+    config, files, own = table
+    note(f"{config}\n{files}\n{own}")
+    backend = KINDS[kind]()
+    for token in own:
+        backend.add_tokens([tokenizers.AddedToken(**token)])
+    template = "{{ bos_token }}|{{ image_token }}|{{ mask_token }}{{ messages[0].content }}"
+    with tempfile.TemporaryDirectory() as written:
+        folder = write_checkpoint(Path(written), backend, config | {"chat_template": template})
+        for name, content in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(content))
+        text = "".join(pieces)
+        assert_same(folder, [text, "".join(CONTENTS)])
+        ours, peer = Tokenizer.load(folder), peer_of(folder)
+        chat = [{"role": "user", "content": text}]
+        expected = peer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        assert ours.encode(ours.apply_chat(chat), add_special=False) == list(expected)
+        assert ours.eos_ids == (() if peer.eos_token is None else (peer.eos_token_id,))
+        for token_id in peer.added_tokens_decoder:
+            is_special = peer.decode(token_id) != peer.decode(token_id, skip_special_tokens=True)
+            assert ours.token_bytes.has_text(token_id) is not is_special
 
 
 @demo_exists
@@ -177,6 +276,14 @@ def test_names_may_be_objects_and_lie_in_the_special_tokens_map(tmp_path: Path) 
     assert Tokenizer.load(folder).bos_id == 1
 
 
+def test_a_token_without_a_row_in_the_model_is_outside_the_vocabulary(tmp_path: Path) -> None:
+    names = NAMES | {"pad_token": "[PAD]"}
+    folder = write_checkpoint(tmp_path, byte_level(), names, config={"vocab_size": 341})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("[PAD]") == [341]
+    assert tokenizer.vocabulary_tokens == 341
+
+
 def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(4)
@@ -195,6 +302,18 @@ def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
         ("generation_config.json", "[1]", "generation_config.json must hold a JSON object"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "must be a string or a list"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": "<a>"}}',
+            "must map ids to tokens",
+        ),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"400": 5}}', "5 is no token"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {"content": "a", "lstrip": 1}}',
+            "not an instance",
+        ),
+        ("added_tokens.json", '{"<a>": "400"}', "the id of '<a>' is '400'"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_file_name(
