@@ -67,7 +67,7 @@ class RequestLimits:
     context_tokens_max: int  # prompt and output together
     vocabulary_tokens: int
     output_tokens_default: int = 256  # max_tokens of a request that names none
-    text_bytes_max: int = 4 * 1024**2  # of text_input or messages
+    text_bytes_max: int = tensors.TEXT_BYTES_MAX  # of text_input or messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _token_ids(
     return np.array(token_ids, np.int64)
 
 
-def _messages(reader: InputReader, text: str) -> list[dict[str, str]]:
+def _messages(reader: InputReader, text: str) -> list[dict[str, Any]]:
     """[] when there is a problem."""
     content, problem = from_json("messages", text)
     if not problem and (not isinstance(content, list) or not content):
@@ -214,7 +214,7 @@ def _messages(reader: InputReader, text: str) -> list[dict[str, str]]:
     return [] if problems else [message for message, _ in read]
 
 
-def _message(name: str, message: Any) -> tuple[dict[str, str], str]:
+def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
     """(message, "") or ({}, what is wrong)."""
     if not isinstance(message, dict):
         return {}, f"{name} is {shown(message)}; send an object with role and content"
@@ -231,20 +231,20 @@ def _message(name: str, message: Any) -> tuple[dict[str, str], str]:
     return ({}, problem) if problem else ({"role": role, "content": content}, "")
 
 
-def _content(name: str, content: Any) -> tuple[str, str]:
-    """(text, "") or ("", what is wrong); several text parts become lines, as in vLLM."""
+def _content(name: str, content: Any) -> tuple[str | list[dict[str, str]], str]:
+    """(text or parts of text, "") or ("", what is wrong)."""
     if not isinstance(content, list):
         text, problem = as_text(name, content)
         return text or "", problem
-    lines = []
+    parts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             return "", f"{name}[{index}] is {shown(part)}; only parts of type text are supported"
         text, problem = as_text(f"{name}[{index}].text", part.get("text"))
         if problem:
             return "", problem
-        lines.append(text or "")
-    return "\n".join(lines), ""
+        parts.append({"type": "text", "text": text or ""})
+    return parts, ""
 
 
 def _streaming(reader: InputReader) -> tuple[bool, int, bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from backends.gateway.fields import TOKENIZE_SCHEMA, as_object, bad_field, read_kind, shown
 from backends.statuses import HttpRefusal
+from backends.tensors import TEXT_BYTES_MAX
 
 # Newer models of OpenAI call the system's messages the developer's; chat templates do not know it.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -48,8 +49,8 @@ def read_prompt(value: object) -> str | list[int]:
     return value
 
 
-def read_messages(value: object) -> list[dict[str, str]]:
-    """Roles and texts, as the conductor takes them."""
+def read_messages(value: object) -> list[dict[str, Any]]:
+    """Roles and texts or parts of text, as the conductor takes them."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"messages is {shown(value)}; send at least one message")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
@@ -61,7 +62,7 @@ class TokenizeRequest:
 
     model: str  # "": whatever is served
     prompt: str
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     adds_special: bool
 
 
@@ -71,15 +72,23 @@ def read_tokenize(content: object) -> TokenizeRequest:
         raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
     if ("prompt" in said) == ("messages" in said):
         raise bad_field("prompt", "send either prompt or messages")
+    prompt = read_kind("text", "prompt", said.get("prompt", ""))
+    messages = read_messages(said["messages"]) if "messages" in said else []
+    texts = [message["content"] for message in messages] or [prompt]
+    size_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if size_bytes > TEXT_BYTES_MAX:
+        name = "messages" if messages else "prompt"
+        what = f"{name} has {size_bytes:,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
+        raise bad_field(name, what)
     return TokenizeRequest(
         model=read_kind("text", "model", said.get("model", "")),
-        prompt=read_kind("text", "prompt", said.get("prompt", "")),
-        messages=read_messages(said["messages"]) if "messages" in said else [],
+        prompt=prompt,
+        messages=messages,
         adds_special=read_kind("flag", "add_special_tokens", said.get("add_special_tokens", True)),
     )
 
 
-def _message(name: str, value: object) -> dict[str, str]:
+def _message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(name, f"{name} is {shown(value)}; send an object with role and content")
     # What a client sends back of an answer has fields that hold nothing.
@@ -97,13 +106,14 @@ def _message(name: str, value: object) -> dict[str, str]:
     return {"role": ROLES[role], "content": _content(f"{name}.content", content)}
 
 
-def _content(name: str, value: object) -> str:
-    """Several parts of text become lines, as in vLLM."""
+def _content(name: str, value: object) -> str | list[dict[str, str]]:
+    """Parts stay parts: the chat template decides what becomes of them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise bad_field(name, f"{name} is {shown(value)}; send a string or a list of text parts")
-    return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(value))
+    texts = [_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _part(name: str, part: Any) -> str:

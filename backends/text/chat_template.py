@@ -2,14 +2,24 @@
 
 Templates are Jinja programs written for transformers, so they get the environment that
 transformers gives them: sandboxed and immutable, block lines trimmed, the loop controls, and the
-helpers `raise_exception`, `strftime_now` and a `tojson` that leaves HTML alone. Not here: which
-file holds the template (tokenizer.py), what a client may send as messages (frontend/request.py).
+helpers `raise_exception`, `strftime_now` and a `tojson` that leaves HTML alone.
+
+A template reads the content of a message as a string, as a list of parts
+(`{% for part in message.content %}{{ part.text }}`), or as either. The wrong form loses the text
+without an error. So each template is tried once per role with a known word in both forms. Content
+stays as the client sent it where the template shows the word in that form, and is converted
+otherwise. Where the trial shows the word in neither form, a loop over `content` decides, as in
+vLLM.
+
+Not here: which file holds the template (tokenizer.py), what a client may send as messages
+(frontend/request.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -23,6 +33,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from backends.errors import ConfigError, InvalidRequest
 
 DEFAULT = "default"
+PROBE = "Mooncakeprobe"
+PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
+ROLES = ("system", "user", "assistant", "tool")  # others are tried as a user's
+Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
 
 
 class _Generation(Extension):
@@ -61,16 +75,101 @@ def render(
             "send text_input instead of messages"
         )
     source = named.get(DEFAULT) or next(iter(named.values()))
+    names = tuple(sorted(special_tokens.items()))
     try:
-        return _compiled(source).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=True, tools=None, documents=None, **special_tokens,
-        )  # fmt: skip
+        prompt = _prompt(source, [_converted(source, names, each) for each in messages], names)
     except Exception as error:  # edge: a template is a foreign program and may raise anything
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InvalidRequest(
             f"messages: the checkpoint's chat template refused them ({reason})"
         ) from None
+    if not prompt.strip() and any(_has_text(each["content"]) for each in messages):
+        raise InvalidRequest("messages: the checkpoint's chat template made no prompt of them")
+    return prompt
+
+
+def _prompt(
+    source: str, messages: list[dict[str, Any]], special_tokens: tuple[tuple[str, str], ...]
+) -> str:
+    return _compiled(source).render(
+        messages=messages, add_generation_prompt=True, tools=None, documents=None,
+        **dict(special_tokens),
+    )  # fmt: skip
+
+
+def _converted(
+    source: str, special_tokens: tuple[tuple[str, str], ...], message: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The message with its content in a form that the template reads."""
+    content = message["content"]
+    role = message["role"] if message["role"] in ROLES else "user"
+    reads_text, reads_parts = _forms(source, special_tokens, role)
+    if isinstance(content, str):
+        content = content if reads_text else _parts(content)
+    elif not reads_parts:
+        content = "\n".join(part["text"] for part in content)  # as vLLM does
+    return {**message, "content": content}
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _has_text(content: Content) -> bool:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return any(not text.isspace() and text for text in texts)
+
+
+@lru_cache(maxsize=64)
+def _forms(
+    source: str, special_tokens: tuple[tuple[str, str], ...], role: str
+) -> tuple[bool, bool]:
+    """Does the template read content of this role as a string, and does it read parts?"""
+
+    def shows(content: Content) -> bool:
+        message = {"role": role, "content": content}
+        other = {"role": "user", "content": "x"}
+        if role != "user":
+            other = _converted(source, special_tokens, other)
+        for messages in ([message], [message, other], [other, message], [other, message, other]):
+            try:
+                prompt = _prompt(source, messages, special_tokens)
+            except Exception:  # edge: a template may refuse this order of roles
+                continue
+            if PROBE.lower() in prompt.lower():
+                return isinstance(content, str) or not PRINTED_PARTS.search(prompt)
+        return False
+
+    found = shows(PROBE), shows(_parts(PROBE))
+    if any(found):
+        return found
+    has_loop = _loops_over_content(source)
+    return not has_loop, has_loop
+
+
+def _loops_over_content(source: str) -> bool:
+    """Is there a loop over `message.content`, or over a name that was set from it?"""
+    tree = _compiled(source).environment.parse(source)
+    names: set[str] = set()
+    for _ in tree.find_all(nodes.Assign):  # so often at most, a name is set from another one
+        names |= {
+            each.target.name
+            for each in tree.find_all(nodes.Assign)
+            if isinstance(each.target, nodes.Name) and _is_content(each.node, names)
+        }
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node | None, names: Collection[str]) -> bool:
+    if isinstance(node, nodes.Filter):
+        return _is_content(node.node, names)
+    if isinstance(node, nodes.Getitem):
+        is_slice = isinstance(node.arg, nodes.Slice)
+        is_key = isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return is_key or (is_slice and _is_content(node.node, names))
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Name) and node.name in names
 
 
 @lru_cache(maxsize=8)

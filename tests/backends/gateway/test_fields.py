@@ -166,7 +166,7 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
     ]  # fmt: skip
     asked = chat(messages=conversation)
     assert json.loads(asked.inputs["messages"]) == [
-        {"role": "system", "content": "Be\nkind"},
+        {"role": "system", "content": conversation[0]["content"]},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
     ]

@@ -208,6 +208,95 @@ def test_a_chat_template_renders_as_with_transformers(template: str, tmp_path: P
     assert Tokenizer.load(folder).apply_chat(CHAT) == expected
 
 
+FORMS = {  # of a template's content: what it reads
+    "{{ TEXT }}": "text",
+    "{% for c in CONTENT %}{% if c.type == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}":
+        "parts",
+    "{% set list = CONTENT %}{% for c in list[0:] %}{{ c.text | trim }};{% endfor %}": "parts",
+    "{% for part in CONTENT | list %}{{ part['text'] }}{% endfor %}": "parts",
+    "{{ joined(CONTENT) }}": "parts",
+    "{{ CONTENT[0]['text'] }}": "parts",
+    "{% if CONTENT is string %}{{ CONTENT }}{% else %}{% for part in CONTENT %}[{{ part.text }}]"
+    "{% endfor %}{% endif %}": "both",
+}  # fmt: skip
+MACRO = "{% macro joined(list) %}{% for part in list %}{{ part.text }}{% endfor %}{% endmacro %}"
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """A template, messages, and the same messages in the form that the template reads."""
+    content = draw(st.sampled_from(["m.content", "m['content']"]))
+    forms = {role: draw(st.sampled_from(list(FORMS))) for role in ("user", "assistant", "system")}
+    bodies = "".join(
+        f"{{% if m.role == '{role}' %}}{form}{{% endif %}}" for role, form in forms.items()
+    ).replace("TEXT", draw(st.sampled_from([content, content + " | trim", content + ".strip()"])))
+    source = (
+        f"{MACRO}{{{{ bos_token }}}}{{% for m in messages %}}<user>"
+        f"{bodies.replace('CONTENT', content)}{{{{ eos_token }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    texts = st.text(st.sampled_from("ab <>é\n{'\""), min_size=1, max_size=8)
+    sent, read = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        role = draw(st.sampled_from(list(forms)))
+        said = draw(st.lists(texts, min_size=1, max_size=3))
+        parts = [{"type": "text", "text": text} for text in said]
+        is_text = draw(st.booleans())
+        text = said[0]
+        sent.append({"role": role, "content": text if is_text else parts})
+        wants = FORMS[forms[role]]
+        as_text = text if is_text else "\n".join(said)
+        as_parts = parts[:1] if is_text else parts
+        wanted = {"text": as_text, "parts": as_parts, "both": sent[-1]["content"]}[wants]
+        read.append({"role": role, "content": wanted})
+    return source, sent, read
+
+
+@settings(max_examples=100, deadline=None)
+@given(chats())
+def test_any_chat_template_gets_content_in_the_form_that_it_reads(
+    chat: tuple[str, list[dict[str, Any]], list[dict[str, Any]]],
+) -> None:
+    source, sent, read = chat
+    note(source)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = peer_of(write_checkpoint(Path(folder), byte_level(), NAMES))
+    expected = peer.apply_chat_template(
+        read, chat_template=source, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    ours = Tokenizer(byte_level(), NAMES | {"chat_template": source})
+    assert ours.encode(ours.apply_chat(sent), add_special=False) == list(expected)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool", "anyone"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Llama Guard 3: the roles must alternate, and only parts are read.
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) and m.role != "
+        "'system' %}{{ raise_exception('alternate') }}{% endif %}{% for c in m['content'] %}"
+        "{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}",
+        # A trial shows nothing here, because the word is not repeated as it is: the loop decides.
+        "{% set all = messages[0]['content'] %}{% for c in all %}{{ c['text'] | reverse }}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_of_parts_loses_no_text(template: str, role: str) -> None:
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+    said = {"role": role, "content": "qwertz"}
+    messages = [said] if "alternate" not in template or role in ("user", "system") else [
+        {"role": "user", "content": "hi"}, said
+    ]  # fmt: skip
+    prompt = tokenizer.apply_chat(messages)
+    assert "qwertz" in prompt or "ztrewq" in prompt
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    tokenizer = Tokenizer(byte_level(), {"chat_template": "{{ messages[0].text }}"})
+    with pytest.raises(InvalidRequest, match="made no prompt of them"):
+        tokenizer.apply_chat(CHAT)
+
+
 def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
     config = NAMES | {"chat_template": CHAT_TEMPLATE}
     folder = write_checkpoint(tmp_path, byte_level(adds_bos=True), config)
