@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+TEXT_BYTES_MAX = 4 * 1024**2  # of a prompt's text, or of all messages of a chat
+# Values of the parameter `describe` by which the gateway asks the frontend for something else.
+CLUSTER, CHARGE = "cluster", "charge"
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:

@@ -6,6 +6,7 @@ owns the lock or the loop, calls one method, carries out what comes back. Time o
 threads may read their clock before they get the lock, so an older `now_s` counts as the latest.
 
     on_snapshot, on_events, on_silence         what the directory says, or that it does not
+    on_arrival, on_charged                     what a tenant used up, before a prompt is read
     on_request                                 a Route or a Reject; a route is reserved at once
     on_prefill_finished                        the reservation moves from one worker to the other
     on_finished                                done, failed or cancelled: nothing is left reserved
@@ -54,6 +55,7 @@ from conductor.messages import (
     Request,
     RoleFlip,
     Route,
+    TenantLimits,
     WorkerStatus,
 )
 from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
@@ -195,6 +197,29 @@ class Conductor:
             self._hotspots.node_down(node_id)
 
     # Requests
+
+    def on_arrival(
+        self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
+    ) -> Reject | None:
+        """Why this tenant may not have one more request, before anything of it is read.
+
+        `in_flight`: its requests at this frontend, those that are being read among them; None:
+        what is asked for will not be in flight.
+        """
+        now_s = self._advance(now_s)
+        if in_flight is not None:
+            in_flight += self._others.in_flight_of(tenant)
+        used_up = self._quotas.arrival_objection(tenant, limits, in_flight, now_s)
+        if used_up is None:
+            return None
+        self._totals.requests += 1
+        return self._refuse(used_up)
+
+    def on_charged(self, tenant: str, now_s: float) -> None:
+        """Work that is no request, or an invalid one, counts as one request of its tenant."""
+        usage = self._quotas.charged(tenant, self._advance(now_s))
+        if self._others:
+            self._noted.add(usage)
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
         """Where this request goes, or why not. A retry replaces the attempt before it."""

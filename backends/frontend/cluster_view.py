@@ -36,6 +36,7 @@ from conductor.messages import (
     Request,
     RoleFlip,
     Route,
+    TenantLimits,
 )
 from conductor.notes import NoteBatch
 from mooncake_store.client.client import StoreClient
@@ -194,6 +195,16 @@ class ClusterView:
         """`output_tokens` of an answer that is complete: others like it will be as long."""
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
+
+    def arrived(self, tenant: str, limits: TenantLimits, in_flight: int | None) -> Reject | None:
+        """See Conductor.on_arrival."""
+        with self._lock:
+            return self._conductor.on_arrival(tenant, limits, in_flight, time.monotonic())
+
+    def charged(self, tenant: str) -> None:
+        """See Conductor.on_charged."""
+        with self._lock:
+            self._conductor.on_charged(tenant, time.monotonic())
 
     def used(self, request_id: str, tokens: int) -> None:
         """Of its tenant's limits, by a request that is over; named by the attempt that was let

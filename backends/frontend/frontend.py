@@ -21,7 +21,7 @@ from backends.config_pbtxt import FrontendConfig
 from backends.errors import Forbidden, Overloaded, ServingError, WorkerUnavailable
 from backends.frontend.answer import ReplyStream, described
 from backends.frontend.cluster_view import ClusterView
-from backends.frontend.decisions.overview import CLUSTER, overview
+from backends.frontend.decisions.overview import overview
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
@@ -34,8 +34,9 @@ from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.launch_secret import secret_of_launch
 from backends.metrics.page import Observations
 from backends.tenants.api_keys import ApiKeys
-from backends.tenants.asker import asker_of, check_is_gateway
+from backends.tenants.asker import Asker, asker_of, check_is_gateway
 from backends.tenants.tenant_labels import TenantLabels
+from backends.tensors import CHARGE, CLUSTER
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.export import Tracing, begin_trace
 from backends.workers.protocol import TakeRole, WorkerOutbox
@@ -91,14 +92,15 @@ class Frontend:
             on_end=self._ended,
         )
         cluster.on_worker_down = self._worker_down
+        self._verbs = {CLUSTER: self._describe_cluster, CHARGE: self._charge}
         cluster.on_flip = self._tell_to_flip
         cluster.held = self.live.held_ids
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream
     ) -> None:
-        if parameters.get("describe") == CLUSTER:
-            self._start(self._describe_cluster, parameters, client)
+        if (work := self._verbs.get(str(parameters.get("describe")))) is not None:
+            self._start(work, parameters, client)
             return
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s, self._limits)
@@ -115,17 +117,37 @@ class Frontend:
             with self._entering:
                 times.tenant = self.labels.of(asker)
                 in_flight = self.live.of_tenants()
-                kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
-                if not kind:
+                refused = self._used_up(asker, in_flight.get(asker.tenant, 0))
+                if refused is None:
+                    kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
+                    refused = Overloaded(kind, reason, 1.0) if kind else None
+                if refused is None:
                     self.live.add(request)
-            if kind:
-                refused = Overloaded(kind, reason, 1.0)
         if refused is not None:
             times.ended(refused, now_s)
             trace.ended(end_of_span(refused), now_s, 0.0, {"mooncake.outcome": outcome_of(refused)})
             client.fail(refused)
             return
         request.start(inputs, parameters)
+
+    def _used_up(self, asker: Asker, in_flight: int | None) -> Overloaded | None:
+        """By limits that need no prompt: they are asked before anything is read."""
+        if asker.limits is None:
+            return None
+        found = self.cluster.arrived(asker.tenant, asker.limits, in_flight)
+        return found and Overloaded(found.kind, found.reason, found.retry_after_s)
+
+    def _charge(self, parameters: dict[str, Any], client: ReplyStream) -> None:
+        """For work of the gateway's, which has the tokenizer and no counts: one request."""
+        try:
+            asker = asker_of(parameters, self._keys, self._secret, time.time())
+            if (refused := self._used_up(asker, None)) is not None:
+                raise refused
+            if asker.limits is not None:
+                self.cluster.charged(asker.tenant)
+            client.send(described({}, client.outputs), is_final=True)
+        except Exception as error:  # edge: a pool has nobody who would say it
+            client.fail(error)
 
     def _describe_cluster(self, parameters: dict[str, Any], client: ReplyStream) -> None:
         """It is no request: nothing is counted, and nobody waits for it."""

@@ -38,12 +38,7 @@ from backends.errors import (
 )
 from backends.frontend import grpc_calls
 from backends.frontend import request as client_request
-from backends.frontend.answer import (
-    ReplyStream,
-    StreamedAnswer,
-    WholeAnswer,
-    describe,
-)
+from backends.frontend.answer import ReplyStream, StreamedAnswer, WholeAnswer, describe
 from backends.frontend.cluster_view import ClusterView, Served
 from backends.frontend.decisions.fields import (
     decode_fields,
@@ -222,8 +217,7 @@ class LiveRequest:
                 self.post(events.WorkerSilent(worker, now_s))
 
     def held_ids(self) -> set[str]:
-        """Its attempts that are not released yet, and the one by which its tenant's limits were
-        used. From any thread."""
+        """Of the attempts that it has, and of the one that its tenant's limits know."""
         held = {assignment.request_id for assignment in list(self._assignments.values())}
         return held | {self._counted_id} if self._counted_id else held
 
@@ -563,8 +557,7 @@ class LiveRequest:
     def _end(self, error: Exception | None) -> None:
         """The client is told, and it is counted."""
         try:
-            is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
-            self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
+            self._note_end(error)
             if error is None and self._answer is not None:
                 self._answer.finish()
             elif isinstance(error, Cancelled):
@@ -582,6 +575,12 @@ class LiveRequest:
             self.trace.ended(
                 end_of_span(error), now_s, self.times.first_s, end_attributes(self.state, error)
             )
+
+    def _note_end(self, error: Exception | None) -> None:
+        if isinstance(error, InvalidRequest) and self._asker.limits and not self._counted_id:
+            self._services.cluster.charged(self.tenant)  # reading it took time
+        is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
+        self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
 
     def _note_used(self, is_served: bool) -> None:
         """Of its tenant's limits: the first call counts. A request that failed before its first

@@ -189,6 +189,10 @@ class Gateway:
     async def tokenize(self, request: Request) -> Response:
         asked = await read_body(request, read_tokenize)
         served = await self._served(asked.model)
+        tenant = request.scope["tenant"]
+        if tenant is not None and tenant.has_rates:
+            assert self.calls is not None
+            await self.calls.charge(tenant_parameters(tenant.name))
         token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, asked)
         return _json({"count": len(token_ids), "tokens": token_ids})
 

@@ -23,6 +23,7 @@ from backends.gateway.events import AnswerPiece
 from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR, describe_request
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
+from backends.tensors import CHARGE, CLUSTER
 
 CHANNELS = 4
 MESSAGE_BYTES_MAX = 2**31 - 1
@@ -33,7 +34,6 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the frontend is near, whatever http_proxy says
     ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
 ]
-CLUSTER = "cluster"  # what the frontend is asked to describe
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
 END_S_MAX = 5.0  # that the conductor may keep a call open behind the last piece
 
@@ -72,6 +72,10 @@ class FrontendCalls:
     async def describe_cluster(self, parameters: Mapping[str, str]) -> bytes:
         """What the frontend knows of it, as JSON. HttpRefusal when it says nothing."""
         return await self._describe({**parameters, "describe": CLUSTER})
+
+    async def charge(self, parameters: Mapping[str, str]) -> None:
+        """Count one request of a tenant's. HttpRefusal where its limits are used up."""
+        await self._describe({**parameters, "describe": CHARGE})
 
     async def describe_model(self) -> dict[str, Any]:
         """What the conductor says of what it serves; empty when it says nothing."""

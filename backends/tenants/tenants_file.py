@@ -80,6 +80,10 @@ class ApiTenant(msgspec.Struct, frozen=True):
     requests_in_flight_max: int | None = None
     is_operator: bool = False
 
+    @property
+    def has_rates(self) -> bool:
+        return not (self.requests_per_minute is None is self.tokens_per_minute)
+
 
 def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
     salt = name if entry.salt is None else entry.salt

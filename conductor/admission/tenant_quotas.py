@@ -8,7 +8,11 @@
 The limits come with each request (messages.TenantLimits), so that whoever changes them changes
 nothing here; kept is only what was used. Seconds are counted whole: a request leaves the minute
 when the second in which it was let in does. So it counts for up to 61 s, and within no 60 are more
-let in than the limit says. Who is refused, here or for another reason, pays nothing.
+let in than the limit says. A request that is refused for its load or its limits pays nothing; one
+that was read and is invalid, or asks for token ids only, counts as one request.
+
+The limits are checked twice: when a request arrives, before its prompt is read (reading four
+megabytes takes seconds), and when it is let in.
 
 Each frontend tells the others what it let in and what was given back (notes.UsageNote); what they
 have in flight is known by their notes in any case (load/other_frontends.py). So limits hold over
@@ -127,14 +131,31 @@ class TenantQuotas:
                 "a minute (tokens_per_minute); shorten the prompt or max_tokens"
             ))  # fmt: skip
         in_flight = self._in_flight_of[request.tenant] + elsewhere
+        return self._used_up(request, limits, in_flight, now_s)
+
+    def arrival_objection(
+        self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
+    ) -> Reject | None:
+        """As `objection`, before the prompt is read: of a request of unknown length. `in_flight`:
+        requests of the tenant at all frontends; None: what is asked for is no request."""
+        request = Request("", 0, (), 0, tenant=tenant, limits=limits)
+        return self._used_up(request, limits, in_flight, now_s)
+
+    def _used_up(
+        self, request: Request, limits: TenantLimits, in_flight: int | None, now_s: float
+    ) -> Reject | None:
         most = limits.requests_in_flight_max
-        if most is not None and in_flight >= most:
+        if most is not None and in_flight is not None and in_flight >= most:
             return _refusal(request, "tenant_full", IN_FLIGHT_RETRY_S, (
                 f"tenant {request.tenant!r} has {in_flight} requests in flight and may have {most} "
                 "(requests_in_flight_max)"
             ))  # fmt: skip
         window = self._windows.get(request.tenant)
         return None if window is None else _rate_refusal(request, limits, window, now_s)
+
+    def charged(self, tenant: str, now_s: float) -> UsageNote:
+        """Something that costs as a request does, and is none: it counts as one."""
+        return self._use(UsageNote(now_s, tenant, 1, 0), now_s)
 
     def let_in(self, request: Request, now_s: float) -> UsageNote | None:
         """It was routed. None where nothing of it is counted."""
@@ -206,7 +227,7 @@ def _rate_refusal(
     request: Request, limits: TenantLimits, window: UsageWindow, now_s: float
 ) -> Reject | None:
     requests, tokens = window.used(now_s)
-    asked = asked_tokens(request)
+    asked = max(1, asked_tokens(request))  # of a request of unknown length at least one
     too_many = _above(requests + 1, limits.requests_per_minute)
     too_much = _above(tokens + asked, limits.tokens_per_minute)
     if not too_many and not too_much:

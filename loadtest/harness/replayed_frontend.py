@@ -24,6 +24,8 @@ import grpc
 import typer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backends.tensors import CHARGE, CLUSTER
+
 TOKEN_TEXT = " word"
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
@@ -39,6 +41,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.interval_s = interval_s
         self.is_ready = True
         self.described = "{}"  # of its cluster
+        self.charge = ""  # the error of a charge; "": it is taken
         self.cancelled = 0
         self.requests: list[service_pb2.ModelInferRequest] = []
         self._server: grpc.aio.Server | None = None
@@ -97,7 +100,11 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
         outputs = [each.name for each in request.outputs]
         if "describe" in request.parameters:
-            is_cluster = request.parameters["describe"].string_param == "cluster"
+            verb = request.parameters["describe"].string_param
+            if verb == CHARGE and self.charge:
+                yield service_pb2.ModelStreamInferResponse(error_message=self.charge)
+                return
+            is_cluster = verb == CLUSTER
             said_of_it = self.described if is_cluster else json.dumps(FACTS)
             yield response(outputs, said_of_it, "described", 0, 0)
             return

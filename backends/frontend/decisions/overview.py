@@ -21,8 +21,6 @@ from backends.frontend.decisions.latest import DecisionRecord, short_hash
 from conductor.config import ConductorConfig
 from conductor.messages import HotPrefix, WorkerStatus
 
-CLUSTER = "cluster"  # the word
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterReading:

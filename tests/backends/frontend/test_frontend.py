@@ -17,9 +17,10 @@ from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts
 from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed, Understood
 from backends.frontend.lifecycle.machine import step
 from backends.frontend.live_request import Assignment, LiveRequest
+from backends.tenants import ApiKeys
 from backends.text.text_stream import Emission
 from conductor.config import ConductorConfig
-from conductor.messages import Route, WorkerRef
+from conductor.messages import Reject, Route, WorkerRef
 from tests.backends.asking import TOKENIZER
 
 
@@ -32,7 +33,9 @@ class Client:
         self.error: Exception | None = None
         self.ended = threading.Event()
 
-    def send(self, outputs: Any, is_final: bool = False) -> None: ...
+    def send(self, outputs: Any, is_final: bool = False) -> None:
+        if is_final:
+            self.ended.set()
 
     def finish(self) -> None:
         self.ended.set()
@@ -48,7 +51,7 @@ class Client:
 class Site:
     """A frontend whose requests stay inside until `is_over`."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, keys: ApiKeys | None = None, **config: Any) -> None:
         self.is_over = threading.Event()
         self.stopped: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
@@ -66,16 +69,18 @@ class Site:
         )
         config = {"cancel_poll_s": 1.0, **config}
         self.frontend = Frontend(
-            FrontendConfig(**config), TOKENIZER, *cast(Any, (cluster, calls, streams, outbox))
-        )
+            FrontendConfig(**config), TOKENIZER, *cast(Any, (cluster, calls, streams, outbox)),
+            keys=keys,
+        )  # fmt: skip
 
     def _wait(self) -> None:
         assert self.is_over.wait(30.0)
         raise WorkerUnavailable("the test is over")
 
-    def ask(self, tenant: str) -> Client:
+    def ask(self, tenant: str, **parameters: Any) -> Client:
         client = Client()
-        self.frontend.submit({}, {"tenant": tenant} if tenant else {}, client)
+        said = {"tenant": tenant} if tenant else {}
+        self.frontend.submit({}, {**said, **parameters}, client)
         return client
 
     def close(self) -> None:
@@ -170,4 +175,47 @@ def test_calls_to_silent_workers_that_never_end_take_no_memory() -> None:
         site.frontend._abandon(f"r-{number}", ("decode_0", "d"))
     site.frontend.cluster.on_worker_down("decode_0", "d", 0.0)
     assert site.cancelled == ["r-5", "r-6", "r-7", "r-8"]
+    site.close()
+
+
+LIMITED = '{"tenants": {"default": {"requests_per_minute": 1}}, "keys": []}'
+
+
+class LimitedSite(Site):
+    """Says of the tenant's limits what `used_up` is, and counts what was asked and charged."""
+
+    def __init__(self) -> None:
+        super().__init__(ApiKeys(None, LIMITED), requests_max=4)
+        self.used_up = ""
+        self.asked: list[int | None] = []
+        self.charged: list[str] = []
+        cluster: Any = self.frontend.cluster
+        cluster.arrived, cluster.charged = self._arrived, self.charged.append
+
+    def _arrived(self, tenant: str, limits: Any, in_flight: int | None) -> Reject | None:
+        assert tenant == "default" and limits.requests_per_minute == 1
+        self.asked.append(in_flight)
+        return Reject("", self.used_up, "used up", None, 7.0) if self.used_up else None
+
+
+def test_a_tenant_that_used_up_its_limits_is_refused_before_anything_is_read() -> None:
+    site = LimitedSite()
+    inside = site.ask("")
+    site.used_up = "request_rate"
+    refused = site.ask("")
+    assert kinds([inside, refused]) == ["inside", "request_rate"]
+    assert cast(Overloaded, refused.error).retry_after_s == 7.0
+    assert site.asked == [0, 1] and len(site.frontend.live) == 1
+    site.close()
+
+
+def test_a_charge_counts_one_request_or_is_refused() -> None:
+    site = LimitedSite()
+    paid = site.ask("", describe="charge")
+    assert paid.ended.wait(30.0) and paid.error is None
+    assert site.charged == ["default"] and site.asked == [None]
+    site.used_up = "request_rate"
+    refused = site.ask("", describe="charge")
+    assert refused.ended.wait(30.0) and kinds([refused]) == ["request_rate"]
+    assert site.charged == ["default"]
     site.close()

@@ -1,5 +1,4 @@
-"""A request goes on after a loss, with the tokens that it would have given, or ends with the word
-for what happened. Its workers are stand-ins, everything else is the frontend's own."""
+"""A request is retried after a loss, with the same tokens, or ends with an error that names it."""
 
 from __future__ import annotations
 
@@ -80,6 +79,7 @@ class Cluster:
     released: list[str] = field(default_factory=list)
     pins: ServingError | None = None
     used: Callable[..., None] = lambda *_: None
+    charged: Callable[[str], None] = lambda tenant: None
     has_other_frontends: bool = False
 
     def served(self) -> Served | None:

@@ -35,6 +35,8 @@ class LimitedCase(Case):
         super().__init__(*outcomes, **options)
         self.used: dict[str, int] = {}
         self.cluster.used = self.used.setdefault
+        self.charged: list[str] = []
+        self.cluster.charged = self.charged.append
 
 
 def test_a_known_tenant_has_its_own_salt_and_priority_whatever_the_client_says() -> None:
@@ -143,3 +145,12 @@ def test_who_is_rejected_for_a_limit_has_used_none() -> None:
     error = case.error()
     assert isinstance(error, Overloaded) and error.kind == "request_rate"
     assert not case.used and not case.calls.bodies
+
+
+def test_a_request_that_was_read_and_refused_counts_as_one() -> None:
+    """Reading it took time: without a price, wrong requests were for nothing, however long."""
+    case = LimitedCase({}, asker=LIMITED, input_ids=[10**9])
+    assert "outside the vocabulary" in str(case.error())
+    assert case.charged == ["a"] and not case.used
+    nobody = LimitedCase({}, input_ids=[10**9])
+    assert nobody.error() and not nobody.charged

@@ -18,10 +18,13 @@ from backends.gateway import app, generation
 from backends.gateway.app import PATHS, UNSUPPORTED_PATHS
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls
+from backends.gateway.prompts import read_tokenize
 from backends.gateway.tokenizing import Tokenizing
 from backends.launcher.environment import free_ports
+from backends.statuses import HttpRefusal
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
+from backends.tensors import TEXT_BYTES_MAX
 from loadtest.client import sse_client
 from loadtest.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 from tests.backends.gateway.rig import BODY_BYTES_MAX, KEYS, PROMPT, SECRET, Rig, run, until
@@ -347,6 +350,40 @@ def test_models_and_tokens_are_listed() -> None:
         assert (await rig.send("POST", "/tokenize", {"prompt": "x", "model": "y"})).status == 404
 
     run(check)
+
+
+LIMITED_KEYS = {**KEYS, "tenants": {"acme": {"requests_per_minute": 1}, "other": {}}}
+
+
+def test_tokenize_is_charged_before_it_reads_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
+
+    async def check(rig: Rig) -> None:
+        rig.key = "key-of-other"
+        assert (await rig.send("POST", "/tokenize", {"prompt": "a"})).status == 200
+        assert not rig.frontend.requests, "a tenant without limits pays nothing"
+        rig.key = "key-of-acme"
+        assert (await rig.send("POST", "/tokenize", {"prompt": "a"})).status == 200
+        [charge] = rig.frontend.requests
+        assert charge.parameters["describe"].string_param == "charge"
+        assert charge.parameters["tenant"].string_param == "acme"
+        rig.frontend.charge = "rejected kind=request_rate retry_after_s=9: used up"
+        monkeypatch.setattr(rig.gateway._tokenizing, "token_ids", None)
+        answer = await rig.send("POST", "/tokenize", {"prompt": "a"})
+        assert (answer.status, answer.error["code"]) == (429, "request_rate")
+
+    run(check, ApiKeys(None, json.dumps(LIMITED_KEYS)))
+
+
+def test_tokenize_takes_as_much_text_as_the_conductor() -> None:
+    for said in ({"prompt": "é" * (TEXT_BYTES_MAX // 2)}, {"prompt": "x" * TEXT_BYTES_MAX}):
+        read_tokenize(said)
+    long = "é" * (TEXT_BYTES_MAX // 2) + "x"
+    half = {"role": "user", "content": long[: len(long) // 2 + 1]}
+    for name, said in (("prompt", long), ("messages", [half, half])):
+        with pytest.raises(HttpRefusal, match="4,194,304") as refusal:
+            read_tokenize({name: said})
+        assert refusal.value.param == name
 
 
 def test_a_key_is_asked_for_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:

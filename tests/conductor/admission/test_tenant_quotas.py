@@ -333,3 +333,35 @@ def test_whatever_becomes_of_notes_a_frontend_never_lets_in_more_than_it_saw_its
         for each in frontends:
             each.on_tick(now_s)
             each.check()
+
+
+def arrival(one: Conductor, now_s: float, in_flight: int | None = 0, **limits: int) -> str:
+    found = one.on_arrival("a", TenantLimits(**limits), in_flight, now_s)
+    assert found is None or found.retry_after_s > 0
+    return "" if found is None else found.kind
+
+
+def test_an_arrival_is_refused_for_what_is_used_up_before_its_prompt_is_read() -> None:
+    first, second = acquainted(2)
+    for one in (first, second):
+        assert arrival(one, 0.0, requests_per_minute=1, requests_in_flight_max=1) == ""
+    assert arrival(first, 0.0, 2, requests_in_flight_max=2) == "tenant_full"
+    assert arrival(first, 0.0, None, requests_in_flight_max=2) == "", "nothing will be in flight"
+    held = ask(requests_in_flight_max=1)
+    assert isinstance(first.on_request(held, 1.0), Route)
+    pass_on([first, second], 1.5)
+    for one, here in ((first, 1), (second, 0)):
+        assert arrival(one, 2.0, here, requests_in_flight_max=1) == "tenant_full"
+        assert arrival(one, 2.0, here, requests_per_minute=1) == "request_rate"
+        assert arrival(one, 2.0, here, tokens_per_minute=TOKENS + OUTPUT - 1) == "token_rate"
+        assert arrival(one, 2.0, here, requests_per_minute=2, requests_in_flight_max=2) == ""
+        one.check()
+
+
+def test_a_request_that_is_charged_without_a_route_counts_here_and_elsewhere() -> None:
+    first, second = acquainted(2)
+    first.on_charged("a", 1.0)
+    pass_on([first, second], 1.5)
+    for one in (first, second):
+        assert arrival(one, 2.0, requests_per_minute=1) == "request_rate"
+        assert arrival(one, 63.0, requests_per_minute=1) == ""
