@@ -292,6 +292,7 @@ def _parsed(
     has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # that a config may ask for
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
+    rope = _rope(raw, found)
     return ModelConfig(
         family=family,
         layers=read.integer("num_hidden_layers"),
@@ -301,9 +302,9 @@ def _parsed(
         head_dim=head_dim,
         intermediate=read.integer("intermediate_size"),
         vocabulary_tokens=vocabulary_tokens,
-        context_tokens_max=_context_tokens_max(family, raw, read),
+        context_tokens_max=_context_tokens_max(family, raw, read, rope),
         norm_epsilon=read.number("rms_norm_eps", default=1e-6),
-        rope=_rope(raw, found),
+        rope=rope,
         has_tied_embeddings=read.flag("tie_word_embeddings"),
         has_qkv_bias=family == "qwen2" or attention_bias,
         has_output_bias=attention_bias,
@@ -354,10 +355,18 @@ def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> Experts
     return experts
 
 
-def _context_tokens_max(family: str, raw: Mapping[str, Any], read: _Reader) -> int:
+def _context_tokens_max(
+    family: str, raw: Mapping[str, Any], read: _Reader, rope: RopeConfig
+) -> int:
     """A Mistral with a sliding window is taken as far as that reaches: up to there every token sees
-    all that are before it."""
+    all that are before it.
+
+    With YaRN: the original context times the factor, as in vLLM. Qwen documents a config.json whose
+    max_position_embeddings stays the original context.
+    """
     context_tokens = read.integer("max_position_embeddings")
+    if rope.type == "yarn":
+        context_tokens = int(rope.original_context_tokens * rope.factor)
     if family != "mistral" or raw.get("sliding_window", MISTRAL_WINDOW_TOKENS) is None:
         return context_tokens
     return min(context_tokens, read.integer("sliding_window", MISTRAL_WINDOW_TOKENS))
@@ -389,6 +398,9 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
         found.append("config.json: RoPE that differs between layers is not supported")
         return RopeConfig(1.0)
     merged = {"rope_theta": raw.get("rope_theta"), **given}
+    # Like transformers, prefer this key of the model, and fall back on the whole context.
+    key = "original_max_position_embeddings"
+    merged[key] = raw.get(key) or given.get(key) or raw.get("max_position_embeddings")
     if merged["rope_theta"] is None:
         merged["rope_theta"] = 10_000.0
     kind = given.get("rope_type", given.get("type", "default"))

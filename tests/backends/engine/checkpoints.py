@@ -23,7 +23,7 @@ FAMILIES = {
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
-    "factor": 4.0,
+    "factor": 16.0,
     "original_max_position_embeddings": 64,
     "beta_fast": 32.0,
     "beta_slow": 1.0,

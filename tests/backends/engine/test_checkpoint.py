@@ -17,8 +17,9 @@ from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import CheckpointError, read_kv_layout, read_model_config
 from backends.engine.torch.torch_engine import TorchEngine
 from mooncake_store.layout import KvLayout
-from tests.backends.engine.checkpoints import edit_config, make_checkpoint
+from tests.backends.engine.checkpoints import LLAMA3_ROPE, edit_config, make_checkpoint
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 Damage = Callable[[Path], None]
 
 
@@ -237,6 +238,29 @@ def test_a_mistral_is_taken_as_far_as_its_sliding_window(
         del config["sliding_window"]
     (path / "config.json").write_text(json.dumps(config))
     assert read_model_config(path).context_tokens_max == context_tokens
+
+
+@pytest.mark.parametrize(
+    ("rope", "values", "context_tokens"),
+    [
+        (YARN, {}, 4096),
+        (YARN, {"max_position_embeddings": 4096}, 4096),
+        (YARN, {"max_position_embeddings": 16384}, 4096),
+        (YARN | {"factor": 2.5}, {}, 2560),
+        ({"rope_type": "yarn", "factor": 4.0}, {}, 4096),
+        (YARN, {"original_max_position_embeddings": 512}, 2048),
+        (LLAMA3_ROPE, {}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, {}, 1024),
+    ],
+)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_context_with_yarn_is_the_original_one_times_the_factor(
+    tmp_path: Path, rope: dict[str, Any], values: dict[str, Any], context_tokens: int, is_old: bool
+) -> None:
+    make_checkpoint("qwen2", tmp_path)
+    keys = {"rope_scaling": rope, "rope_parameters": None} if is_old else {"rope_parameters": rope}
+    edit_config(tmp_path, **keys, **values)
+    assert read_model_config(tmp_path).context_tokens_max == context_tokens
 
 
 def test_all_that_is_wrong_with_latent_attention_and_experts_is_listed(tmp_path: Path) -> None:

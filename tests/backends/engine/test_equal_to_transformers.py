@@ -36,7 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 512, "head_dim": 24}),
     "qwen2": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    # As Qwen documents it: max_position_embeddings stays the original context.
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 64}),
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN_ROPE}),
     "deepseek_v3-plain": (
         "deepseek_v3",
