@@ -34,12 +34,14 @@ from numpy.typing import NDArray
 from backends.errors import InvalidRequest
 from backends.extras import install_line
 from backends.text.json_schema import constraints_of, keywords_in, read_schema
+from backends.text.schema_size import schema_nodes
 from backends.text.tokenizer import Tokenizer
 
-# Of grammars that are kept: how many, and the bytes of their schemas. Each byte takes up to 1 KB
-# once it is compiled.
-GRAMMARS_MAX = 64
-GRAMMARS_BYTES_MAX = 256 * 1024
+GRAMMARS_MAX = 64  # that are kept
+# Nodes of all that are kept (schema_size.py), of 8 KB each: at most 160 MB in a process. A grammar
+# has half a megabyte without any, and some memory for each byte of the schema's text.
+GRAMMARS_NODES_MAX = 20_000
+NODES_OF_ONE, BYTES_OF_NODE = 64, 256
 STACK_BYTES = 256 * 2**20  # reserved, and used only as far as a schema goes down
 _STACK_SIZE = threading.Lock()  # Python has one size for the stacks of all threads to come
 INDENTATION_MAX = 16
@@ -114,7 +116,7 @@ class _Vocabulary:
 class _Grammar:
     """Of one schema: a matcher that was given no token, or the refusal, once it is compiled."""
 
-    schema_bytes: int
+    nodes: int
     matcher: Future[Any] = field(default_factory=Future)
 
 
@@ -137,7 +139,8 @@ class Guides:
             raise InvalidRequest(MISSING)
         vocabulary = self._read_vocabulary()
         text = schema.encode("utf-8", "surrogatepass")
-        grammar, is_new = self._grammar(hashlib.sha256(text).digest(), len(text))
+        digest = hashlib.sha256(text).digest()
+        grammar, is_new = self._grammar(digest, schema)
         if is_new:
             self._compile(schema, vocabulary, grammar)
         guide = SchemaGuide(grammar.matcher.result().deep_copy(), vocabulary, end_ids)
@@ -151,21 +154,25 @@ class Guides:
                 self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
             return self._vocabulary
 
-    def _grammar(self, digest: bytes, schema_bytes: int) -> tuple[_Grammar, bool]:
+    def _grammar(self, digest: bytes, schema: str) -> tuple[_Grammar, bool]:
         """(what is compiled or will be, whether the caller has to)."""
         with self._lock:
             grammar = self._grammars.get(digest)
             if grammar is not None:
                 self._grammars.move_to_end(digest)
                 return grammar, False
-            new = self._grammars[digest] = _Grammar(schema_bytes)
+        nodes = _nodes_of(schema)
+        with self._lock:
+            if (grammar := self._grammars.get(digest)) is not None:  # another thread was faster
+                return grammar, False
+            new = self._grammars[digest] = _Grammar(nodes)
             while len(self._grammars) > 1 and self._holds_too_much():
                 self._grammars.popitem(last=False)  # who waits for it has it all the same
             return new, True
 
     def _holds_too_much(self) -> bool:
-        size_bytes = sum(grammar.schema_bytes for grammar in self._grammars.values())
-        return len(self._grammars) > GRAMMARS_MAX or size_bytes > GRAMMARS_BYTES_MAX
+        nodes = sum(grammar.nodes for grammar in self._grammars.values())
+        return len(self._grammars) > GRAMMARS_MAX or nodes > GRAMMARS_NODES_MAX
 
     def _compile(self, schema: str, vocabulary: _Vocabulary, grammar: _Grammar) -> None:
         """On a thread with a stack of its own: the compiler goes down all parts and references of a
@@ -216,6 +223,13 @@ class Guides:
                 f"guided_json cannot be followed: {said} (its keywords: {', '.join(keywords)})"
             )
         return matcher
+
+
+def _nodes_of(text: str) -> int:
+    """What its grammar will weigh; a schema that is refused has none."""
+    schema, problems = read_schema(text)
+    nodes = 0 if problems else schema_nodes(schema)
+    return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE
 
 
 def _error_at_first_tokens(matcher: Any) -> str:

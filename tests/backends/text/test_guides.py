@@ -270,10 +270,10 @@ def test_a_grammar_is_compiled_once_and_only_the_latest_are_kept(
     for text in (one, one, two, one, three, one, two):
         counted.guide(text, END_IDS, [])
     assert compiled == [one, two, three, two]
-    monkeypatch.setattr(guides, "GRAMMARS_BYTES_MAX", 2 * len(one) - 1)
+    monkeypatch.setattr(guides, "GRAMMARS_NODES_MAX", 2 * guides.NODES_OF_ONE + 1)
     for text in (three, two):
         counted.guide(text, END_IDS, [])
-    assert compiled[4:] == [three, two], "two of them are too many bytes"
+    assert compiled[4:] == [three, two], "two of them are too many nodes"
 
 
 def test_a_refusal_is_remembered() -> None:

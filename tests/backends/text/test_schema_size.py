@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from backends.errors import InvalidRequest
-from backends.text.schema_size import LEVELS_MAX, PATTERNS_TOGETHER_MAX, size_problems
+from backends.text.schema_size import (
+    LEVELS_MAX,
+    NODES_MAX,
+    PATTERNS_TOGETHER_MAX,
+    schema_nodes,
+    size_problems,
+)
 from tests.backends.text.test_guides import END_IDS, GUIDES
 
 
@@ -121,3 +127,80 @@ print("alive")
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr[-500:]
+
+
+def combined(number: int, properties: int, parts: int, cases: int) -> dict[str, Any]:
+    """Properties that are all of some parts, each any of some objects: the grammar has an object
+    for each combination."""
+
+    def case(part: int, index: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"p{part}_{index}": {"type": "integer"}}}
+
+    defs = {f"d{part}": {"anyOf": [case(part, index) for index in range(cases)]}
+            for part in range(parts)}  # fmt: skip
+    every = [{"$ref": f"#/$defs/d{part}"} for part in range(parts)]
+    names = {f"q{number}_{index}": {"allOf": every} for index in range(properties)}
+    return {"type": "object", "$defs": defs, "properties": names}
+
+
+def flat(number: int, properties: int) -> dict[str, Any]:
+    names = {f"q{number}_{index}": {"type": "string"} for index in range(properties)}
+    return {"type": "object", "properties": names}
+
+
+def met(cases: int) -> dict[str, Any]:
+    """The choices are one level down, in a property that all parts name."""
+    part = {"properties": {"a": {"anyOf": [{"const": index} for index in range(cases)]}}}
+    return {"allOf": [part, part, part]}
+
+
+def test_combinations_of_alternatives_are_counted_and_too_many_are_refused() -> None:
+    assert schema_nodes(combined(0, 30, 3, 4)) >= 30 * 4**3 * 6, "an object with 3 names each"
+    assert schema_nodes(met(10)) >= 10**3
+    assert schema_nodes({"allOf": [met(4), met(4)]}) >= 4**6
+    plain = {"anyOf": [{"properties": names(10)} for _ in range(50)]}
+    assert schema_nodes(plain) <= 700, "alternatives that meet nothing are no combinations"
+    loop = {"$defs": {"d": {"allOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]}}}
+    assert schema_nodes({**loop, "$ref": "#/$defs/d"}) < 20
+    shared = {"$defs": {"d": {"properties": names(100)}},
+              "properties": {name: {"$ref": "#/$defs/d"} for name in names(100)}}  # fmt: skip
+    assert schema_nodes(shared) <= 400, "a definition is compiled once"
+    [problem] = size_problems(combined(0, 30, 3, 4))
+    assert "parts, with all combinations" in problem and f"{NODES_MAX:,}" in problem
+    assert size_problems(combined(0, 10**3, 10, 100)), "counted without being made"
+
+
+HELD = """
+import json, sys
+from backends.errors import InvalidRequest
+from tests.backends.text.test_guides import END_IDS, GUIDES
+from tests.backends.text.test_schema_size import combined, flat
+
+def pss_bytes():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+GUIDES.guide("{}", END_IDS, [])
+before = pss_bytes()
+for number in range(64):
+    schema = {made}
+    try:
+        GUIDES.guide(json.dumps(schema), END_IDS, [])
+    except InvalidRequest as error:
+        assert "combinations" in str(error)
+print(pss_bytes() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["combined(number, 30, 3, 4)", "combined(number, 10, 3, 4)", "combined(number, 25, 2, 4)",
+     "flat(number, 300)", "flat(number, 450)"],
+)  # fmt: skip
+def test_64_large_schemas_keep_at_most_200_megabytes_in_a_process(made: str) -> None:
+    script = HELD.replace("{made}", made)
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=240, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 200e6
