@@ -21,8 +21,8 @@ Rules worth knowing:
 * special tokens, `end_ids` and ids outside the vocabulary have no text and are released in place;
 * the stop word itself is not emitted. If it begins inside a token, that token is released and
   `cut_bytes` says how much of the text of the emission's ids to show;
-* the first `min_tokens` tokens cannot be part of a stop word (vLLM's rule too), so an output
-  never has fewer tokens;
+* a stop word that is complete within the first `min_tokens` tokens does not stop; one that begins
+  there and is complete later does (vLLM's rule too), so fewer tokens than `min_tokens` may be shown;
 * the context is the prompt's end: a request that moves to another worker gives what the client
   has, and finds every stop word that the first worker would have found.
 
@@ -160,7 +160,7 @@ class TextStream:
         self._words = automaton_of(tuple(stop_words)) if stop_words else None
         self._state = 0
         self._end_ids = frozenset(end_ids)
-        self._free_tokens = min_tokens  # still to come that no stop word may contain
+        self._free_tokens = min_tokens  # still to come in which no stop word may end
         self._held: deque[tuple[int, bytes]] = deque()
         self._logprobs: deque[TokenLogprobs] = deque()  # of the held tokens, or of none
         self._pushed_bytes = 0
@@ -212,14 +212,14 @@ class TextStream:
         self._held.append((token_id, piece))
         before_bytes = self._pushed_bytes
         self._pushed_bytes += len(piece)
-        if self._free_tokens > 0:
-            self._free_tokens -= 1
-            return
+        may_stop = self._free_tokens <= 0
+        self._free_tokens -= 1
         if self._words is None:
             return
         for index, byte in enumerate(piece, 1):
             self._state = self._words.step(self._state, byte)
-            if length_bytes := self._words.match_bytes[self._state]:
+            length_bytes = self._words.match_bytes[self._state]
+            if may_stop and length_bytes:
                 self._stop_at_bytes = before_bytes + index - length_bytes
                 return
 

@@ -154,7 +154,7 @@ def expected_stop(
     stream.check()
     whole, start = b"".join(pieces), sum(map(len, pieces[:min_tokens]))
     for end in range(start + 1, len(whole) + 1):
-        ending = [w.encode() for w in words if whole[start:end].endswith(w.encode())]
+        ending = [w.encode() for w in words if whole[:end].endswith(w.encode())]
         if ending:
             lengths = [len(b"".join(pieces[:count])) for count in range(len(pieces) + 1)]
             begin = end - max(map(len, ending))
@@ -178,7 +178,7 @@ def test_a_stop_word_is_cut_off_wherever_it_lies_in_the_tokens(kind: str, seed: 
         assert recomputed(tokenizer, emissions) == text
         released = [i for e in emissions for i in e.token_ids]
         assert released == output[: len(released)]
-        assert len(released) >= min(min_tokens, len(output))
+        assert stream.is_stopped or len(released) == len(output)
         if expected is None:
             assert text == delta(tokenizer, prompt, output, True)
             continue
@@ -203,6 +203,26 @@ def test_a_stop_word_over_token_borders_by_example() -> None:
     last = stream.push(token_ids[7:])
     assert last == Emission((), "", 0, True, tuple(token_ids[:3]))
     assert stream.push([token_ids[0]]) == Emission((), "", 0, True, tuple(token_ids[:3]))
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "texts"),
+    [
+        (0, ["g", "o", " ", "", "", "", ""]),
+        (4, ["g", "o", " ", "", "", "", ""]),  # it begins before the border and ends after it
+        (7, ["g", "o", " ", "", "", "", ""]),
+        (8, ["g", "o", " ", "", "", "", "", "", "STOP! "]),  # it ends before the border
+    ],
+)
+def test_a_stop_word_that_is_complete_after_min_tokens_stops_wherever_it_begins(
+    min_tokens: int, texts: list[str]
+) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    token_ids = byte_ids(tokenizer, b"go STOP! on")
+    stream = TextStream(tokenizer, [], ["STOP!"], min_tokens=min_tokens)
+    assert [stream.push([token_id]).text for token_id in token_ids[: len(texts)]] == texts
+    last = stream.push(token_ids[len(texts) :], is_last=True)
+    assert (last.is_stopped, last.text) == ((True, "") if min_tokens < 8 else (False, "on"))
 
 
 def test_text_that_looked_like_a_stop_word_comes_with_its_tokens() -> None:
