@@ -9,6 +9,7 @@ Not here: what the numbers are of (backends/token_logprobs.py), reading tensors 
 
 from __future__ import annotations
 
+import codecs
 from typing import Any, NamedTuple, Protocol
 
 from backends.gateway.fields import CHAT
@@ -38,7 +39,7 @@ class LogprobsWriter:
         self._is_chat = route == CHAT
         self._words = words
         self._context_ids: list[int] = []
-        self._characters = 0
+        self._text = _TextOffsets()
 
     def add(self, piece: PieceLogprobs) -> dict[str, Any]:
         """`logprobs` of a choice, for these tokens."""
@@ -48,10 +49,6 @@ class LogprobsWriter:
         ]
         if self._is_chat:
             return {"content": found, "refusal": None}
-        offsets = []
-        for each in found:
-            offsets.append(self._characters)
-            self._characters += len(each["token"])
         return {
             "tokens": [each["token"] for each in found],
             "token_logprobs": [each["logprob"] for each in found],
@@ -59,7 +56,7 @@ class LogprobsWriter:
                 {best["token"]: best["logprob"] for best in reversed(each["top_logprobs"])}
                 for each in found
             ],
-            "text_offset": offsets,
+            "text_offset": [self._text.add(bytes(each["bytes"])) for each in found],
         }
 
     def _token(
@@ -78,6 +75,35 @@ class LogprobsWriter:
             "token": raw.decode("utf-8", "replace"), "logprob": max(log_prob, LEAST),
             "bytes": list(raw),
         }  # fmt: skip
+
+
+class _TextOffsets:
+    """Where each token begins in the text, in characters."""
+
+    def __init__(self) -> None:
+        self._characters = 0  # whole ones, or ones that can become none
+        self._begun = b""  # bytes of a character that is not whole yet
+
+    def add(self, raw: bytes) -> int:
+        """Of the token with these bytes. The bytes of one character may be in several tokens: each
+        of these has the offset where that character begins."""
+        if raw and self._begun and not _goes_on(self._begun, raw):
+            self._characters += len(self._begun.decode("utf-8", "replace"))
+            self._begun = b""
+        offset = self._characters
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters += len(decoder.decode(self._begun + raw))
+        self._begun = decoder.getstate()[0]
+        return offset
+
+
+def _goes_on(begun: bytes, raw: bytes) -> bool:
+    """Can the character that `begun` begins go on with the first byte of `raw`?"""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begun + raw[:1])
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def joined(pieces: list[PieceLogprobs]) -> PieceLogprobs:
