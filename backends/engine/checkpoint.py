@@ -20,7 +20,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +37,9 @@ SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 
 COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints keep what RoPE computes anyway
+OWN_PREFIXES = ("model.", "lm_head.")  # of tensors that a model computes with
 INDEX_NAME = "model.safetensors.index.json"
+SHARDS = "model-*-of-*.safetensors"
 SINGLE_NAME = "model.safetensors"
 
 
@@ -53,23 +55,29 @@ class TensorEntry:
 class Checkpoint:
     """Open with `Checkpoint.open`; reading tensors needs no second look at the headers."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self, folder: Path, entries: Mapping[str, TensorEntry], stale: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.entries = entries
+        self.stale = stale  # not read, because of the index: "NAME in FILE", "all of FILE"
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
         """Read all headers, or raise a CheckpointError with everything that is wrong."""
         folder = Path(checkpoint_dir)
         found: list[str] = []
-        entries: dict[str, TensorEntry] = {}
-        for name in _file_names(folder, found):
-            entries.update(_read_header(folder / name, found))
+        weight_map = _weight_map(folder, found)
+        names = _file_names(folder, weight_map, found)
+        headers = {name: _read_header(folder / name, found) for name in names}
+        entries, stale = _chosen(headers, weight_map, found)
+        others = sorted(path.name for path in folder.glob(SHARDS) if path.name not in names)
+        stale += [f"all of {name}" for name in others]
         if not entries and not found:
             found.append("the safetensors files hold no tensors")
         if found:
             raise CheckpointError(folder, found)
-        return cls(folder, entries)
+        return cls(folder, entries, stale)
 
     def problems(
         self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = (),
@@ -92,12 +100,22 @@ class Checkpoint:
             elif entry.dtype not in SCALAR_BYTES:
                 known = ", ".join(SCALAR_BYTES)
                 found.append(f"tensor {name} is {entry.dtype}; the engine reads {known}")
-        known = (COMPUTED_SUFFIX, *optional_suffixes)
-        for name in sorted(self.entries.keys() - shapes.keys()):
-            is_known = name.endswith(known) or name.startswith(optional_prefixes)
-            if name.startswith("model.") and not is_known:
+        for name in self.others(shapes, optional_suffixes, optional_prefixes):
+            if name.startswith(OWN_PREFIXES):
                 found.append(f"tensor {name} is not part of the model in config.json")
         return found
+
+    def others(
+        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = (),
+        optional_prefixes: tuple[str, ...] = (),
+    ) -> list[str]:  # fmt: skip
+        """The tensors that are neither among these nor optional, by name."""
+        known = (COMPUTED_SUFFIX, *optional_suffixes)
+        return [
+            name
+            for name in sorted(self.entries.keys() - shapes.keys())
+            if not name.endswith(known) and not name.startswith(optional_prefixes)
+        ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
         """The raw bytes of a tensor, uint8; its dtype and shape are in `entries`."""
@@ -138,30 +156,71 @@ def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
     return [(last * index // steps, SAMPLE_BYTES) for index in range(SAMPLES_PER_TENSOR)]
 
 
-def _file_names(folder: Path, found: list[str]) -> list[str]:
+def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
+    """Tensor -> file, as the index has it. None: there is no index."""
+    if not (folder / INDEX_NAME).exists():
+        return None
+    index = read_json(folder / INDEX_NAME, found)
+    if index is None:
+        return {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        found.append(f"{INDEX_NAME} has no weight_map; copy it again")
+        return {}
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def _file_names(folder: Path, weight_map: Mapping[str, str] | None, found: list[str]) -> list[str]:
     """The safetensors files of this folder, from the index if there is one."""
     if not folder.is_dir():
         found.append("there is no such folder")
         return []
-    if (folder / INDEX_NAME).exists():
-        index = read_json(folder / INDEX_NAME, found)
-        if index is None:
-            return []
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            found.append(f"{INDEX_NAME} has no weight_map; copy it again")
-            return []
-        names = sorted({str(name) for name in weight_map.values()})
+    is_single = (folder / SINGLE_NAME).is_file()
+    if weight_map is not None:
+        names = sorted(set(weight_map.values()))
+        if is_single and names and SINGLE_NAME not in names:
+            found.append(
+                f"{SINGLE_NAME} lies beside {INDEX_NAME}, which does not name it, and other "
+                "readers take one or the other; remove the one that is not meant"
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         found += [f"shard {name} is missing; copy it next to {INDEX_NAME}" for name in missing]
         return [name for name in names if name not in missing]
-    if (folder / SINGLE_NAME).is_file():
+    if is_single:
         return [SINGLE_NAME]
     found.append(
         f"neither {SINGLE_NAME} nor {INDEX_NAME} is there; other formats (pytorch_model.bin, "
         "GGUF) must be converted with save_pretrained"
     )
     return []
+
+
+def _chosen(
+    headers: Mapping[str, Mapping[str, TensorEntry]],
+    weight_map: Mapping[str, str] | None,
+    found: list[str],
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """(the tensors, each from the file that the index names, other copies of them).
+
+    A tensor that the index leaves out is taken where one file has it.
+    """
+    files: dict[str, list[str]] = {}
+    for file, header in headers.items():
+        for name in header:
+            files.setdefault(name, []).append(file)
+    entries: dict[str, TensorEntry] = {}
+    stale: list[str] = []
+    for name, holders in files.items():
+        file = (weight_map or {}).get(name, holders[0])
+        if name not in (weight_map or {}) and len(holders) > 1:
+            found.append(f"tensor {name} lies in {' and '.join(holders)}; the index names neither")
+        elif file not in holders:
+            if file in headers:
+                found.append(f"tensor {name} is in {holders[0]}, but the index names {file}")
+        else:
+            entries[name] = headers[file][name]
+            stale += [f"{name} in {other}" for other in holders if other != file]
+    return entries, stale
 
 
 def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:

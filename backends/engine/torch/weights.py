@@ -9,6 +9,7 @@ Not here: where the bytes come from (checkpoint.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,11 @@ from backends.engine.torch.layers.latent_attention import LatentWeights
 from backends.engine.torch.linear import GatedLinear, Linear
 from mooncake_store.layout import LayerRange
 
+log = logging.getLogger(__name__)
+
 Matrix = tuple[str, int, int, bool]  # name, rows, columns, has a bias
+HEAD = "lm_head.weight"
+NAMED_MAX = 20  # of tensors that a warning names
 CORRECTION = "mlp.gate.e_score_correction_bias"
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -53,15 +58,15 @@ class Weights:
     logits: Linear | None
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that this model must have."""
+def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
+    """Every tensor that this model must have. `has_own_head`: although its embeddings are tied."""
     hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not config.has_tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocabulary_tokens, hidden)
+    if has_own_head or not config.has_tied_embeddings:
+        shapes[HEAD] = (config.vocabulary_tokens, hidden)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
@@ -147,10 +152,18 @@ def load_weights(
     """Read, check, fuse. A CheckpointError lists every tensor that is missing or wrong."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
-    shapes = expected_shapes(config)
-    found = checkpoint.problems(shapes, KV_SCALE_SUFFIXES, not_computed(config))
+    has_head = HEAD in checkpoint.entries
+    shapes = expected_shapes(config, has_head)
+    optional = KV_SCALE_SUFFIXES, not_computed(config)
+    found = checkpoint.problems(shapes, *optional)
     if found:
         raise CheckpointError(checkpoint.folder, found)
+    if unread := [*checkpoint.others(shapes, *optional), *checkpoint.stale]:
+        more = f" and {len(unread) - NAMED_MAX} more" if len(unread) > NAMED_MAX else ""
+        log.warning(
+            "%s: tensors that are not read: %s%s",
+            checkpoint.folder, ", ".join(unread[:NAMED_MAX]), more,
+        )  # fmt: skip
     loader = _Loader(checkpoint, dtype, device)
     loaded = [
         _load_layer(loader, config, layer, is_kv_fp8) for layer in range(wanted.first, wanted.stop)
@@ -160,8 +173,15 @@ def load_weights(
         embedding = head = loader.place(loader.read("model.embed_tokens.weight"))
     if is_last:
         last_norm = loader.place(loader.read("model.norm.weight"))
-        if not config.has_tied_embeddings:
-            head = loader.place(loader.read("lm_head.weight"))
+        if has_head:
+            own_head = loader.place(loader.read(HEAD))
+            if head is None or not torch.equal(own_head, head):
+                head = own_head
+                if config.has_tied_embeddings:  # transformers uses both, too
+                    log.warning(
+                        "%s: config.json says tie_word_embeddings, but %s is not the embedding: "
+                        "both are used", checkpoint.folder, HEAD,
+                    )  # fmt: skip
     if loader.found:
         raise CheckpointError(checkpoint.folder, loader.found)
     logits = Linear(head) if is_last and head is not None else None

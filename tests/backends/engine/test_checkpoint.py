@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,18 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         ),
         f"tensor {EXTRA_BIAS} is not part of the model in config.json",
     ),
+    "a bias of the head": (
+        lambda path: edit_weights(
+            path, lambda tensors: tensors.update({"lm_head.bias": torch.ones(320)})
+        ),
+        "tensor lm_head.bias is not part of the model in config.json",
+    ),
+    "one file beside an index of others": (
+        lambda path: overwrite(
+            path, "model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'
+        ),
+        "model.safetensors lies beside model.safetensors.index.json, which does not name it",
+    ),
     "heads": (
         lambda path: edit_config(path, num_attention_heads=3, head_dim=16),
         "num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
@@ -144,8 +157,9 @@ def test_each_kind_of_damage_is_one_clear_problem(tmp_path: Path, damage: str) -
     make_checkpoint("llama", tmp_path)
     spoil, words = DAMAGES[damage]
     spoil(tmp_path)
-    [problem] = problems_of(tmp_path)
+    problem, *others = problems_of(tmp_path)
     assert words in problem
+    assert not others or "beside an index" in damage
 
 
 def test_all_wrong_tensors_are_listed_at_once(tmp_path: Path) -> None:
@@ -191,6 +205,61 @@ def test_missing_and_damaged_shards_are_listed_at_once(tmp_path: Path) -> None:
     assert len(problems) == 2
     assert f"shard {shards[0].name} is missing" in problems[0]
     assert f"{shards[1].name} is cut short" in problems[1]
+
+
+@pytest.mark.parametrize("walk", range(30))
+def test_each_tensor_comes_from_the_file_of_the_index_or_is_named(
+    tmp_path: Path, walk: int, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Copies with other numbers in other shards, and an index that leaves out or is wrong."""
+    make_checkpoint("llama", tmp_path, max_shard_size="100KB", num_hidden_layers=1)
+    rng = random.Random(f"{seed} {walk}")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    weight_map: dict[str, str] = content["weight_map"]
+    shards = {path.name: load_file(path) for path in tmp_path.glob("model-*.safetensors")}
+    good = {name: shards[file][name] for name, file in weight_map.items()}
+    copied, unlisted, moved = set(), set(), set()
+    for name in rng.sample(sorted(weight_map), 4):
+        for file in rng.sample(sorted(shards.keys() - {weight_map[name]}), rng.randint(0, 2)):
+            shards[file][name] = good[name] + 5
+            copied.add(name)
+        is_last = list(weight_map.values()).count(weight_map[name]) == 1  # of its shard
+        edit = -1 if is_last else rng.randrange(4)
+        if edit == 0:
+            del weight_map[name]
+            unlisted.add(name)
+        elif edit == 1:
+            others = [file for file in sorted(shards) if name not in shards[file]]
+            weight_map[name] = rng.choice(others)
+            moved.add(name)
+    for file, tensors in shards.items():
+        save_file(tensors, tmp_path / file, metadata={"format": "pt"})
+    index.write_text(json.dumps(content))
+    wrong = moved | (unlisted & copied)
+    if wrong:
+        problems = problems_of(tmp_path)
+        assert len(problems) == len(wrong)
+        assert all(any(f"tensor {name} " in each for each in problems) for name in wrong)
+        return
+    load(tmp_path)
+    assert all(f"{name} in model-" in caplog.text for name in copied)
+    checkpoint = Checkpoint.open(tmp_path)
+    for name, expected in good.items():
+        raw = torch.from_numpy(checkpoint.read(name)).view(torch.float32)
+        assert torch.equal(raw, expected.flatten()), name
+
+
+def test_a_tensor_that_no_model_has_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint("llama", tmp_path)
+    load(tmp_path)
+    assert "not read" not in caplog.text
+    edit_weights(tmp_path, lambda tensors: tensors.update({"v_head.weight": torch.ones(3)}))
+    (tmp_path / "model-1-of-2.safetensors").touch()
+    load(tmp_path)
+    assert "not read: v_head.weight, all of model-1-of-2.safetensors" in caplog.text
 
 
 def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import backends
 from backends.engine.generate import generate
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 512, "head_dim": 24}),
     "qwen2": ("qwen2", {"max_shard_size": "60KB", "num_hidden_layers": 3}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-own-head": ("qwen3", {"tie_word_embeddings": True}),
     # As Qwen documents it: max_position_embeddings stays the original context.
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 64}),
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN_ROPE}),
@@ -92,8 +94,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "demo":
         return Case(DEMO_CHECKPOINT)
     family, overrides = MODELS[request.param]
-    path = tmp_path_factory.mktemp(request.param)
-    return Case(make_checkpoint(family, path, **overrides))
+    path = make_checkpoint(family, tmp_path_factory.mktemp(request.param), **overrides)
+    if request.param == "qwen3-own-head":
+        tensors = load_file(path / "model.safetensors")
+        # transformers unties what config.json ties, where the file has two matrices.
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0) * 0.1
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return Case(path)
 
 
 @pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
