@@ -34,7 +34,7 @@ class AdminKey:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(self._key)
 
     def remove(self) -> None:

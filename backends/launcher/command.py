@@ -379,7 +379,8 @@ def run_until_stopped(launcher: Launcher) -> None:
             console.print(f"[{style}]{escape(change.said)}[/]", soft_wrap=True)
         for load in launcher.news():
             if load.reason:
-                console.print(f"[bold yellow]kept the old settings of {escape(load.model)}[/]:")
+                what = "does not serve" if load.is_new else "kept the old settings of"
+                console.print(f"[bold yellow]{what} {escape(load.model)}[/]:")
                 console.print(load.reason, markup=False, soft_wrap=True)
             else:
                 console.print(f"{load.model} serves with the settings in its config.pbtxt")

@@ -209,7 +209,7 @@ def _pids_max() -> int | None:
     """The container's limit of tasks, or None where there is none."""
     for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         try:
-            text = Path(path).read_text().strip()
+            text = Path(path).read_text(encoding="utf-8").strip()
         except OSError:
             continue
         return None if text == "max" else int(text)

@@ -523,7 +523,8 @@ class Launcher:
                 f"there is no model repository at {self.repository}; {remedy}"
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
-        found = admin_key.problems(self.options.open_apis)
+        found = [] if plan.deployment else self._worker_folders.unreadable()
+        found += admin_key.problems(self.options.open_apis)
         found += self.options.observed.problems(os.environ | plan.environment)
         found += api_keys.problems(self.options.api_keys, os.environ | plan.environment)
         env = os.environ | plan.environment

@@ -5,8 +5,10 @@
 files except config.pbtxt, which is a copy. Triton loads a model anew only when its config.pbtxt
 really changes, and it never restarts a model's process that died; such a model gets a new
 *incarnation*, one more parameter at the end of its copy, and Triton starts it again. The operator's
-files are only read. A folder is taken over when it has not changed for a moment: editors and copies
-work in steps, and Triton gives up on a model whose version folder is not there yet.
+files are only read. A folder is taken over when its content has not changed for a moment: editors
+and copies work in steps, and Triton gives up on a model whose version folder is not there yet. The
+dates of files do not count. A config.pbtxt that Triton could not read is not copied: the mirror
+keeps the copy before it and reports the refusal with file, line and remedy.
 
 **What Triton says**, in words an operator can use: which models are ready, and why one is not
 (Triton's reason without its boilerplate).
@@ -28,8 +30,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan
+from backends.cluster.model_rendering import BYTES, CONFIG
 from backends.direct_http import DIRECTLY
-from backends.model_settings.repository_files import digest
+from backends.errors import ConfigError
+from backends.model_settings.model_file import reading_problem, without_comments
+from backends.model_settings.repository_files import digest, read_config
 from backends.model_settings.running_system import (
     LOADED,
     PENDING,
@@ -46,23 +51,21 @@ from backends.model_settings.serve_settings import (
 )
 
 SETTLED_S = 0.15
-BYTES = "surrogateescape"  # a comment may be in any encoding
 # Names with a leading underscore are the launcher's, not the operator's.
 INCARNATION_PARAMETER = "_incarnation"
 WORKER_BACKENDS = ("prefill", "decode")
-COMMENT = re.compile(
-    r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
-)
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 
 
 def backend_of(model: Path) -> str | None:
-    """As a model folder's config.pbtxt names it; None when there is none (yet)."""
+    """As a model folder's config.pbtxt names it; None when there is none (yet), or when Triton
+    could not read the file."""
     try:
-        found = BACKEND.search((model / "config.pbtxt").read_text(errors="replace"))
-    except OSError:
+        raw = read_config(model)
+    except ConfigError:
         return None
-    return found[1] if found else None
+    found = BACKEND.search(raw.decode("utf-8", BYTES))
+    return found[1] if found and not reading_problem(model.name, raw) else None
 
 
 class WorkerFolders:
@@ -97,6 +100,17 @@ class WorkerFolders:
         number = self._served.made[model][1] if model in self._made else None
         return rendered(self._settings, text, number, self._nodes)
 
+    def unreadable(self) -> list[str]:
+        """Why models that are to be served cannot be read, each with its remedy."""
+        found = []
+        for model in sorted(path.parent for path in self._repository.glob(f"*/{CONFIG}")):
+            if model.name not in self.left_out:
+                try:
+                    found.append(reading_problem(model.name, read_config(model)))
+                except ConfigError as error:
+                    found.append(str(error))
+        return list(filter(None, found))
+
     def _backends(self) -> dict[str, str]:
         found = {path.name: backend_of(path)
                  for path in self._repository.iterdir() if path.is_dir()}  # fmt: skip
@@ -104,8 +118,11 @@ class WorkerFolders:
 
     def names(self) -> set[str]:
         """A folder whose config.pbtxt says nothing at the moment is what it was."""
-        found = {path.name: backend_of(path)
-                 for path in self._repository.iterdir() if path.is_dir()}  # fmt: skip
+        try:
+            folders = [path for path in self._repository.iterdir() if path.is_dir()]
+        except OSError:  # the repository is moved or unmounted
+            return self._names
+        found = {path.name: backend_of(path) for path in folders}
         self._names = {
             name for name, backend in found.items()
             if backend in WORKER_BACKENDS or (backend is None and name in self._names)
@@ -128,12 +145,14 @@ class EditStates:
         self._now: dict[str, EditState] = {}
         self._mirrored: dict[str, str] = {}  # model -> what the copy means
         self._loaded: dict[str, str] = {}
+        # Model -> state of the copy that Triton has, while the mirror refuses the newest file.
+        self._kept: dict[str, EditState] = {}
 
     def mirrored(self, model: str, digest: str, text: str) -> None:
         """Triton is going to see this text, made of the operator's file with this digest."""
         meaning = without_comments(text)
-        before = self._now.get(model)
-        if before is not None and meaning == self._mirrored[model]:
+        before = self._kept.pop(model, self._now.get(model))
+        if before is not None and meaning == self._mirrored.get(model):
             self._now[model] = replace(before, digest=digest)
             return
         self._mirrored[model] = meaning
@@ -141,17 +160,29 @@ class EditStates:
         outcome = LOADED if meaning == self._loaded.get(model) else PENDING
         self._now[model] = EditState(digest, outcome)
 
+    def refused(self, model: str, digest: str, reason: str) -> None:
+        """The mirror does not copy the operator's file with this digest."""
+        if model in self._mirrored and (now := self._now.get(model)) is not None:
+            self._kept.setdefault(model, now)
+        self._now[model] = EditState(digest, REFUSED, reason)
+
+    def revived(self, model: str, text: str) -> None:
+        """Triton loads the copy that it has once more, while the newest file is refused."""
+        self._mirrored[model] = without_comments(text)
+
     def heard(self, load: ModelLoad) -> None:
-        before = self._now.get(load.model)
-        if before is None:
+        """Triton loaded or refused the copy that it has."""
+        states = self._kept if load.model in self._kept else self._now
+        before = states.get(load.model)
+        if before is None or load.model not in self._mirrored:
             return
         outcome = REFUSED if load.reason else LOADED
-        self._now[load.model] = EditState(before.digest, outcome, load.reason)
+        states[load.model] = EditState(before.digest, outcome, load.reason)
         if not load.reason:
             self._loaded[load.model] = self._mirrored[load.model]
 
     def removed(self, model: str) -> None:
-        for each in (self._now, self._mirrored, self._loaded):
+        for each in (self._now, self._mirrored, self._loaded, self._kept):
             each.pop(model, None)
 
     def digest_of(self, model: str) -> str:
@@ -162,16 +193,20 @@ class EditStates:
         return dict(self._now)
 
 
-def without_comments(text: str) -> str:
-    """What Triton compares before it loads a model anew, and so not the blank space either."""
-    kept = COMMENT.sub(lambda match: match["string"] or "", text)
-    return " ".join(kept.split())
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """One look at a model's folder. Equal looks have equal content; dates do not count."""
+
+    has_config: bool = False
+    raw: bytes = b""  # of config.pbtxt
+    problem: str = ""  # why config.pbtxt cannot be served, with its remedy; "": it can
+    entries: frozenset[str] = frozenset()  # names beside config.pbtxt
 
 
 class RepositoryMirror:
     def __init__(
         self, source: Path, target: Path, wants: Callable[[str], bool],
-        workers: WorkerFolders | None = None,
+        workers: WorkerFolders | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`wants`: is this model part of the mirror? `workers`: those that are made of others, and
         how models are rendered; without, all are as their files say."""
@@ -180,7 +215,12 @@ class RepositoryMirror:
         self.edits = EditStates()
         self._wants = wants
         self._workers = workers
+        self._clock = clock
         self._incarnations: dict[str, int] = {}
+        self._seen: dict[str, tuple[ModelFolder, float]] = {}  # model -> last look, first seen at s
+        self._taken: dict[str, ModelFolder] = {}  # model -> the newest look that it serves
+        self._refused: dict[str, str] = {}  # model -> why its newest file is not served
+        self._news: list[ModelLoad] = []
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
 
@@ -195,56 +235,122 @@ class RepositoryMirror:
     def config(self, model: str) -> str:
         """The config.pbtxt that Triton sees; "" when the model is gone."""
         path = self.target / model / "config.pbtxt"
-        return path.read_text(errors=BYTES) if path.exists() else ""
+        return path.read_text("utf-8", BYTES) if path.exists() else ""
+
+    def take_refusals(self) -> list[ModelLoad]:
+        """Edits that the mirror refused since the last call, and refused edits taken back."""
+        news, self._news = self._news, []
+        return news
 
     def sync(self, is_first: bool = False) -> None:
         """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
-        folders = {path.name for path in self.source.iterdir() if path.is_dir()}
+        try:
+            folders = {path.name for path in self.source.iterdir() if path.is_dir()}
+        except OSError:  # the repository is moved or unmounted: each of its models reports that
+            folders = set(self._taken)
         if self._workers is not None:
             folders |= self._workers.made.keys()
             folders -= self._workers.left_out
         wanted = {name for name in folders if self._wants(name)}
-        for path in self.target.iterdir():
-            if path.name not in wanted:
-                shutil.rmtree(path)
-                self.edits.removed(path.name)
+        for name in {path.name for path in self.target.iterdir()} | self._seen.keys():
+            if name not in wanted:
+                self._remove(name)
         for name in sorted(wanted):
-            with contextlib.suppress(OSError):  # removed while we look, or not ours to read
+            with contextlib.suppress(OSError):  # the target's disk is full: the next call retries
                 self._sync_model(name, is_first)
 
+    def _remove(self, name: str) -> None:
+        gone = self.target.parent / f".{name}.gone"  # Triton shall not see a folder without files
+        with contextlib.suppress(FileNotFoundError):
+            (self.target / name).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        self.edits.removed(name)
+        for each in (self._seen, self._taken, self._refused):
+            each.pop(name, None)
+
     def _sync_model(self, name: str, is_first: bool) -> None:
-        source, target = self.source / name, self.target / name
+        source = self.source / name
         if self._workers is not None:
             source = self.source / self._workers.made.get(name, name)
-        config = source / "config.pbtxt"
-        raw = config.read_bytes()
-        text = raw.decode("utf-8", BYTES)
-        newest_s = max(config.stat().st_mtime, source.stat().st_mtime)
-        if not is_first and time.time() - newest_s < SETTLED_S:
+        folder = self._looked_at(source)
+        before, since_s = self._seen.get(name, (None, 0.0))
+        now_s = self._clock()
+        if folder != before:
+            self._seen[name] = (folder, since_s := now_s)
+        if is_first or now_s - since_s >= SETTLED_S:
+            self._judge(name, folder)
+        if name in self._taken:
+            self._write(name, source, self._taken[name])
+
+    def _looked_at(self, source: Path) -> ModelFolder:
+        raw = b""
+        entries: set[str] = set()
+        try:
+            entries = {path.name for path in source.iterdir()}
+            raw = read_config(source)
+            problem = reading_problem(source.name, raw)
+        except OSError as error:
+            problem = f"{source} cannot be read ({error.strerror}): make it readable, or remove it"
+        except ConfigError as error:
+            problem = str(error)
+        has_config = CONFIG in entries
+        return ModelFolder(has_config, raw, problem, frozenset(entries - {CONFIG}))
+
+    def _judge(self, name: str, folder: ModelFolder) -> None:
+        """Take a settled folder, or refuse it and report that once."""
+        taken = self._taken.get(name)
+        problem = folder.problem or _lost_backend(name, folder, taken)
+        if not problem:
+            self._taken[name] = folder
+            if self._refused.pop(name, None) and taken is not None and taken.raw == folder.raw:
+                self._news.append(ModelLoad(name))  # Triton loads nothing, so it reports nothing
             return
+        if taken is None and not folder.has_config:
+            return  # a folder that is being copied is no model yet
+        report = f"{digest(folder.raw)} {problem}"
+        if self._refused.get(name) != report:
+            self._refused[name] = report
+            self.edits.refused(name, digest(folder.raw), problem)
+            self._news.append(ModelLoad(name, problem, is_new=taken is None))
+
+    def _write(self, name: str, source: Path, folder: ModelFolder) -> None:
+        target, text = self.target / name, folder.raw.decode("utf-8", BYTES)
         if self._workers is not None:
             text = self._workers.rendered(name, text)
         if incarnation := self._incarnations.get(name):
             value = f'value {{ string_value: "{incarnation}" }}'
             text += f'\nparameters {{ key: "{INCARNATION_PARAMETER}" {value} }}\n'
-        target.mkdir(exist_ok=True)
-        entries = {path.name for path in source.iterdir() if path.name != "config.pbtxt"}
-        for link in target.iterdir():
-            if link.is_symlink() and link.name not in entries:
+        # Triton reports a folder without a config.pbtxt, so a new one is made elsewhere.
+        made = target if target.exists() else self.target.parent / f".{name}.model"
+        made.mkdir(exist_ok=True)
+        for link in made.iterdir():
+            if link.is_symlink() and link.name not in folder.entries:
                 link.unlink()
-        for entry in entries:
-            if not (target / entry).is_symlink():
-                (target / entry).symlink_to(source / entry)
-        copy, said = target / "config.pbtxt", text.encode("utf-8", BYTES)
+        for entry in folder.entries:
+            if not (made / entry).is_symlink():
+                (made / entry).symlink_to(source / entry)
+        copy, said = made / CONFIG, text.encode("utf-8", BYTES)
         is_new = not copy.exists() or copy.read_bytes() != said
-        if is_new or digest(raw) != self.edits.digest_of(
-            name
-        ):  # before Triton can say a word of it
-            self.edits.mirrored(name, digest(raw), text)
+        # The states change before Triton can report anything of the copy.
+        if name in self._refused:
+            if is_new:
+                self.edits.revived(name, text)
+        elif is_new or digest(folder.raw) != self.edits.digest_of(name):
+            self.edits.mirrored(name, digest(folder.raw), text)
         if is_new:
             partial = self.target.parent / f".{name}.config"
             partial.write_bytes(said)
             partial.replace(copy)  # last: Triton loads a folder as soon as it has a config
+        if made != target:
+            made.rename(target)
+
+
+def _lost_backend(name: str, folder: ModelFolder, taken: ModelFolder | None) -> str:
+    """Triton guesses the backend of a model that names none, so only a loss is a mistake."""
+    if taken is None or BACKEND.search(folder.raw.decode("utf-8", BYTES)):
+        return ""
+    found = BACKEND.search(taken.raw.decode("utf-8", BYTES))
+    return f"{name}/{CONFIG} lost its line `{found[0].strip()}`: put it back" if found else ""
 
 
 def running_settings(
@@ -365,6 +471,7 @@ class ModelLoad:
 
     model: str
     reason: str = ""  # why not; "" when it is loaded
+    is_new: bool = False  # a refused model that has no older settings to serve with
 
 
 SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")
@@ -373,7 +480,9 @@ WORKER_READY_OR_LOAD = re.compile(  # the first is of workers/worker_process.py
 )
 LOAD = re.compile(
     r"successfully loaded '(?P<loaded>[^']+)'"
-    r"|failed to load '(?P<refused>[^']+)' version \d+: (?P<reason>.*?)(?=\n[EWIF]\d{4} |\Z)",
+    r"|(?:failed to load '(?P<refused>[^']+)' version \d+"
+    r"|[Pp]oll failed for model directory '(?P<unreadable>[^']+)'): "
+    r"(?P<reason>.*?)(?=\n[EWIF]\d{4} |\Z)",
     flags=re.DOTALL,
 )
 
@@ -382,7 +491,7 @@ def loads(log_text: str) -> list[ModelLoad]:
     """What Triton's log says of loading models, in its order."""
     return [
         ModelLoad(match["loaded"]) if match["loaded"] else ModelLoad(
-            match["refused"], tidy_reason(match["reason"]))
+            match["refused"] or match["unreadable"], tidy_reason(match["reason"]))
         for match in LOAD.finditer(log_text)
     ]  # fmt: skip
 

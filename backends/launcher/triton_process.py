@@ -58,7 +58,7 @@ class Stubs:
         self._strangers &= pids  # a pid that was free in between may be anybody's
         for pid in pids - self._strangers:
             with contextlib.suppress(OSError):  # it ended while we look
-                stat = Path(f"/proc/{pid}/stat").read_text()
+                stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
                 state, parent = stat.rpartition(") ")[2].split()[:2]
                 if int(parent) not in found:
                     self._strangers.add(pid)
@@ -79,7 +79,7 @@ def end_orphans(launches: Collection[str]) -> None:
 
 def _stub_arguments(pid: str) -> list[str]:
     """[] for any other process."""
-    arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    arguments = Path(f"/proc/{pid}/cmdline").read_text("utf-8", "surrogateescape").split("\0")
     is_stub = len(arguments) > 1 and Path(arguments[0]).name == STUB
     return arguments if is_stub else []
 
@@ -291,7 +291,7 @@ class Triton:
         """Loads and refusals since the last call."""
         self._read_log()
         loads, self._loads = self._loads, []
-        return loads
+        return [*loads, *self.mirror.take_refusals()]
 
     def _read_log(self) -> None:
         if self.child is None:

@@ -27,7 +27,12 @@ from backends.config_pbtxt import (
 )
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
-from backends.model_settings.model_file import WORKER_ROLES, ModelFile, read_model_file
+from backends.model_settings.model_file import (
+    TAKE_ANOTHER,
+    WORKER_ROLES,
+    ModelFile,
+    read_model_file,
+)
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
@@ -93,7 +98,7 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
     if file.name and file.name != file.model:
         yield f"name is {file.name!r}, the folder's is {file.model!r}; remove the name"
     if not file.text.strip():
-        yield "its config.pbtxt is empty; take one of the same kind as a model"
+        yield f"its config.pbtxt is empty; {TAKE_ANOTHER}"
     classes, together = classes_of(file)
     if not classes:
         return

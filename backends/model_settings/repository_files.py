@@ -18,6 +18,8 @@ from backends.cluster.model_rendering import BYTES, CONFIG
 from backends.errors import ConfigError
 from mooncake_store.process.edited_file import replace_file, sole_writer
 
+CONFIG_BYTES_MAX = 2**20
+
 
 def read_texts(repository: Path) -> dict[str, str]:
     """Of each model, by its folder's name; ConfigError when there is no repository."""
@@ -30,13 +32,32 @@ def read_texts(repository: Path) -> dict[str, str]:
     for path in sorted(
         repository.glob(f"*/{CONFIG}"), key=lambda path: by_number(path.parent.name)
     ):
-        try:
-            found[path.parent.name] = path.read_bytes().decode("utf-8", BYTES)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        found[path.parent.name] = read_config(path.parent).decode("utf-8", BYTES)
     if not found:
         raise ConfigError(f"{repository} has no model: no folder in it has a {CONFIG}")
     return found
+
+
+def read_config(model: Path) -> bytes:
+    """The config.pbtxt of this model's folder; ConfigError, with a remedy, when it has none that
+    can be read. A pipe there does not block the caller."""
+    path = model / CONFIG
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_size <= CONFIG_BYTES_MAX:
+            return path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is gone: put it back, or remove the folder to end the model"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; make it readable for this user"
+        ) from None
+    if stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} has {found.st_size} bytes: at most {CONFIG_BYTES_MAX} are read")
+    kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+    raise ConfigError(f"{path} is {kind}: put a file there")
 
 
 def by_number(model: str) -> tuple[str, int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -72,6 +73,30 @@ def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Ser
         "the mended settings to be taken", 40.0,
     )  # fmt: skip
     assert server.log.read_text(errors="replace").count("4 mistake(s)") == 1
+
+
+def test_an_edit_that_triton_cannot_read_is_named_and_one_from_the_future_is_taken(
+    server: Server,
+) -> None:
+    path = server.repository / "prefill_1" / "config.pbtxt"
+    good = path.read_bytes()
+    loads = server.log.read_text(errors="replace").count("prefill_1 serves with the settings")
+    for raw, part in (
+        (good + b"parameterz { }\n", 'has no field named "parameterz"'),
+        (b"\xef\xbb\xbf" + good, "byte order mark"),
+        (b"", "prefill_1/config.pbtxt is empty"),
+    ):
+        path.write_bytes(raw)
+        wait_until(lambda p=part: p in " ".join(server.log.read_text(errors="replace").split()),
+                   f"the launcher to report {part!r}", 5.0)  # fmt: skip
+    assert not ask(server, 4, prefill_worker="prefill_1").error
+    path.write_bytes(good)
+    server.edit("prefill_1", "chunk_tokens", "64")
+    os.utime(path, (4_000_000_000.0, 4_000_000_000.0))
+    wait_until(
+        lambda: server.log.read_text(errors="replace").count("prefill_1 serves with the settings")
+        > loads, "an edit of the future to be taken", 40.0,
+    )  # fmt: skip
 
 
 def test_a_set_takes_effect_on_the_running_server_and_says_so(server: Server) -> None:

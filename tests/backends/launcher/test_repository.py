@@ -28,6 +28,14 @@ def test_a_refusal_is_the_model_s_own_message_without_the_wrapping() -> None:
     assert loads(LINE + NEXT + LOADED) == [REFUSED, ModelLoad("prefill_1")]
 
 
+def test_a_file_that_triton_alone_cannot_read_is_a_refusal() -> None:
+    line = (
+        'E1121 02:49:20.655238 8564 model_repository_manager.cc:1460] "Poll failed for model '
+        "directory 'mine': Invalid argument: unexpected platform type '' for mine\"\n"
+    )
+    assert loads(line + NEXT) == [ModelLoad("mine", "unexpected platform type '' for mine")]
+
+
 def test_each_refusal_is_reported_once_until_the_model_has_loaded(tmp_path: Path) -> None:
     log = tmp_path / "triton.log"
     watch = TritonLog(log)

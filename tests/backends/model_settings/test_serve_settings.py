@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import read_texts
 from backends.model_settings.running_system import LOADED, PENDING, REFUSED
 from backends.model_settings.serve_settings import ServeSettings, made_problems, served_workers
+from tests.backends.launcher.test_mirror import Clock, poll
 from tests.backends.model_settings.repositories import NODES, any_checkpoint, copied
 
 FOLDERS = {"prefill_0": "prefill", "prefill_2": "prefill", "prefill_10": "prefill",
            "decode_0": "decode"}  # fmt: skip
-LONG_AGO_S = 1_000_000_000.0
 
 
 def folders(repository: Path, settings: ServeSettings) -> WorkerFolders:
@@ -26,18 +25,14 @@ def folders(repository: Path, settings: ServeSettings) -> WorkerFolders:
 
 
 def mirrored(repository: Path, target: Path, settings: ServeSettings) -> RepositoryMirror:
-    mirror = RepositoryMirror(repository, target, lambda name: True, folders(repository, settings))
+    mirror = RepositoryMirror(repository, target, lambda name: True, folders(repository, settings),
+                              Clock())  # fmt: skip
     mirror.sync(is_first=True)
     return mirror
 
 
 def parameters(mirror: RepositoryMirror, model: str) -> dict[str, str]:
     return dict(read_model_file(model, mirror.config(model)).parameters)
-
-
-def settle(repository: Path) -> None:
-    for path in [*repository.iterdir(), *repository.glob("*/config.pbtxt")]:
-        os.utime(path, (LONG_AGO_S, LONG_AGO_S))
 
 
 def test_fewer_workers_are_the_first_ones_by_number_and_more_get_free_names() -> None:
@@ -87,16 +82,14 @@ def test_an_edit_reaches_made_workers_and_a_folder_of_their_own_stands_above(
     path = repository / "prefill_0" / "config.pbtxt"
     threads = 'key: "threads" value { string_value: "%s" }'
     path.write_text(path.read_text().replace(threads % 1, threads % 2))
-    settle(repository)
-    mirror.sync()
+    poll(mirror)
     assert parameters(mirror, "prefill_2")["threads"] == "2"
     own = repository / "prefill_2"
     (own / "1").mkdir(parents=True)
     (own / "config.pbtxt").write_text(path.read_text().replace(threads % 2, threads % 3))
-    settle(repository)
     assert mirror._workers is not None
     assert "prefill_2" in mirror._workers.names() and mirror._workers.made == {}
-    mirror.sync()
+    poll(mirror)
     found = parameters(mirror, "prefill_2")
     assert (found["threads"], found["dtype"]) == ("3", "bfloat16")
 
