@@ -108,8 +108,12 @@ class Tokenizer:
 
         Never more than the model has: an added token beyond it has no embedding.
         """
-        found = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        found = self._own_vocabulary_tokens
         return min(found, self._model_vocabulary_tokens or found)
+
+    @cached_property
+    def _own_vocabulary_tokens(self) -> int:
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -117,8 +121,18 @@ class Tokenizer:
         return token_bytes(self._backend)
 
     def to_json(self) -> str:
-        """The whole of it in the format of tokenizer.json, with what was settled after reading."""
-        return str(self._backend.to_str())
+        """The whole of it in the format of tokenizer.json, with what was settled after reading.
+
+        Without the added tokens that the model has no embedding for.
+        """
+        written = str(self._backend.to_str())
+        if self._own_vocabulary_tokens == self.vocabulary_tokens:
+            return written
+        content = json.loads(written)
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if token["id"] < self.vocabulary_tokens
+        ]
+        return json.dumps(content)
 
     def _ids_of(self, name: str) -> tuple[int, ...]:
         token = self._special_tokens.get(name)

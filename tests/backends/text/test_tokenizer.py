@@ -16,6 +16,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from backends.errors import ConfigError, InvalidRequest
+from backends.text.guides import Guides, is_installed
 from backends.text.tokenizer import NAMED_TOKENS, Tokenizer
 from tests.backends.small_tokenizers import (
     ASSISTANT,
@@ -371,6 +372,9 @@ def test_a_token_without_a_row_in_the_model_is_outside_the_vocabulary(tmp_path: 
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("[PAD]") == [341]
     assert tokenizer.vocabulary_tokens == 341
+    if is_installed():  # the grammar of an answer has no such token either
+        guide = Guides(lambda: tokenizer, 341).guide('{"enum": [1]}', tokenizer.eos_ids, [])
+        assert guide.allowed().size == 341
 
 
 def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
