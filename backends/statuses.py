@@ -50,6 +50,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
     500: "server_error",

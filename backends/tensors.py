@@ -113,6 +113,7 @@ PARAMETERS = {
     "tenant": "string: salts the cache keys, so tenants never share KV; with API keys only the "
     "gateway names it",
     "timeout_ms": "int: the request ends after so many milliseconds, whatever it has",
+    "id": "string: of the request, as in Triton's /generate; the id of the request itself wins",
     "traceparent": "string: W3C's, the trace that this request belongs to; a bad one is ignored",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",

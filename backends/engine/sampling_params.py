@@ -133,13 +133,13 @@ def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
                 f"{limits.vocabulary_tokens - 1}"
             )
     if len(params.stop_words) > STOP_WORDS_MAX:
-        yield f"{len(params.stop_words)} stop words; use at most {STOP_WORDS_MAX}"
-    for word in params.stop_words[:STOP_WORDS_MAX]:
+        yield f"stop_words has {len(params.stop_words)} words; use at most {STOP_WORDS_MAX}"
+    for index, word in enumerate(params.stop_words[:STOP_WORDS_MAX]):
         size_bytes = len(word.encode("utf-8", "surrogatepass"))
         if size_bytes == 0:
-            yield "a stop word is empty; leave it out"
+            yield f"stop_words[{index}] is empty; leave it out"
         elif size_bytes > STOP_WORD_BYTES_MAX:
             yield (
-                f"stop word {word[:16]!r}... has {size_bytes} bytes; use at most "
+                f"stop_words[{index}], {word[:16]!r}..., has {size_bytes} bytes; use at most "
                 f"{STOP_WORD_BYTES_MAX}"
             )

@@ -12,7 +12,7 @@ limit and what to do. The rules for what is not said:
 | `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
 | `return_decision`, `return_perf_metrics` | false |
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
-| request id | a fresh one |
+| request id, or parameter `id` (Triton's /generate sends it so) | a fresh one |
 | parameter `tenant` | "": shares cached KV with all who name none |
 | parameter `tenant_proof` | ""; read where keys are configured (tenants/asker.py) |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
@@ -119,7 +119,7 @@ def parse(
     )
     includes_prompt = not excludes_prompt and not is_stream
     request = ClientRequest(
-        request_id=_request_id(request_id, reader) or new_id(),
+        request_id=_request_id(request_id or options.id, reader) or new_id(),
         prompt_ids=prompt_ids,
         prompt_text=delta(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
         sampling=sampling,
@@ -269,6 +269,7 @@ class _Options:
         self._reader = reader
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
+        self.id = self._text("id")
         self.tenant = self._text("tenant")
         self._text("tenant_proof")  # checked only: with keys, it was read before
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)

@@ -126,6 +126,12 @@ class Doors:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
         if self.is_draining:
             return unavailable("this gateway is draining: ask another one")
+        if (coding := headers.get(b"content-encoding", b"identity").strip().lower()) != b"identity":
+            return HttpRefusal(
+                415, "unsupported_encoding",
+                f"the body has Content-Encoding {coding[:32].decode('latin-1')}; send it as it is, "
+                "without Content-Encoding",
+            )  # fmt: skip
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._body_bytes_max:
             return self._too_large()

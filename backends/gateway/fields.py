@@ -110,7 +110,7 @@ UNSUPPORTED = (
     UnsupportedField("moderation", (), (CHAT,)),
     UnsupportedField("images"),
     UnsupportedField("use_beam_search", (False,)),
-    UnsupportedField("length_penalty", (1, 1.0)),
+    UnsupportedField("length_penalty", (1,)),
     UnsupportedField("stop_token_ids", ([],)),
     UnsupportedField("bad_words", ([],)),
     UnsupportedField("include_stop_str_in_output", (False,)),
@@ -254,8 +254,9 @@ def read_kind(kind: str, name: str, value: object) -> Any:
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
-    # True is equal to 1, and asks for something else.
-    if any(type(value) is type(each) and value == each for each in field.neutral):
+    # True is equal to 1, and asks for something else; 1.0 asks for the same.
+    is_flag = isinstance(value, bool)
+    if any(is_flag is isinstance(each, bool) and value == each for each in field.neutral):
         return
     only = f" or send {field.neutral[0]!r}" if field.neutral else ""
     raise bad_field(
@@ -289,6 +290,8 @@ def _integer(name: str, value: object) -> int:
 
 def _seed(name: str, value: object) -> int:
     """Negative ones count from the end, as two's complement does."""
+    if isinstance(value, float) and value.is_integer():  # Gson writes 42.0
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
         raise bad_field(name, f"{name} is {shown(value)}; send an integer of 64 bits")
     return value % 2**64

@@ -34,6 +34,7 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the frontend is near, whatever http_proxy says
     ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
 ]
+OF_PROMPT = ("the prompt ", "there is no prompt")  # how problems begin that name no tensor
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
 END_S_MAX = 5.0  # that the conductor may keep a call open behind the last piece
 
@@ -193,6 +194,8 @@ def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
     if refusal.status != 400:
         return refusal
     words = refusal.message.removeprefix("parameter ")
+    if words.startswith(OF_PROMPT):
+        return HttpRefusal(400, refusal.code, words, names.get("prompt", "prompt"))
     length = next((at for at, character in enumerate(words) if character in " :,["), len(words))
     tensor = words[:length]
     name = names.get(tensor) or NAME_OF_TENSOR.get(tensor)

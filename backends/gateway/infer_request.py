@@ -77,7 +77,8 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
         inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
     inputs |= {each.tensor: said[each.name] for each in FIELDS
                if each.tensor and each.name in said}  # fmt: skip
-    names = {"top_logprobs": "logprobs"} if route == COMPLETION else {}  # which says how many
+    # A completion says in `logprobs` how many; a chat has its prompt in `messages`.
+    names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
     if (newer := said.get("max_completion_tokens")) is not None:
         if inputs.get("max_tokens", newer) != newer:
             what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"

@@ -38,11 +38,13 @@ def read_prompt(value: object) -> str | list[int]:
         raise bad_field("prompt", "prompt is empty; send at least one token")
     if isinstance(value[0], str | list):
         raise bad_field(
-            "prompt", f"prompt has {len(value)} prompts; send one in a request", code="unsupported"
+            "prompt", f"prompt has {len(value)} prompts; a request may have 1", code="unsupported"
         )
     if len(value) > PROMPT_IDS_MAX:
         what = f"prompt has {len(value):,} token ids; send at most {PROMPT_IDS_MAX:,}"
         raise bad_field("prompt", what)
+    if any(type(each) is float for each in value):  # Gson writes 42.0
+        value = [int(each) if type(each) is float and each.is_integer() else each for each in value]
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= TOKEN_ID_MAX:
             raise bad_field("prompt", f"prompt[{index}] is {shown(token_id)}; send token ids")

@@ -210,9 +210,9 @@ def test_extreme_temperatures_still_draw_a_token(temperature: float) -> None:
         ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"end_ids": (VOCABULARY,)}, "end id 500 is outside the vocabulary"),
         ({"end_ids": tuple(range(65))}, "65 end ids; use at most 64"),
-        ({"stop_words": ("a",) * 33}, "33 stop words; use at most 32"),
+        ({"stop_words": ("a",) * 33}, "stop_words has 33 words; use at most 32"),
         ({"stop_words": ("é" * 129,)}, "has 258 bytes; use at most 256"),
-        ({"stop_words": ("",)}, "a stop word is empty"),
+        ({"stop_words": ("",)}, "stop_words[0] is empty"),
     ],
 )
 def test_each_broken_limit_is_named_with_its_remedy(values: dict[str, Any], words: str) -> None:

@@ -66,6 +66,10 @@ def test_everything_that_may_be_said_arrives() -> None:
 def test_the_request_id_is_kept_or_a_fresh_one() -> None:
     assert ask(request_id="r7").request_id == "r7"
     assert ask(request_id="").request_id == "fresh"
+    assert ask(request_id="", parameters={"id": "r8"}).request_id == "r8"
+    assert ask(request_id="r7", parameters={"id": "r8"}).request_id == "r7"
+    with pytest.raises(InvalidRequest, match="parameter id is 5"):
+        ask(parameters={"id": 5})
 
 
 def test_streaming_sends_each_token_unless_told_otherwise() -> None:
@@ -187,7 +191,7 @@ def test_all_problems_are_told_at_once() -> None:
         {"max_tokenz": 5}, text_input=b"\xff", temperature=float("nan"), top_p=2.0, beam_width=2,
         stop_words=["a", ""], seed=1, random_seed=2, stream_interval=-1,
     )  # fmt: skip
-    for part in ("max_tokenz", "UTF-8", "temperature", "top_p", "beam_width", "stop word is empty",
+    for part in ("max_tokenz", "UTF-8", "temperature", "top_p", "beam_width", "] is empty",
                  "random_seed", "stream_interval"):  # fmt: skip
         assert part in message, part
 

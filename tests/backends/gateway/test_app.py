@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import gzip
 import http.client
 import json
 import time
@@ -18,13 +19,10 @@ from backends.gateway import app, generation
 from backends.gateway.app import PATHS, UNSUPPORTED_PATHS
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls
-from backends.gateway.prompts import read_tokenize
 from backends.gateway.tokenizing import Tokenizing
 from backends.launcher.environment import free_ports
-from backends.statuses import HttpRefusal
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
-from backends.tensors import TEXT_BYTES_MAX
 from loadtest.client import sse_client
 from loadtest.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 from tests.backends.gateway.rig import BODY_BYTES_MAX, KEYS, PROMPT, SECRET, Rig, run, until
@@ -352,6 +350,19 @@ def test_models_and_tokens_are_listed() -> None:
     run(check)
 
 
+@pytest.mark.parametrize("coding", ["gzip", "br", "GZIP, identity", "nonsense"])
+def test_an_encoded_body_is_refused_with_a_word_about_its_encoding(coding: str) -> None:
+    async def check(rig: Rig) -> None:
+        body = gzip.compress(json.dumps(PROMPT[CHAT]).encode())
+        answer = await rig.send("POST", PATHS[CHAT], body, Content_Encoding=coding)
+        assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+        assert "Content-Encoding" in answer.error["message"]
+        plain = await rig.send("POST", PATHS[CHAT], PROMPT[CHAT], Content_Encoding="identity")
+        assert plain.status == 200
+
+    run(check)
+
+
 LIMITED_KEYS = {**KEYS, "tenants": {"acme": {"requests_per_minute": 1}, "other": {}}}
 
 
@@ -373,17 +384,6 @@ def test_tokenize_is_charged_before_it_reads_the_text(monkeypatch: pytest.Monkey
         assert (answer.status, answer.error["code"]) == (429, "request_rate")
 
     run(check, ApiKeys(None, json.dumps(LIMITED_KEYS)))
-
-
-def test_tokenize_takes_as_much_text_as_the_conductor() -> None:
-    for said in ({"prompt": "é" * (TEXT_BYTES_MAX // 2)}, {"prompt": "x" * TEXT_BYTES_MAX}):
-        read_tokenize(said)
-    long = "é" * (TEXT_BYTES_MAX // 2) + "x"
-    half = {"role": "user", "content": long[: len(long) // 2 + 1]}
-    for name, said in (("prompt", long), ("messages", [half, half])):
-        with pytest.raises(HttpRefusal, match="4,194,304") as refusal:
-            read_tokenize({name: said})
-        assert refusal.value.param == name
 
 
 def test_a_key_is_asked_for_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:

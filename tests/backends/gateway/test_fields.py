@@ -13,6 +13,7 @@ from openai.resources.chat.completions import Completions
 
 from backends import tensors
 from backends.engine.sampling_params import SamplingParams
+from backends.errors import InvalidRequest
 from backends.frontend.inputs import InputReader
 from backends.frontend.request import ClientRequest, RequestLimits, parse
 from backends.gateway import fields
@@ -21,6 +22,7 @@ from backends.gateway.frontend_calls import refusal_of
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
 from backends.gateway.prompts import read_tokenize
 from backends.statuses import HttpRefusal
+from backends.tensors import TEXT_BYTES_MAX
 from backends.text.tokenizer import Tokenizer
 from loadtest.clients.openai_calls import HARMLESS
 from loadtest.harness.server import PROJECT
@@ -228,6 +230,10 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (COMPLETION, {"prompt": []}, "prompt"),
         (COMPLETION, {"prompt": None}, "prompt"),
         (COMPLETION, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETION, {"prompt": [1.5]}, "prompt"),
+        (COMPLETION, {"seed": 42.5}, "seed"),
+        (COMPLETION, {"seed": 1e300}, "seed"),
+        (COMPLETION, {"best_of": True}, "best_of"),
         (COMPLETION, {"prompt": [[1], [2]]}, "prompt"),
         (COMPLETION, {"prompt": [1, -1]}, "prompt"),
         (COMPLETION, {"prompt": [1, True]}, "prompt"),
@@ -288,7 +294,7 @@ def test_neutral_values_of_unsupported_fields_ask_for_nothing() -> None:
         ("stop_words[1] is not valid", "stop", "stop[1] is not valid"),
         ("text_input has 5 bytes", "prompt", "prompt has 5 bytes"),
         ("parameter timeout_ms is 5", "timeout", "timeout is 5"),
-        ("the prompt has 9 tokens", None, "the prompt has 9 tokens"),
+        ("the prompt has 9 tokens", "prompt", "the prompt has 9 tokens"),
     ],
 )
 def test_the_conductors_words_name_openais_field(
@@ -315,3 +321,62 @@ def test_tokenize_takes_a_text_or_messages() -> None:
     for wrong in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 5}, {"promt": "a"}):
         with pytest.raises(HttpRefusal):
             read_tokenize(wrong)
+
+
+def test_whole_numbers_may_be_written_as_floats(tokenizer: Tokenizer) -> None:
+    """Gson writes every number so."""
+    asked = completion(
+        prompt=[5.0, 6], max_tokens=4.0, min_tokens=1.0, seed=42.0, n=1.0, best_of=1.0, top_k=3.0,
+        length_penalty=1.0, priority=2.0,
+    )  # fmt: skip
+    read = as_the_conductor_reads(asked, tokenizer)
+    assert read.prompt_ids.tolist() == [5, 6]
+    assert (read.sampling.seed, read.sampling.max_tokens, read.sampling.top_k) == (42, 4, 3)
+    assert read.priority == 2
+
+
+def test_a_list_of_prompts_is_refused_with_how_many_are_allowed() -> None:
+    refusal = refused(COMPLETION, prompt=["a", "b", "c"])
+    assert refusal.message == "prompt has 3 prompts; a request may have 1"
+
+
+LONG = "word " * 50_000
+
+
+@pytest.mark.parametrize(
+    ("route", "said", "param"),
+    [
+        (COMPLETION, {"stop": ["a", ""]}, "stop"),
+        (COMPLETION, {"stop": ["x" * 10_000]}, "stop"),
+        (CHAT, {"stop": [str(number) for number in range(100)]}, "stop"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (COMPLETION, {"prompt": LONG}, "prompt"),
+        (COMPLETION, {"prompt": [5] * 50_000}, "prompt"),
+        (COMPLETION, {"prompt": [2**30]}, "prompt"),
+        (COMPLETION, {"max_tokens": 10**6}, "max_tokens"),
+        (COMPLETION, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        (COMPLETION, {"temperature": -1}, "temperature"),
+        (COMPLETION, {"repetition_penalty": -1}, "repetition_penalty"),
+        (CHAT, {"tenant": "x" * 300}, "tenant"),
+    ],
+)
+def test_what_the_conductor_refuses_names_the_clients_field(
+    route: str, said: dict[str, Any], param: str, tokenizer: Tokenizer
+) -> None:
+    base: dict[str, Any] = {"messages": MESSAGES} if route == CHAT else {"prompt": "hello"}
+    asked = read_request(route, {**base, **said}, lambda: SEED)
+    with pytest.raises(InvalidRequest) as caught:
+        as_the_conductor_reads(asked, tokenizer)
+    refusal = refusal_of(caught.value.wire_message(), asked.names)
+    assert (refusal.status, refusal.param) == (400, param)
+
+
+def test_tokenize_takes_as_much_text_as_the_conductor() -> None:
+    for said in ({"prompt": "é" * (TEXT_BYTES_MAX // 2)}, {"prompt": "x" * TEXT_BYTES_MAX}):
+        read_tokenize(said)
+    long = "é" * (TEXT_BYTES_MAX // 2) + "x"
+    half = {"role": "user", "content": long[: len(long) // 2 + 1]}
+    for name, said in (("prompt", long), ("messages", [half, half])):
+        with pytest.raises(HttpRefusal, match="4,194,304") as refusal:
+            read_tokenize({name: said})
+        assert refusal.value.param == name

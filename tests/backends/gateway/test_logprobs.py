@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +46,7 @@ def test_offsets_are_those_of_the_characters_however_a_text_is_cut(
     raw = text.encode()
     cuts = data.draw(st.sets(st.integers(0, len(raw)), max_size=8))
     borders = sorted(cuts | {0, len(raw)})
-    pieces = [raw[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [raw[a:b] for a, b in itertools.pairwise(borders)]
     begins = [len(raw[:at].decode("utf-8", "ignore")) for at in borders[:-1]]
     assert offsets(pieces) == begins
 
