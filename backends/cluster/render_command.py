@@ -119,9 +119,11 @@ def kubernetes(
     """A Kustomize base, a component for monitoring, and Secrets of the keys if there are any."""
     with shown_mistakes():
         deployment = load(cluster)
-        gateway = PodGateway(openai_port, api_keys is not None)
+        raw, gateway = b"", PodGateway(openai_port)
+        if api_keys is not None:
+            raw, file = _checked_api_keys(api_keys)
+            gateway = PodGateway(openai_port, True, file.keyless != "refused")
         files = kustomize.kustomize_base(deployment, cluster.read_text(), gateway)
-        raw = b"" if api_keys is None else _checked_api_keys(api_keys)
         for name, text in files.items():
             path = _write(deployment, f"kubernetes/base/{name}", text)
         say(f"{path.parent}: {', '.join(files)}")
@@ -141,13 +143,12 @@ def kubernetes(
             say(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
 
 
-def _checked_api_keys(path: Path) -> bytes:
+def _checked_api_keys(path: Path) -> tuple[bytes, tenants_file.TenantsFile]:
     try:
         raw = tenants_file.content(path)
-        tenants_file.parse(raw, str(path))
+        return raw, tenants_file.parse(raw, str(path))
     except tenants_file.TenantsInvalid as error:
         raise ClusterFileInvalid(str(path), (str(error),)) from None
-    return raw
 
 
 def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:
@@ -157,7 +158,7 @@ def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> P
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with open(descriptor, "w") as file:
+    with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     partial.replace(path)
     return path

@@ -68,6 +68,11 @@ def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
     problems = []
     if gateway.openai_port and not gateway.has_api_keys:
         problems.append("--openai-port: pods listen to other hosts, so it needs --api-keys")
+    if not gateway.openai_port and not gateway.opens_triton:
+        problems.append(
+            "--api-keys: without --openai-port clients would have Triton's ports alone, which know "
+            "no keys: give --openai-port, or set keyless to refused in the file of keys"
+        )
     taken = [deployment.frontends.http_port, deployment.frontends.grpc_port,
              deployment.frontends.metrics_port]  # fmt: skip
     if gateway.openai_port in taken:
@@ -168,9 +173,7 @@ def _group(
 
 def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Document:
     """Where clients call: whichever frontend is ready."""
-    ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
-    if gateway.openai_port:
-        ports[OPENAI] = gateway.openai_port
+    ports = _client_ports(deployment, gateway)
     return {
         "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, f"{group}-clients"),
         "spec": {
@@ -179,6 +182,14 @@ def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Documen
                       for name, port in ports.items()],
         },
     }  # fmt: skip
+
+
+def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
+    """By name. With API keys a request without one must not come past the gateway."""
+    ports = {}
+    if gateway.opens_triton:
+        ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
+    return ports | ({OPENAI: gateway.openai_port} if gateway.openai_port else {})
 
 
 def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
@@ -226,9 +237,8 @@ def _network_policies(
     ]  # fmt: skip
     for name, plans in groups.items():
         if plans[0].frontend is not None:
-            ports = [frontends.http_port, frontends.grpc_port]
-            ports += [gateway.openai_port] if gateway.openai_port else []
-            rule = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+            ports = _client_ports(deployment, gateway)
+            rule = {"ports": [{"protocol": "TCP", "port": port} for port in ports.values()]}
             found.append(_policy(deployment, f"{name}-clients", selector(deployment, name), [rule]))
     return found
 

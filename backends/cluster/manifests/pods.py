@@ -40,6 +40,12 @@ class PodGateway:
 
     openai_port: int = 0  # 0: no gateway
     has_api_keys: bool = False
+    serves_keyless: bool = True  # `keyless` of the API keys: requests that come past the gateway
+
+    @property
+    def opens_triton(self) -> bool:
+        """Clients may reach Triton's ports, which know no keys."""
+        return not (self.has_api_keys and self.serves_keyless)
 
     @property
     def arguments(self) -> list[str]:

@@ -62,9 +62,41 @@ def test_frontends_alone_mount_the_api_keys_and_serve_clients_on_the_port_of_ope
 
 
 @pytest.mark.parametrize(
+    ("gateway", "names"),
+    [
+        (PodGateway(), ["http", "grpc"]),
+        (PodGateway(9000, True, serves_keyless=True), ["openai"]),
+        (PodGateway(9000, True, serves_keyless=False), ["http", "grpc", "openai"]),
+        (PodGateway(0, True, serves_keyless=False), ["http", "grpc"]),
+    ],
+)
+def test_with_api_keys_clients_reach_no_port_that_serves_without_one(
+    gateway: PodGateway, names: list[str]
+) -> None:
+    files = kustomize_base(parse(POD_FILE), POD_FILE, gateway)
+    documents = [
+        document for name, text in files.items() if name != "cluster.yaml"
+        for document in yaml.safe_load_all(text)
+    ]  # fmt: skip
+    [service] = [
+        each for each in documents
+        if each["kind"] == "Service" and each["metadata"]["name"].endswith("-clients")
+    ]  # fmt: skip
+    [policy] = [
+        each for each in documents
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"].endswith("-clients")
+    ]  # fmt: skip
+    assert [port["name"] for port in service["spec"]["ports"]] == names
+    numbers = [port["port"] for port in service["spec"]["ports"]]
+    [rule] = policy["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == numbers
+
+
+@pytest.mark.parametrize(
     ("gateway", "said"),
     [
         (PodGateway(9000), "needs --api-keys"),
+        (PodGateway(0, True), "keyless to refused"),
         (PodGateway(8001, True), "8001 is another port of frontends"),
     ],
 )
