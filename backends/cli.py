@@ -7,6 +7,8 @@ commands of its own. Not here: the commands themselves.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Annotated
@@ -140,8 +142,18 @@ def mooncake(
     pass
 
 
+def begin_again_in_utf_8() -> None:
+    """Paths are UTF-8 in config.pbtxt and in Triton's parameters, whatever the locale is. In a
+    locale of another encoding this process is replaced by one in Python's UTF-8 mode."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
+    if arguments is None:
+        begin_again_in_utf_8()
     try:
         app(None if arguments is None else list(arguments), prog_name="mooncake")
     except ImportError as problem:  # edge: a part that a command needs only now

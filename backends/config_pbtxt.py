@@ -8,6 +8,7 @@ mistake with its remedy. Not here: tensors (tensors.py), the conductor's schedul
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -299,5 +300,7 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
 
 
 def path_beside(path: str, repository: str) -> Path:
-    """As an operator writes it: relative paths start beside the model repository."""
-    return Path(repository).resolve().parent / Path(path).expanduser()
+    """As an operator writes it: relative paths start beside the model repository. Triton gives
+    parameters as UTF-8, and a process in another locale has to ask for the same bytes."""
+    of_this_process = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    return Path(repository).resolve().parent / Path(of_this_process).expanduser()

@@ -139,7 +139,7 @@ def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
     """What /dev/shm was mounted with; of several mounts there the last one counts."""
     found = ""
     with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
+        for line in mounts.read_text("utf-8", "replace").splitlines():
             _, point, _, options, *_ = line.split()
             if point == "/dev/shm":
                 named = dict(option.partition("=")[::2] for option in options.split(","))

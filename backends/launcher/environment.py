@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import locale
 import os
 import random
 import re
@@ -83,6 +84,15 @@ def libpython_folder() -> Path:
         f"Python at {sys.executable} has no shared libpython ({name or 'built static'}), which "
         "Triton's Python stub needs. Use a Python built with --enable-shared (Debian's, pyenv's "
         "with PYTHON_CONFIGURE_OPTS=--enable-shared, conda's)."
+    )
+
+
+def python_variables() -> dict[str, str]:
+    """With these, child processes write their logs at once, and read and write paths as UTF-8 in
+    any locale, as Triton does."""
+    is_utf_8 = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
+    return {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"} | (
+        {} if is_utf_8 else {"LC_ALL": "C.UTF-8"}
     )
 
 

@@ -115,7 +115,10 @@ class Launcher:
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{plan.host}")
         self.log_dir = self.state_dir / f"logs-{plan.host}"
         self.repository = (base / plan.model_repository).resolve()
-        self._mirrors = self.state_dir / f"repository-{plan.host}"
+        # The Python in Triton's stubs knows ASCII paths only, whatever the locale is.
+        of_triton = self.state_dir if str(self.state_dir).isascii() else self.socket_dir
+        self._mirrors = of_triton / f"repository-{plan.host}"
+        self._backends = of_triton / f"backends-{plan.host}"
         self._worker_folders = WorkerFolders(
             self.repository, options.settings, [node.name for node in plan.storage_nodes]
         )
@@ -162,7 +165,7 @@ class Launcher:
             self._nodes.append(self._child(f"node-{node.name}", self._node_command(node), env))
         for child in self._nodes:
             child.wait_for_line("ready", 60.0 if not plan.deployment else options.ready_s_max)
-        self._staged = stage(triton, self.state_dir / f"backends-{plan.host}")
+        self._staged = stage(triton, self._backends)
         self._server = triton.server
         shutil.rmtree(self._mirrors, ignore_errors=True)
         PROMISED["clients"] = [port for _, port in fixed_ports(plan).values()]
@@ -553,7 +556,7 @@ class Launcher:
             libraries.append(given)
         env["LD_LIBRARY_PATH"] = ":".join(libraries)
         env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
-        env["PYTHONUNBUFFERED"] = "1"
+        env |= environment.python_variables()
         # glibc gives each of many threads an arena of its own, whose free memory stays there.
         env.setdefault("MALLOC_ARENA_MAX", "2")
         env.pop("PYTHONHOME", None)

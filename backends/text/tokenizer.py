@@ -62,7 +62,8 @@ class Tokenizer:
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            # Its own from_file refuses a path that is not UTF-8 in the locale of this process.
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises bare Exception for any damage
             raise ConfigError(f"{path} cannot be read: {error}; fetch the file again") from None
         config = _read_json(folder / "tokenizer_config.json") | _template_file(folder)

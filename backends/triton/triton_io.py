@@ -83,7 +83,11 @@ def repository_of(args: Mapping[str, str]) -> str:
 def load_error(error: Exception) -> Exception:
     """What `initialize` should raise so that Triton shows the message and no traceback."""
     missing = explained(error) if isinstance(error, ImportError) else ""
-    return pb.TritonModelException(f"it {missing}" if missing else str(error))
+    said = f"it {missing}" if missing else str(error)
+    # A path in the message may be undecodable in the stub's locale, and pybind11 aborts on that.
+    return pb.TritonModelException(
+        said.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    )
 
 
 def inputs_of(request: Any) -> dict[str, np.ndarray]:
@@ -220,7 +224,8 @@ def triton_error(error: Exception) -> Any:
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }
-    return pb.TritonError(error_message(error), codes.get(type(error), pb.TritonError.INTERNAL))
+    said = error_message(error).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return pb.TritonError(said, codes.get(type(error), pb.TritonError.INTERNAL))
 
 
 def error_message(error: Exception) -> str:

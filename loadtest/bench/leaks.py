@@ -410,7 +410,7 @@ class LeakTest:
             log = Path(file.name)
             with console.status(f"{phase}: {load} (log: {log}) ..."):
                 status = run_locust(self.addresses, load, log)
-            console.print(log.read_text(errors="replace")[-4_000:], markup=False)
+            console.print(log.read_text(encoding="utf-8", errors="replace")[-4_000:], markup=False)
         time.sleep(SETTLE_S)
         after = fetch_page(self.addresses.metrics_url)
         counts = {outcome: ended(after, outcome) - ended(before, outcome) for outcome in OUTCOMES}

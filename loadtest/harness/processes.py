@@ -76,7 +76,7 @@ class ModuleProcess:
         log = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")), "log"
         )
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=errors,
                 text=True,
@@ -86,7 +86,9 @@ class ModuleProcess:
         assert self._process.stdout is not None
         if not self._process.stdout.readline().startswith("ready"):
             self._process.wait()
-            raise RuntimeError(f"{module} did not start: {log.read_text()[-LAST_WORDS:]}")
+            raise RuntimeError(
+                f"{module} did not start: {log.read_text(encoding='utf-8')[-LAST_WORDS:]}"
+            )
 
     @property
     def pid(self) -> int:
@@ -108,7 +110,7 @@ class PeerProcess:
         self._name, self._log = script.stem, Path(folder) / "log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(python), "-c", script.read_text(), *arguments], cwd=folder, text=True,
+                [str(python), "-c", script.read_text("utf-8"), *arguments], cwd=folder, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env=os.environ | dict(variables or {}),
             )  # fmt: skip

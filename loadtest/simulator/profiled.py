@@ -30,7 +30,7 @@ NO_TIME_BYTES_PER_S = 1e12  # where loading was too quick to be measured
 
 def read_profile(path: Path) -> Profile:
     """ValueError or OSError, with the reason, when it cannot be read."""
-    return Profile.from_json(path.read_text())
+    return Profile.from_json(path.read_text(encoding="utf-8"))
 
 
 def token_bytes(profile: Profile) -> int:

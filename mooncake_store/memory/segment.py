@@ -92,7 +92,7 @@ class Mapping:
     def huge_bytes(self) -> int:
         """How much of it lies in huge pages now."""
         found, is_ours = 0, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
+        for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
             head = line.split(None, 1)[0]
             if not head.endswith(":"):
                 low = int(head.split("-")[0], 16)
@@ -125,7 +125,9 @@ def numa_nodes() -> list[int]:
     """The NUMA nodes of this host that have memory."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
-        for span in Path("/sys/devices/system/node/has_memory").read_text().strip().split(","):
+        for span in (
+            Path("/sys/devices/system/node/has_memory").read_text("utf-8").strip().split(",")
+        ):
             first, _, last = span.partition("-")
             found += range(int(first), int(last or first) + 1)
     return found
@@ -278,7 +280,7 @@ def host_id(path: str) -> str:
     deployment calls two hosts may share both all the same (network namespaces, containers that
     share /dev/shm): an operator tells them apart by the variable MOONCAKE_HOST_IDENTITY.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     device = os.stat(os.path.dirname(path.split(SEPARATOR)[0]) or ".").st_dev
     name = os.environ.get(IDENTITY_VARIABLE) or os.uname().nodename
     return f"{name}/{boot[:13]}/{device}"

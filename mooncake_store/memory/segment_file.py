@@ -109,7 +109,7 @@ def _free_bytes(folder: str) -> int:
     if not is_hugetlbfs(folder):
         return room.f_bavail * room.f_frsize
     pool = Path(f"/sys/kernel/mm/hugepages/hugepages-{room.f_bsize // 1024}kB/free_hugepages")
-    return int(pool.read_text()) * room.f_bsize
+    return int(pool.read_text("utf-8")) * room.f_bsize
 
 
 def _all_bytes(folder: str) -> int:
@@ -141,7 +141,7 @@ def _advice(where: str) -> str:
 
 def is_hugetlbfs(folder: str) -> bool:
     """Are the pages of files in this folder the huge pages that an administrator set aside?"""
-    points = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    points = [line.split() for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
     kinds = {os.stat(point[1]).st_dev: point[2] for point in points if point[2] == "hugetlbfs"}
     return os.stat(folder).st_dev in kinds
 

@@ -115,7 +115,7 @@ def _made() -> Path:
 def _cpu() -> bytes:
     """What `-march=native` depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
     except OSError:
         return platform.processor().encode()
     kept = ("model name", "flags", "Features", "CPU part")
@@ -155,7 +155,7 @@ def _is_trusted(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    with open(folder / "compiling.lock", "w") as lock:
+    with open(folder / "compiling.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

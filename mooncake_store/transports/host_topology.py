@@ -61,7 +61,7 @@ def read_tree(root: str = SYS) -> dict[str, str]:
 def _text(path: Path) -> str:
     """The first line; "" when it cannot be read, as the speed of a card that is down."""
     try:
-        return path.read_text(errors="replace").partition("\n")[0].strip()
+        return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
     except OSError:
         return ""
 
@@ -116,7 +116,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
         )
         found.append(ipaddress.IPv4Interface(f"{address}/{mask}"))
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             raw, _, prefix, _, _, owner = line.split()
             if owner == name:
                 address6 = ipaddress.IPv6Address(bytes.fromhex(raw))

@@ -240,7 +240,7 @@ def _listening_ports() -> set[int]:
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            for line in Path("/proc/self/net", table).read_text(encoding="utf-8").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in own:
                     found.add(int(fields[1].rpartition(":")[2], 16))

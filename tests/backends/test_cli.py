@@ -1,12 +1,19 @@
 """The `mooncake` command is made of what each package registers."""
 
+import os
+import shutil
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, version
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from backends import cli
+from backends.shipped import shipped_checkpoint
+from backends.starter.command import lay_down
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -80,3 +87,42 @@ def test_help_ends_with_examples_and_breaks_lines_only_where_the_terminal_ends()
         command = cli.command_of(cli.registered()[name])
         for each in (command, *getattr(command, "commands", {}).values()):
             assert "\n" not in (each.help or "").replace("\n\n", ""), each.name
+
+
+ASCII_LOCALE = {"LC_ALL": "C", "LANG": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def in_ascii_locale(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, *arguments], env=os.environ | ASCII_LOCALE,
+                          capture_output=True, timeout=60.0, check=False)  # fmt: skip
+
+
+def test_a_command_reads_paths_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    repository = lay_down(tmp_path / "dépôt") and tmp_path / "dépôt"
+    (repository / "demo_checkpoint").rename(tmp_path / "modèle")
+    for path in repository.glob("*/config.pbtxt"):
+        text = path.read_text("utf-8").replace("dépôt/demo_checkpoint", "modèle")
+        path.write_text(text, "utf-8")
+    assert "modèle" in (repository / "conductor" / "config.pbtxt").read_text("utf-8")
+    found = in_ascii_locale(
+        "-m", "backends.cli", "config", "check", "--model-repository", str(repository)
+    )
+    assert found.returncode == 0, found
+    assert f"{repository} is right" in found.stdout.decode("utf-8")
+
+
+IN_A_STUB = """
+import sys
+from backends.config_pbtxt import checkpoint_folder
+from backends.text.tokenizer import Tokenizer
+assert sys.getfilesystemencoding() == "ascii"
+print(Tokenizer.load(checkpoint_folder("mod\\u00e8le", sys.argv[1])).vocabulary_tokens)
+"""
+
+
+def test_a_process_of_triton_reads_a_checkpoint_of_a_non_ascii_path(tmp_path: Path) -> None:
+    # The Python in Triton's stub is ASCII in every locale; its parameters are UTF-8.
+    shutil.copytree(shipped_checkpoint(), tmp_path / "modèle")
+    found = in_ascii_locale("-X", "utf8=0", "-c", IN_A_STUB, str(tmp_path / "models"))
+    assert found.returncode == 0, found
+    assert int(found.stdout) > 1000

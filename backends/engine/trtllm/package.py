@@ -199,7 +199,7 @@ def gpu_names() -> str:
     """The models of this machine's NVIDIA GPUs, as the driver says; "" without one."""
     names = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        for line in path.read_text().splitlines():
+        for line in path.read_text("utf-8").splitlines():
             if line.startswith("Model:"):
                 names.add(line.partition(":")[2].strip())
     return ", ".join(sorted(names))

@@ -117,7 +117,7 @@ async def selection_round(make: Any, workers: int, load: dict[str, Any]) -> dict
 def serve_selections() -> None:
     from dynamo._core import SelectionService
 
-    load = json.loads(Path(sys.argv[2]).read_text())
+    load = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     print(json.dumps({"version": version("ai-dynamo-runtime")}), flush=True)
     for line in sys.stdin:
         found = asyncio.run(selection_round(SelectionService, int(line), load))
@@ -127,7 +127,7 @@ def serve_selections() -> None:
 def serve_index() -> None:
     from dynamo.llm import RadixTree, compute_block_hash_for_seq
 
-    load = json.loads(Path(sys.argv[2]).read_text())
+    load = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     requests, compared = load["requests"], int(sys.argv[3])
     tree = RadixTree()
     store_s = stored(tree, load["stored"])

@@ -72,7 +72,9 @@ class IndexedTrace:
         return len({block for _, _, ids in self.stored for block in ids})
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"requests": self.requests, "stored": self.stored}))
+        path.write_text(
+            json.dumps({"requests": self.requests, "stored": self.stored}), encoding="utf-8"
+        )
 
 
 def requests_of(trace: Path, requests_max: int | None = None) -> list[list[int]]:

@@ -148,7 +148,7 @@ def run_live(
             for run in runs
         ]
         complaints = Path(folder, "stderr.txt")
-        with complaints.open("w") as errors, subprocess.Popen(
+        with complaints.open("w", encoding="utf-8") as errors, subprocess.Popen(
             [python, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             text=True, env={**os.environ, "DYN_LOG": "error"},
         ) as process:  # fmt: skip
@@ -159,7 +159,7 @@ def run_live(
             for run, line in zip(runs, process.stdout, strict=False):
                 found.append(_result(spread_rows if run.is_spread else rows, json.loads(line)))
                 done()
-        said = complaints.read_text()[-800:]
+        said = complaints.read_text("utf-8")[-800:]
     if process.returncode or len(found) != len(runs):
         raise PeerFailed(f"{python} {SCRIPT.name} ended with {process.returncode}: {said}")
     return dict(zip(runs, found, strict=True))
@@ -204,7 +204,7 @@ def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[S
 
 def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]]:
     """The digest of the trace that was recorded, and what Dynamo found on it."""
-    said = json.loads(path.read_text())
+    said = json.loads(path.read_text("utf-8"))
     times = iter(read_times(_times_path(path), said["requests"]))
     found = {}
     for row in said["rows"]:
@@ -287,7 +287,9 @@ def record(path: Path, rows: Sequence[TraceRow], results: Mapping[PeerRun, PeerR
         "trace_sha256": digest(rows),
     }
     opening = json.dumps(head, indent=1).removesuffix("\n}")
-    path.write_text(f'{opening},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+    path.write_text(
+        f'{opening},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n", encoding="utf-8"
+    )
     write_times(
         _times_path(path),
         [result.times for run, result in results.items() if run.keeps_times and result.times],
