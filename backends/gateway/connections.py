@@ -1,4 +1,5 @@
-"""One client's connection: how long it may keep us waiting, and how much it may leave with us.
+"""A client's connections: how many there may be, how long one may keep us waiting, and how much it
+may leave with us.
 
 HTTP/1.1 itself is uvicorn's. Added here is what a client could otherwise take without end: a
 request that does not come, or comes a byte at a time; an answer that nobody reads; connections
@@ -6,13 +7,20 @@ without number. What is no HTTP is refused in OpenAI's shape, and a client that 
 though it has sent something behind its request.
 
 The time of a request's head, and then of its body, begins with its first byte; more bytes give no
-more of it. Not here: the size of a body (doors.py), an answer's deadline (generation.py).
+more of it. Connections are counted from `accept` on, before TLS. Where there are too many, of one
+address or of all, the one that has been idle for the longest is closed; where none is idle the new
+one is refused. So neither silent clients nor one address keep others out. Not here: the size of a
+body (doors.py), an answer's deadline (generation.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import ipaddress
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -26,24 +34,124 @@ HEAD_S_MAX = 10.0
 BODY_S_MAX = 60.0
 STALLED_S_MAX = 60.0  # that a client reads nothing of what waits for it
 KEEP_ALIVE_S = 75  # between requests: clients keep connections
+HANDSHAKE_S_MAX = 10.0
 CONNECTIONS_MAX = 2048  # of one process
+OF_ADDRESS_MAX = 1024  # of these, of one address; a proxy has one for all of its clients
+REFUSED_MAX = 64  # beyond CONNECTIONS_MAX, those that are told so; others are closed at once
 AHEAD_BYTES_MAX = 65_536  # of what was sent behind a request before it was answered
 # A host that vanished without a word is noticed within a minute.
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES_MAX = 30, 10, 3
 HEAD, BODY = "head", "body"
 
 
+class AcceptedConnection(socket.socket):
+    """From `accept` to `close`."""
+
+    address = ""  # a network of 64 bits, where it is one of IPv6
+    idle_s: float | None = None  # since when it has no request in hand, by the loop; None: it has
+    is_shaking = False  # hands, for TLS
+    is_over = False  # there are too many: it is refused
+    table: set[AcceptedConnection] | None = None
+
+    def close(self) -> None:
+        if self.table is not None:
+            self.table.discard(self)
+            self.table = None
+        super().close()
+
+    def end(self) -> None:
+        """Its transport reads the end of the stream, and closes."""
+        self.idle_s = None
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+
+class BoundedListener(socket.socket):
+    """Used by one event loop, which calls `accept`."""
+
+    has_tls = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """BlockingIOError when nobody waits."""
+        while True:
+            descriptor, address = self._accept()  # type: ignore[attr-defined]
+            connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
+            if self._admit(connection, str(address[0])):
+                return connection, address
+            connection.close()
+
+    @functools.cached_property
+    def connections(self) -> set[AcceptedConnection]:
+        return set()
+
+    def of(self, descriptor: int) -> AcceptedConnection | None:
+        """The one with this descriptor."""
+        return next((each for each in self.connections if each.fileno() == descriptor), None)
+
+    def _admit(self, connection: AcceptedConnection, host: str) -> bool:
+        """False: it is closed at once."""
+        loop = asyncio.get_running_loop()
+        connection.address = network_of(host)
+        connection.idle_s = loop.time()
+        alike = [each for each in self.connections if each.address == connection.address]
+        is_over = len(alike) >= OF_ADDRESS_MAX and not _end_idlest(alike)
+        if not is_over and len(self.connections) >= CONNECTIONS_MAX:
+            is_over = not _end_idlest(self.connections)
+        if len(self.connections) >= CONNECTIONS_MAX + REFUSED_MAX:
+            return False
+        connection.is_over, connection.table = is_over, self.connections
+        self.connections.add(connection)
+        if self.has_tls:
+            connection.is_shaking = True
+            loop.call_later(HANDSHAKE_S_MAX, _end_handshake, connection)
+        return True
+
+
+def _end_idlest(connections: Iterable[AcceptedConnection]) -> bool:
+    """False where none is idle."""
+    idle = [each for each in connections if each.idle_s is not None]
+    if idle:
+        min(idle, key=lambda each: each.idle_s or 0.0).end()
+    return bool(idle)
+
+
+def _end_handshake(connection: AcceptedConnection) -> None:
+    if connection.is_shaking:
+        connection.end()
+
+
+def network_of(host: str) -> str:
+    """An address of IPv4, or the network of 64 bits of one of IPv6: a client has all of these."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
+
+
 class BoundedConnection(H11Protocol):
-    def __init__(self, counts: GatewayCounts, **of_uvicorn: Any) -> None:
+    def __init__(
+        self, counts: GatewayCounts, listener: BoundedListener | None = None, **of_uvicorn: Any
+    ) -> None:
         super().__init__(**of_uvicorn)
-        self._counts = counts
+        self._counts, self._listener = counts, listener
+        self._accepted: AcceptedConnection | None = None
         self._awaited = ""  # the part of a request that has begun and not ended
         self._slow: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS_MAX:
+        raw = transport.get_extra_info("socket")
+        if self._listener is not None and raw is not None:
+            self._accepted = self._listener.of(raw.fileno())
+        if self._accepted is not None:
+            self._accepted.is_shaking = False
+        if self._accepted is not None and self._accepted.is_over:
             self._refuse(unavailable("this gateway has too many connections; ask again"))
         else:
             self._look()
@@ -85,6 +193,9 @@ class BoundedConnection(H11Protocol):
 
     def _look(self) -> None:
         state = self.conn.their_state
+        if (accepted := self._accepted) is not None:
+            is_free = state is h11.IDLE and self.conn.our_state is h11.IDLE
+            accepted.idle_s = (accepted.idle_s or self.loop.time()) if is_free else None
         is_idle = state is h11.IDLE and self.timeout_keep_alive_task is None
         self._await(BODY if state is h11.SEND_BODY else HEAD if is_idle else "")
 

@@ -26,8 +26,10 @@ import uvicorn
 from backends.gateway.app import Gateway
 from backends.gateway.connections import (
     CONNECTIONS_MAX,
+    HANDSHAKE_S_MAX,
     KEEP_ALIVE_S,
     BoundedConnection,
+    BoundedListener,
     probe_clients,
 )
 from mooncake_store.keys.folder import LiveFiles
@@ -76,12 +78,13 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def listening_socket(listening: Listening) -> socket.socket:
+def listening_socket(listening: Listening) -> BoundedListener:
     """OSError when somebody else has the port."""
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
     # asyncio sends at once (TCP_NODELAY) only where the protocol is named: without it an event
     # waits 40 ms for the acknowledgement of the one before, once a connection has served a while.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = BoundedListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.has_tls = bool(listening.certificate)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if listening.is_shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -103,8 +106,9 @@ async def answer_own_page(
     gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """What this process counted, whatever is asked: for the launcher, on loopback."""
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        await reader.readuntil(b"\r\n\r\n")
+    gone = OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError
+    with contextlib.suppress(*gone):
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANDSHAKE_S_MAX)
         page = gateway.counts.page().encode()
         head = f"HTTP/1.0 200 OK\r\nContent-Length: {len(page)}\r\n\r\n"
         writer.write(head.encode() + page)
@@ -132,12 +136,16 @@ def tls_context(listening: Listening) -> ssl.SSLContext:
     return context
 
 
-def draining_server(gateway: Gateway, listening: Listening, drain_s_max: float) -> DrainingServer:
+def draining_server(
+    gateway: Gateway, listening: Listening, drain_s_max: float, listener: BoundedListener
+) -> DrainingServer:
     config = uvicorn.Config(
         gateway.app, log_level="error", access_log=False, server_header=False, lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CUT_OFF_S, backlog=BACKLOG,
         ws="none", proxy_headers=False,
-        http=functools.partial(BoundedConnection, gateway.counts),  # type: ignore[arg-type]
+        http=functools.partial(  # type: ignore[arg-type]
+            BoundedConnection, gateway.counts, listener
+        ),
     )  # fmt: skip
     config.load()
     if listening.certificate:
@@ -151,7 +159,7 @@ def serve(
     """Until it is asked to end. `own_metrics_port`: on loopback, for the launcher; 0: none."""
     allow_descriptors(2 * CONNECTIONS_MAX)
     listener = listening_socket(listening)
-    server = draining_server(gateway, listening, drain_s_max)
+    server = draining_server(gateway, listening, drain_s_max, listener)
     scheme = "https" if listening.certificate else "http"
 
     async def run() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.gateway.app import PATHS, Gateway, GatewaySettings
+from backends.gateway.connections import BoundedListener
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
 from backends.tenants import ApiKeys
@@ -58,6 +59,7 @@ class Rig:
     frontend: ReplayedFrontend
     gateway: Gateway
     server: DrainingServer
+    listener: BoundedListener
     port: int
     key: str = ""
     headers: dict[str, str] = field(default_factory=dict)
@@ -116,9 +118,9 @@ async def rig(keys: ApiKeys | None = None, listening: Listening = LOOPBACK) -> A
     settings = GatewaySettings(f"127.0.0.1:{await frontend.start()}", body_bytes_max=BODY_BYTES_MAX)
     gateway = Gateway(settings, keys)
     with contextlib.closing(listening_socket(listening)) as listener:
-        server = draining_server(gateway, listening, WAIT_S_MAX)
+        server = draining_server(gateway, listening, WAIT_S_MAX, listener)
         serving = asyncio.ensure_future(server.serve([listener]))
-        made = Rig(frontend, gateway, server, listener.getsockname()[1])
+        made = Rig(frontend, gateway, server, listener, listener.getsockname()[1])
         try:
             await until(lambda: gateway.calls is not None and gateway.calls.is_ready)
             yield made

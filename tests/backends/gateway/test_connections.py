@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from backends.gateway.app import PATHS
 from backends.gateway.doors import BODIES_MAX
 from backends.gateway.fields import CHAT, COMPLETION
 from tests.backends.gateway.rig import BODY_BYTES_MAX, PROMPT, WAIT_S_MAX, Rig, run, until
+from tests.backends.gateway.test_tls import Authority, shown
 
 POST = f"POST {PATHS[COMPLETION]} HTTP/1.1\r\nHost: x\r\n"
 GET = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -47,8 +49,8 @@ class Line:
 
 
 @asynccontextmanager
-async def line(rig: Rig) -> AsyncIterator[Line]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+async def line(rig: Rig, source: str = "127.0.0.1") -> AsyncIterator[Line]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port, local_addr=(source, 0))
     try:
         yield Line(reader, writer)
     finally:
@@ -139,14 +141,84 @@ def test_connections_above_the_limit_are_503_and_those_below_go_on(
 
     async def check(rig: Rig) -> None:
         async with line(rig) as first, line(rig) as second:
-            await until(lambda: len(rig.server.server_state.connections) == 2)
+            for each in (first, second):
+                each.send(body_of({"prompt": "silent"}))
+            await until(lambda: len(rig.frontend.requests) == 2)
             async with line(rig) as third:
                 assert await third.refused() == (503, "unavailable")
-            for each in (first, second):
-                each.send(GET)
-                assert b"200" in await each.head()
+            assert rig.gateway.counts.in_flight == 2
 
     run(check)
+
+
+@pytest.mark.parametrize("limit", ["OF_ADDRESS_MAX", "CONNECTIONS_MAX"])
+def test_the_connection_that_is_idle_for_the_longest_makes_room(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, limit, 3)
+
+    async def check(rig: Rig) -> None:
+        async with line(rig) as busy, line(rig) as oldest, line(rig) as trickling:
+            busy.send(body_of({"prompt": "silent"}))
+            await until(lambda: rig.frontend.requests)
+            trickling.send("GE")
+            for _ in range(5):
+                async with line(rig) as newest:
+                    newest.send(GET)
+                    assert b"200" in await newest.head()
+            for gone in (oldest, trickling):
+                assert await asyncio.wait_for(gone.reader.read(), WAIT_S_MAX) == b""
+            assert rig.gateway.counts.in_flight == 1, "a request in hand is not ended"
+
+    run(check)
+
+
+def test_one_address_leaves_room_for_others_though_all_of_its_connections_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "OF_ADDRESS_MAX", 2)
+    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 4)
+
+    async def check(rig: Rig) -> None:
+        async with line(rig) as one, line(rig) as two:
+            for each in (one, two):
+                each.send(body_of({"prompt": "silent"}))
+            await until(lambda: len(rig.frontend.requests) == 2)
+            async with line(rig) as three:
+                assert await three.refused() == (503, "unavailable")
+            async with line(rig, "127.0.0.2") as other:
+                other.send(GET)
+                assert b"200" in await other.head()
+
+    run(check)
+
+
+def test_silent_handshakes_are_counted_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection counts from accept on, so TLS hides none."""
+    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(connections, "HANDSHAKE_S_MAX", 1.0)
+    ours = Authority("ours")
+
+    async def check(rig: Rig) -> None:
+        async with AsyncExitStack() as stack:
+            silent = [await stack.enter_async_context(line(rig)) for _ in range(12)]
+            assert (await shown(rig, ours.trust)).version
+            for each in silent:
+                assert await asyncio.wait_for(each.reader.read(), WAIT_S_MAX) == b""
+        await until(lambda: not rig.listener.connections)
+
+    run(check, listening=ours.write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [("10.0.0.7", "10.0.0.7"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+     ("::ffff:10.0.0.7", "10.0.0.7"), ("fe80::1%eth0", "fe80::/64"), ("", "")],
+)  # fmt: skip
+def test_a_client_of_ipv6_counts_by_its_network(host: str, network: str) -> None:
+    assert connections.network_of(host) == network
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -387,7 +459,7 @@ def test_deep_nesting_is_400_wherever_it_is() -> None:
     run(check)
 
 
-def test_the_content_type_is_not_asked_for_and_a_packed_body_is_400() -> None:
+def test_the_content_type_is_not_asked_for_and_a_packed_body_is_415() -> None:
     async def check(rig: Rig) -> None:
         body = json.dumps(PROMPT[COMPLETION]).encode()
         for given in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
@@ -396,7 +468,7 @@ def test_the_content_type_is_not_asked_for_and_a_packed_body_is_400() -> None:
         answer = await rig.send(
             "POST", PATHS[COMPLETION], b"\x1f\x8b\x08\x00", Content_Encoding="gzip"
         )
-        assert (answer.status, answer.error["code"]) == (400, "invalid_request")
+        assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
 
     run(check)
 
