@@ -27,11 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from backends.direct_http import DIRECTLY
 from backends.launcher.repository import ModelState
 from backends.metrics.table import METRICS
+from mooncake_store.process.bounded_http import BoundedHttpServer
 
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 SUFFIXES = ("_bucket", "_sum", "_count")
@@ -163,8 +164,7 @@ class MetricsServer:
         self._lock = threading.Lock()
         self._fetchers = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="metrics-fetch")
         self._is_closing = threading.Event()
-        self._server = ThreadingHTTPServer(address, self._handler())
-        self._server.daemon_threads = True
+        self._server = BoundedHttpServer(address, self._handler())
         self._threads = [
             threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True),
             threading.Thread(target=self._fetch_now_and_then, name="metrics-keep", daemon=True),

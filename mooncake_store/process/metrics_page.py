@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mooncake_store.errors import StoreError
+from mooncake_store.process.bounded_http import BoundedHttpServer
 
 LOOPBACK = "127.0.0.1"  # where pages are served by default
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bucket limits
@@ -31,13 +32,17 @@ class MetricsPage:
         for collector in collectors:
             registry.register(collector)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = BoundedHttpServer((host, port), MetricsHandler.factory(registry))
         except OSError as error:
             raise PortTaken(
                 f"cannot serve metrics at {host}:{port} ({error.strerror or error}): choose "
                 "another --metrics-port, or 0 for none"
             ) from error
         self.port = int(self._server.server_port)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Twice is harmless."""

@@ -65,6 +65,28 @@ def say_over_tls(site: Site, garbage: Garbage, count: int) -> None:
             peer.sendall(garbage.transport_frame(token))
 
 
+SILENT, SLOW = 40, 20
+
+
+@pytest.mark.parametrize("name", ["directory", "events", "node", "data", "inbox"])
+def test_silent_and_slow_clients_keep_no_listener_from_serving(site: Site, name: str) -> None:
+    """They connect and send nothing, or the first bytes of a handshake one by one."""
+    (listener,) = [each for each in site.listeners if each.name == name]
+    assert listener.is_served()
+    before = listener.open_files
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(socket.create_connection(listener.host_and_port, timeout=10.0))
+            for _ in range(SILENT + SLOW)
+        ]
+        for byte in (b"\xff", b"\x00", b"\x00"):  # as ZeroMQ's greeting begins
+            for peer in peers[SILENT:]:
+                with contextlib.suppress(OSError):  # it was closed already
+                    peer.sendall(byte)
+            assert listener.is_served()
+    assert listener.settled_files(before + FILES_MORE_MAX) <= before + FILES_MORE_MAX
+
+
 def say_from_outside(listener: Listener, garbage: Garbage, count: int) -> None:
     """`count` connections of somebody without keys."""
     for _ in range(count):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +16,7 @@ import pytest
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.repository import ModelState
+from mooncake_store.process import bounded_http
 
 COUNTER = "mooncake_steps_total"
 GAUGE = "mooncake_pages_used"
@@ -87,6 +90,20 @@ def tritons() -> Iterator[Tritons]:
     made = Tritons()
     yield made
     made.close()
+
+
+def test_a_probe_is_answered_beside_many_silent_clients(
+    tritons: Tritons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else kubelet would kill the pod."""
+    monkeypatch.setattr(bounded_http, "OF_ADDRESS_MAX", 4)
+    address = ("127.0.0.1", int(tritons.url.rpartition(":")[2]))
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(address))
+        assert tritons.get("/live") == (200, "alive\n")
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum("process_request_thread" in name for name in names) <= 8
 
 
 def test_one_page_has_the_newest_of_all(tritons: Tritons) -> None:
