@@ -35,7 +35,8 @@ from backends.model_settings.running_system import (
     named_or_served,
 )
 from backends.shipped import DEFAULT_REPOSITORY
-from mooncake_store.cli.arguments import parse_bytes
+from mooncake_store.cli.arguments import parse_bytes, parse_nodes
+from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.errors import StoreError
 
 console = Console(highlight=False)
@@ -67,7 +68,7 @@ def doctor(
     Takes some seconds: storage nodes are started to see how fast bytes move. The exit status is 1
     if anything is broken.
     """
-    named = tuple(filter(None, nodes.split(",")))
+    named = parse_nodes(nodes)
     ask = ask_at(metrics_url)
     running, model_repository = ask(), named_or_served(model_repository, ask)
     findings = list(repository_findings(model_repository, running, named))
@@ -76,7 +77,9 @@ def doctor(
                if file.value("engine", WorkerConfig().engine) == "torch"}  # fmt: skip
     threads = sum(int(file.value("threads", 1)) for file in files
                   if file.value("threads", 1).isdigit())  # fmt: skip
-    needed_bytes = len(named) * parse_bytes(store_bytes) + TRITON_SHM_BYTES
+    needed_bytes = (
+        len(named) * parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES) + TRITON_SHM_BYTES
+    )
     if running is None:
         ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
         ports |= {"openai": openai_port} if openai_port else {}

@@ -114,6 +114,23 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
             f"{max(every) / 1e9:.2f} GB/s, as measured at their start",
         )
     yield from request_findings(facts.request)
+    yield from web_page_findings(facts)
+
+
+def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
+    """A gateway without keys refuses web pages of other sites; Triton's HTTP port does not."""
+    settings = facts.settings
+    refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
+    if settings.openai and settings.http and not refuses_keyless:
+        yield Finding(
+            "web pages",
+            WARNING,
+            f"the gateway at {settings.openai} refuses web pages of other sites, Triton's HTTP "
+            f"port at {settings.http} does not: a page in a browser that reaches it can send it "
+            "prompts",
+            "use no browser on this host, or serve with --api-keys and `keyless: refused` in it "
+            "(docs/threat-model.md)",
+        )
 
 
 def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:

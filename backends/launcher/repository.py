@@ -358,6 +358,7 @@ def running_settings(
 ) -> dict[str, object]:  # fmt: skip
     """What `mooncake config` asks of a running system, as its metrics port says it."""
     directory = plan.directory_address
+    gateway = plan.frontend.gateway if plan.frontend else None
     return asdict(RunningSettings(
         repository=str((Path(plan.folder) / plan.model_repository).resolve()),
         options={name: str(value) for name, value in
@@ -367,6 +368,7 @@ def running_settings(
         nodes=[node.name for node in plan.storage_nodes],
         directory=directory if directory.startswith("ipc://") else "",
         http=plan.frontend.http.replace("0.0.0.0:", f"{plan.address}:") if plan.frontend else "",
+        openai=gateway.listen if gateway else "",
         models={name: state for mirror in mirrors for name, state in mirror.edits.states().items()},
     ))  # fmt: skip
 

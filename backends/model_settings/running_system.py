@@ -45,6 +45,7 @@ class RunningSettings:
     nodes: list[str]  # storage nodes of this host
     directory: str = ""  # its address, where only this machine has it
     http: str = ""  # HOST:PORT of this host's frontend; "": it has none
+    openai: str = ""  # HOST:PORT of this host's gateway; "": it has none
     models: Mapping[str, EditState] = field(default_factory=dict)
 
     def serves(self, repository: Path) -> bool:

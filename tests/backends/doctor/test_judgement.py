@@ -66,6 +66,17 @@ def test_one_thing_that_is_wrong_is_one_finding(facts: HostFacts, subject: str, 
     assert list(found) == [subject] and found[subject].state == state
 
 
+def test_triton_beside_a_gateway_is_open_to_web_pages_unless_it_refuses_keyless_requests() -> None:
+    beside = replace(RUNNING, settings=replace(SETTINGS, http="h:8000", openai="h:9000"))
+    (found,) = [each for each in running_findings(beside) if each.state != OK]
+    assert (found.subject, found.state) == ("web pages", WARNING) and "h:8000" in found.what
+    refuses = replace(beside, request=FirstTokenTimed(problem="forbidden: with keys only"))
+    assert {each.subject for each in running_findings(refuses) if each.state != OK} == {"request"}
+    for alone in (replace(SETTINGS, http="h:8000"), replace(SETTINGS, openai="h:9000")):
+        found_alone = running_findings(replace(RUNNING, settings=alone))
+        assert {each.state for each in found_alone} == {OK}
+
+
 def test_small_pages_matter_where_a_card_locks_them() -> None:
     assert states(replace(WELL, shm_huge="")) == {}
     with_gpu = replace(WELL, shm_huge="", gpus=1, torch_cuda="13.0", devices={"decode_0": "cuda"})
