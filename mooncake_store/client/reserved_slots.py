@@ -80,7 +80,7 @@ class Reserve:
     puts: int = 0  # under way, in slots taken from it
     is_dropped: bool = False
     waiting: list[_Commit] = field(default_factory=list)
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     @property
     def missing(self) -> int:

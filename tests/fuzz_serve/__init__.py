@@ -13,6 +13,7 @@ order:
     stage.py        which stand-in takes whose place in the product's modules
     site.py         the deployment: hosts, processes, what begins them again
     clients.py      what is asked, and the judge of each token
+    users.py        processes that use the store without a worker, and the judge of their blocks
     promises.py     the judge of leases and slots;  judge.py: of everything else, and of rest
     faults.py       what befalls whom
     simulation.py   one seed from its start to rest

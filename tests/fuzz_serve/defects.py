@@ -18,9 +18,15 @@ from backends.frontend.lifecycle import events
 from backends.frontend.live_request import LiveRequest
 from backends.workers import jobs
 from mooncake_store import block_keys
+from mooncake_store.client import fetcher
 from mooncake_store.client.block_reader import Want
+from mooncake_store.client.putter import MARK_S_MAX, Putter
+from mooncake_store.client.reserved_slots import LEASE_S, Taken, Use
+from mooncake_store.directory.boot_clock import boot_s
+from mooncake_store.node.control import NodeVerbs
 from mooncake_store.prefix_index.prefix_index import PrefixIndex, Segment
 from tests.fuzz.defects import (
+    a_block_that_another_owner_is_writing_passes_for_stored,
     a_dead_writers_slot_does_not_rest,
     a_leased_block_is_evicted,
     an_event_is_lost,
@@ -76,9 +82,50 @@ def what_was_read_is_not_verified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Want, "is_whole", lambda self: True)
 
 
+def a_pull_takes_what_lies_in_the_slot(patch: pytest.MonkeyPatch) -> None:
+    """The header of a block without a checksum is not checked, and neither is the epoch."""
+
+    def planted(*arguments: Any, **named: Any) -> Want:
+        return Want(*arguments, **{**named, "key": b""})
+
+    patch.setattr(fetcher, "Want", planted)
+    patch.setattr(NodeVerbs, "_refuse_epoch", lambda *_: None)
+
+
+def a_mark_is_written_after_the_payload(patch: pytest.MonkeyPatch) -> None:
+    """Whether the raw slots may be marked is asked before the payload, which may take long."""
+    fill, left = Putter._fill, list[tuple[Putter, Any, int, Sequence[Use]]]()
+
+    def mark_taken(self: Putter, info: Any, size_bytes: int, taken: Taken) -> None:
+        left.append((self, info, size_bytes, taken.markable()))
+
+    def planted(self: Putter, info: Any, writes: Any, until_s: float) -> list[int]:
+        late = [each for each in left if each[:2] == (self, info)]
+        left[:] = [each for each in left if each not in late]
+        digests = fill(self, info, writes, until_s)
+        for _, _, size_bytes, uses in late:
+            if uses:
+                self._mark(info, size_bytes, uses, LEASE_S, boot_s() + MARK_S_MAX)
+        return digests
+
+    patch.setattr(Putter, "_mark_taken", mark_taken)
+    patch.setattr(Putter, "_fill", planted)
+
+
+def a_put_of_a_block_that_another_is_writing_is_true(patch: pytest.MonkeyPatch) -> None:
+    put = Putter._put
+
+    def planted(self: Putter, *arguments: Any) -> list[bool | None]:
+        return [True if done is None else done for done in put(self, *arguments)]
+
+    patch.setattr(Putter, "_put", planted)
+
+
 DEFECTS: list[Plant] = [
     a_leased_block_is_evicted, a_key_leaves_out_the_last_token, an_event_is_lost,
     a_prefix_counts_one_block_more, a_prompt_begins_one_token_late,
     a_dead_writers_slot_does_not_rest, a_token_is_sent_again_after_a_loss,
-    what_was_read_is_not_verified,
+    what_was_read_is_not_verified, a_pull_takes_what_lies_in_the_slot,
+    a_mark_is_written_after_the_payload, a_put_of_a_block_that_another_is_writing_is_true,
+    a_block_that_another_owner_is_writing_passes_for_stored,
 ]  # fmt: skip

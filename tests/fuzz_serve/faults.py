@@ -20,10 +20,11 @@ from tests.fuzz_serve.site import Deployment
 
 KINDS = (
     "kill", "freeze", "pause", "cut", "slow", "late", "bits", "wire", "clock", "stub", "leave",
-    "reload",
+    "reload", "stall",
 )  # fmt: skip
 BUSY_S_MAX = 2.0  # of a request
 CUT_S_MAX, FREEZE_S_MAX = 8.0, 9.0
+SLOW_S_MIN = 4.0  # of a transfer: another directory may lead before it ends
 
 
 class Faults:
@@ -41,6 +42,9 @@ class Faults:
             self.memories.late_share = 0.05
         if "wire" in self.kinds:
             self.memories.bad_share = 0.02
+        if "stall" in self.kinds:
+            self.memories.stall_share = 0.12
+            self.memories.on_stall = self._stalled
         acts: dict[str, Callable[[], None]] = {
             "kill": self._kill, "freeze": self._freeze, "cut": self._cut,
             "bits": self.memories.flip, "clock": self._clock, "stub": self._stub,
@@ -95,6 +99,20 @@ class Faults:
             self.world.note(f"{process.name} is reloaded")
             self.site.reload(process)
 
+    def _stalled(self, seconds: float) -> None:
+        """Often the directory that granted the slots of a slow transfer dies meanwhile."""
+        leading = [process for process in self.site.alive("directory")
+                   if "server" in process.state]  # fmt: skip
+        if seconds > SLOW_S_MIN and leading and self.world.rng.random() < 0.7:
+            self.world.note(f"a transfer stands still for {seconds:.3f} s")
+            at_s = self.world.now_s + self.world.rng.random() ** 2
+            self.world.at(at_s, lambda _: self._kill_one(leading[0]))
+
+    def _kill_one(self, process: Process) -> None:
+        if not self.is_over and process.is_alive:
+            self.world.note(f"{process.name} is killed")
+            process.kill()
+
     def _pause(self) -> None:
         """A VM: its clocks stand still with it, all that it has."""
         seconds = FREEZE_S_MAX * self.world.rng.random()
@@ -132,7 +150,7 @@ class Faults:
         """From now on nothing fails any more."""
         self.is_over = True
         self.network.heal()
-        self.memories.late_share = self.memories.bad_share = 0.0
+        self.memories.late_share = self.memories.bad_share = self.memories.stall_share = 0.0
         for process in self.site.alive():
             if process.is_frozen:
                 process.frozen_until_s = self.world.now_s

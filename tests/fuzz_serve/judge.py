@@ -16,12 +16,14 @@ from mooncake_store.directory.core.directory import Directory
 from mooncake_store.layout import geometry
 from mooncake_store.memory.digests import checksum_of
 from mooncake_store.memory.slot_memory import SlotMemory
+from mooncake_store.records.blocks import Copy
 from tests.fuzz_serve.clients import Client, Clients
 from tests.fuzz_serve.engine import LAYOUT
 from tests.fuzz_serve.green import looking_into
 from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.memory import Memories
 from tests.fuzz_serve.site import Deployment
+from tests.fuzz_serve.users import Users
 
 DEADLY = {"kill", "stub", "leave", "reload", "freeze", "pause"}  # to a worker, as others see it
 
@@ -100,8 +102,9 @@ def compare_index(process: Process, conductor: Any, directory: Directory) -> Non
         assert set(depth.values()) <= {1}, f"{process.name} counts blocks that are nowhere: {depth}"
 
 
-def check_rest(site: Deployment, clients: Clients, deadline_s: float) -> None:
+def check_rest(site: Deployment, clients: Clients, users: Users, deadline_s: float) -> None:
     """All is healed, and time enough has passed."""
+    users.check_rest()
     check_answers(clients.all, deadline_s)
     check_all(site)
     check_index(site, must_be_current=True)
@@ -116,7 +119,9 @@ def check_rest(site: Deployment, clients: Clients, deadline_s: float) -> None:
         _check_worker(process)
 
 
-def check_memory(site: Deployment, memories: Memories, clients: Clients, is_damaged: bool) -> None:
+def check_memory(
+    site: Deployment, memories: Memories, clients: Clients, users: Users, is_damaged: bool
+) -> None:
     """What lies in the nodes: whatever passes for a block by its checksum has the KV of its key.
 
     `is_damaged`: bits have fallen over, so that blocks may fail their checksum.
@@ -132,12 +137,25 @@ def check_memory(site: Deployment, memories: Memories, clients: Clients, is_dama
             payload = slots.payload(copy.slot, copy.size_bytes)
             if key in site.world.objects:
                 continue  # adopted by a later directory, which cannot tell it from a block
+            if key in users.expected:
+                _check_user_block(key, copy, slots, users)
+                continue
             is_whole = checksum_of(payload, LAYOUT.layers) == copy.checksum
             assert key in expected, f"{copy} has a key of tokens that nobody asked for"
             assert is_whole or is_damaged, f"{copy} was overwritten: {slots.header(copy.slot)}"
             assert not is_whole or payload.tobytes() == expected[key], (
                 f"{copy} of {key.hex()[:8]} has the KV of other tokens"
             )
+
+
+def _check_user_block(key: bytes, copy: Copy, slots: SlotMemory, users: Users) -> None:
+    """A block that was stored without a checksum has one in each further copy."""
+    if users.is_damaged:
+        return
+    header, payload = slots.header(copy.slot), slots.payload(copy.slot, copy.size_bytes)
+    assert slots.is_ready(copy.slot, copy.generation, key), f"{copy} is ready, its slot: {header}"
+    assert payload.tobytes() == users.expected[key], f"{copy} has the bytes of another key"
+    assert copy.checksum in (0, checksum_of(payload, 0)), f"{copy} has another checksum"
 
 
 def check_answers(every: list[Client], deadline_s: float) -> None:

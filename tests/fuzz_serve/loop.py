@@ -51,6 +51,8 @@ class Loop:
         self._order = itertools.count()
         self.looks = itertools.count()  # at a stopwatch
         self.objects: set[bytes] = set()  # keys of what travelled once, as object of a request
+        self.completed: set[bytes] = set()  # keys of which a directory took a copy as complete
+        self.on_complete: Callable[[Any, bytes, int], None] = lambda *_: None  # node, key, slot
         self.seen: Counter[str] = Counter()  # what this seed went through
         self.lines: deque[str] = deque(maxlen=TRACE_LINES_MAX)
         self._digest = hashlib.blake2b(digest_size=16)

@@ -11,12 +11,15 @@ Not here: which slot is whose (the directory), checking what came
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
+from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.segment_file import SegmentRefused
+from mooncake_store.memory.slot_memory import SlotHeader
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 from tests.fuzz_serve.green import in_process, loop, monotonic, sleep
@@ -24,6 +27,8 @@ from tests.fuzz_serve.loop import Process
 from tests.fuzz_serve.network import Network
 
 LATE_S_MAX = 8.0  # how long after its deadline a transfer may still write
+STALL_S_MAX = 9.5  # how long a transfer may stand still and yet come before its deadline
+STALLED = ("user", "s")  # names of processes whose transfers do: users and storage nodes
 
 
 class Memories:
@@ -35,6 +40,8 @@ class Memories:
         self.views: dict[str, np.ndarray] = {}
         self.late_share = 0.0
         self.bad_share = 0.0  # of transfers: a bit falls over on the way
+        self.stall_share = 0.0  # of transfers of users and nodes
+        self.on_stall: Callable[[float], None] = lambda _: None  # with its seconds
 
     def create(self, path: str, size_bytes: int, process: Process) -> GreenSegment:
         self.owners[path] = process
@@ -145,6 +152,10 @@ class GreenNixl(Transport):
         is_cut |= network.is_cut(process.host, owner.host)
         if is_cut or rng.random() < memories.late_share:
             self._be_late(batch, process, owner, view, max(left_s, 0.0))
+        if process.name.startswith(STALLED) and rng.random() < memories.stall_share:
+            self._stall(batch, min(STALL_S_MAX * rng.random(), left_s))
+        if not batch.is_read and process.name.startswith("user"):  # the only ones never frozen
+            _check_marks(batch, view)
         world.seen["one-sided transfers"] += 1
         for pair in zip(batch.remote, batch.local, strict=True):
             half = rng.random() < 0.5
@@ -155,6 +166,14 @@ class GreenNixl(Transport):
                 raise TransferFailed(f"node {batch.node.node_id} died")
             if monotonic() > batch.until_s:
                 raise TransferTimeout(f"node {batch.node.node_id} is slow")
+
+    def _stall(self, batch: TransferBatch, seconds: float) -> None:
+        """Nothing is copied meanwhile. By the deadline, the transfer is given up."""
+        loop().seen["transfers that stood still"] += 1
+        self.memories.on_stall(seconds)
+        sleep(max(seconds, 0.0))
+        if monotonic() >= batch.until_s:
+            raise TransferTimeout(f"node {batch.node.node_id} is slow")
 
     def _be_late(
         self, batch: TransferBatch, process: Process, owner: Process, view: np.ndarray,
@@ -194,3 +213,20 @@ class GreenNixl(Transport):
             if self.memories.bad_share and rng.random() < self.memories.bad_share:
                 target[rng.randrange(len(target))] ^= 1 << rng.randrange(8)
                 loop().seen["bits that fell over"] += 1
+
+
+def _check_marks(batch: TransferBatch, view: np.ndarray) -> None:
+    """No mark that comes by its deadline lands on a finished block of a later use of the slot."""
+    headers_bytes = geometry(batch.node.segment_bytes, batch.node.unit_bytes).units * HEADER_BYTES
+    for there, (buffer, here) in zip(batch.remote, batch.local, strict=True):
+        for at in range(0, there.length_bytes, HEADER_BYTES):
+            start = there.offset_bytes + at
+            if start >= headers_bytes:
+                break
+            old = SlotHeader.unpack(view[start : start + HEADER_BYTES].tobytes())
+            low = here.offset_bytes + at
+            new = SlotHeader.unpack(buffer[low : low + HEADER_BYTES].tobytes())
+            if old is None or new is None or old.generation <= new.generation:
+                continue
+            if (old.state, new.state) == (STATE_READY, STATE_WRITING):
+                loop().fail(f"a late mark lands on a finished block: {old}")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.records.blocks import Allocation, Copy, Slot
+from mooncake_store.layout import STATE_READY
+from mooncake_store.records.blocks import STORED, Allocation, Copy, ReservedCommit, Slot
 from mooncake_store.records.events import BlockRemoved, NodeDown
 from tests.fuzz_serve.green import loop
 
@@ -83,6 +84,7 @@ class WatchedDirectory(Directory):
             seen["commits" if is_done else "late commits"] += 1
             if not is_done:
                 continue
+            self._note_complete(node_id, key, slot)
             grants = self._grants.get(owner)
             use = node_id, slot, generation
             if grants is None or grants.slots.pop(use, None) != key:
@@ -93,8 +95,23 @@ class WatchedDirectory(Directory):
             self._granted(owner, now_s, lease_s)
         return done
 
-    def adopt(self, *arguments: Any, **of: Any) -> int:
-        adopted = super().adopt(*arguments, **of)
+    def commit_reserved(
+        self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]], *rest: Any, **of: Any
+    ) -> ReservedCommit:
+        answer = super().commit_reserved(node_id, blocks, *rest, **of)
+        for (key, slot, _, _), verdict in zip(blocks, answer.verdicts, strict=True):
+            if verdict == STORED:
+                loop().seen["commits into reserved slots"] += 1
+                self._note_complete(node_id, key, slot)
+        return answer
+
+    def _note_complete(self, node_id: str, key: bytes, slot: int) -> None:
+        loop().completed.add(key)
+        loop().on_complete(self._nodes.registered(node_id).info, key, slot)
+
+    def adopt(self, node_id: str, incarnation: str, blocks: Any, *rest: Any, **of: Any) -> int:
+        adopted = super().adopt(node_id, incarnation, blocks, *rest, **of)
+        loop().completed.update(block[0] for block in blocks if block[5] == STATE_READY)
         loop().seen["blocks adopted"] += adopted
         return adopted
 

@@ -16,6 +16,7 @@ from tests.fuzz_serve.loop import STARTED_S, Loop, Violation
 from tests.fuzz_serve.network import Network
 from tests.fuzz_serve.site import Deployment, Shape
 from tests.fuzz_serve.sockets import Exchange
+from tests.fuzz_serve.users import Users
 
 READY_S = 5.0  # an election, nodes, workers
 BUSY_S = 14.0  # of clients and faults
@@ -60,6 +61,7 @@ class Simulation:
         )  # fmt: skip
         self.site = Deployment(world, self.network, shape)
         self.clients = Clients(world, self.site)
+        self.users = Users(world, self.site)
         self.faults = Faults(world, self.site, self.network, self.memories)
         self.faults.kinds -= without
         if not self.faults.kinds & judge.DEADLY:
@@ -90,19 +92,21 @@ class Simulation:
         for at_s in asked_s:
             for _ in range(rng.choice((1, 1, 1, 3))):  # a burst of one prefix, sometimes
                 world.at(at_s, lambda _: self.clients.ask())
+        self.users.begin(begin_s, rng.choice((0, 2, 2, 3)))
         self.faults.begin(begin_s, begin_s + BUSY_S, asked_s, rng.randrange(3, 12))
         world.run(begin_s + BUSY_S, self._after_step)
         self.faults.heal()
+        self.users.end()
         world.note("healed")
         rest_s = world.now_s + REST_S
         while world.now_s < rest_s:
             world.run(world.now_s + REST_LOOK_S, self._after_step)
             if self._is_at_rest():
                 break
-        judge.check_rest(self.site, self.clients, DEADLINE_S)
+        judge.check_rest(self.site, self.clients, self.users, DEADLINE_S)
         judge.check_losses(self.clients.all, self.faults.kinds)
         is_damaged = bool({"bits", "wire"} & self.faults.kinds)
-        judge.check_memory(self.site, self.memories, self.clients, is_damaged)
+        judge.check_memory(self.site, self.memories, self.clients, self.users, is_damaged)
 
     def _after_step(self) -> None:
         if self.world.steps % self._checks_every == 0:
@@ -113,7 +117,7 @@ class Simulation:
     def _is_at_rest(self) -> bool:
         """Nothing is left to wait for, as far as can be seen cheaply."""
         try:
-            judge.check_rest(self.site, self.clients, DEADLINE_S)
+            judge.check_rest(self.site, self.clients, self.users, DEADLINE_S)
         except (AssertionError, KeyError):
             return False
         return True
