@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from backends.gateway.fields import TOKENIZE_SCHEMA, as_object, bad_field, read_kind, shown
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
@@ -76,11 +78,11 @@ def read_tokenize(content: object) -> TokenizeRequest:
         raise bad_field("prompt", "send either prompt or messages")
     prompt = read_kind("text", "prompt", said.get("prompt", ""))
     messages = read_messages(said["messages"]) if "messages" in said else []
-    texts = [message["content"] for message in messages] or [prompt]
-    size_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    if size_bytes > TEXT_BYTES_MAX:
-        name = "messages" if messages else "prompt"
-        what = f"{name} has {size_bytes:,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
+    name = "messages" if messages else "prompt"
+    # Messages are counted as the JSON that a chat sends to the conductor.
+    text = msgspec.json.encode(messages) if messages else prompt.encode("utf-8", "surrogatepass")
+    if len(text) > TEXT_BYTES_MAX:
+        what = f"{name} has {len(text):,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
         raise bad_field(name, what)
     return TokenizeRequest(
         model=read_kind("text", "model", said.get("model", "")),

@@ -345,6 +345,8 @@ def test_models_and_tokens_are_listed() -> None:
         assert text["count"] == len(text["tokens"]) == 4
         chat = (await rig.send("POST", "/tokenize", {**PROMPT[CHAT], "model": "demo"})).json
         assert chat["count"] > 1
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        assert (await rig.send("POST", "/tokenize", {"messages": parts})).json == chat
         assert (await rig.send("POST", "/tokenize", {"prompt": "x", "model": "y"})).status == 404
 
     run(check)
