@@ -92,7 +92,7 @@ class Simulation:
         for at_s in asked_s:
             for _ in range(rng.choice((1, 1, 1, 3))):  # a burst of one prefix, sometimes
                 world.at(at_s, lambda _: self.clients.ask())
-        self.users.begin(begin_s, rng.choice((0, 2, 2, 3)))
+        self.users.begin(begin_s, rng.choice((0, 0, 2, 3)))
         self.faults.begin(begin_s, begin_s + BUSY_S, asked_s, rng.randrange(3, 12))
         world.run(begin_s + BUSY_S, self._after_step)
         self.faults.heal()
