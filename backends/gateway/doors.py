@@ -126,7 +126,8 @@ class Doors:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
         if self.is_draining:
             return unavailable("this gateway is draining: ask another one")
-        if (coding := headers.get(b"content-encoding", b"identity").strip().lower()) != b"identity":
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in (b"", b"identity"):
             return HttpRefusal(
                 415, "unsupported_encoding",
                 f"the body has Content-Encoding {coding[:32].decode('latin-1')}; send it as it is, "

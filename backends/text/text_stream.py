@@ -22,7 +22,7 @@ Rules worth knowing:
 * the stop word itself is not emitted. If it begins inside a token, that token is released and
   `cut_bytes` says how much of the text of the emission's ids to show;
 * a stop word that is complete within the first `min_tokens` tokens does not stop; one that begins
-  there and is complete later does (vLLM's rule too), so fewer tokens than `min_tokens` may be shown;
+  there and is complete later does (vLLM's rule too), so fewer tokens than that may be shown;
 * the context is the prompt's end: a request that moves to another worker gives what the client
   has, and finds every stop word that the first worker would have found.
 
