@@ -60,7 +60,11 @@ class EngineAnswer:
         self._take(token_ids)
 
     def ended(self, outcome: Outcome) -> None:
-        self._take(outcome)
+        if outcome.error is None:
+            self._take(outcome)
+        else:  # An error needs no belief, and the engine may never report its load.
+            self.held, self.held_s = [], 0.0
+            self.driver.ended(self.job, outcome)
 
     def _take(self, news: list[int] | Outcome) -> None:
         self.is_believed = self.is_believed or self.driver.has_read(self.job)

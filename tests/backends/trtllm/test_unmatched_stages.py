@@ -186,3 +186,19 @@ def test_held_tokens_of_an_unmatched_stage_leave_and_those_of_a_stuck_load_fail(
     assert stuck.said == []
     stuck.driver._look_at_held(held_s + 61.0)
     assert isinstance(stuck.said[-1], WorkerUnavailable) and [1] not in stuck.said
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_an_error_of_the_engine_is_reported_at_once_and_held_tokens_are_dropped(
+    is_claimed: bool,
+) -> None:
+    """The engine ends when a slot changed during its copy, so it never reports that load."""
+    streamed, error = Streamed(), WorkerUnavailable("tensorrt_llm: a slot changed")
+    if is_claimed:
+        streamed.driver.claimed("a", 0, 28)
+    streamed.answer.tokens([1])
+    streamed.answer.ended(Outcome(error=error))
+    assert streamed.said[-1] is error and [1] not in streamed.said
+    streamed.answer.believe()
+    streamed.driver._look_at_held(streamed.answer.held_s + 1e9)
+    assert [1] not in streamed.said
