@@ -39,7 +39,7 @@ class AdminKey:
 
     def remove(self) -> None:
         """Unless it is by now another launch's."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # also where the state folder is none
             if self._path.read_text() == self._key:
                 self._path.unlink()
 

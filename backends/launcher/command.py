@@ -32,7 +32,8 @@ from backends.launcher.processes import (
 )
 from backends.launcher.repository import WorkerFolders
 from backends.model_settings.serve_settings import ServeSettings
-from mooncake_store.cli.arguments import parse_bytes
+from mooncake_store.cli.arguments import parse_bytes, parse_nodes
+from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.keys import folder
 
 console = Console(stderr=True, highlight=False)
@@ -183,7 +184,9 @@ def serve(
     more = {
         "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
         "triton_args": tuple(triton_arg or ()), "api_keys": api_keys,
-        "observed": ObserveOptions(log_format or "", parse_bytes(log_bytes), otlp_endpoint),
+        "observed": ObserveOptions(
+            log_format or "", parse_bytes(log_bytes, "--log-bytes"), otlp_endpoint
+        ),
         "gateway": GatewayOptions(
             openai_port, openai_workers, openai_certificate, openai_private_key
         ),
@@ -197,15 +200,15 @@ def serve(
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
     if host or pool:
         refuse("--host and --pool say what of a cluster file: name it with --cluster")
-    named = tuple(filter(None, nodes.split(",")))
+    named = parse_nodes(nodes)
     settings = settings_of_all_models(checkpoint, dtype, device, prefill, decode)
     if not settings.is_empty:
         refuse_wrong_settings(model_repository, settings, named)
     sys.exit(serve_until_stopped(ServeOptions(
         settings=settings, model_repository=model_repository, address=address, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
-        nodes=named, store_bytes=parse_bytes(store_bytes),
-        ssd_bytes=parse_bytes(ssd_bytes), ssd_path=ssd_path, state_dir=state_dir,
+        nodes=named, store_bytes=parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES),
+        ssd_bytes=parse_bytes(ssd_bytes, "--ssd-bytes"), ssd_path=ssd_path, state_dir=state_dir,
         ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
     )))  # fmt: skip
 
@@ -319,7 +322,10 @@ def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
 
 def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
     """The exit status."""
-    launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
+    try:
+        launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
+    except EnvironmentProblem as problem:
+        refuse(str(problem))
     status = 0
     with signals_as_exceptions():
         try:
@@ -331,10 +337,20 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
             said = escape(str(problem))
             console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
             status = 1
+        except OSError as error:  # a disk that is full, most of all
+            ignore_signals()
+            console.print(f"[bold red]cannot serve[/]: {escape(file_problem(error))}")
+            status = 1
         finally:
             ignore_signals()
             launcher.stop()
     return status
+
+
+def file_problem(error: OSError) -> str:
+    if not error.filename:
+        return f"{error.strerror or error}: see --state-dir, and whether its disk has room"
+    return f"{error.filename}: {error.strerror}; make room there, or choose another --state-dir"
 
 
 def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from backends.extras import install_line
 
+STATE_BYTES_MIN = 16 * 2**20  # free space of a state folder: staged backends and first logs
 # For ports that we choose: below what the kernel gives to outgoing connections, which could take
 # one of them before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
@@ -149,6 +150,9 @@ def make_writable(folder: Path, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):  # a file system can be read-only for root as well
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        disk = os.statvfs(folder)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < STATE_BYTES_MIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise EnvironmentProblem(
             f"{folder} cannot be written ({error.strerror}): name a folder with {option} that can"

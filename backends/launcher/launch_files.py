@@ -24,6 +24,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from backends.launcher.environment import EnvironmentProblem
+from mooncake_store.cli.arguments import SHORT_PLACE, holds_sockets
 from mooncake_store.memory.segment_file import create_locked, try_lock, unlink_if_same
 
 SHM = Path("/dev/shm")
@@ -40,8 +42,24 @@ class LaunchFiles:
         self.name = f"mooncake-{os.getpid()}-{secrets.token_hex(4)}"
         self._lock_path = str(shm / f"{self.name}{LOCK_SUFFIX}")
         self._lock = create_locked(self._lock_path)  # before anything that it decides about
-        # Socket paths are limited to 107 bytes, so they do not lie under the state folder.
-        self.socket_dir = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        try:
+            self.socket_dir = self._make_socket_dir()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _make_socket_dir(self) -> Path:
+        """Not under the state folder, because paths of sockets are short. /tmp takes the place of
+        a $TMPDIR that is too long, or that has letters which Triton's stubs cannot read."""
+        place = Path(tempfile.gettempdir())
+        place = place if holds_sockets(place) else SHORT_PLACE
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=place))
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"no folder can be made in {place} ({error.strerror}) for the launch's sockets: "
+                "set TMPDIR to a folder that can be written, of a short path of ASCII letters"
+            ) from None
 
     def path(self, name: str) -> Path:
         """A file of this launcher's in shared memory."""
@@ -92,7 +110,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _remove_all(name: str, shm: Path, pattern: str = "-*") -> None:
-    for folder in (shm, Path(tempfile.gettempdir())):
+    for folder in (shm, *{Path(tempfile.gettempdir()), SHORT_PLACE}):
         for path in folder.glob(f"{name}{pattern}"):
             with contextlib.suppress(OSError):
                 if path.lstat().st_uid != os.getuid():

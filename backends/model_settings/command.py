@@ -46,6 +46,7 @@ from backends.model_settings.running_system import (
     wait_for,
 )
 from backends.shipped import DEFAULT_REPOSITORY, shipped_repository
+from mooncake_store.cli.arguments import parse_nodes
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -77,7 +78,7 @@ def check(
     """
     texts = _texts(model_repository)
     is_part = (model_repository.resolve().parent / MANIFEST).exists()
-    names = None if is_part else tuple(filter(None, nodes.split(",")))
+    names = None if is_part else parse_nodes(nodes)
     found = check_repository(
         texts, facts_beside(model_repository), names, versionless(model_repository, texts)
     )

@@ -31,6 +31,7 @@ from backends.errors import InvalidRequest, WorkerGone
 from backends.token_logprobs import TokenLogprobs
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
+from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
 # Tensors of the worker models.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
@@ -355,7 +356,10 @@ def inbox_address(name: str) -> str:
     other hosts, any free port of this host's address."""
     if host := os.environ.get(ADDRESS_VARIABLE):
         return f"tcp://{host}:0"
-    return f"ipc://{os.environ['MOONCAKE_SOCKETS']}/{name}"
+    folder = os.environ["MOONCAKE_SOCKETS"]
+    if len(os.fsencode(f"{folder}/{name}")) > PATH_BYTES_MAX:
+        name = name.rpartition("-")[2]  # the incarnation, which no other process has
+    return f"ipc://{folder}/{name}"
 
 
 def inboxes_known() -> tuple[str, ...]:

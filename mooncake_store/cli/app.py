@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from mooncake_store.cli.arguments import (
     own_folder,
     parse_bytes,
     parse_key,
+    parse_nodes,
     shown_bytes,
 )
 from mooncake_store.client.client import StoreClient
@@ -38,6 +40,7 @@ from mooncake_store.memory.buffers import checksum
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.records.status import DirectoryStats
+from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
 app = typer.Typer(
     name="store",
@@ -89,14 +92,21 @@ def serve(
     node_option: Annotated[list[str] | None, typer.Option(help="Likewise, to each node.")] = None,
 ) -> None:
     """Start a directory and storage nodes on this host, until Ctrl-C."""
-    names = [name for name in nodes.split(",") if name]
-    if not names:
-        raise typer.BadParameter("--nodes names at least one storage node")
-    size_bytes, disk_bytes = parse_bytes(store_bytes), parse_bytes(ssd_bytes)
+    names = [*parse_nodes(nodes)]
+    size_bytes = parse_bytes(store_bytes, "--store-bytes", serving.UNIT_BYTES)
+    disk_bytes = parse_bytes(ssd_bytes, "--ssd-bytes")
     if disk_bytes and ssd_path is None:
         raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
+    place = (folder or own_folder()).resolve()
+    longest_bytes = max(len(os.fsencode(name)) for name in (*names, "directory"))
+    most_bytes = PATH_BYTES_MAX - 1 - longest_bytes
+    if len(os.fsencode(place)) > most_bytes:
+        raise typer.BadParameter(
+            f"{place} is too long for the paths of sockets: name one of at most {most_bytes} bytes "
+            "with --folder"
+        )
     store = serving.StoreProcesses(
-        folder=(folder or own_folder()).resolve(), nodes=names, dram_bytes=size_bytes,
+        folder=place, nodes=names, dram_bytes=size_bytes,
         ssd_folder=ssd_path.resolve() if ssd_path else None, ssd_bytes=disk_bytes,
         directory_options=directory_option or [], node_options=node_option or [],
     )  # fmt: skip

@@ -18,17 +18,61 @@ import typer
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.client.client import key_of
+from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
 VARIABLE = "MOONCAKE_DIRECTORY"
+BYTES_MAX = 2**50
+NODE_NAME_BYTES_MAX = 40  # of a storage node
+# Of a folder of sockets: the longest name in it is a storage node's.
+FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
+LAUNCH_BYTES_MAX = 30  # of a launch's name, a part of the path of its folder
+SHORT_PLACE = Path("/tmp")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def parse_bytes(text: str) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes."""
+def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
+    """'512M', '1GiB', '1073741824' -> bytes. `option`: the one to name when it is below its
+    minimum."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
-    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if not bytes_min <= size <= BYTES_MAX:
+        raise typer.BadParameter(
+            f"{option or 'the size'} is {text[:40]}: give at least {shown_bytes(bytes_min)} and at "
+            f"most {shown_bytes(BYTES_MAX)}, for example 512M or 2G"
+        )
+    return int(size)
+
+
+def parse_nodes(text: str) -> tuple[str, ...]:
+    """The storage nodes of --nodes: 's0,s1' -> ('s0', 's1'). Each name is part of a path."""
+    names = text.split(",")
+    if not all(name.strip() for name in names):
+        raise typer.BadParameter(
+            f"--nodes {text!r} has an empty name: name each storage node, like s0,s1"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise typer.BadParameter(f"--nodes {text!r} names {name!r} twice: name each node once")
+        if not re.fullmatch(r"[\w.-]+", name) or set(name) == {"."}:
+            raise typer.BadParameter(
+                f"--nodes: {name!r} cannot be a name: use letters, digits, '_', '-' and '.'"
+            )
+        if len(os.fsencode(name)) > NODE_NAME_BYTES_MAX:
+            raise typer.BadParameter(
+                f"--nodes: {name!r} is too long for the path of a socket: shorten it to "
+                f"{NODE_NAME_BYTES_MAX} bytes or fewer"
+            )
+    return tuple(names)
+
+
+def holds_sockets(place: Path) -> bool:
+    """Is this place, where launches make folders of sockets, short enough for their paths, and of
+    ASCII letters alone, which Triton's stubs can read?"""
+    return (
+        len(os.fsencode(place)) <= FOLDER_BYTES_MAX - 1 - LAUNCH_BYTES_MAX and str(place).isascii()
+    )
 
 
 def shown_bytes(size: float) -> str:
@@ -80,6 +124,8 @@ def find_directory() -> str:
     if named := os.environ.get(VARIABLE):
         return named
     folders = {default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")}
+    if not holds_sockets(Path(tempfile.gettempdir())):
+        folders.update(SHORT_PLACE.glob("mooncake-*"))
     found, refused = [], []
     for folder in sorted(folders):
         with contextlib.suppress(OSError):

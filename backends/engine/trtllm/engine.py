@@ -145,7 +145,8 @@ class TrtllmEngine:
 
     def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
         """Before the LLM is built: its connectors report while it is."""
-        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{worker_id}-{os.getpid()}"
+        # Without the worker's name, which may be longer than a socket's path can be.
+        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{os.getpid()}"
         layout = self.layout
         site = Site(
             address, str(self._pool.path), layout.block_tokens, layout.block_bytes,

@@ -190,7 +190,8 @@ def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]
     try:
         if not text.lstrip().startswith("{"):
             path = Path(text).expanduser()
-            text = (path if path.is_absolute() else Path(repository).parent / path).read_text("utf-8")
+            path = path if path.is_absolute() else Path(repository).parent / path
+            text = path.read_text("utf-8")
         options = json.loads(text)
     except OSError as error:
         found.append(f"llm_options cannot be read: {error}")

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 
 LAUNCHER = """
@@ -24,10 +26,12 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With a short path: sockets lie in it. The folder of `tmp_path` is made before."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture
@@ -103,3 +107,29 @@ def test_two_launchers_of_one_process_id_do_not_share_a_name(shm: Path) -> None:
     first.remove()
     assert second.path("s0").exists()
     second.remove()
+
+
+@pytest.mark.parametrize("folder", ["x" * 53, "größe"])
+def test_sockets_lie_in_a_short_place_of_ascii_letters_whatever_tmpdir_is(
+    folder: str, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(tempfile.mkdtemp(dir="/tmp")) / folder
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    files = LaunchFiles(shm)
+    try:
+        assert files.socket_dir.parent == Path("/tmp") and files.socket_dir.is_dir()
+    finally:
+        files.remove()
+    assert not files.socket_dir.exists() and not names(shm)
+    place.rmdir()
+    place.parent.rmdir()
+
+
+def test_a_launch_that_finds_no_place_for_its_sockets_leaves_nothing_behind(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    with pytest.raises(EnvironmentProblem, match="set TMPDIR"):
+        LaunchFiles(shm)
+    assert not names(shm)

@@ -106,6 +106,7 @@ def test_inboxes_of_the_deployment_s_hosts_are_taken_and_no_others(
     monkeypatch.setenv("MOONCAKE_SOCKETS", "/tmp/launch")
     assert inboxes_known() == ("ipc:///tmp/launch/",)
     assert inbox_address("decode_0-1") == "ipc:///tmp/launch/decode_0-1"
+    assert inbox_address(f"{'w' * 100}-123abc") == "ipc:///tmp/launch/123abc", "a path is short"
     monkeypatch.setenv("MOONCAKE_ADDRESS", "10.77.0.1")
     monkeypatch.setenv("MOONCAKE_PEERS", "10.77.0.1,10.77.0.2")
     limits = replace(LIMITS, inboxes=inboxes_known())

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from mooncake_store.cli.arguments import VARIABLE, default_folder, find_directory, own_folder
+from mooncake_store.cli.arguments import (
+    VARIABLE,
+    default_folder,
+    find_directory,
+    own_folder,
+    parse_bytes,
+    parse_nodes,
+)
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
@@ -87,3 +94,22 @@ def test_the_folder_that_is_made_for_serving_is_this_users_alone(tmp: Path) -> N
     finally:
         os.umask(before)
     assert default_folder().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("s0,,s0", "an empty name"), ("", "an empty name"), ("s0,", "an empty name"),
+     ("s0,s1,s0", "names 's0' twice"), ("a/b", "cannot be a name"), ("..", "cannot be a name"),
+     ("x" * 41, "shorten it to 40 bytes")],
+)  # fmt: skip
+def test_a_wrong_list_of_nodes_is_named_as_such(text: str, said: str) -> None:
+    with pytest.raises(typer.BadParameter, match=said):
+        parse_nodes(text)
+    assert parse_nodes("s0,node-1.rack_2") == ("s0", "node-1.rack_2")
+
+
+@pytest.mark.parametrize("text", ["0", "0G", "9999999T", "1"])
+def test_a_size_below_or_above_its_limits_is_named_with_its_option(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"--store-bytes is {text}: give at least 16"):
+        parse_bytes(text, "--store-bytes", 16 * 1024)
+    assert parse_bytes("16K", "--store-bytes", 16 * 1024) == 16 * 1024
