@@ -326,6 +326,8 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
         launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
     except EnvironmentProblem as problem:
         refuse(str(problem))
+    except OSError as error:
+        refuse(file_problem(error))
     status = 0
     with signals_as_exceptions():
         try:
@@ -339,7 +341,8 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
             status = 1
         except OSError as error:  # a disk that is full, most of all
             ignore_signals()
-            console.print(f"[bold red]cannot serve[/]: {escape(file_problem(error))}")
+            said = escape(file_problem(error))
+            console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
             status = 1
         finally:
             ignore_signals()

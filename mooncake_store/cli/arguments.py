@@ -25,7 +25,8 @@ BYTES_MAX = 2**50
 NODE_NAME_BYTES_MAX = 40  # of a storage node
 # Of a folder of sockets: the longest name in it is a storage node's.
 FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
-LAUNCH_BYTES_MAX = 30  # of a launch's name, a part of the path of its folder
+# Of the name of a launch's folder: "mooncake-", a process id of 7 digits, and two random parts.
+LAUNCH_BYTES_MAX = 34
 SHORT_PLACE = Path("/tmp")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
