@@ -102,14 +102,6 @@ class Launcher:
         self.options = options
         self._say = say
         self._files = LaunchFiles()
-        try:
-            self._plan_from(options)
-        except BaseException:
-            self._files.remove()
-            raise
-
-    def _plan_from(self, options: ServeOptions | HostOptions) -> None:
-        """What will run, and where its files lie; nothing runs yet."""
         self.name = self._files.name
         self.socket_dir = self._files.socket_dir
         self.plan = plan = options.plan(self.socket_dir)
