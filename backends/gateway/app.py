@@ -95,6 +95,7 @@ class Gateway:
         self.calls: FrontendCalls | None = None
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
+        self.own_readers: set[object] = set()  # connections to this process' own page
         self._live = LiveStatus(options.metrics_url, self._describe)
         self._started_s = int(time.time())
         routes = self._routes()

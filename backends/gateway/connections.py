@@ -60,8 +60,10 @@ class AcceptedConnection(socket.socket):
         super().close()
 
     def end(self) -> None:
-        """Its transport reads the end of the stream, and closes."""
-        self.idle_s = None
+        """Its transport reads the end of the stream, and closes. It does not count any more."""
+        if self.table is not None:
+            self.table.discard(self)
+            self.table = None
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
@@ -72,13 +74,14 @@ class BoundedListener(socket.socket):
     has_tls = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """BlockingIOError when nobody waits."""
-        while True:
-            descriptor, address = self._accept()  # type: ignore[attr-defined]
-            connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
-            if self._admit(connection, str(address[0])):
-                return connection, address
-            connection.close()
+        """BlockingIOError when no client waits, or one was refused: asyncio calls again in its next
+        turn, so a flood of clients does not keep others from theirs."""
+        descriptor, address = self._accept()  # type: ignore[attr-defined]
+        connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
+        if self._admit(connection, str(address[0])):
+            return connection, address
+        connection.close()
+        raise BlockingIOError("there are too many connections")
 
     @functools.cached_property
     def connections(self) -> set[AcceptedConnection]:
@@ -90,15 +93,17 @@ class BoundedListener(socket.socket):
 
     def _admit(self, connection: AcceptedConnection, host: str) -> bool:
         """False: it is closed at once."""
+        if len(self.connections) >= CONNECTIONS_MAX + REFUSED_MAX:
+            return False
         loop = asyncio.get_running_loop()
         connection.address = network_of(host)
         connection.idle_s = loop.time()
         alike = [each for each in self.connections if each.address == connection.address]
-        is_over = len(alike) >= OF_ADDRESS_MAX and not _end_idlest(alike)
-        if not is_over and len(self.connections) >= CONNECTIONS_MAX:
-            is_over = not _end_idlest(self.connections)
-        if len(self.connections) >= CONNECTIONS_MAX + REFUSED_MAX:
-            return False
+        if len(alike) >= OF_ADDRESS_MAX:  # room is made by its own connections alone
+            is_over = not _end_idlest(alike)
+        else:
+            is_full = len(self.connections) >= CONNECTIONS_MAX
+            is_over = is_full and not _end_idlest(self.connections)
         connection.is_over, connection.table = is_over, self.connections
         self.connections.add(connection)
         if self.has_tls:
@@ -194,7 +199,8 @@ class BoundedConnection(H11Protocol):
     def _look(self) -> None:
         state = self.conn.their_state
         if (accepted := self._accepted) is not None:
-            is_free = state is h11.IDLE and self.conn.our_state is h11.IDLE
+            is_sent = not self.transport.get_write_buffer_size()
+            is_free = is_sent and state is h11.IDLE and self.conn.our_state is h11.IDLE
             accepted.idle_s = (accepted.idle_s or self.loop.time()) if is_free else None
         is_idle = state is h11.IDLE and self.timeout_keep_alive_task is None
         self._await(BODY if state is h11.SEND_BODY else HEAD if is_idle else "")

@@ -36,6 +36,7 @@ from mooncake_store.keys.folder import LiveFiles
 
 BACKLOG = 2048
 POLL_S = 0.05
+OWN_READERS_MAX = 64  # connections to the page that the launcher reads
 CUT_OFF_S = 1  # what still streams when draining takes too long
 
 
@@ -106,6 +107,10 @@ async def answer_own_page(
     gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """What this process counted, whatever is asked: for the launcher, on loopback."""
+    if len(gateway.own_readers) >= OWN_READERS_MAX:
+        writer.close()
+        return
+    gateway.own_readers.add(writer)
     gone = OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError
     with contextlib.suppress(*gone):
         await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANDSHAKE_S_MAX)
@@ -113,6 +118,7 @@ async def answer_own_page(
         head = f"HTTP/1.0 200 OK\r\nContent-Length: {len(page)}\r\n\r\n"
         writer.write(head.encode() + page)
         await writer.drain()
+    gateway.own_readers.discard(writer)
     writer.close()
 
 

@@ -2,14 +2,15 @@
 
 Each connection has a thread, serves one request and has a deadline as a whole, so a client that
 sends nothing, or a byte now and then, holds a thread for so long and not for ever. The number of
-connections is bounded, of one address and of all; where there are too many, the oldest makes room.
-So a probe is answered whatever other clients do.
+connections is bounded, of one address and of all. Where there are too many, the oldest one that has
+sent no request makes room. So a probe is answered whatever other clients do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +34,21 @@ class BoundedHttpServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         # By connection: the address of its client and when it came; the oldest first.
         self._connections: dict[socket.socket, tuple[str, float]] = {}
-        super().__init__(address, handler)
+        self._answered: set[socket.socket] = set()  # whose request was read
+        super().__init__(address, self._noting(handler))
+
+    def _noting(self, handler: type[BaseHTTPRequestHandler]) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Noting(handler):  # type: ignore[misc, valid-type]
+            def parse_request(self) -> bool:
+                is_request = bool(super().parse_request())
+                with server._lock:
+                    if self.connection in server._connections:
+                        server._answered.add(self.connection)
+                return is_request
+
+        return Noting
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Called for each new connection, in the thread that accepts."""
@@ -41,9 +56,9 @@ class BoundedHttpServer(ThreadingHTTPServer):
         with self._lock:
             alike = [each for each, (other, _) in self._connections.items() if other == host]
             if len(alike) >= OF_ADDRESS_MAX:
-                self._end(alike[0])
+                self._make_room(alike)
             elif len(self._connections) >= CONNECTIONS_MAX:
-                self._end(next(iter(self._connections)))
+                self._make_room(list(self._connections))
             self._connections[request] = host, now_s
         return True
 
@@ -58,13 +73,22 @@ class BoundedHttpServer(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._connections.pop(request, None)
+            self._answered.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left, or was ended, is no news."""
+        """A client that left, or was ended, is not reported."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _make_room(self, connections: list[socket.socket]) -> None:
+        """By the oldest whose request was not read yet; else by the oldest. With the lock held."""
+        silent = [each for each in connections if each not in self._answered]
+        self._end((silent or connections)[0])
 
     def _end(self, connection: socket.socket) -> None:
         """Its thread reads the end of the stream, and leaves; with the lock held."""
         del self._connections[connection]
+        self._answered.discard(connection)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

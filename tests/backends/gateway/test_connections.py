@@ -193,6 +193,43 @@ def test_one_address_leaves_room_for_others_though_all_of_its_connections_are_bu
     run(check)
 
 
+def test_an_address_at_its_limit_closes_no_connection_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "OF_ADDRESS_MAX", 2)
+    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 4)
+
+    async def check(rig: Rig) -> None:
+        async with line(rig, "127.0.0.2") as one, line(rig, "127.0.0.2") as two:
+            await until(lambda: len(rig.listener.connections) == 2)
+            async with AsyncExitStack() as stack:
+                for _ in range(12):
+                    await stack.enter_async_context(line(rig))
+                for kept in (one, two):
+                    kept.send(GET)
+                    assert b"200" in await kept.head()
+
+    run(check)
+
+
+def test_a_flood_beyond_all_limits_gives_the_loop_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 0)
+    monkeypatch.setattr(connections, "REFUSED_MAX", 0)
+
+    async def check() -> None:
+        with connections.BoundedListener() as listener:
+            pairs = [socket.socketpair() for _ in range(3)]
+            waiting = iter([(one.detach(), ("127.0.0.1", 1)) for one, _ in pairs])
+            monkeypatch.setattr(listener, "_accept", lambda: next(waiting), raising=False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            assert len(list(waiting)) == 2, "one is refused in a turn"
+
+    asyncio.run(check())
+
+
 def test_silent_handshakes_are_counted_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

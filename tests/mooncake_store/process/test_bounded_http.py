@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -92,3 +93,35 @@ def test_one_address_leaves_room_for_others(page: MetricsPage) -> None:
         wait_until(lambda: handlers(page) == 4, "three of one, one of the other")
         other.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert other.recv(12).startswith(b"HTTP/1.0 200")
+
+
+def test_a_request_in_hand_makes_no_room_for_silent_clients(
+    page: MetricsPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_asked.set()
+            assert may_answer.wait(WAIT_S_MAX)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = bounded_http.BoundedHttpServer(("127.0.0.1", 0), Slow)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    address = ("127.0.0.1", server.server_port)
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(socket.create_connection(address, timeout=WAIT_S_MAX))
+        asked.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert is_asked.wait(WAIT_S_MAX)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(6)]
+        silent[0].settimeout(WAIT_S_MAX)
+        assert silent[0].recv(1) == b""
+        may_answer.set()
+        assert asked.recv(12).startswith(b"HTTP/1.0 200")
+    server.shutdown()
+    server.server_close()
+    thread.join()
