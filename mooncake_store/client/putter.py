@@ -276,7 +276,7 @@ class Putter:
         until_s = time.monotonic() + deadline_s
         try:
             with self._registrations.covering([write.source for write in writes]):
-                self._begin(info, writes, confirm, lease_s, until_s)
+                self._begin(info, writes, given, confirm, lease_s, until_s)
                 digests = self._fill(info, writes, until_s)
         except WriteGivenUp:
             raise
@@ -338,6 +338,7 @@ class Putter:
         self,
         info: NodeInfo,
         writes: Sequence[Write],
+        given: Allocation,
         confirm: Callable[[], None],
         lease_s: float,
         until_s: float,
@@ -345,13 +346,18 @@ class Putter:
         """Mark the slots. EpochPassed: they may be somebody else's; no byte of a payload may be
         written, nor, where that was seen in time, was one of a header."""
         node = self._access(info)
+        now_s, mark_s_max = boot_s(), MARK_S_MAX
         confirm()  # and again when the headers are written, which keep the next one off these slots
+        if given.begin_s:  # no other directory begins before: a mark must not take longer
+            is_in_time = now_s - given.asked_s <= given.begin_s
+            begins_s = (given.asked_s if is_in_time else now_s) + given.begin_s
+            mark_s_max = min(MARK_S_MAX, max(MARK_S_MIN, begins_s - boot_s()))
         size_bytes = writes[0].source.nbytes
         headers = [
             (slot, SlotHeader.writing(generation, key, size_bytes, lease_s))
             for key, slot, generation, _ in writes
         ]
-        self._mark_headers(node, headers, min(until_s, time.monotonic() + MARK_S_MAX))
+        self._mark_headers(node, headers, min(until_s, time.monotonic() + mark_s_max))
         confirm()
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:

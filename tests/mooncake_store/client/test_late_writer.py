@@ -12,6 +12,7 @@ import pytest
 
 from mooncake_store.client.client import StoreClient
 from mooncake_store.client.store import Store
+from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import Segment
@@ -150,3 +151,27 @@ def test_who_is_late_and_refused_writes_not_even_a_header(
     block = np.ones(3 * UNIT - 100, np.uint8)
     assert store.put([secrets.token_bytes(16)], [block], NODE) == [False]
     assert asked and np.array_equal(heads(memory), before)
+
+
+@pytest.mark.servers
+def test_a_mark_is_given_up_before_another_directory_can_begin(
+    site: SiteProcesses, memory: SlotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where directories are elected: a mark that lands later may be on another's block."""
+    with StoreClient(site.address, "a", "tcp") as store:
+        allocate, left = store.directory.allocate, list[float]()
+        node = store.nodes.access(NODE)
+        assert node is not None
+        write = type(node.transport).write
+
+        def elected(*arguments: Any, **named: Any) -> Allocation:
+            return replace(allocate(*arguments, **named), begin_s=0.7, asked_s=boot_s() - 0.2)
+
+        def noted(transport: Any, info: Any, sources: Any, targets: Any, left_s: float) -> None:
+            left.append(left_s)
+            write(transport, info, sources, targets, left_s)
+
+        monkeypatch.setattr(store.directory, "allocate", elected)
+        monkeypatch.setattr(type(node.transport), "write", noted)
+        assert store.put([secrets.token_bytes(16)], [np.ones(UNIT - 100, np.uint8)], NODE) == [True]
+        assert 0 < left[0] <= 0.5 < left[1], "the mark, then the payload"
