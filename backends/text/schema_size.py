@@ -18,7 +18,7 @@ properties of three `anyOf` of four objects are 11,520 nodes, in 3 KB of text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 PATTERNS_TOGETHER_MAX = 8
@@ -187,19 +187,72 @@ class _Shape(NamedTuple):
 
     alternatives: int = 1
     nodes: int = 0  # of all alternatives together
-    children: Mapping[str, _Shape] = {}  # by name: the largest of any alternative
+    children: Mapping[str, _Shape] = {}  # by name: an upper bound of every alternative's
+    is_reference: bool = False  # a $ref that stands alone: one node where it stands, until merged
 
-    def merged(self, other: _Shape) -> _Shape:
+    @property
+    def counted(self) -> int:
+        """Its share of the nodes of the schema that it is a child of."""
+        return 1 if self.is_reference else self.nodes
+
+
+class _Pairs:
+    """Joins shapes two by two, and each pair once: a pair may be reached over very many ways.
+
+    More pairs than a schema may have nodes make the schema too large, so a join ends early.
+    """
+
+    def __init__(self) -> None:
+        # By kind and identities; the shapes themselves are kept, so that no identity is reused.
+        self._joined: dict[tuple[str, int, int], tuple[_Shape, _Shape, _Shape]] = {}
+
+    def both(self, one: _Shape, other: _Shape) -> _Shape:
         """Both hold: every alternative of one meets every alternative of the other."""
-        alternatives = self.alternatives * other.alternatives
-        nodes = self.nodes * other.alternatives + other.nodes * self.alternatives
-        children = {**self.children, **other.children}
-        for name in self.children.keys() & other.children.keys():
-            one, another = self.children[name], other.children[name]
-            children[name] = both = one.merged(another)
-            nodes += max(0, both.nodes - one.nodes - another.nodes) * alternatives
+        return self._once("both", self._both, one, other)
+
+    def either(self, one: _Shape, other: _Shape) -> _Shape:
+        """One of both holds: an upper bound of each."""
+        return self._once("either", self._either, one, other)
+
+    def _once(
+        self, kind: str, join: Callable[[_Shape, _Shape], _Shape], one: _Shape, other: _Shape
+    ) -> _Shape:
+        known = self._joined.get((kind, id(one), id(other)))
+        if known is not None:
+            return known[-1]
+        if len(self._joined) > NODES_MAX:
+            return _Shape(nodes=NODES_COUNTED_MAX)
+        joined = join(one, other)
+        self._joined[kind, id(one), id(other)] = (one, other, joined)
+        return joined
+
+    def _both(self, one: _Shape, other: _Shape) -> _Shape:
+        alternatives = one.alternatives * other.alternatives
+        nodes = one.nodes * other.alternatives + other.nodes * one.alternatives
+        children = {**one.children, **other.children}
+        for name in one.children.keys() & other.children.keys():
+            child, another = one.children[name], other.children[name]
+            children[name] = joined = self.both(child, another)
+            nodes += max(0, joined.nodes - child.counted - another.counted) * alternatives
         most = NODES_COUNTED_MAX
         return _Shape(min(alternatives, most), min(nodes, most), children)
+
+    def _either(self, one: _Shape, other: _Shape) -> _Shape:
+        return _Shape(
+            max(one.alternatives, other.alternatives),
+            max(one.nodes, other.nodes),
+            self.either_children(one.children, other.children),
+            one.is_reference or other.is_reference,
+        )
+
+    def either_children(
+        self, some: Mapping[str, _Shape], others: Mapping[str, _Shape]
+    ) -> Mapping[str, _Shape]:
+        children = {**some, **others}
+        for name in some.keys() & others.keys():
+            if some[name] is not others[name]:
+                children[name] = self.either(some[name], others[name])
+        return children
 
 
 class _Nodes:
@@ -209,13 +262,11 @@ class _Nodes:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
         self._copied: dict[str, _Shape] = {}  # by reference; empty while it is looked at
-        self._alone: dict[str, None] = {}  # references that stand alone, in order
+        self._alone: dict[str, _Shape] = {}  # by reference that stands alone, in order
+        self._pairs = _Pairs()
 
     def all(self) -> int:
-        nodes, done = self._of(self._whole).nodes, 0
-        while done < len(self._alone):
-            nodes += self._copy(list(self._alone)[done]).nodes
-            done += 1
+        nodes = self._of(self._whole).nodes + sum(shape.nodes for shape in self._alone.values())
         return min(nodes, NODES_COUNTED_MAX)
 
     def _copy(self, reference: str) -> _Shape:
@@ -224,18 +275,33 @@ class _Nodes:
             self._copied[reference] = self._of(_found(self._whole, reference))
         return self._copied[reference]
 
+    def _alone_at(self, reference: str) -> _Shape:
+        """One shape for each target, by whose identity a pair is known."""
+        if reference not in self._alone:
+            self._alone[reference] = _Shape()  # while it is looked at
+            self._alone[reference] = self._copy(reference)._replace(is_reference=True)
+        return self._alone[reference]
+
     def _of(self, schema: Any) -> _Shape:
         if not isinstance(schema, dict):
             return _Shape(nodes=1)
         shape = self._own(schema)
         for part in schema.get("allOf", []):
-            shape = shape.merged(self._of(part))
+            shape = self._pairs.both(shape, self._of(part))
         for keyword in ("anyOf", "oneOf"):
             if parts := schema.get(keyword):
-                shape = shape.merged(_either([self._of(part) for part in parts]))
+                shape = self._pairs.both(shape, self._any([self._of(part) for part in parts]))
         if "$ref" in schema:
-            shape = shape.merged(self._copy(schema["$ref"]))
+            shape = self._pairs.both(shape, self._copy(schema["$ref"]))
         return shape
+
+    def _any(self, shapes: Sequence[_Shape]) -> _Shape:
+        """One of them holds."""
+        children: Mapping[str, _Shape] = {}
+        for shape in shapes:
+            children = self._pairs.either_children(children, shape.children)
+        alternatives = sum(shape.alternatives for shape in shapes)
+        return _Shape(alternatives, sum(shape.nodes for shape in shapes), children)
 
     def _own(self, schema: dict[str, Any]) -> _Shape:
         """Of its keywords, without the parts that hold for the same value."""
@@ -243,24 +309,11 @@ class _Nodes:
         nodes = 1 + len(schema.get("enum", ())) + sum(name in schema for name in BOUNDS)
         for name, child in _children(schema):
             if isinstance(child, dict) and child.keys() == {"$ref"}:
-                self._alone[child["$ref"]] = None
-                nodes += 1
-                children[name] = self._copy(child["$ref"])
+                children[name] = self._alone_at(child["$ref"])
             else:
                 children[name] = self._of(child)
-                nodes += children[name].nodes
+            nodes += children[name].counted
         return _Shape(1, min(nodes, NODES_COUNTED_MAX), children)
-
-
-def _either(shapes: Sequence[_Shape]) -> _Shape:
-    children: dict[str, _Shape] = {}
-    for shape in shapes:
-        for name, child in shape.children.items():
-            if name not in children or child.nodes > children[name].nodes:
-                children[name] = child
-    return _Shape(
-        sum(shape.alternatives for shape in shapes), sum(shape.nodes for shape in shapes), children
-    )
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

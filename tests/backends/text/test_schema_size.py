@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -170,11 +171,49 @@ def test_combinations_of_alternatives_are_counted_and_too_many_are_refused() -> 
     assert size_problems(combined(0, 10**3, 10, 100)), "counted without being made"
 
 
+def pairs_of(levels: int) -> dict[str, Any]:
+    """Two chains of references that hold together; each level is reached over two properties."""
+    targets: dict[str, Any] = {}
+    for chain in ("one", "other"):
+        for level in range(levels):
+            below = {"$ref": f"#/$defs/{chain}{level + 1}"}
+            targets[f"{chain}{level}"] = {"properties": {"a": below, "b": below}}
+        targets[f"{chain}{levels}"] = {"type": "string"}
+    return {"$defs": targets, "allOf": [{"$ref": "#/$defs/one0"}, {"$ref": "#/$defs/other0"}]}
+
+
+def referring(number: int, properties: int, size: int) -> dict[str, Any]:
+    """Each property is a reference twice, and the compiler copies the targets for each of them."""
+    targets = {
+        target: {"properties": {f"{target}{number}_{i}": {"type": "integer"} for i in range(size)}}
+        for target in ("one", "other")
+    }
+    parts = [
+        {"properties": {f"p{i}": {"$ref": f"#/$defs/{target}"} for i in range(properties)}}
+        for target in targets
+    ]
+    return {"$defs": targets, "allOf": parts}
+
+
+def test_merged_references_count_as_copies_of_their_targets() -> None:
+    assert schema_nodes(referring(0, 60, 100)) > 60 * 2 * 100
+    hidden = {"properties": {"a": {"enum": list(range(9))}}}
+    one, other = pairs_of(16)["allOf"]
+    either = {**pairs_of(16), "allOf": [{"anyOf": [hidden, one]}, other]}
+    assert schema_nodes(either) > 2**16, "whichever alternative looks larger"
+
+
+def test_a_count_ends_soon_where_pairs_of_references_double_with_each_level() -> None:
+    before_s = time.process_time()
+    assert size_problems(pairs_of(60))
+    assert time.process_time() - before_s < 1.0
+
+
 HELD = """
 import json, sys
 from backends.errors import InvalidRequest
 from tests.backends.text.test_guides import END_IDS, GUIDES
-from tests.backends.text.test_schema_size import combined, flat
+from tests.backends.text.test_schema_size import combined, flat, referring
 
 def pss_bytes():
     with open("/proc/self/smaps_rollup") as lines:
@@ -195,7 +234,8 @@ print(pss_bytes() - before)
 @pytest.mark.parametrize(
     "made",
     ["combined(number, 30, 3, 4)", "combined(number, 10, 3, 4)", "combined(number, 25, 2, 4)",
-     "flat(number, 300)", "flat(number, 450)"],
+     "flat(number, 300)", "flat(number, 450)", "referring(number, 60, 100)",
+     "referring(number, 40, 100)"],
 )  # fmt: skip
 def test_64_large_schemas_keep_at_most_200_megabytes_in_a_process(made: str) -> None:
     script = HELD.replace("{made}", made)
