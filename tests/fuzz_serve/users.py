@@ -67,8 +67,8 @@ class Users:
         view = GreenNixl.memories.views.get(node.segment_path)
         if key not in self.expected or view is None or self.is_damaged:
             return
-        if self.world.seen["pause"]:
-            return  # a directory on a host that was paused cannot know that another one leads (0026)
+        if self.world.seen["pause"]:  # a paused directory cannot know that it leads no more (0026)
+            return
         shape = geometry(node.segment_bytes, node.unit_bytes)
         payload = SlotMemory(view, shape).payload(slot, LAYOUT.block_bytes)
         if payload.tobytes() != self.expected[key]:
