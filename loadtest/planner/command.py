@@ -104,7 +104,7 @@ def plan(
     require("report", "`mooncake plan`")
     levels = ServiceLevels(slo_ttft, slo_tbt)
     with reasons_shown("plan", PlanRefused, TraceError, OSError):
-        size_bytes = parse_bytes(node_bytes, "--node-bytes", 1)
+        size_bytes = parse_bytes(node_bytes, "--node-bytes")
         engine = engine_of(hardware, model, gpus, profile, size_bytes)
         source = source_of(trace, requests, engine, length_scale)
         result = planned(

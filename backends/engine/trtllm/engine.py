@@ -11,6 +11,7 @@ Not here: the LLM's thread (llm_thread.py), the connector in its processes (conn
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -145,8 +146,9 @@ class TrtllmEngine:
 
     def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
         """Before the LLM is built: its connectors report while it is."""
-        # Without the worker's name, which may be longer than a socket's path can be.
-        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{os.getpid()}"
+        # By a hash of the worker's name, which may be longer than a socket's path can be.
+        short = hashlib.blake2b(worker_id.encode(), digest_size=6).hexdigest()
+        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{short}-{os.getpid()}"
         layout = self.layout
         site = Site(
             address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
