@@ -21,6 +21,7 @@ Not here: the caller's arguments and which node (client.py), who may write where
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -36,6 +37,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import (
     EpochPassed,
     NodeUnknown,
+    StoreError,
     TransferFailed,
     TransferTimeout,
     WriteGivenUp,
@@ -210,6 +212,7 @@ class Putter:
     ) -> list[bool]:
         done = [False] * len(keys)
         left, attempts, wait_s = list(range(len(keys))), 0, ANOTHERS_POLL_S
+        has_waited = False  # for another owner
         while left and attempts < ATTEMPTS_MAX:
             name = f"{owner}+{next(self._numbers)}"
             chosen = [keys[at] for at in left], [sources[at] for at in left]
@@ -222,10 +225,16 @@ class Putter:
                 continue
             except TransferTimeout:  # no time is left for another attempt
                 break
+            except StoreError as error:
+                if not has_waited:
+                    raise
+                log.warning("put on node_id=%s: %s", node_id, error)  # the node left meanwhile
+                break
             for at, outcome in zip(left, outcomes, strict=True):
                 done[at] = outcome is True
             left = [at for at, outcome in zip(left, outcomes, strict=True) if outcome is None]
             if left:
+                has_waited = True
                 time.sleep(max(0.0, min(wait_s, until_s - time.monotonic())))
                 wait_s = min(2 * wait_s, ANOTHERS_POLL_S_MAX)
         return done
@@ -282,6 +291,8 @@ class Putter:
             raise
         except (EpochPassed, TransferTimeout) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
+            with contextlib.suppress(StoreError):  # the slots rest, and the keys are free
+                self._directory.release(owner)
             return
         except TransferFailed as error:
             log.warning("put on node_id=%s: %s", node_id, error)
