@@ -55,6 +55,7 @@ from backends.errors import ConfigError, InvalidRequest
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
+NAME_CHARACTERS_MAX = 16  # of a worker, in the path of its channel
 READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before
 CLOSE_S_MAX = 5.0
 
@@ -146,9 +147,10 @@ class TrtllmEngine:
 
     def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
         """Before the LLM is built: its connectors report while it is."""
-        # By a hash of the worker's name, which may be longer than a socket's path can be.
-        short = hashlib.blake2b(worker_id.encode(), digest_size=6).hexdigest()
-        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{short}-{os.getpid()}"
+        # A name that is too long for a socket's path is replaced by its hash.
+        hashed = hashlib.blake2b(worker_id.encode(), digest_size=6).hexdigest()
+        name = worker_id if len(worker_id) <= NAME_CHARACTERS_MAX else hashed
+        address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{name}-{os.getpid()}"
         layout = self.layout
         site = Site(
             address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
