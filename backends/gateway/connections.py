@@ -1,10 +1,10 @@
 """A client's connections: how many there may be, how long one may keep us waiting, and how much it
 may leave with us.
 
-HTTP/1.1 itself is uvicorn's. Added here is what a client could otherwise take without end: a
-request that does not come, or comes a byte at a time; an answer that nobody reads; connections
-without number. What is no HTTP is refused in OpenAI's shape, and a client that goes away is noticed
-though it has sent something behind its request.
+HTTP/1.1 itself is uvicorn's. This module bounds three things that a client could otherwise hold
+without end: a request that does not come or comes a byte at a time, an answer that is not read, and
+the number of connections. It refuses what is not HTTP in OpenAI's shape. It notices that a client
+has gone away even if bytes follow the client's request.
 
 The time of a request's head, and then of its body, begins with its first byte; more bytes give no
 more of it. Connections are counted from `accept` on, before TLS. Where there are too many, of one

@@ -84,10 +84,12 @@ def load_error(error: Exception) -> Exception:
     """What `initialize` should raise so that Triton shows the message and no traceback."""
     missing = explained(error) if isinstance(error, ImportError) else ""
     said = f"it {missing}" if missing else str(error)
-    # A path in the message may be undecodable in the stub's locale, and pybind11 aborts on that.
-    return pb.TritonModelException(
-        said.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    )
+    return pb.TritonModelException(_decodable(said))
+
+
+def _decodable(message: str) -> str:
+    """A path in it may be undecodable in the stub's locale, and pybind11 aborts on that."""
+    return message.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def inputs_of(request: Any) -> dict[str, np.ndarray]:
@@ -224,7 +226,7 @@ def triton_error(error: Exception) -> Any:
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }
-    said = error_message(error).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    said = _decodable(error_message(error))
     return pb.TritonError(said, codes.get(type(error), pb.TritonError.INTERNAL))
 
 

@@ -1,11 +1,12 @@
 """Blocks of a mapped segment that are used where they lie: verified, and recognised afterwards.
 
-A copy is verified while it is made, so what arrived is known to be whole. Who reads a slot itself,
-later (a GPU's copy engine, say), is told instead that the block is whole now, and how its headers
-look: a slot is filled anew only after they were changed. So as long as a lease keeps the slot they
-stay, and whoever finds them unchanged behind its reading has read what was verified. In the same
-way somebody else fills slots that were allocated here, and their digests are taken in place: only
-of slots that no earlier transfer can write into (Store.slots_in_place).
+A copy is verified while it is made, so the bytes that arrived are known to be whole. A reader that
+copies from the slot itself, later (a GPU's copy engine, say), is told two things instead: the block
+is whole now, and these are its headers. A writer changes the headers before it fills the slot anew.
+A lease keeps the slot, and so the headers. If they are unchanged after the reading, the bytes that
+were read are those that were verified. Slots that were allocated here can be filled in place too;
+their digests are then computed in place, but only for slots that no earlier transfer can write into
+(Store.slots_in_place).
 
 A late byte of a transfer that was given up changes no header. It is not noticed when it lands
 between the verification of a block and the reading of it in place.

@@ -153,10 +153,11 @@ class ReservedSlots:
             del reserve.ready[:count]
             reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
             reserve.puts += 1
-            return Taken(reserve, uses, *self._take_raw(reserve, now_s))
+            raw, mark_until_s = self._take_raw(reserve, now_s)
+            return Taken(reserve, uses, raw, [], mark_until_s)
 
-    def _take_raw(self, reserve: Reserve, now_s: float) -> tuple[list[Use], list[Use], float]:
-        """Raw slots to be marked, an empty list of late ones, and until when, by CLOCK_BOOTTIME.
+    def _take_raw(self, reserve: Reserve, now_s: float) -> tuple[list[Use], float]:
+        """Raw slots to be marked, and until when, by CLOCK_BOOTTIME.
 
         A slot that is too old for a mark may be another client's by now: it is left.
         """
@@ -167,7 +168,7 @@ class ReservedSlots:
         reserve.raw = []
         reserve.marking += len(in_time)
         until_s = min((asked_s for _, asked_s in in_time), default=now_s) + limit_s
-        return [use for use, _ in in_time], [], until_s
+        return [use for use, _ in in_time], until_s
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """They are written, and what was to be marked is. The verdict on each: STORED, THERE or
@@ -335,7 +336,7 @@ class ReservedSlots:
         if reserve.missing or reserve.until_s < now_s + LEASE_S / 2:
             self._commit(reserve, _Commit(()))
         with self._lock:
-            raw, _, until_s = self._take_raw(reserve, boot_s())
+            raw, until_s = self._take_raw(reserve, boot_s())
         if raw:
             self._mark(reserve.info, reserve.size_bytes, raw, LEASE_S, until_s)
             with self._lock:

@@ -173,12 +173,15 @@ def test_the_connection_that_is_idle_for_the_longest_makes_room(
     run(check)
 
 
-def test_one_address_leaves_room_for_others_though_all_of_its_connections_are_busy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def two_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four connections in all."""
     monkeypatch.setattr(connections, "OF_ADDRESS_MAX", 2)
     monkeypatch.setattr(connections, "CONNECTIONS_MAX", 4)
 
+
+@pytest.mark.usefixtures("two_for_an_address")
+def test_one_address_leaves_room_for_others_though_all_of_its_connections_are_busy() -> None:
     async def check(rig: Rig) -> None:
         async with line(rig) as one, line(rig) as two:
             for each in (one, two):
@@ -193,12 +196,8 @@ def test_one_address_leaves_room_for_others_though_all_of_its_connections_are_bu
     run(check)
 
 
-def test_an_address_at_its_limit_closes_no_connection_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "OF_ADDRESS_MAX", 2)
-    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 4)
-
+@pytest.mark.usefixtures("two_for_an_address")
+def test_an_address_at_its_limit_closes_no_connection_of_another() -> None:
     async def check(rig: Rig) -> None:
         async with line(rig, "127.0.0.2") as one, line(rig, "127.0.0.2") as two:
             await until(lambda: len(rig.listener.connections) == 2)

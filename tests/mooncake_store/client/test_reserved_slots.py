@@ -435,7 +435,7 @@ def test_a_slot_that_was_granted_too_long_ago_is_given_back_and_not_marked(
     with StoreClient(doomed.address, "a") as store:
         reserve = get_ready(store)
         with reserved(store)._lock:
-            at_once, _, _ = reserved(store)._take_raw(reserve, 0.0)
+            at_once, _ = reserved(store)._take_raw(reserve, 0.0)
             reserve.marking -= len(at_once)
             granted = [(use, 100.0) for use in reserve.ready]
             reserve.ready, reserve.raw = [], granted
