@@ -21,9 +21,21 @@ from backends.extras import explained
 GROUP = "mooncake.commands"
 # As they are listed by --help: what a day begins with comes first.
 FIRST = (
-    "init", "serve", "status", "config", "doctor", "cluster", "store", "keys", "tenants",
-    "replay", "report", "simulate", "plan", "profile",
-)  # fmt: skip
+    "init",
+    "serve",
+    "status",
+    "config",
+    "doctor",
+    "cluster",
+    "store",
+    "keys",
+    "tenants",
+    "replay",
+    "report",
+    "simulate",
+    "plan",
+    "profile",
+)
 # At the end of each one's --help.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
@@ -115,15 +127,22 @@ def without_its_extra(name: str, said: str) -> TyperCommand:
 
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
     return TyperCommand(
-        name, callback=say, help=f"{said[0].upper()}{said[1:]}", add_help_option=False,
+        name,
+        callback=say,
+        help=f"{said[0].upper()}{said[1:]}",
+        add_help_option=False,
         context_settings=anything,
-    )  # fmt: skip
+    )
 
 
 app = typer.Typer(
-    name="mooncake", cls=Commands, help=HELP, no_args_is_help=True, add_completion=False,
+    name="mooncake",
+    cls=Commands,
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
-)  # fmt: skip
+)
 
 
 def print_version(is_wanted: bool) -> None:

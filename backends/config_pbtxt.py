@@ -67,9 +67,11 @@ class WorkerConfig:
         found = []
         dtypes = TRTLLM_DTYPES if self.engine == "tensorrt_llm" else DTYPES
         for name, allowed in (
-            ("engine", ENGINES), ("dtype", dtypes), ("kv_dtype", KV_DTYPES),
+            ("engine", ENGINES),
+            ("dtype", dtypes),
+            ("kv_dtype", KV_DTYPES),
             ("transport", TRANSPORTS),
-        ):  # fmt: skip
+        ):
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
         if self.roles not in ROLES:

@@ -142,8 +142,14 @@ def from_wire(message: str, where: str) -> ServingError:
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
-        InvalidRequest, KvMissing, Cancelled, WorkerGone, WrongRole, WorkerDistrusts, StoreLost
-    )  # fmt: skip
+        InvalidRequest,
+        KvMissing,
+        Cancelled,
+        WorkerGone,
+        WrongRole,
+        WorkerDistrusts,
+        StoreLost,
+    )
     for kind in kinds:
         if kind.prefix in message:
             return kind(message.split(kind.prefix, 1)[1].strip())

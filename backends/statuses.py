@@ -81,9 +81,12 @@ class HttpRefusal(Exception):
         """In OpenAI's shape."""
         return {
             "error": {
-                "message": self.message, "type": self.type, "param": self.param, "code": self.code
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
             }
-        }  # fmt: skip
+        }
 
 
 def of_message(message: str) -> HttpRefusal:

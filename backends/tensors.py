@@ -126,9 +126,14 @@ PARAMETERS = {
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}
 
 NUMPY_TYPES: dict[str, object] = {
-    "STRING": np.object_, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16,
-    "BOOL": np.bool_, "UINT64": np.uint64, "INT64": np.int64,
-}  # fmt: skip
+    "STRING": np.object_,
+    "INT32": np.int32,
+    "FP32": np.float32,
+    "FP16": np.float16,
+    "BOOL": np.bool_,
+    "UINT64": np.uint64,
+    "INT64": np.int64,
+}
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:

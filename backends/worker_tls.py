@@ -29,10 +29,12 @@ def server_arguments(keys: Keys | None) -> list[str]:
     if keys is None:
         return []
     return [
-        "--grpc-use-ssl=true", "--grpc-use-ssl-mutual=true",
-        f"--grpc-server-cert={keys.certificate}", f"--grpc-server-key={keys.private_key}",
+        "--grpc-use-ssl=true",
+        "--grpc-use-ssl-mutual=true",
+        f"--grpc-server-cert={keys.certificate}",
+        f"--grpc-server-key={keys.private_key}",
         f"--grpc-root-cert={keys.authorities}",
-    ]  # fmt: skip
+    ]
 
 
 _credentials: dict[Keys, LiveFiles[grpc.ChannelCredentials]] = {}

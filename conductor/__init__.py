@@ -8,6 +8,12 @@ from conductor.config import ConductorConfig
 from conductor.messages import Candidate, Prediction, Reject, Replicate, Request, Route
 
 __all__ = [
-    "Candidate", "Conductor", "ConductorConfig", "Prediction", "Reject", "Replicate", "Request",
+    "Candidate",
+    "Conductor",
+    "ConductorConfig",
+    "Prediction",
+    "Reject",
+    "Replicate",
+    "Request",
     "Route",
-]  # fmt: skip
+]

@@ -294,9 +294,16 @@ class Conductor:
             return reject_untaken(cluster, "decode", request, now_s)
         ttft_limit_s = self._gate.ttft_limit_s(request)
         return Options(
-            cluster, self._tiers, request, (usable, joinable), self._loads,
-            self._gate.order(request), ttft_limit_s, now_s, self._compiled,
-        )  # fmt: skip
+            cluster,
+            self._tiers,
+            request,
+            (usable, joinable),
+            self._loads,
+            self._gate.order(request),
+            ttft_limit_s,
+            now_s,
+            self._compiled,
+        )
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1
@@ -445,16 +452,25 @@ class Conductor:
 
     def _note_routed(self, route: Route, request: Request, send_s: float, now_s: float) -> None:
         predicted, prefill, decode = route.predicted, route.prefill, route.decode
-        self._noted.add(RoutedNote(
-            number=self._cluster.in_flight[route.request_id].number, at_s=now_s,
-            prefill=(prefill.worker_id, prefill.incarnation),
-            decode=(decode.worker_id, decode.incarnation),
-            new_tokens=request.prompt_tokens - route.cached_tokens,
-            cached_tokens=route.cached_tokens, output_tokens_max=request.output_tokens_max,
-            order_key_s=route.order_key_s, queue_s=predicted.queue_s,
-            transfer_s=predicted.transfer_s, prefill_s=predicted.prefill_s, tbt_s=predicted.tbt_s,
-            send_s=send_s, fetch_node=route.fetch_node or "", tenant=request.tenant,
-        ))  # fmt: skip
+        self._noted.add(
+            RoutedNote(
+                number=self._cluster.in_flight[route.request_id].number,
+                at_s=now_s,
+                prefill=(prefill.worker_id, prefill.incarnation),
+                decode=(decode.worker_id, decode.incarnation),
+                new_tokens=request.prompt_tokens - route.cached_tokens,
+                cached_tokens=route.cached_tokens,
+                output_tokens_max=request.output_tokens_max,
+                order_key_s=route.order_key_s,
+                queue_s=predicted.queue_s,
+                transfer_s=predicted.transfer_s,
+                prefill_s=predicted.prefill_s,
+                tbt_s=predicted.tbt_s,
+                send_s=send_s,
+                fetch_node=route.fetch_node or "",
+                tenant=request.tenant,
+            )
+        )
 
     # Housekeeping and views
 
@@ -531,16 +547,18 @@ class Conductor:
             is_prefill = worker.info.role == "prefill"
             why_not = self._cluster.why_not(worker, now_s)
             load = worker.batch.load_now()
-            found.append(WorkerStatus(
-                worker=worker.ref,
-                role=worker.info.role,
-                takes_requests=not why_not,
-                why_not=why_not,
-                queue_s=worker.queue.work_s(now_s) if is_prefill else 0.0,
-                requests=worker.queue.requests if is_prefill else load.sequences,
-                speed_ratio=worker.speed_ratio(now_s, self.config),
-                pipeline_stages=len(worker.stages),
-            ))  # fmt: skip
+            found.append(
+                WorkerStatus(
+                    worker=worker.ref,
+                    role=worker.info.role,
+                    takes_requests=not why_not,
+                    why_not=why_not,
+                    queue_s=worker.queue.work_s(now_s) if is_prefill else 0.0,
+                    requests=worker.queue.requests if is_prefill else load.sequences,
+                    speed_ratio=worker.speed_ratio(now_s, self.config),
+                    pipeline_stages=len(worker.stages),
+                )
+            )
         return found
 
     def check(self) -> None:

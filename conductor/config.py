@@ -21,9 +21,12 @@ SHEDDINGS = ("fair_share", "limit")
 QUEUE_ORDERS = ("fifo", "shortest_first")
 ROLE_FLIPS = ("off", "dry_run", "on")
 CHOICES = {
-    "policy": POLICIES, "admission": ADMISSIONS, "shedding": SHEDDINGS, "queue_order": QUEUE_ORDERS,
+    "policy": POLICIES,
+    "admission": ADMISSIONS,
+    "shedding": SHEDDINGS,
+    "queue_order": QUEUE_ORDERS,
     "role_flips": ROLE_FLIPS,
-}  # fmt: skip
+}
 OVERLOAD_STRETCH = 20.0  # nearly all prompts reach the bound
 
 
@@ -192,10 +195,19 @@ class ConductorConfig:
 
 
 MAY_BE_0 = {
-    "tie_ratio", "tie_s", "retry_after_s_min", "report_lag_s", "failed_mark_s", "overload_mark_s",
-    "length_share_min", "decode_room_sigma", "expected_arrivals_share", "slow_start_s",
-    "ttft_margin_quantile", "transfer_latency_s",
-}  # fmt: skip
+    "tie_ratio",
+    "tie_s",
+    "retry_after_s_min",
+    "report_lag_s",
+    "failed_mark_s",
+    "overload_mark_s",
+    "length_share_min",
+    "decode_room_sigma",
+    "expected_arrivals_share",
+    "slow_start_s",
+    "ttft_margin_quantile",
+    "transfer_latency_s",
+}
 SHARES = {
     "low_priority_load_max": "a share of the service level",
     "backlog_share": "a share of the service level",

@@ -8,9 +8,16 @@ Not here: what this project needs (pyproject.toml).
 from importlib.metadata import PackageNotFoundError, version
 
 KEPT = (
-    "numpy", "protobuf", "pydantic", "pytorch-triton", "tensorrt-llm", "tokenizers", "torch",
-    "transformers", "triton",
-)  # fmt: skip
+    "numpy",
+    "protobuf",
+    "pydantic",
+    "pytorch-triton",
+    "tensorrt-llm",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+)
 
 for name in KEPT:
     try:

@@ -30,12 +30,22 @@ from loadtest.users.users import (
     Long128kUser,
     SharedPromptUser,
     TraceUser,
-)  # fmt: skip
+)
 
 __all__ = [
-    "ArxivUser", "BurstUser", "ChatUser", "DecodeUser", "DocumentUser", "LEvalUser", "Long16kUser",
-    "Long32kUser", "Long64kUser", "Long128kUser", "SharedPromptUser", "TraceUser",
-]  # fmt: skip
+    "ArxivUser",
+    "BurstUser",
+    "ChatUser",
+    "DecodeUser",
+    "DocumentUser",
+    "LEvalUser",
+    "Long16kUser",
+    "Long32kUser",
+    "Long64kUser",
+    "Long128kUser",
+    "SharedPromptUser",
+    "TraceUser",
+]
 
 events.init_command_line_parser.add_listener(add_options)
 

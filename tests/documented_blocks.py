@@ -51,6 +51,10 @@ def blocks_of(page: str, text: str | None = None) -> Iterator[Block]:
     for found in FENCE.finditer(text):
         above = [name for start, name in headings if start < found.start()]
         yield Block(
-            page, above[-1] if above else "", text.count("\n", 0, found.start("text")) + 1,
-            found["kind"], found["text"], found["reason"] or "",
-        )  # fmt: skip
+            page,
+            above[-1] if above else "",
+            text.count("\n", 0, found.start("text")) + 1,
+            found["kind"],
+            found["text"],
+            found["reason"] or "",
+        )

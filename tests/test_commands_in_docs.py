@@ -118,8 +118,9 @@ def check_module(words: Sequence[str]) -> None:
     if name.split(".")[0] not in OURS or name.endswith(PLACEHOLDER):
         return
     path = ROOT / Path(*name.split("."))
-    files = [path / "__main__.py", *path.glob("*.py")] if path.is_dir() else [
-        path.with_suffix(".py")]  # fmt: skip
+    files = (
+        [path / "__main__.py", *path.glob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
+    )
     if not files[0].exists():
         raise WrongCommand(f"there is no {name} that runs")
     known = {"--help"} | {option for file in files for option in declared(file)}
@@ -235,16 +236,23 @@ def test_cluster_files_of_the_pages_are_right() -> None:
 # All that readers of the README and the quick start type without that a test has typed it before.
 NOT_RUN = {
     ("README.md", "make test"): "the tests themselves",
-    ("docs/quickstart.md", "python3 -m venv ~/mooncake-env && . ~/mooncake-env/bin/activate"):
-        "downloads 400 MB; the wheel has tests of its own",
+    (
+        "docs/quickstart.md",
+        "python3 -m venv ~/mooncake-env && . ~/mooncake-env/bin/activate",
+    ): "downloads 400 MB; the wheel has tests of its own",
     ("docs/quickstart.md", "mooncake init my-models"): "needs a GPU",
-    ("docs/quickstart.md", "docker build -f deploy/Dockerfile.trtllm -t mooncake-trtllm ."):
-        "needs a GPU",
-    ("docs/quickstart.md", "mooncake serve --cluster cluster.yaml --host a --openai-port 9000 "
-     "--api-keys api-keys.json"): "needs two machines",
+    (
+        "docs/quickstart.md",
+        "docker build -f deploy/Dockerfile.trtllm -t mooncake-trtllm .",
+    ): "needs a GPU",
+    (
+        "docs/quickstart.md",
+        "mooncake serve --cluster cluster.yaml --host a --openai-port 9000 "
+        "--api-keys api-keys.json",
+    ): "needs two machines",
     ("docs/quickstart.md", "mooncake serve --cluster cluster.yaml --host b"): "needs two machines",
     ("docs/quickstart.md", "mooncake cluster status"): "needs two machines",
-}  # fmt: skip
+}
 
 
 def test_what_no_test_runs_of_readme_and_quick_start_is_listed_here_with_its_reason() -> None:

@@ -170,9 +170,11 @@ def test_every_alert_fires_in_a_test_of_its_own() -> None:
 def test_every_series_of_the_alerts_tests_is_one_of_the_table() -> None:
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
     for series, braces in (
-        found for test in tests for each in test["input_series"]
+        found
+        for test in tests
+        for each in test["input_series"]
         for found in selectors(each["series"])
-    ):  # fmt: skip
+    ):
         if series in OF_PROMETHEUS:
             continue
         metric = metric_of(series)
@@ -185,9 +187,12 @@ def test_every_series_of_the_alerts_tests_is_one_of_the_table() -> None:
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool (Debian: prometheus) is missing")
 @pytest.mark.parametrize(
     "arguments",
-    [("check", "rules", "--lint-fatal", "alerts.yml"), ("test", "rules", "alerts_test.yml"),
-     ("check", "config", "prometheus.yml")],
-)  # fmt: skip
+    [
+        ("check", "rules", "--lint-fatal", "alerts.yml"),
+        ("test", "rules", "alerts_test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ],
+)
 def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         ["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60.0

@@ -44,14 +44,18 @@ def test_workers_on_tensorrt_llm_state_every_parameter_that_matters(model: str) 
             assert above.startswith("# "), f"{model}: say what this does: {line}"
     theirs = parsed(ROOT / "model_repository" / model / "config.pbtxt")
     assert (config.input, config.output, config.backend) == (
-        theirs.input, theirs.output, theirs.backend,
-    )  # fmt: skip
+        theirs.input,
+        theirs.output,
+        theirs.backend,
+    )
     assert (path.parent / "1" / ".gitkeep").exists()
 
 
 def test_prefill_and_decode_agree_on_what_makes_a_fingerprint() -> None:
-    both = [raw(parsed(DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"))
-            for model in WORKERS]  # fmt: skip
+    both = [
+        raw(parsed(DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"))
+        for model in WORKERS
+    ]
     for name in ("checkpoint", "dtype", "block_tokens", "page_tokens", "tp_size", "handoff"):
         assert both[0][name] == both[1][name], name
 
@@ -116,10 +120,20 @@ def test_an_image_installs_the_extras_that_serving_needs(dockerfile: str) -> Non
 
 @pytest.mark.parametrize(
     "path",
-    [".git/config", "keys/authority/ca.key", "deploy/kubernetes/base/keys/frontend-0/host.key",
-     "deploy/kubernetes/base/rendered/kubernetes/secrets.yaml", ".mooncake/etcd-a", "cluster.yaml",
-     "rendered/a/manifest.json", "backends/__pycache__/cli.cpython-311.pyc", "tests/conftest.py",
-     ".venv/bin/python", "checkpoint/model.safetensors", "deploy/README.md"],
-)  # fmt: skip
+    [
+        ".git/config",
+        "keys/authority/ca.key",
+        "deploy/kubernetes/base/keys/frontend-0/host.key",
+        "deploy/kubernetes/base/rendered/kubernetes/secrets.yaml",
+        ".mooncake/etcd-a",
+        "cluster.yaml",
+        "rendered/a/manifest.json",
+        "backends/__pycache__/cli.cpython-311.pyc",
+        "tests/conftest.py",
+        ".venv/bin/python",
+        "checkpoint/model.safetensors",
+        "deploy/README.md",
+    ],
+)
 def test_keys_state_and_what_else_lies_about_never_reach_a_builder(path: str) -> None:
     assert not is_in_context(path)

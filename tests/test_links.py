@@ -28,18 +28,29 @@ DECISION = re.compile(r"docs/decisions/(\d{4})")
 NAMED = re.compile(r"(?<![\w./*<\-])([\w\-]+(?:/[\w\-]+)*\.py)\b")
 # Names that belong to others, or of files that are made when the system runs.
 OTHERS = {
-    "bench_index.py", "config.json", "config.pbtxt", "end_to_end_grpc_client.py",
-    "generation_config.json", "llm_args.py", "model.py", "params.json", "py_executor.py",
-    "tokenizer_config.json", "triton_python_backend_utils.py",
-}  # fmt: skip
+    "bench_index.py",
+    "config.json",
+    "config.pbtxt",
+    "end_to_end_grpc_client.py",
+    "generation_config.json",
+    "llm_args.py",
+    "model.py",
+    "params.json",
+    "py_executor.py",
+    "tokenizer_config.json",
+    "triton_python_backend_utils.py",
+}
 
 
 @cache
 def tree() -> frozenset[str]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     files = {line for line in listed.stdout.splitlines() if (ROOT / line).exists()}
     folders = {str(parent) for line in files for parent in Path(line).parents}
     return frozenset(files | folders)
@@ -177,8 +188,9 @@ def test_links_of_documents_lead_somewhere() -> None:
 
 def test_the_index_of_documents_leads_to_all_of_them() -> None:
     index = "docs/README.md"
-    linked = {_flat(f"docs/{link.partition('#')[0]}")
-              for link in LINK.findall((ROOT / index).read_text())}  # fmt: skip
+    linked = {
+        _flat(f"docs/{link.partition('#')[0]}") for link in LINK.findall((ROOT / index).read_text())
+    }
     of_docs = {page for page in tracked(".md") if page.startswith("docs/")}
     single = {page for page in of_docs if not page.startswith(OF_THE_PAST)} - {index}
     assert len(single) > 20 and not single - linked

@@ -114,6 +114,10 @@ def test_a_renamed_parameter_keeps_its_old_name_with_a_warning(
     both = {"overtaker_share": "0.25", "expected_arrivals_share": "0.5"}
     (config,) = read_configs((ConductorConfig,), "conductor", both)
     assert config.expected_arrivals_share == 0.5, "of two, the new name counts"
-    known = {field.name for classes in CONFIGS.values() for cls in classes
-             for field in dataclasses.fields(cls)}  # fmt: skip
+    known = {
+        field.name
+        for classes in CONFIGS.values()
+        for cls in classes
+        for field in dataclasses.fields(cls)
+    }
     assert set(OLD_NAMES.values()) <= known and not OLD_NAMES.keys() & known

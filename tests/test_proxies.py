@@ -246,10 +246,13 @@ def test_a_load_test_over_grpc_follows_no_proxy_to_other_hosts(
 ASKS_PROXIES = re.compile(r"\burlopen\(|(?<![.\w])requests\.\w+\(|\b(in)?secure_channel\(")
 # The clients above call these, each with its own answer to the environment.
 TRIED = {
-    "backends/gateway/frontend_calls.py", "backends/worker_tls.py",
-    "loadtest/bench/leaks.py", "loadtest/client/triton_client.py", "loadtest/users/senders.py",
+    "backends/gateway/frontend_calls.py",
+    "backends/worker_tls.py",
+    "loadtest/bench/leaks.py",
+    "loadtest/client/triton_client.py",
+    "loadtest/users/senders.py",
     "mooncake_store/directory/etcd.py",
-}  # fmt: skip
+}
 
 
 def test_no_other_module_calls_what_asks_the_proxies_of_the_environment() -> None:

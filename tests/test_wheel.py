@@ -31,8 +31,11 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 def tracked() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
 
 
@@ -46,9 +49,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)
     built = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", BUILD, str(out)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert built.returncode == 0, built.stderr
     [path] = out.glob("*.whl")
     return path
@@ -63,14 +70,13 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_each_file_of_the_packages_as_it_is(unpacked: Path) -> None:
-    expected = {
-        name for name in tracked() if name.startswith(tuple(f"{p}/" for p in PACKAGES))
-    }  # fmt: skip
+    expected = {name for name in tracked() if name.startswith(tuple(f"{p}/" for p in PACKAGES))}
     expected = {name for name in expected if not name.endswith(LEFT_OUT)}
     missing = sorted(name for name in expected if not (unpacked / name).is_file())
     assert not missing, f"package-data in pyproject.toml leaves out {missing}"
-    other = [name for name in expected
-             if (unpacked / name).read_bytes() != (ROOT / name).read_bytes()]  # fmt: skip
+    other = [
+        name for name in expected if (unpacked / name).read_bytes() != (ROOT / name).read_bytes()
+    ]
     assert not other
 
 
@@ -78,8 +84,11 @@ def test_the_wheel_holds_the_model_repository_that_the_checkout_serves(unpacked:
     held = unpacked / "backends" / "model_repository"
     served = shipped_repository()
     assert served == ROOT / "model_repository"
-    names = {path.relative_to(served) for path in served.rglob("*")
-             if path.is_file() and path.suffix != ".md"}  # fmt: skip
+    names = {
+        path.relative_to(served)
+        for path in served.rglob("*")
+        if path.is_file() and path.suffix != ".md"
+    }
     tracked_names = {name for name in tracked() if name.startswith("model_repository/")}
     names = {name for name in names if f"model_repository/{name}" in tracked_names}
     assert names and {path.relative_to(held) for path in held.rglob("*") if path.is_file()} == names
@@ -97,8 +106,11 @@ def test_the_wheel_knows_the_commands_and_extras_of_pyproject(unpacked: Path) ->
     metadata = (folder / "METADATA").read_text()
     for extra in ("bundled", "torch", "gateway", "tracing", "guided", "report", "locust"):
         assert f"Provides-Extra: {extra}" in metadata
-    bare = [line for line in metadata.splitlines()
-            if line.startswith("Requires-Dist: ") and "extra ==" not in line]  # fmt: skip
+    bare = [
+        line
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
     assert bare and not [line for line in bare if "torch" in line or "nixl" in line]
 
 
@@ -128,15 +140,23 @@ def test_a_wheel_lays_down_models_and_serves_them_where_no_checkout_is(
     def mooncake(*arguments: str) -> subprocess.Popen[bytes]:
         with (home / f"{arguments[0]}.log").open("wb") as log:
             return subprocess.Popen(
-                [installed, "-m", "backends.cli", *arguments], cwd=home, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                [installed, "-m", "backends.cli", *arguments],
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            )  # fmt: skip
+            )
 
     where = subprocess.run(
-        [installed, "-c", "import backends; print(backends.__file__)"], cwd=home,
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+        [installed, "-c", "import backends; print(backends.__file__)"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert Path(where.stdout.strip()) == unpacked / "backends" / "__init__.py"
     assert mooncake("init", "my-models").wait(60) == 0
     addresses = free_addresses()
@@ -153,10 +173,18 @@ def test_a_wheel_lays_down_models_and_serves_them_where_no_checkout_is(
         )
         assert server.poll() is None, (home / "serve.log").read_text()
         asked = subprocess.run(
-            ["curl", "-s", f"http://{addresses.http}/v2/models/conductor/generate", "-d",
-             '{"text_input": "It is a truth", "max_tokens": 8}'],
-            capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
+            [
+                "curl",
+                "-s",
+                f"http://{addresses.http}/v2/models/conductor/generate",
+                "-d",
+                '{"text_input": "It is a truth", "max_tokens": 8}',
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         assert '"finish_reason":"length"' in asked.stdout, asked.stdout
     finally:
         server.send_signal(signal.SIGINT)
@@ -164,5 +192,8 @@ def test_a_wheel_lays_down_models_and_serves_them_where_no_checkout_is(
     logs = home / ".mooncake" / f"logs-{addresses.http.rpartition(':')[2]}"
     assert "nixl" in (logs / "prefill_0.log").read_text()
     assert sorted(path.name for path in home.iterdir()) == [
-        ".mooncake", "init.log", "my-models", "serve.log"
-    ]  # fmt: skip
+        ".mooncake",
+        "init.log",
+        "my-models",
+        "serve.log",
+    ]

@@ -39,11 +39,7 @@ from backends.cluster.model_rendering import (
 )
 from backends.cluster.section import PORT_MAX, FileSection, Mistakes, did_you_mean
 from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
-from backends.config_pbtxt import (
-    FrontendConfig,
-    WorkerConfig,
-    check_configs,
-)
+from backends.config_pbtxt import FrontendConfig, WorkerConfig, check_configs
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.shipped import named_or_shipped
 from backends.triton.worker_kinds import config_classes
@@ -52,8 +48,11 @@ from conductor.config import ConductorConfig
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
 NAME_WANTED = "small letters, digits and '-' (at most 40, beginning with a letter)"
 ADDRESS_WANTED = "an IPv4 address or a DNS name that has one (nothing here listens on IPv6)"
-DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
-                      r"(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*", re.ASCII)  # fmt: skip
+DNS_NAME = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
+    r"(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*",
+    re.ASCII,
+)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
 ROLES = ("prefill", "decode")
@@ -136,11 +135,18 @@ class _ClusterFile:
         pools = self._pools(top.section("pools"), top.section("defaults"))
         checkpoint = _agreed(self.settings, top)
         deployment = Deployment(
-            name=name, path=self.path, hosts=self.hosts, etcd=etcd, directories=directories,
-            storage_nodes=tuple(self.nodes), frontends=frontends, pools=tuple(pools),
-            conductor=self._conductor(checkpoint), checkpoint=checkpoint,
+            name=name,
+            path=self.path,
+            hosts=self.hosts,
+            etcd=etcd,
+            directories=directories,
+            storage_nodes=tuple(self.nodes),
+            frontends=frontends,
+            pools=tuple(pools),
+            conductor=self._conductor(checkpoint),
+            checkpoint=checkpoint,
             **self._keys(top.section("keys")),
-        )  # fmt: skip
+        )
         top.close()
         _check_together(deployment, top)
         return deployment
@@ -159,14 +165,18 @@ class _ClusterFile:
             default = address if is_ip(address) else "0.0.0.0"
             if address == "localhost":
                 default = "127.0.0.1"
-            yield name, Host(
-                name=name, address=address,
-                listen=host.word("listen", default, is_ip, "an IPv4 address of the host"),
-                identity=host.text("identity") or "",
-                state_dir=host.text("state_dir") or f".mooncake/{name}",
-                rack=host.text("rack") or "",
-                environment=self._environment(host.section("environment")),
-            )  # fmt: skip
+            yield (
+                name,
+                Host(
+                    name=name,
+                    address=address,
+                    listen=host.word("listen", default, is_ip, "an IPv4 address of the host"),
+                    identity=host.text("identity") or "",
+                    state_dir=host.text("state_dir") or f".mooncake/{name}",
+                    rack=host.text("rack") or "",
+                    environment=self._environment(host.section("environment")),
+                ),
+            )
             host.close()
 
     def _environment(self, section: FileSection) -> dict[str, str]:
@@ -204,8 +214,9 @@ class _ClusterFile:
         for endpoint, line in endpoints:
             host, _, port = endpoint.rpartition(":")
             if not _is_address(host) or not _is_port(port):
-                self.mistakes.note(line, section.path_of("endpoints"),
-                                   f"{endpoint!r} is no HOST:PORT")  # fmt: skip
+                self.mistakes.note(
+                    line, section.path_of("endpoints"), f"{endpoint!r} is no HOST:PORT"
+                )
         found = EtcdCluster(
             hosts=self._named_hosts(section, ()),
             endpoints=tuple(endpoint for endpoint, _ in endpoints),
@@ -244,14 +255,15 @@ class _ClusterFile:
             if not node.has("dram"):
                 section.note(name, "has no dram: say how much memory it has (dram: 4G)")
             spec = NodeSpec(
-                name=name, host=host,
+                name=name,
+                host=host,
                 dram_bytes=node.size_bytes("dram", NODE_BYTES_MIN),
                 ssd_bytes=node.size_bytes("ssd", 0),
                 ssd_path=node.text("ssd_path") or "ssd",
                 segment_path=node.text("segment_path") or "",
                 control_port=node.port("control_port", NODE_PORT + 2 * number),
                 data_port=node.port("data_port", NODE_PORT + 2 * number + 1),
-            )  # fmt: skip
+            )
             if spec.dram_bytes < NODE_BYTES_MIN:
                 node.note("dram", f"is {spec.dram_bytes} bytes; use 1M or more")
             node.close()
@@ -333,18 +345,23 @@ class _ClusterFile:
                 self.mistakes.note(line, "trusted_data_network", what)
         is_named = self.top.has("trusted_data_network") or bool(folder)
         return {
-            "keys_folder": folder, "is_insecure": is_insecure,
+            "keys_folder": folder,
+            "is_insecure": is_insecure,
             "trusted_data_network": tuple(name for name, _ in found) if is_named else None,
-        }  # fmt: skip
+        }
 
 
 class _PoolReader:
     """One pool, with what `defaults` says of all."""
 
     def __init__(
-        self, file: _ClusterFile, name: str, section: FileSection, defaults: FileSection,
+        self,
+        file: _ClusterFile,
+        name: str,
+        section: FileSection,
+        defaults: FileSection,
         common: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.file, self.name, self.section, self.defaults = file, name, section, defaults
         self.common = common
         self.shipped: dict[str, str] = {}  # parameters of the model that workers are rendered from
@@ -368,8 +385,11 @@ class _PoolReader:
         port = section.port("grpc_port", grpc_port)
         workers = tuple(self._workers(role, parameters, port))
         if any(worker.grpc_port > PORT_MAX for worker in workers):
-            section.note("grpc_port", f"is {port}, and the next workers of a host have the next "
-                         f"ports, beyond {PORT_MAX}: use a lower one")  # fmt: skip
+            section.note(
+                "grpc_port",
+                f"is {port}, and the next workers of a host have the next "
+                f"ports, beyond {PORT_MAX}: use a lower one",
+            )
         elastic = self._elastic()
         if not section.has("workers") and elastic is None:
             self.file.mistakes.note(
@@ -377,9 +397,13 @@ class _PoolReader:
             )
         section.close()
         return PoolSpec(
-            name=name, role=role, grpc_port=port, parameters=parameters, workers=workers,
+            name=name,
+            role=role,
+            grpc_port=port,
+            parameters=parameters,
+            workers=workers,
             elastic=elastic,
-        )  # fmt: skip
+        )
 
     def _read_template(self, role: str, raw: Mapping[str, str]) -> None:
         try:
@@ -435,9 +459,12 @@ class _PoolReader:
             for number, each_own in enumerate(own):
                 node = each_own.get("store_node") or parameters.get("store_node") or ""
                 yield WorkerSpec(
-                    model=f"{self.name}_{host}_{number}", host=host, grpc_port=port + number,
-                    store_node=node or self._node_of(host, number), parameters=each_own,
-                )  # fmt: skip
+                    model=f"{self.name}_{host}_{number}",
+                    host=host,
+                    grpc_port=port + number,
+                    store_node=node or self._node_of(host, number),
+                    parameters=each_own,
+                )
 
     def _node_of(self, host: str, number: int) -> str:
         """The storage nodes of a host in turns; "" when it has none."""
@@ -445,9 +472,12 @@ class _PoolReader:
         return own[number % len(own)] if own else ""
 
     def _check(
-        self, role: str, raw: Mapping[str, str], section: FileSection,
+        self,
+        role: str,
+        raw: Mapping[str, str],
+        section: FileSection,
         only: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`only`: parameters beside these have been looked at."""
         known = _known(role, {**self.shipped, **raw})
         for name in (raw if only is None else only).keys() - known:
@@ -509,8 +539,10 @@ def _check_together(deployment: Deployment, top: FileSection) -> None:
             what = (
                 f"host {worker.host} has workers and no storage node, into whose memory they write"
             )
-            top.note("storage_nodes", f"{what}: add one, {worker.host}0: {{host: {worker.host}, "
-                     "dram: 4G}")  # fmt: skip
+            top.note(
+                "storage_nodes",
+                f"{what}: add one, {worker.host}0: {{host: {worker.host}, dram: 4G}}",
+            )
         elif worker.store_node not in own:
             what = f"{worker.model}: host {worker.host} has no storage node {worker.store_node!r}"
             top.note("pools", what + did_you_mean(worker.store_node, own))
@@ -519,7 +551,7 @@ def _check_together(deployment: Deployment, top: FileSection) -> None:
         if deployment.pools and roles <= set(ROLES) and role not in roles:
             top.note("pools", f"no pool has the role {role}: requests need both roles")
     _check_addresses(deployment, top)
-    for (address, port), users in sorted(_ports(deployment).items()):
+    for (address, port), users in sorted(deployment.ports().items()):
         if len(users) > 1:
             said = " and ".join(user for _, user in users)
             top.note(users[-1][0], f"port {port} of {address} is wanted by {said}: change one")
@@ -552,36 +584,6 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
             "it), or insecure: true if everybody who reaches them may use them"
         )
         top.note("keys", what)
-
-
-def _ports(deployment: Deployment) -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """Who listens where (the section and what it is); hosts may share an address."""
-    found: dict[tuple[str, int], list[tuple[str, str]]] = {}
-
-    def listen(section: str, host: str, port: int, user: str) -> None:
-        address = deployment.hosts[host].address
-        found.setdefault((address, port), []).append((section, f"{user} of host {host}"))
-
-    if etcd := deployment.etcd:
-        for host in etcd.hosts:
-            listen("etcd", host, etcd.client_port, "etcd's clients")
-            listen("etcd", host, etcd.peer_port, "etcd's peers")
-    for host in deployment.directories.hosts:
-        listen("directories", host, deployment.directories.port, "the directory")
-        listen("directories", host, deployment.directories.events_port, "the directory's events")
-    for node in deployment.storage_nodes:
-        listen("storage_nodes", node.host, node.control_port, f"storage node {node.name}")
-        listen("storage_nodes", node.host, node.data_port, f"the data of storage node {node.name}")
-    frontends = deployment.frontends
-    for host in deployment.hosts:
-        step = deployment.port_step(host)
-        if host in frontends.hosts:
-            listen("frontends", host, frontends.http_port + step, "the frontend's HTTP")
-            listen("frontends", host, frontends.grpc_port + step, "the frontend's gRPC")
-        listen("frontends", host, frontends.metrics_port + step, "the metrics page")
-    for worker in deployment.workers:
-        listen("pools", worker.host, worker.grpc_port, f"worker {worker.model}")
-    return found
 
 
 def _is_address(text: str) -> bool:

@@ -174,6 +174,40 @@ class Deployment:
         own = [f"{self.hosts[name].address}:{self.etcd.client_port}" for name in self.etcd.hosts]
         return [*own, *self.etcd.endpoints]
 
+    def ports(self) -> dict[tuple[str, int], list[tuple[str, str]]]:
+        """(address, port) -> (section of the file, what listens there) of each listener.
+
+        Hosts may share an address.
+        """
+        found: dict[tuple[str, int], list[tuple[str, str]]] = {}
+
+        def listen(section: str, host: str, port: int, user: str) -> None:
+            address = self.hosts[host].address
+            found.setdefault((address, port), []).append((section, f"{user} of host {host}"))
+
+        if etcd := self.etcd:
+            for host in etcd.hosts:
+                listen("etcd", host, etcd.client_port, "etcd's clients")
+                listen("etcd", host, etcd.peer_port, "etcd's peers")
+        for host in self.directories.hosts:
+            listen("directories", host, self.directories.port, "the directory")
+            listen("directories", host, self.directories.events_port, "the directory's events")
+        for node in self.storage_nodes:
+            listen("storage_nodes", node.host, node.control_port, f"storage node {node.name}")
+            listen(
+                "storage_nodes", node.host, node.data_port, f"the data of storage node {node.name}"
+            )
+        frontends = self.frontends
+        for host in self.hosts:
+            step = self.port_step(host)
+            if host in frontends.hosts:
+                listen("frontends", host, frontends.http_port + step, "the frontend's HTTP")
+                listen("frontends", host, frontends.grpc_port + step, "the frontend's gRPC")
+            listen("frontends", host, frontends.metrics_port + step, "the metrics page")
+        for worker in self.workers:
+            listen("pools", worker.host, worker.grpc_port, f"worker {worker.model}")
+        return found
+
 
 def is_loopback(address: str) -> bool:
     """Can only this machine reach it?"""

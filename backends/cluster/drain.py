@@ -135,17 +135,19 @@ class HostDrain:
     def _workers(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         """Those of the file, and those that an operator added under a like name."""
         return [
-            worker for worker in workers
+            worker
+            for worker in workers
             if worker.worker_id in self._models or worker.worker_id.startswith(self._pools)
-        ]  # fmt: skip
+        ]
 
     def _lonely(self) -> list[bytes]:
         """Blocks that no node of another host has, in DRAM or on SSD."""
         holders = self._store.directory.snapshot().holders
         return [
-            key for key, names in holders
+            key
+            for key, names in holders
             if names and all(name.removesuffix(SSD_SUFFIX) in self._nodes for name in names)
-        ]  # fmt: skip
+        ]
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
         """Until no block is on this host alone, or no more get away; how many still are.
@@ -172,14 +174,16 @@ class HostDrain:
                 return
             part = keys[start : start + MOVED_AT_ONCE]
             excluded = [
-                info.node_id for info in directory.nodes()
+                info.node_id
+                for info in directory.nodes()
                 if info.node_id in self._nodes or not info.control or info.is_ssd
-            ]  # fmt: skip
+            ]
             asked = part if is_scattered else part[:1]
             targets = directory.place(asked, excluded)
             by_target: dict[str, list[bytes]] = {}
-            for key, target in zip(part, targets if is_scattered else targets * len(part),
-                                   strict=True):  # fmt: skip
+            for key, target in zip(
+                part, targets if is_scattered else targets * len(part), strict=True
+            ):
                 by_target.setdefault(target, []).append(key)
             for target, chosen in by_target.items():
                 if target:

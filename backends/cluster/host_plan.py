@@ -125,9 +125,10 @@ class HostPlan:
     def shm_bytes(self) -> int:
         """What its segments take of /dev/shm; those with another `segment_path` take none."""
         return sum(
-            node.dram_bytes for node in self.storage_nodes
+            node.dram_bytes
+            for node in self.storage_nodes
             if not node.segment_path or node.segment_path.startswith("/dev/shm/")
-        )  # fmt: skip
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -148,12 +149,15 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
         frontend=FrontendPlan(
             http=_at(frontends.address, frontends.http_port + step),
             grpc=_at(frontends.address, frontends.grpc_port + step),
-        ) if is_frontend else None,
+        )
+        if is_frontend
+        else None,
         workers=tuple(
             _worker(worker, deployment.pool_of(worker), host)
-            for worker in deployment.workers if worker.host == name
+            for worker in deployment.workers
+            if worker.host == name
         ),
-    )  # fmt: skip
+    )
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
@@ -166,9 +170,15 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
     node = NodeSpec(
-        name=name, host=name, dram_bytes=pool.elastic.dram_bytes, ssd_bytes=0, ssd_path="",
-        segment_path="", control_port=NODE_PORT, data_port=NODE_PORT + 1,
-    )  # fmt: skip
+        name=name,
+        host=name,
+        dram_bytes=pool.elastic.dram_bytes,
+        ssd_bytes=0,
+        ssd_path="",
+        segment_path="",
+        control_port=NODE_PORT,
+        data_port=NODE_PORT + 1,
+    )
     worker = WorkerSpec(
         model=f"{pool.name}_{name}_0", host=name, grpc_port=pool.grpc_port, store_node=name
     )
@@ -218,14 +228,18 @@ def _events_address(deployment: Deployment) -> str:
 def _common(deployment: Deployment, host: Host, step: int = 0) -> dict[str, Any]:
     frontends = deployment.frontends
     return {
-        "deployment": deployment.name, "host": host.name, "address": host.address,
-        "listen": host.listen, "folder": deployment.folder, "state_dir": host.state_dir,
+        "deployment": deployment.name,
+        "host": host.name,
+        "address": host.address,
+        "listen": host.listen,
+        "folder": deployment.folder,
+        "state_dir": host.state_dir,
         "model_repository": f"rendered/{host.name}/model_repository",
         "directory_address": directory_address(deployment),
         "events_address": _events_address(deployment),
         "metrics": _at(frontends.metrics_address, frontends.metrics_port + step),
         "environment": _environment(deployment, host),
-    }  # fmt: skip
+    }
 
 
 def _environment(deployment: Deployment, host: Host) -> dict[str, str]:
@@ -289,19 +303,26 @@ def _node(node: NodeSpec, host: Host) -> NodePlan:
         listen_control=_tcp(host.listen, node.control_port),
         data=_at(host.address, node.data_port),
         listen_data=_at(host.listen, node.data_port),
-        dram_bytes=node.dram_bytes, ssd_bytes=node.ssd_bytes, ssd_path=node.ssd_path,
-        segment_path=node.segment_path, rack=host.rack,
-    )  # fmt: skip
+        dram_bytes=node.dram_bytes,
+        ssd_bytes=node.ssd_bytes,
+        ssd_path=node.ssd_path,
+        segment_path=node.segment_path,
+        rack=host.rack,
+    )
 
 
 def _worker(worker: WorkerSpec, pool: PoolSpec, host: Host) -> WorkerPlan:
     parameters = {**pool.parameters, **worker.parameters}
     parameters.pop("store_node", None)
     return WorkerPlan(
-        model=worker.model, pool=pool.name, role=pool.role,
-        grpc=_at(host.address, worker.grpc_port), listen_grpc=_at(host.listen, worker.grpc_port),
-        store_node=worker.store_node, parameters=parameters,
-    )  # fmt: skip
+        model=worker.model,
+        pool=pool.name,
+        role=pool.role,
+        grpc=_at(host.address, worker.grpc_port),
+        listen_grpc=_at(host.listen, worker.grpc_port),
+        store_node=worker.store_node,
+        parameters=parameters,
+    )
 
 
 def _tcp(address: str, port: int) -> str:

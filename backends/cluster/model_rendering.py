@@ -60,12 +60,19 @@ def rendered_models(
         for model, text in templates.items():
             if backend_named(text) not in ROLES:
                 found[model] = head + with_parameters(text, _of_public(deployment, model, text))
-    of_workers = {worker.model: template(worker.role, worker.parameters, templates)
-                  for worker in plan.workers}  # fmt: skip
-    gpus = gpus_of({
-        worker.model: {**parameters_of(of_workers[worker.model]), "gpus": "", **worker.parameters}
-        for worker in plan.workers
-    })  # fmt: skip
+    of_workers = {
+        worker.model: template(worker.role, worker.parameters, templates) for worker in plan.workers
+    }
+    gpus = gpus_of(
+        {
+            worker.model: {
+                **parameters_of(of_workers[worker.model]),
+                "gpus": "",
+                **worker.parameters,
+            }
+            for worker in plan.workers
+        }
+    )
     for worker in plan.workers:
         parameters = {**worker.parameters, "store_node": worker.store_node}
         parameters.setdefault("checkpoint", deployment.checkpoint)

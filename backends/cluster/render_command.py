@@ -26,9 +26,10 @@ from backends.cluster.rendered_folder import RenderedFolder
 from backends.tenants import tenants_file
 
 render = typer.Typer(
-    name="render", no_args_is_help=True,
+    name="render",
+    no_args_is_help=True,
     help="Write what hosts and other engines read, below rendered/ beside the cluster file.",
-)  # fmt: skip
+)
 
 
 @render.command()
@@ -54,8 +55,9 @@ def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") ->
         deployment = load(cluster)
         plans = plans_of(deployment, host)
         elastic = [] if host else [pool.name for pool in deployment.elastic_pools]
-        plans += [pool_host_plan(deployment, name, f"{name}-elastic", "0.0.0.0")
-                  for name in elastic]  # fmt: skip
+        plans += [
+            pool_host_plan(deployment, name, f"{name}-elastic", "0.0.0.0") for name in elastic
+        ]
         for plan in plans:
             text = firewall_rules.firewall(deployment, plan)
             path = _write(deployment, f"{plan.host}/firewall.nft", text)
@@ -95,8 +97,11 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
     with shown_mistakes():
         deployment = load(cluster)
         keys = Path(deployment.folder) / deployment.keys_folder
-        owners = {name: (keys / name).stat().st_uid for name in deployment.hosts
-                  if deployment.keys_folder and (keys / name).is_dir()}  # fmt: skip
+        owners = {
+            name: (keys / name).stat().st_uid
+            for name in deployment.hosts
+            if deployment.keys_folder and (keys / name).is_dir()
+        }
         text = compose_file.compose(deployment, owners)
         path = _write(deployment, "compose/compose.yaml", text)
         if deployment.keys_folder and (missing := deployment.hosts.keys() - owners):

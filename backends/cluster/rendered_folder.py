@@ -117,14 +117,18 @@ class RenderedFolder:
             return {}
         if not isinstance(found, dict):
             return {}
-        return {str(model): str(digest) for model, digest in found.items()
-                if "/" not in str(model) and not str(model).startswith(".")}  # fmt: skip
+        return {
+            str(model): str(digest)
+            for model, digest in found.items()
+            if "/" not in str(model) and not str(model).startswith(".")
+        }
 
     def _write_manifest(self) -> None:
         said = {
-            "deployment": self._deployment.name, "host": self._host,
+            "deployment": self._deployment.name,
+            "host": self._host,
             "models": {model: _digest(text) for model, text in sorted(self._models.items())},
-        }  # fmt: skip
+        }
         partial = self._manifest_path.with_suffix(".partial")
         partial.write_text(json.dumps(said, indent=2) + "\n")
         partial.replace(self._manifest_path)
@@ -137,7 +141,11 @@ def _digest(text: str | None) -> str:
 def _changes(rendered: str, now: str) -> tuple[str, ...]:
     ours: Mapping[str, str] = parameters_of(rendered)
     theirs = parameters_of(now)
-    names = sorted(name for name in ours.keys() | theirs.keys()
-                   if ours.get(name) != theirs.get(name))  # fmt: skip
-    return tuple(f"{name}: {theirs.get(name, 'not there')}, the cluster file says "
-                 f"{ours.get(name, 'nothing')}" for name in names)  # fmt: skip
+    names = sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
+    return tuple(
+        f"{name}: {theirs.get(name, 'not there')}, the cluster file says "
+        f"{ours.get(name, 'nothing')}"
+        for name in names
+    )

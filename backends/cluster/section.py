@@ -84,8 +84,12 @@ class FileSection:
 
     def others(self, *asked: str) -> dict[str, str]:
         """The keys besides `asked`, which must be single values."""
-        return {name: text for name in self._keys if name not in asked
-                if (text := self.text(name)) is not None}  # fmt: skip
+        return {
+            name: text
+            for name in self._keys
+            if name not in asked
+            if (text := self.text(name)) is not None
+        }
 
     def text(self, key: str) -> str | None:
         """A single value as it was written; None when there is none."""

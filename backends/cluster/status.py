@@ -44,8 +44,9 @@ class HostStatus:
     @property
     def down(self) -> list[str]:
         """A line for each part that is."""
-        return [f"{self.name}: {part}: {state}" for part, state in self.parts.items()
-                if DOWN in state]  # fmt: skip
+        return [
+            f"{self.name}: {part}: {state}" for part, state in self.parts.items() if DOWN in state
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,10 @@ def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
     known = _ask_directory(deployment, directory)
     plans = [host_plan(deployment, name) for name in deployment.hosts]
     urls = {url for plan in plans for url in _urls(deployment, plan).values()}
-    others = {each: f"{etcd_url(each)}/health"
-              for each in (deployment.etcd.endpoints if deployment.etcd else ())}  # fmt: skip
+    others = {
+        each: f"{etcd_url(each)}/health"
+        for each in (deployment.etcd.endpoints if deployment.etcd else ())
+    }
     urls |= {*others.values()}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = dict(zip(urls, pool.map(_answers, urls), strict=True))
@@ -204,8 +207,12 @@ def _strangers(deployment: Deployment, known: _Known) -> list[str]:
     found = [
         f"{worker.worker_id} at {worker.grpc_address or 'an unknown address'}: "
         f"{_worker(known.snapshot, worker.worker_id)}"
-        for worker in known.snapshot.workers if worker.worker_id not in models
-    ]  # fmt: skip
-    found += [f"node {info.node_id}" for info in known.snapshot.nodes
-              if not info.is_ssd and info.node_id not in nodes]  # fmt: skip
+        for worker in known.snapshot.workers
+        if worker.worker_id not in models
+    ]
+    found += [
+        f"node {info.node_id}"
+        for info in known.snapshot.nodes
+        if not info.is_ssd and info.node_id not in nodes
+    ]
     return sorted(set(found))

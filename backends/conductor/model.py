@@ -53,9 +53,16 @@ class TritonPythonModel:
             config.messages_per_s_max or messages_per_s_affordable(),
         )
         self.frontend = Frontend(
-            config, tokenizer, self.cluster, self.calls, self.streams, self.outbox, recorder, keys,
+            config,
+            tokenizer,
+            self.cluster,
+            self.calls,
+            self.streams,
+            self.outbox,
+            recorder,
+            keys,
             tracing,
-        )  # fmt: skip
+        )
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)

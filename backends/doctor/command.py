@@ -73,10 +73,14 @@ def doctor(
     running, model_repository = ask(), named_or_served(model_repository, ask)
     findings = list(repository_findings(model_repository, running, named))
     files = worker_files(model_repository)
-    devices = {file.model: file.value("device", WorkerConfig().device) for file in files
-               if file.value("engine", WorkerConfig().engine) == "torch"}  # fmt: skip
-    threads = sum(int(file.value("threads", 1)) for file in files
-                  if file.value("threads", 1).isdigit())  # fmt: skip
+    devices = {
+        file.model: file.value("device", WorkerConfig().device)
+        for file in files
+        if file.value("engine", WorkerConfig().engine) == "torch"
+    }
+    threads = sum(
+        int(file.value("threads", 1)) for file in files if file.value("threads", 1).isdigit()
+    )
     needed_bytes = (
         len(named) * parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES) + TRITON_SHM_BYTES
     )

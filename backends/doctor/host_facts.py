@@ -26,8 +26,15 @@ from mooncake_store.transports.nixl_agent import has_rdma
 DISTRIBUTION = "mooncake-triton"
 # What serving stands on; everything else that is required is pulled in by these or small.
 SHOWN = (
-    "torch", "numpy", "nixl-cu13", "nixl-cu12", "tritonclient", "nvidia-pytriton", "pyzmq", "grpcio"
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "nixl-cu13",
+    "nixl-cu12",
+    "tritonclient",
+    "nvidia-pytriton",
+    "pyzmq",
+    "grpcio",
+)
 INSTEAD = "nixl-cu12"  # of another one: who lacks it lacks nothing
 TIME_ERROR = 5  # of adjtimex(2): nobody synchronises the clock
 TIMEX_BYTES = 512  # more than struct timex has
@@ -77,16 +84,28 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
         problem = str(error)
     torch, cuda = torch_build()
     return HostFacts(
-        python=sys.version_info[:3], packages=packages(), triton=triton, triton_problem=problem,
-        torch=torch, torch_cuda=cuda, gpus=gpus(), devices=devices,
-        shm_bytes=shm.f_blocks * shm.f_frsize, shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        shm_needed_bytes=shm_needed_bytes, shm_huge=shm_huge(), numa_nodes=len(numa_nodes()) or 1,
+        python=sys.version_info[:3],
+        packages=packages(),
+        triton=triton,
+        triton_problem=problem,
+        torch=torch,
+        torch_cuda=cuda,
+        gpus=gpus(),
+        devices=devices,
+        shm_bytes=shm.f_blocks * shm.f_frsize,
+        shm_free_bytes=shm.f_bavail * shm.f_frsize,
+        shm_needed_bytes=shm_needed_bytes,
+        shm_huge=shm_huge(),
+        numa_nodes=len(numa_nodes()) or 1,
         memory_free_bytes=memory_free_bytes(),
         files_max=_soft_limit(resource.RLIMIT_NOFILE),
-        locked_bytes_max=_soft_limit(resource.RLIMIT_MEMLOCK), has_rdma=has_rdma(),
-        cores=len(os.sched_getaffinity(0)), threads=threads,
-        is_clock_synchronised=is_clock_synchronised(), native_problem=native.why_not(),
-    )  # fmt: skip
+        locked_bytes_max=_soft_limit(resource.RLIMIT_MEMLOCK),
+        has_rdma=has_rdma(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=threads,
+        is_clock_synchronised=is_clock_synchronised(),
+        native_problem=native.why_not(),
+    )
 
 
 def packages() -> tuple[PackageFacts, ...]:

@@ -79,8 +79,15 @@ def unmet(package: PackageFacts) -> str:
         wanted = _numbers(bound)
         width = max(len(have), len(wanted))
         a, b = (each + (0,) * (width - len(each)) for each in (have, wanted))
-        holds = {">=": a >= b, "==": a == b, "<=": a <= b, "<": a < b, ">": a > b, "!=": a != b,
-                 "~=": a >= b}[sign]  # fmt: skip
+        holds = {
+            ">=": a >= b,
+            "==": a == b,
+            "<=": a <= b,
+            "<": a < b,
+            ">": a > b,
+            "!=": a != b,
+            "~=": a >= b,
+        }[sign]
         if package.version and not holds:
             return f"{sign}{bound}"
     return ""
@@ -105,16 +112,21 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
         return
     if facts.torch_cuda and not facts.gpus:
         yield Finding(
-            "torch build", WARNING, f"torch {facts.torch} is built for CUDA {facts.torch_cuda}, "
+            "torch build",
+            WARNING,
+            f"torch {facts.torch} is built for CUDA {facts.torch_cuda}, "
             "and this host has no GPU: gigabytes on disk that nothing uses",
             "install torch's build for CPUs, in an environment of its own so that its NVIDIA "
             "packages are not left behind",
-        )  # fmt: skip
+        )
     elif facts.gpus and not facts.torch_cuda:
         yield Finding(
-            "torch build", WARNING, f"{facts.gpus} GPU(s) here, and torch {facts.torch} is built "
-            "for CPUs: no worker can use them", "install torch's build for CUDA",
-        )  # fmt: skip
+            "torch build",
+            WARNING,
+            f"{facts.gpus} GPU(s) here, and torch {facts.torch} is built "
+            "for CPUs: no worker can use them",
+            "install torch's build for CUDA",
+        )
     else:
         kind = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPUs"
         yield Finding("torch build", OK, f"for {kind}, {facts.gpus} GPU(s) here")
@@ -134,10 +146,11 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
         yield Finding("compiled code", OK, "made for this CPU")
         return
     yield Finding(
-        "compiled code", WARNING,
+        "compiled code",
+        WARNING,
         f"{facts.native_problem}; Python does its work, with the same results and slower",
         "install a C compiler (Debian: apt install gcc libc6-dev), or point CC at one",
-    )  # fmt: skip
+    )
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
@@ -157,10 +170,12 @@ def shm_findings(facts: HostFacts) -> Iterator[Finding]:
     yield from page_findings(facts)
     if facts.memory_free_bytes and facts.shm_needed_bytes > facts.memory_free_bytes:
         yield Finding(
-            "memory", WARNING, f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, and "
+            "memory",
+            WARNING,
+            f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, and "
             f"storage nodes take {facts.shm_needed_bytes / 2**20:.0f} MiB of it",
             "lower --store-bytes, or end what uses it",
-        )  # fmt: skip
+        )
 
 
 def page_findings(facts: HostFacts) -> Iterator[Finding]:
@@ -170,18 +185,20 @@ def page_findings(facts: HostFacts) -> Iterator[Finding]:
     elif facts.gpus or facts.has_rdma:
         pages = facts.shm_needed_bytes // PAGE_BYTES
         yield Finding(
-            "huge pages", NOTE, f"/dev/shm has none: {pages} pages of the storage nodes are "
-            "locked one by one",
+            "huge pages",
+            NOTE,
+            f"/dev/shm has none: {pages} pages of the storage nodes are locked one by one",
             "mount -o remount,huge=advise /dev/shm, before storage nodes start",
-        )  # fmt: skip
+        )
     else:
         yield Finding("huge pages", OK, "none in /dev/shm, and no card here locks pages")
     if facts.numa_nodes > 1:
         yield Finding(
-            "NUMA", NOTE, f"{facts.numa_nodes} nodes: a GPU or card reads memory of the other "
-            "slower",
+            "NUMA",
+            NOTE,
+            f"{facts.numa_nodes} nodes: a GPU or card reads memory of the other slower",
             "a storage node per NUMA node, each with --segment-numa and workers on GPUs beside it",
-        )  # fmt: skip
+        )
 
 
 def limit_findings(facts: HostFacts) -> Iterator[Finding]:
@@ -203,10 +220,12 @@ def limit_findings(facts: HostFacts) -> Iterator[Finding]:
         yield Finding("open files", OK, f"at most {facts.files_max}")
     if facts.has_rdma and facts.locked_bytes_max < facts.shm_needed_bytes:
         yield Finding(
-            "locked memory", BROKEN, f"at most {facts.locked_bytes_max} bytes, and RDMA locks the "
+            "locked memory",
+            BROKEN,
+            f"at most {facts.locked_bytes_max} bytes, and RDMA locks the "
             f"{facts.shm_needed_bytes} of the storage nodes",
             "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)",
-        )  # fmt: skip
+        )
     if facts.threads > facts.cores:
         yield Finding(
             "cores",
@@ -275,11 +294,13 @@ def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
             )
         elif way.transport == "nixl" and _is_no_faster(way.bytes_per_s, rates.get("tcp", 0.0)):
             yield Finding(
-                subject, NOTE, f"{said}, hardly faster than TCP: processes may not be able to copy "
+                subject,
+                NOTE,
+                f"{said}, hardly faster than TCP: processes may not be able to copy "
                 "from each other",
                 "run them as one user, in one PID and IPC namespace (containers: --pid=host "
                 "--ipc=host), see kernel.yama.ptrace_scope; on a busy machine look again",
-            )  # fmt: skip
+            )
         else:
             yield Finding(subject, OK, said)
 

@@ -54,9 +54,13 @@ def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
     page, _ = _get(f"{base}/metrics")
     models = {each["name"]: each["is_ready"] for each in json.loads(ready)["models"]}
     return RunningFacts(
-        settings, models, parse(page, time.monotonic()), skew_s, _rates(settings.directory),
+        settings,
+        models,
+        parse(page, time.monotonic()),
+        skew_s,
+        _rates(settings.directory),
         timed_request(settings.http) if settings.http else None,
-    )  # fmt: skip
+    )
 
 
 def running_findings(facts: RunningFacts) -> Iterator[Finding]:
@@ -202,7 +206,9 @@ def _rates(directory: str) -> dict[str, dict[str, float]]:
         return {}
     try:
         with DirectoryClient(directory, timeout_s=DIRECTORY_S_MAX) as client:
-            return {worker.worker_id: dict(worker.transfer_bytes_per_s)
-                    for worker in client.snapshot().workers}  # fmt: skip
+            return {
+                worker.worker_id: dict(worker.transfer_bytes_per_s)
+                for worker in client.snapshot().workers
+            }
     except StoreError:
         return {}

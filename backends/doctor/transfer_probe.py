@@ -49,8 +49,11 @@ def probe() -> list[ProbedWay]:
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", "backends.doctor.transfer_probe", folder],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         try:
             said, complained = child.communicate(timeout=PROBE_S_MAX)
         except subprocess.TimeoutExpired:

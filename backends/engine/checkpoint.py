@@ -80,9 +80,11 @@ class Checkpoint:
         return cls(folder, entries, stale)
 
     def problems(
-        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = (),
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Which of these tensors are missing or wrong, and which others the model would lack.
 
         A bias or a layer that config.json does not mention would silently not be computed. What
@@ -106,9 +108,11 @@ class Checkpoint:
         return found
 
     def others(
-        self, shapes: Mapping[str, tuple[int, ...]], optional_suffixes: tuple[str, ...] = (),
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """The tensors that are neither among these nor optional, by name."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         return [

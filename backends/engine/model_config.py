@@ -454,11 +454,15 @@ def _yarn(given: Mapping[str, Any], read: _Reader, theta: float, score_factor: f
     else:
         table_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
     return RopeConfig(
-        theta, "yarn", factor,
+        theta,
+        "yarn",
+        factor,
         original_context_tokens=read.integer("original_max_position_embeddings"),
-        beta_fast=read.number("beta_fast", 32.0), beta_slow=read.number("beta_slow", 1.0),
-        table_factor=table_factor, score_factor=score_factor,
-    )  # fmt: skip
+        beta_fast=read.number("beta_fast", 32.0),
+        beta_slow=read.number("beta_slow", 1.0),
+        table_factor=table_factor,
+        score_factor=score_factor,
+    )
 
 
 def _eos_token_ids(

@@ -152,9 +152,11 @@ def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str
 
 
 def describe(
-    served: Served, limits: RequestLimits, unreached: Mapping[str, tuple[str, str]],
+    served: Served,
+    limits: RequestLimits,
+    unreached: Mapping[str, tuple[str, str]],
     asked: frozenset[str],
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """What is served, as JSON in text_output: for load generators and people."""
     facts = {
         "block_tokens": served.block_tokens,

@@ -255,9 +255,13 @@ class ClusterView:
             workers = self._conductor.status(now_s)
             hot = self._conductor.hot_prefixes(now_s, HOT_PREFIXES_MAX)
         return ClusterReading(
-            now_s, workers, hot, self._latest.newest_first(),
-            served.block_tokens if served else 0, served.context_tokens_max if served else 0,
-        )  # fmt: skip
+            now_s,
+            workers,
+            hot,
+            self._latest.newest_first(),
+            served.block_tokens if served else 0,
+            served.context_tokens_max if served else 0,
+        )
 
     def stats(self) -> Any:
         """ConductorStats."""
@@ -345,9 +349,10 @@ class ClusterView:
         """Workers that a new directory should have heard of by now, and when anybody heard of them
         last; with the lock held."""
         self._unheard_s = {
-            worker: since_s for worker, since_s in self._unheard_s.items()
+            worker: since_s
+            for worker, since_s in self._unheard_s.items()
             if worker not in self._workers
-        }  # fmt: skip
+        }
         lost = [w for w, since_s in self._unheard_s.items() if now_s - since_s > UNHEARD_S_MAX]
         for worker in lost:
             del self._unheard_s[worker]
@@ -396,11 +401,17 @@ class HotCopies:
             self._client = StoreClient(self._address)
         started_s = time.monotonic()
         done = self._client.change_replica(
-            suggestion.block_keys, add=[suggestion.target_node], deadline_s=COPY_S_MAX,
+            suggestion.block_keys,
+            add=[suggestion.target_node],
+            deadline_s=COPY_S_MAX,
             source=suggestion.source_node,
-        )  # fmt: skip
+        )
         log.info(
-            "copied blocks=%d of %d from %s to %s in %.3f s: %s", sum(done), len(done),
-            suggestion.source_node, suggestion.target_node, time.monotonic() - started_s,
+            "copied blocks=%d of %d from %s to %s in %.3f s: %s",
+            sum(done),
+            len(done),
+            suggestion.source_node,
+            suggestion.target_node,
+            time.monotonic() - started_s,
             suggestion.reason,
-        )  # fmt: skip
+        )

@@ -101,9 +101,13 @@ class GrpcCalls:
         self._secret = launch_secret.secret_of_launch()
 
     def __call__(
-        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        self,
+        address: str,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
         request_id: str,
-    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    ) -> Iterator[dict[str, np.ndarray]]:
         """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
 
         Leaving early waits for the worker to end the stream (a message tells it to stop):

@@ -1,15 +1,14 @@
-"""One request between arrival and answer: its mailbox, and the work that its lifecycle asks for.
+"""One client request from arrival to answer: its mailbox, and the actions of its lifecycle.
 
-Whatever happens to the request is posted as an event: by the threads that call workers, by the one
-that reads messages, by the watch for clients that left, by the directory's. Events wait in one
-queue. Who puts one into an empty mailbox owns the request until the queue is empty again, and
-others leave theirs and go: so events are handled one after the other, in order, and a token that
-came costs no hand-over to another thread. The owner asks the state machine (lifecycle/machine.py)
-what to do and does it; only what blocks (a pause, a decision, a call, a release) is left to a
-thread of the pool, to which the outcome is the next event.
+Calls to workers, worker messages and the watches for lost clients and workers post events to one
+mailbox. The thread that posts to an empty mailbox becomes the owner and handles events in order
+until the mailbox is empty; other threads append their event and return. So a token needs no
+hand-over to another thread. The owner asks the state machine (lifecycle/machine.py) for actions
+and carries them out. Actions that block (pause, decision, call, release) run in a thread of the
+pool, and their outcome is the next event.
 
-Not here: what follows from an event (lifecycle/), who may come in and who has left
-(live_requests.py), the shape of answers (answer.py).
+Not here: what follows from an event (lifecycle/), which requests are live (live_requests.py), the
+shape of answers (answer.py).
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.span_attributes import end_attributes, end_of_span, request_attributes
-from backends.frontend.token_streams import TokenStreams
+from backends.frontend.token_streams import TokenStreams, emission_of
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.tenants.asker import Asker
-from backends.text.text_stream import Emission, TextStream, merge
+from backends.text.text_stream import TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.request_trace import NO_TRACE, NoTrace
@@ -114,9 +113,15 @@ class LiveRequest:
     """Events in by `post`, from any thread; everything else follows from them."""
 
     def __init__(
-        self, services: Services, request_id: str, client: ReplyStream, times: RequestTimes,
-        arrived_s: float, asker: Asker | None = None, trace: NoTrace = NO_TRACE,
-    ) -> None:  # fmt: skip
+        self,
+        services: Services,
+        request_id: str,
+        client: ReplyStream,
+        times: RequestTimes,
+        arrived_s: float,
+        asker: Asker | None = None,
+        trace: NoTrace = NO_TRACE,
+    ) -> None:
         self.request_id = request_id  # unique, ours; clients may repeat theirs
         self._asker = asker or Asker()
         self.tenant = self._asker.tenant
@@ -262,9 +267,10 @@ class LiveRequest:
         if self._asker.known is not None:
             said = request.priority if "request_priority" in parameters else None
             request = replace(
-                request, cache_salt=self._asker.salt(request.cache_salt),
+                request,
+                cache_salt=self._asker.salt(request.cache_salt),
                 priority=self._asker.priority(said),
-            )  # fmt: skip
+            )
         if request.describe:
             causes = services.unreached.causes()
             described = describe(served, limits, causes, self._client.outputs)
@@ -277,9 +283,12 @@ class LiveRequest:
         if request.timeout_ms:
             self._timeout_s = request.timeout_ms / 1000
         attempts = Attempts(
-            services.config.attempts_max, self._arrived_s, services.cluster.config.request_s_max,
-            self._timeout_s, FULL_WORKERS_MAX if services.cluster.has_other_frontends else 0,
-        )  # fmt: skip
+            services.config.attempts_max,
+            self._arrived_s,
+            services.cluster.config.request_s_max,
+            self._timeout_s,
+            FULL_WORKERS_MAX if services.cluster.has_other_frontends else 0,
+        )
         return events.Understood(attempts, request.is_paced, time.monotonic())
 
     def _wait_served(self) -> Served:
@@ -326,10 +335,8 @@ class LiveRequest:
             log.info("decision %s", decided, extra=self._in_log)
             rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
             now_s = time.monotonic()
-            self.trace.decided(
-                action.attempt, now_s, reject_fields(decided, self._services.cluster.config),
-                rejection.wire_message(),
-            )  # fmt: skip
+            fields = reject_fields(decided, self._services.cluster.config)
+            self.trace.decided(action.attempt, now_s, fields, rejection.wire_message())
             return events.NotRouted(action.attempt, rejection, now_s)
         log.info("decision %s", decided.route, extra=self._in_log)
         if self._asker.known is not None:
@@ -419,13 +426,12 @@ class LiveRequest:
         ids, reply = grpc_calls.ask(self._services.calls, worker, call, token_ids, DecodeReply)
         now_s = time.monotonic()
         self.trace.decoded(action.attempt, reply, now_s)
-        fields = decode_fields(reply) if request.wants_decision else {}
         return events.DecodeReplied(
             attempt=action.attempt,
             tokens_before=reply.tokens_before,
-            last=emission_of(ids, reply),
+            last=emission_of(reply, ids.tolist(), is_stopped=reply.finish_reason == "stop_word"),
             finish_reason=reply.finish_reason,
-            fields=fields,
+            fields=decode_fields(reply) if request.wants_decision else {},
             now_s=now_s,
         )
 
@@ -457,9 +463,12 @@ class LiveRequest:
             sampling = request.sampling
             before = len(assignment.token_ids) - len(request.prompt_ids)
             text = TextStream(
-                self._services.tokenizer, assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
-                sampling.stop_words, sampling.end_ids, max(sampling.min_tokens - before, 0),
-            )  # fmt: skip
+                self._services.tokenizer,
+                assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
+                sampling.stop_words,
+                sampling.end_ids,
+                max(sampling.min_tokens - before, 0),
+            )
             emission = text.push([token_id], logprobs=said.logprobs)
             reason = "length" if before + 1 >= sampling.max_tokens else ""
             if emission.is_stopped:
@@ -588,11 +597,3 @@ class LiveRequest:
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0
             self._services.cluster.used(self._counted_id, tokens)
-
-
-def emission_of(ids: np.ndarray, reply: DecodeReply) -> Emission:
-    return Emission(
-        token_ids=tuple(ids.tolist()), text=reply.text, cut_bytes=reply.cut_bytes,
-        is_stopped=reply.finish_reason == "stop_word", context_ids=tuple(reply.context_ids),
-        logprobs=tuple(reply.logprobs),
-    )  # fmt: skip

@@ -151,9 +151,11 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.gauge("mooncake_routed_elsewhere", stats.routed_elsewhere, now_s)
     notes = frontend.cluster.notes
     batches = {
-        "sent": notes.batches_sent, "unsent": notes.batches_unsent,
-        "received": stats.note_batches_received, "missed": stats.note_batches_missed,
-    }  # fmt: skip
+        "sent": notes.batches_sent,
+        "unsent": notes.batches_unsent,
+        "received": stats.note_batches_received,
+        "missed": stats.note_batches_missed,
+    }
     for result, count in batches.items():
         page.counter_to("mooncake_routing_note_batches_total", count, result=result)
     if (recorder := frontend.recorder) is not None:

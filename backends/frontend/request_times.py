@@ -132,8 +132,10 @@ class RequestTimes:
             reason = error.kind if error.kind in TENANT_REASONS else "other"
             self._observe("mooncake_tenant_rejections_total", tenant=tenant, reason=reason)
         tokens = {
-            "prompt": self._prompt_tokens, "cached": self._cached_tokens, "output": self._tokens
-        }  # fmt: skip
+            "prompt": self._prompt_tokens,
+            "cached": self._cached_tokens,
+            "output": self._tokens,
+        }
         for kind, number in tokens.items():
             self._observe("mooncake_tenant_tokens_total", number, tenant=tenant, kind=kind)
 

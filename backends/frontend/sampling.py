@@ -45,8 +45,13 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 NUMBERS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 NEVER_ENDS = -1
 JSON_NAME = "sampling_parameters"
 JSON_BYTES_MAX = 64 * 1024
@@ -70,10 +75,12 @@ def read(
     reader.integer("pad_id")  # nothing is padded here; checked, then not used
     words = said.pop("stop", [])
     params = SamplingParams(
-        **said, end_ids=end_ids, stop_words=() if words == [""] else tuple(words),
+        **said,
+        end_ids=end_ids,
+        stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
         guided_json=reader.text("guided_json", GUIDED_JSON_BYTES_MAX) or "",
-    )  # fmt: skip
+    )
     found = params.problems(limits)
     if params.guided_json and not found:
         found += guide_problems(tokenizer, params.guided_json, params.end_ids)
@@ -141,10 +148,12 @@ def _from_json(reader: InputReader) -> dict[str, Any]:
     if problem:
         reader.note(problem)
         return {}
-    reader.note_some([
-        f"{JSON_NAME}: {shown(key)} is not supported{did_you_mean(key, JSON_KEYS)}"
-        for key in sorted(content.keys() - JSON_KEYS.keys())
-    ])  # fmt: skip
+    reader.note_some(
+        [
+            f"{JSON_NAME}: {shown(key)} is not supported{did_you_mean(key, JSON_KEYS)}"
+            for key in sorted(content.keys() - JSON_KEYS.keys())
+        ]
+    )
     found: dict[str, Any] = {}
     for key in JSON_KEYS:
         if content.get(key) is None:

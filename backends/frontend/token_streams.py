@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from backends.frontend.lifecycle.events import LifecycleEvent, TimePassed, Token
 from backends.frontend.lifecycle.machine import State, due_s
 from backends.text.text_stream import Emission
 from backends.workers.protocol import (
+    DecodeReply,
     FirstToken,
     Heartbeat,
     Tokens,
@@ -110,7 +112,10 @@ class TokenStreams:
         for (request_id, incarnation), found in updates.items():
             # Tokens of a request that is over, or goes on elsewhere, are nobody's.
             if (stream := self._heard(request_id, now_s)) is not None:
-                news = [(update.tokens_before, emission_of(update)) for update in found]
+                news = [
+                    (update.tokens_before, emission_of(update, update.token_ids))
+                    for update in found
+                ]
                 stream.receiver.post(
                     TokensArrived(stream.attempt, incarnation, news, now_s, its_gap_s)
                 )
@@ -138,8 +143,14 @@ def messages_per_s_affordable() -> int:
     return min(MESSAGES_PER_S_AND_CORE * cores, MESSAGES_PER_S_MAX)
 
 
-def emission_of(update: TokenUpdate) -> Emission:
+def emission_of(
+    update: TokenUpdate | DecodeReply, token_ids: Sequence[int], is_stopped: bool = False
+) -> Emission:
     return Emission(
-        token_ids=tuple(update.token_ids), text=update.text, cut_bytes=update.cut_bytes,
-        context_ids=tuple(update.context_ids), logprobs=tuple(update.logprobs),
-    )  # fmt: skip
+        token_ids=tuple(token_ids),
+        text=update.text,
+        cut_bytes=update.cut_bytes,
+        is_stopped=is_stopped,
+        context_ids=tuple(update.context_ids),
+        logprobs=tuple(update.logprobs),
+    )

@@ -63,9 +63,10 @@ LONG_BODY_BYTES = 256 * 1024  # of which reading takes 30 ms
 LEFT = 499  # as other servers count a client that did not wait
 # What /v1/models says of a model -> what the conductor calls it.
 FACTS = {
-    "max_model_len": "context_tokens_max", "block_tokens": "block_tokens",
+    "max_model_len": "context_tokens_max",
+    "block_tokens": "block_tokens",
     "vocabulary_tokens": "vocabulary_tokens",
-}  # fmt: skip
+}
 NO_CONTENT_YET = "the frontend has not answered yet; ask again"
 
 T = TypeVar("T")
@@ -87,9 +88,11 @@ class Gateway:
     """The routes and what they need. `app` is what a server serves."""
 
     def __init__(
-        self, options: GatewaySettings, keys: ApiKeys | None = None,
+        self,
+        options: GatewaySettings,
+        keys: ApiKeys | None = None,
         tracing: Tracing | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options = options
         self.counts = GatewayCounts(options.name)
         self.calls: FrontendCalls | None = None
@@ -109,25 +112,46 @@ class Gateway:
 
     def _routes(self) -> FastAPI:
         app = FastAPI(
-            title="mooncake-triton", docs_url=None, redoc_url=None, lifespan=self._lifespan,
+            title="mooncake-triton",
+            docs_url=None,
+            redoc_url=None,
+            lifespan=self._lifespan,
             redirect_slashes=False,
-        )  # fmt: skip
+        )
         for route, path in PATHS.items():
             app.add_api_route(
-                path, self._generate(route), methods=["POST"], response_class=Response,
-                openapi_extra={"requestBody": _body(fields.schema(route))}, name=route,
-            )  # fmt: skip
-        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_class=Response,
-                          openapi_extra={"requestBody": _body(fields.TOKENIZE_SCHEMA)})  # fmt: skip
+                path,
+                self._generate(route),
+                methods=["POST"],
+                response_class=Response,
+                openapi_extra={"requestBody": _body(fields.schema(route))},
+                name=route,
+            )
+        app.add_api_route(
+            "/tokenize",
+            self.tokenize,
+            methods=["POST"],
+            response_class=Response,
+            openapi_extra={"requestBody": _body(fields.TOKENIZE_SCHEMA)},
+        )
         for path, answer in (
-            ("/v1/models", self.models), ("/v1/models/{name:path}", self.model),
-            ("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics),
-            ("/", self.page), ("/status", self.status),
-        ):  # fmt: skip
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/health", self.health),
+            ("/ready", self.ready),
+            ("/metrics", self.metrics),
+            ("/", self.page),
+            ("/status", self.status),
+        ):
             app.add_api_route(path, answer, methods=["GET"], response_class=Response)
         for path in UNSUPPORTED_PATHS:
-            app.add_api_route(path, self.unsupported, methods=["POST"], response_class=Response,
-                              include_in_schema=False)  # fmt: skip
+            app.add_api_route(
+                path,
+                self.unsupported,
+                methods=["POST"],
+                response_class=Response,
+                include_in_schema=False,
+            )
         app.add_exception_handler(HttpRefusal, self._refused)
         app.add_exception_handler(ClientDisconnect, self._left)
         app.add_exception_handler(HTTPException, self._no_route)
@@ -167,9 +191,14 @@ class Gateway:
                 route, answer_id, int(time.time()), served.name, asked.counts_each_event
             )
             return GenerationResponse(
-                call, facts, asked.is_stream, asked.includes_usage, asked.timeout_s, self.counts,
+                call,
+                facts,
+                asked.is_stream,
+                asked.includes_usage,
+                asked.timeout_s,
+                self.counts,
                 logprobs,
-            )  # fmt: skip
+            )
 
         generate.__name__ = f"generate_{route}"
         return generate
@@ -209,9 +238,11 @@ class Gateway:
         assert self.calls is not None
         facts = await self.calls.describe_model()
         found: dict[str, object] = {
-            "id": served.name, "object": "model", "created": self._started_s,
+            "id": served.name,
+            "object": "model",
+            "created": self._started_s,
             "owned_by": "mooncake-triton",
-        }  # fmt: skip
+        }
         for said, known in FACTS.items():
             if known in facts:
                 found[said] = facts[known]

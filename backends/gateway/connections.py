@@ -232,13 +232,15 @@ class BoundedConnection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(refusal.body())
             headers = [
-                ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
+                ("Content-Type", "application/json"),
+                ("Content-Length", str(len(body))),
                 ("Connection", "close"),
-            ]  # fmt: skip
+            ]
             parts = (
                 h11.Response(status_code=refusal.status, headers=headers),
-                h11.Data(data=body), h11.EndOfMessage(),
-            )  # fmt: skip
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         if self.cycle is not None:  # its request is told at once: nobody may answer a second time
             self.cycle.disconnected = True
@@ -250,7 +252,8 @@ def probe_clients(listener: socket.socket) -> None:
     """Connections inherit it: the kernel asks a silent client whether it is there."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, PROBE_IDLE_S), (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_KEEPIDLE, PROBE_IDLE_S),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
         (socket.TCP_KEEPCNT, PROBES_MAX),
-    ):  # fmt: skip
+    ):
         listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -60,9 +60,13 @@ class Doors:
     """ASGI middleware. `is_draining` is set by the server."""
 
     def __init__(
-        self, app: ASGIApp, counts: GatewayCounts, paths: frozenset[str],
-        keys: ApiKeys | None = None, body_bytes_max: int = BODY_BYTES_MAX,
-    ) -> None:  # fmt: skip
+        self,
+        app: ASGIApp,
+        counts: GatewayCounts,
+        paths: frozenset[str],
+        keys: ApiKeys | None = None,
+        body_bytes_max: int = BODY_BYTES_MAX,
+    ) -> None:
         """`paths`: those that are counted by name. `keys`: None asks nobody for one."""
         self._keys = keys
         self._app, self._counts, self._paths = app, counts, paths
@@ -129,10 +133,11 @@ class Doors:
         coding = headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
             return HttpRefusal(
-                415, "unsupported_encoding",
+                415,
+                "unsupported_encoding",
                 f"the body has Content-Encoding {coding[:32].decode('latin-1')}; send it as it is, "
                 "without Content-Encoding",
-            )  # fmt: skip
+            )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._body_bytes_max:
             return self._too_large()

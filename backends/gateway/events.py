@@ -82,9 +82,11 @@ class EventStream:
         self._output_tokens = self._cached_tokens = self._prompt_tokens = 0
         self._is_chat = facts.route == CHAT
         head = {
-            "id": facts.answer_id, "object": OBJECTS[facts.route][0],
-            "created": facts.created_s, "model": facts.model,
-        }  # fmt: skip
+            "id": facts.answer_id,
+            "object": OBJECTS[facts.route][0],
+            "created": facts.created_s,
+            "model": facts.model,
+        }
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         inner = b'"delta":{"content":' if self._is_chat else b'"text":'
         self._before = self._head + b'{"index":0,' + inner
@@ -160,10 +162,13 @@ def whole(
     choice |= {"logprobs": of_tokens, "finish_reason": finish_reason(last.finish_reason)}
     output_tokens = sum(piece.output_tokens for piece in pieces)
     answer = {
-        "id": facts.answer_id, "object": OBJECTS[facts.route][1], "created": facts.created_s,
-        "model": facts.model, "choices": [choice],
+        "id": facts.answer_id,
+        "object": OBJECTS[facts.route][1],
+        "created": facts.created_s,
+        "model": facts.model,
+        "choices": [choice],
         "usage": usage(last.prompt_tokens, output_tokens, last.cached_tokens),
-    }  # fmt: skip
+    }
     if last.decision:
         answer["decision"] = msgspec.Raw(last.decision)
     return encode(answer)

@@ -70,14 +70,25 @@ FIELDS = (
     Field("stop", "stop", "words that end the answer", "stop_words"),
     Field("logprobs", "flag", "how likely the model found each token", routes=(CHAT,)),
     Field("top_logprobs", "integer", "and so many of the likeliest, 0 to 20", routes=(CHAT,)),
-    Field("logprobs", "integer", "of each token and so many of the likeliest, 0 to 20",
-          routes=(COMPLETION,)),
+    Field(
+        "logprobs",
+        "integer",
+        "of each token and so many of the likeliest, 0 to 20",
+        routes=(COMPLETION,),
+    ),
     Field("response_format", "format", "json_schema: an answer that follows it; json_object"),
     Field("stream", "flag", "server-sent events"),
-    Field("stream_options", "stream_options",
-          "include_usage: one more event with the counts; continuous_usage_stats: in each event"),
-    Field("return_decision", "flag", "which workers, why, and what came of it, as `decision`",
-          "return_decision"),
+    Field(
+        "stream_options",
+        "stream_options",
+        "include_usage: one more event with the counts; continuous_usage_stats: in each event",
+    ),
+    Field(
+        "return_decision",
+        "flag",
+        "which workers, why, and what came of it, as `decision`",
+        "return_decision",
+    ),
     Field("n", "one", "1: one answer for a request"),
     Field("timeout", "seconds", "its deadline, in seconds from its arrival"),
     Field("priority", "integer", "below 0 is rejected earlier under load"),
@@ -90,7 +101,7 @@ FIELDS = (
     Field("prompt_cache_options", "object", "likewise", routes=(CHAT,)),
     Field("service_tier", "text", "taken, and not used"),
     Field("store", "flag", "taken, and not used: no answer is kept", routes=(CHAT,)),
-)  # fmt: skip
+)
 UNSUPPORTED = (
     UnsupportedField("best_of", (1,)),
     UnsupportedField("logit_bias", ({},)),
@@ -128,26 +139,36 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "text": {"type": ["string", "null"]},
     "object": {"type": ["object", "null"]},
     "stop": {
-        "anyOf": [
-            {"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}
-        ]
+        "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}]
     },
     "format": {
         "anyOf": [
             {"type": "null"},
-            {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}},
-             "required": ["type"], "additionalProperties": False},
-            {"type": "object", "required": ["type", "json_schema"], "additionalProperties": False,
-             "properties": {
-                 "type": {"const": "json_schema"},
-                 "json_schema": {
-                     "type": "object", "required": ["schema"], "additionalProperties": False,
-                     "properties": {
-                         "name": {"type": "string"}, "description": {"type": ["string", "null"]},
-                         "strict": {"type": ["boolean", "null"]}, "schema": {"type": "object"},
-                     },
-                 },
-             }},
+            {
+                "type": "object",
+                "properties": {"type": {"enum": ["text", "json_object"]}},
+                "required": ["type"],
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["type", "json_schema"],
+                "additionalProperties": False,
+                "properties": {
+                    "type": {"const": "json_schema"},
+                    "json_schema": {
+                        "type": "object",
+                        "required": ["schema"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "name": {"type": "string"},
+                            "description": {"type": ["string", "null"]},
+                            "strict": {"type": ["boolean", "null"]},
+                            "schema": {"type": "object"},
+                        },
+                    },
+                },
+            },
         ]
     },
     "stream_options": {
@@ -184,7 +205,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "additionalProperties": False,
         },
     },
-}  # fmt: skip
+}
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
 SCHEMA_LABELS = {"name", "description", "strict"}  # of a schema; it is followed in any case
 ANY_OBJECT = '{"type":"object"}'
@@ -260,9 +281,10 @@ def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
         return
     only = f" or send {field.neutral[0]!r}" if field.neutral else ""
     raise bad_field(
-        field.name, f"{field.name} is not supported by this server; leave it out{only}",
+        field.name,
+        f"{field.name} is not supported by this server; leave it out{only}",
         code="unsupported",
-    )  # fmt: skip
+    )
 
 
 def bad_field(
@@ -300,9 +322,10 @@ def _seed(name: str, value: object) -> int:
 def _one(name: str, value: object) -> int:
     if value != 1 or isinstance(value, bool):
         raise bad_field(
-            name, f"{name} is {shown(value)}; this server gives 1 answer for a request",
+            name,
+            f"{name} is {shown(value)}; this server gives 1 answer for a request",
             code="unsupported",
-        )  # fmt: skip
+        )
     return 1
 
 
@@ -354,7 +377,7 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
         if key not in STREAM_OPTIONS:
             raise bad_field(
                 f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {', '.join(STREAM_OPTIONS)}"
-            )  # fmt: skip
+            )
         if flag is not None:
             _flag(f"{name}.{key}", flag)
     return {key: flag is True for key, flag in options.items()}
@@ -385,8 +408,17 @@ def _as_it_is(name: str, value: object) -> object:
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    "integer": _integer, "seed": _seed, "one": _one, "number": _number, "seconds": _seconds,
-    "flag": _flag, "text": _text, "object": as_object, "stop": _stop,
-    "stream_options": _stream_options, "format": _format, "prompt": _as_it_is,
+    "integer": _integer,
+    "seed": _seed,
+    "one": _one,
+    "number": _number,
+    "seconds": _seconds,
+    "flag": _flag,
+    "text": _text,
+    "object": as_object,
+    "stop": _stop,
+    "stream_options": _stream_options,
+    "format": _format,
+    "prompt": _as_it_is,
     "messages": _as_it_is,
-}  # fmt: skip
+}

@@ -52,8 +52,9 @@ class FrontendCalls:
 
     def __init__(self, address: str, channels: int = CHANNELS) -> None:
         self.address = address
-        self._channels = [grpc.aio.insecure_channel(address, options=OPTIONS)
-                          for _ in range(channels)]  # fmt: skip
+        self._channels = [
+            grpc.aio.insecure_channel(address, options=OPTIONS) for _ in range(channels)
+        ]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
         self._stubs = itertools.cycle(stubs)
         self._probe = stubs[0]
@@ -159,8 +160,9 @@ class FrontendCall:
 
 
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
-    raw = dict(zip([each.name for each in response.outputs], response.raw_output_contents,
-                   strict=True))  # fmt: skip
+    raw = dict(
+        zip([each.name for each in response.outputs], response.raw_output_contents, strict=True)
+    )
     logprobs = _logprobs(raw) if "output_log_probs" in raw else None
     counts = raw.get("num_output_tokens")
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
@@ -168,9 +170,14 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     if counts is None:
         return AnswerPiece(text, reason, logprobs=logprobs, decision=decision)
     return AnswerPiece(
-        text, reason, _integer(counts), _integer(raw["num_input_tokens"]),
-        _integer(raw["cached_tokens"]), logprobs, decision,
-    )  # fmt: skip
+        text,
+        reason,
+        _integer(counts),
+        _integer(raw["num_input_tokens"]),
+        _integer(raw["cached_tokens"]),
+        logprobs,
+        decision,
+    )
 
 
 def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:

@@ -56,10 +56,13 @@ class GatewayCounts:
         if self.spans is not None:
             spans = {'result="exported"': self.spans.exported, 'result="lost"': self.spans.lost}
         for name, samples in (
-            (SPANS, spans), (REQUESTS, requests), (REFUSALS, refusals),
-            (MESSAGES, {"": self._messages}), (LEFT, {"": self._left}),
+            (SPANS, spans),
+            (REQUESTS, requests),
+            (REFUSALS, refusals),
+            (MESSAGES, {"": self._messages}),
+            (LEFT, {"": self._left}),
             (IN_FLIGHT, {f'gateway="{self._name}"': self.in_flight}),
-        ):  # fmt: skip
+        ):
             yield f"# HELP {name} {METRICS[name].meaning}"
             yield f"# TYPE {name} {METRICS[name].kind}"
             for labels, value in samples.items():

@@ -60,10 +60,17 @@ class GatewayTraces:
             }
             name = f"POST {scope['path']}" if scope["path"] in self._paths else "POST"
             span = SpanRecord(
-                name=name, context=context, parent_span_id=parent_span_id,
-                start_ns=start_ns, end_ns=time.time_ns(), kind="server", service=SERVICE,
-                instance=self._name, attributes=attributes, error=_error(status),
-            )  # fmt: skip
+                name=name,
+                context=context,
+                parent_span_id=parent_span_id,
+                start_ns=start_ns,
+                end_ns=time.time_ns(),
+                kind="server",
+                service=SERVICE,
+                instance=self._name,
+                attributes=attributes,
+                error=_error(status),
+            )
             self._tracing.export.offer([span])
 
 

@@ -32,17 +32,24 @@ from backends.statuses import HttpRefusal
 log = logging.getLogger(__name__)
 GRACE_S = 2.0  # that the conductor has to say itself that a deadline has passed
 EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")
-]  # fmt: skip
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
 class GenerationResponse(Response):
     """`call` has been started; it is left when nobody waits for it any more."""
 
     def __init__(
-        self, call: FrontendCall, facts: AnswerFacts, is_stream: bool, includes_usage: bool,
-        timeout_s: float, counts: GatewayCounts, logprobs: LogprobsWriter | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        call: FrontendCall,
+        facts: AnswerFacts,
+        is_stream: bool,
+        includes_usage: bool,
+        timeout_s: float,
+        counts: GatewayCounts,
+        logprobs: LogprobsWriter | None = None,
+    ) -> None:
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
         self._is_stream, self._includes_usage = is_stream, includes_usage
@@ -99,9 +106,9 @@ class GenerationResponse(Response):
             count()
             if piece.finish_reason:
                 self._end_watch()
-            await send({
-                "type": "http.response.body", "body": body, "more_body": not piece.finish_reason
-            })  # fmt: skip
+            await send(
+                {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}
+            )
 
     def _end_watch(self) -> None:
         """The end of the response is none of the connection."""

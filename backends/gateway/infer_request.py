@@ -24,11 +24,18 @@ MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's, where a request names none
 NEVER_ENDS = -1  # of `end_id`
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
-    "text_input": "prompt", "input_ids": "prompt", "messages": "messages", "seed": "seed",
-    "end_id": "ignore_eos", "tenant": "tenant", "timeout_ms": "timeout",
-    "request_priority": "priority", "return_log_probs": "logprobs", "top_logprobs": "top_logprobs",
+    "text_input": "prompt",
+    "input_ids": "prompt",
+    "messages": "messages",
+    "seed": "seed",
+    "end_id": "ignore_eos",
+    "tenant": "tenant",
+    "timeout_ms": "timeout",
+    "request_priority": "priority",
+    "return_log_probs": "logprobs",
+    "top_logprobs": "top_logprobs",
     "guided_json": "response_format",
-}  # fmt: skip
+}
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
 # A response carries what is asked for by name, and each costs in Triton.
@@ -75,8 +82,7 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     else:
         prompt = prompts.read_prompt(said.get("prompt"))
         inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
-    inputs |= {each.tensor: said[each.name] for each in FIELDS
-               if each.tensor and each.name in said}  # fmt: skip
+    inputs |= {each.tensor: said[each.name] for each in FIELDS if each.tensor and each.name in said}
     # A completion says in `logprobs` how many; a chat has its prompt in `messages`.
     names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
     if (newer := said.get("max_completion_tokens")) is not None:
@@ -111,11 +117,16 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
         raise bad_field("stream_options", "stream_options is for streams; send stream: true too")
     includes_usage = options.get("include_usage", False)
     return GatewayRequest(
-        route=route, model=said.get("model", ""), is_stream=is_stream,
-        includes_usage=includes_usage, timeout_s=timeout_s,
+        route=route,
+        model=said.get("model", ""),
+        is_stream=is_stream,
+        includes_usage=includes_usage,
+        timeout_s=timeout_s,
         counts_each_event=includes_usage and options.get("continuous_usage_stats", False),
-        inputs=inputs, parameters=parameters, names=names,
-    )  # fmt: skip
+        inputs=inputs,
+        parameters=parameters,
+        names=names,
+    )
 
 
 def _logprobs(route: str, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,11 +143,18 @@ def _logprobs(route: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in TYPE_OF_KIND} | {
-    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "guided_json": "BYTES",
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "stop_words": "BYTES",
+    "guided_json": "BYTES",
     "input_ids": "INT32",
-    "seed": "UINT64", "end_id": "INT32", "stream": "BOOL", "return_log_probs": "BOOL",
-    "top_logprobs": "INT32", "return_decision": "BOOL",
-}  # fmt: skip
+    "seed": "UINT64",
+    "end_id": "INT32",
+    "stream": "BOOL",
+    "return_log_probs": "BOOL",
+    "top_logprobs": "INT32",
+    "return_decision": "BOOL",
+}
 
 
 def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.ModelInferRequest:

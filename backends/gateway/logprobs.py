@@ -72,9 +72,10 @@ class LogprobsWriter:
     def _named(self, token_id: int, log_prob: float) -> dict[str, Any]:
         raw = self._words.of(self._context_ids, token_id)
         return {
-            "token": raw.decode("utf-8", "replace"), "logprob": max(log_prob, LEAST),
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": max(log_prob, LEAST),
             "bytes": list(raw),
-        }  # fmt: skip
+        }
 
 
 class _TextOffsets:
@@ -107,5 +108,6 @@ def _goes_on(begun: bytes, raw: bytes) -> bool:
 
 
 def joined(pieces: list[PieceLogprobs]) -> PieceLogprobs:
-    return PieceLogprobs(*([each for piece in pieces for each in piece[index]]
-                           for index in range(4)))  # fmt: skip
+    return PieceLogprobs(
+        *([each for piece in pieces for each in piece[index]] for index in range(4))
+    )

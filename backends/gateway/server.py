@@ -146,13 +146,20 @@ def draining_server(
     gateway: Gateway, listening: Listening, drain_s_max: float, listener: BoundedListener
 ) -> DrainingServer:
     config = uvicorn.Config(
-        gateway.app, log_level="error", access_log=False, server_header=False, lifespan="on",
-        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CUT_OFF_S, backlog=BACKLOG,
-        ws="none", proxy_headers=False,
+        gateway.app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CUT_OFF_S,
+        backlog=BACKLOG,
+        ws="none",
+        proxy_headers=False,
         http=functools.partial(  # type: ignore[arg-type]
             BoundedConnection, gateway.counts, listener
         ),
-    )  # fmt: skip
+    )
     config.load()
     if listening.certificate:
         config.ssl = tls_context(listening)

@@ -62,5 +62,6 @@ class AdminKey:
 
 def problems(open_apis: Collection[str]) -> list[str]:
     known = ", ".join(RESTRICTED_APIS)
-    return [f"--open-api {api}: use one of {known}" for api in open_apis
-            if api not in RESTRICTED_APIS]  # fmt: skip
+    return [
+        f"--open-api {api}: use one of {known}" for api in open_apis if api not in RESTRICTED_APIS
+    ]

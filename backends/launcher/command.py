@@ -44,9 +44,21 @@ READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the othe
 
 # Options of one machine, which a cluster file says for each of its hosts.
 OF_ONE_MACHINE = (
-    "http_port", "grpc_port", "metrics_port", "metrics_address", "nodes", "store_bytes",
-    "ssd_bytes", "ssd_path", "state_dir", "checkpoint", "dtype", "device", "prefill", "decode",
-)  # fmt: skip
+    "http_port",
+    "grpc_port",
+    "metrics_port",
+    "metrics_address",
+    "nodes",
+    "store_bytes",
+    "ssd_bytes",
+    "ssd_path",
+    "state_dir",
+    "checkpoint",
+    "dtype",
+    "device",
+    "prefill",
+    "decode",
+)
 ReadySMax = Annotated[
     float | None,
     typer.Option(help="Give up when not ready after this; 300, or never with --cluster."),
@@ -126,11 +138,12 @@ Device = Annotated[str, typer.Option(help="Where all workers compute: cpu, cuda 
 Prefill = Annotated[
     int | None,
     typer.Option(
-        min=1, max=WORKERS_MAX,
+        min=1,
+        max=WORKERS_MAX,
         help="So many prefill workers: the first folders of the repository, the rest made of the "
         "first one.",
     ),
-]  # fmt: skip
+]
 Decode = Annotated[
     int | None, typer.Option(min=1, max=WORKERS_MAX, help="The same of decode workers.")
 ]
@@ -182,15 +195,17 @@ def serve(
     """Start directory, storage nodes and Tritons on this machine, until Ctrl-C; with --cluster
     those that the file gives to --host."""
     more = {
-        "is_self_checked": self_check, "open_apis": tuple(open_api or ()),
-        "triton_args": tuple(triton_arg or ()), "api_keys": api_keys,
+        "is_self_checked": self_check,
+        "open_apis": tuple(open_api or ()),
+        "triton_args": tuple(triton_arg or ()),
+        "api_keys": api_keys,
         "observed": ObserveOptions(
             log_format or "", parse_bytes(log_bytes, "--log-bytes"), otlp_endpoint
         ),
         "gateway": GatewayOptions(
             openai_port, openai_workers, openai_certificate, openai_private_key
         ),
-    }  # fmt: skip
+    }
     if cluster is not None:
         refuse_options_of_one_machine(context, is_elastic=bool(pool))
         plan = plan_in_file(cluster, host, pool, address, model_repository)
@@ -204,21 +219,37 @@ def serve(
     settings = settings_of_all_models(checkpoint, dtype, device, prefill, decode)
     if not settings.is_empty:
         refuse_wrong_settings(model_repository, settings, named)
-    sys.exit(serve_until_stopped(ServeOptions(
-        settings=settings, model_repository=model_repository, address=address, http_port=http_port,
-        grpc_port=grpc_port, metrics_port=metrics_port, metrics_address=metrics_address,
-        nodes=named, store_bytes=parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES),
-        ssd_bytes=parse_bytes(ssd_bytes, "--ssd-bytes"), ssd_path=ssd_path, state_dir=state_dir,
-        ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max, **more,
-    )))  # fmt: skip
+    sys.exit(
+        serve_until_stopped(
+            ServeOptions(
+                settings=settings,
+                model_repository=model_repository,
+                address=address,
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                metrics_address=metrics_address,
+                nodes=named,
+                store_bytes=parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES),
+                ssd_bytes=parse_bytes(ssd_bytes, "--ssd-bytes"),
+                ssd_path=ssd_path,
+                state_dir=state_dir,
+                ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max,
+                **more,
+            )
+        )
+    )
 
 
 def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> None:
     """Only an elastic host says its address itself."""
     names = OF_ONE_MACHINE if is_elastic else (*OF_ONE_MACHINE, "address")
     sources = {name: context.get_parameter_source(name) for name in names}
-    given = [f"--{name.replace('_', '-')}" for name, source in sources.items()
-             if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
     if given:
         refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
 
@@ -252,8 +283,10 @@ def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequ
     lacking = versionless(repository, {*sources.values()})
     found += check_repository(served, facts_beside(repository), nodes, lacking).mistakes
     if found:
-        refuse("these options and the model repository do not fit:\n" + "\n".join(
-            f"  - {line}" for line in found))  # fmt: skip
+        refuse(
+            "these options and the model repository do not fit:\n"
+            + "\n".join(f"  - {line}" for line in found)
+        )
 
 
 def refuse(reason: str) -> NoReturn:
@@ -280,9 +313,11 @@ def plan_in_file(
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
         )
     except KeyError:
-        there = ", ".join(each.name for each in deployment.elastic_pools) if pool else (
-            ", ".join(deployment.hosts)
-        )  # fmt: skip
+        there = (
+            ", ".join(each.name for each in deployment.elastic_pools)
+            if pool
+            else (", ".join(deployment.hosts))
+        )
         what = f"elastic pool {pool!r}" if pool else f"host {host!r}"
         refuse(f"{path} has no {what}: {'--pool' if pool else '--host'} takes one of {there}")
     if plan.is_idle:

@@ -160,9 +160,12 @@ def make_writable(folder: Path, option: str) -> None:
 
 
 def free_ports(
-    count: int, promised: Collection[int], port_min: int = PORT_MIN, port_max: int = PORT_MAX,
+    count: int,
+    promised: Collection[int],
+    port_min: int = PORT_MIN,
+    port_max: int = PORT_MAX,
     host: str = "127.0.0.1",
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Ports of `host` that nobody has now, nor is going to take; they differ."""
     chance = random.SystemRandom()
     with contextlib.ExitStack() as held:

@@ -48,20 +48,40 @@ def etcd_command(
 ) -> list[str]:
     """`--initial-...` matter at the first start only: later the data say who the members are."""
     return [
-        str(etcd_binary()), "--name", member.name, "--data-dir", str(data_dir),
-        "--listen-client-urls", member.listen_client_url,
-        "--advertise-client-urls", member.advertised_client_url,
-        "--listen-peer-urls", member.listen_peer_url,
-        "--initial-advertise-peer-urls", member.advertised_peer_url,
-        "--initial-cluster", member.initial_cluster,
-        "--initial-cluster-token", member.token,
-        "--initial-cluster-state", "existing" if is_replaced else "new",
-        "--heartbeat-interval", str(HEARTBEAT_MS), "--election-timeout", str(ELECTION_MS),
+        str(etcd_binary()),
+        "--name",
+        member.name,
+        "--data-dir",
+        str(data_dir),
+        "--listen-client-urls",
+        member.listen_client_url,
+        "--advertise-client-urls",
+        member.advertised_client_url,
+        "--listen-peer-urls",
+        member.listen_peer_url,
+        "--initial-advertise-peer-urls",
+        member.advertised_peer_url,
+        "--initial-cluster",
+        member.initial_cluster,
+        "--initial-cluster-token",
+        member.token,
+        "--initial-cluster-state",
+        "existing" if is_replaced else "new",
+        "--heartbeat-interval",
+        str(HEARTBEAT_MS),
+        "--election-timeout",
+        str(ELECTION_MS),
         # Elections write little, but each renewal of a pin is a revision.
-        "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h",
-        "--logger", "zap", "--log-level", "warn",
+        "--auto-compaction-mode",
+        "periodic",
+        "--auto-compaction-retention",
+        "1h",
+        "--logger",
+        "zap",
+        "--log-level",
+        "warn",
         *_tls_arguments(keys),
-    ]  # fmt: skip
+    ]
 
 
 def _tls_arguments(keys: Keys | None) -> list[str]:
@@ -71,11 +91,21 @@ def _tls_arguments(keys: Keys | None) -> list[str]:
         return []
     certificate, private_key = str(keys.certificate), str(keys.private_key)
     return [
-        "--cert-file", certificate, "--key-file", private_key,
-        "--trusted-ca-file", str(keys.authorities), "--client-cert-auth",
-        "--peer-cert-file", certificate, "--peer-key-file", private_key,
-        "--peer-trusted-ca-file", str(keys.authorities), "--peer-client-cert-auth",
-    ]  # fmt: skip
+        "--cert-file",
+        certificate,
+        "--key-file",
+        private_key,
+        "--trusted-ca-file",
+        str(keys.authorities),
+        "--client-cert-auth",
+        "--peer-cert-file",
+        certificate,
+        "--peer-key-file",
+        private_key,
+        "--peer-trusted-ca-file",
+        str(keys.authorities),
+        "--peer-client-cert-auth",
+    ]
 
 
 def etcd_environment() -> dict[str, str]:

@@ -70,9 +70,7 @@ class Gateways:
         self._metrics = _reachable(plan.metrics)
         for number in range(self._plan.processes):
             name = f"gateway-{number}"
-            self.children.append(
-                make(name, lambda name=name: self._command(name), GrowingPauses())
-            )  # fmt: skip
+            self.children.append(make(name, lambda name=name: self._command(name), GrowingPauses()))
 
     @property
     def url(self) -> str:
@@ -87,14 +85,18 @@ class Gateways:
             child.wait_for_line("ready", READY_S_MAX)
 
     def supervise(self) -> list[Restart]:
-        return [Restart(child.name, pause_s) for child in self.children
-                if (pause_s := child.supervise()) is not None]  # fmt: skip
+        return [
+            Restart(child.name, pause_s)
+            for child in self.children
+            if (pause_s := child.supervise()) is not None
+        ]
 
     def sources(self) -> list[MetricsSource]:
         return [
             MetricsSource(child.name, child.starts, f"127.0.0.1:{self._own_ports[child.name]}")
-            for child in self.children if child.is_alive
-        ]  # fmt: skip
+            for child in self.children
+            if child.is_alive
+        ]
 
     def _command(self, name: str) -> Command:
         plan = self._plan
@@ -104,10 +106,21 @@ class Gateways:
         self._own_ports[name] = own_port
         host, _, port = plan.listen.rpartition(":")
         options = [
-            "--name", name, "--frontend", self._frontend, "--host", host, "--port", port,
-            "--metrics", self._metrics, "--own-metrics-port", str(own_port),
-            "--drain-s-max", str(DRAIN_S_MAX),
-        ]  # fmt: skip
+            "--name",
+            name,
+            "--frontend",
+            self._frontend,
+            "--host",
+            host,
+            "--port",
+            port,
+            "--metrics",
+            self._metrics,
+            "--own-metrics-port",
+            str(own_port),
+            "--drain-s-max",
+            str(DRAIN_S_MAX),
+        ]
         options += ["--shared"] if plan.processes > 1 else []
         if plan.certificate:
             options += ["--certificate", plan.certificate, "--private-key", plan.private_key]

@@ -1,17 +1,16 @@
-"""`mooncake serve`: what one host runs, started in order, stopped in order.
+"""`mooncake serve`: starts what one host runs, in order, and stops it in reverse order.
 
-etcd's member, directory, storage nodes, then the Tritons: one for the models that clients call and
-one for each worker folder; ready when every model of this host is. A plan says what of this there
-is (launch_plan.py): on one machine everything but etcd. Whatever ends the launcher (Ctrl-C,
-SIGTERM, a child that keeps dying, a model that does not load at the start), its processes end too
+The order is etcd's member, the directory, storage nodes, then the Tritons: one for the models that
+clients call and one for each worker folder. The host is ready when each of its models is. A plan
+(launch_plan.py) names the parts; on one machine all but etcd. When the launcher ends (Ctrl-C,
+SIGTERM, a child that keeps dying, a model that does not load at the start), its processes end too,
 and its files in /dev/shm and its sockets are removed.
 
-Hosts of a deployment start in any order. Each waits until etcd has a quorum and a directory leads,
-and says so; what the others serve is not its business.
+Hosts of a deployment start in any order. Each waits, and logs that it waits, until etcd has a
+quorum and a directory leads. No host waits for the models of another.
 
-Not here: checks of the machine (environment.py), child processes (processes.py), its files and
-those of dead launchers (launch_files.py), one Triton (triton_process.py) and its arguments
-(triton_arguments.py), the metrics port (metrics_server.py).
+Not here: checks of the machine (environment.py), child processes (processes.py), files
+(launch_files.py), one Triton (triton_process.py, triton_arguments.py), metrics (metrics_server.py).
 """
 
 from __future__ import annotations
@@ -20,20 +19,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from backends import launch_secret
 from backends.cluster.drain import move_requests
 from backends.cluster.host_plan import EtcdMember, NodePlan
 from backends.cluster.manifests.doors import FREE_PORTS
-from backends.launcher import admin_key, environment, gateways
+from backends.launcher import admin_key, environment, gateways, launch_plan
 from backends.launcher.admin_key import AdminKey
-from backends.launcher.deployment_watch import (
-    DeploymentState,
-    DeploymentWatch,
-    state,
-)
+from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state
 from backends.launcher.etcd_member import (
     MISSING,
     MemberRefused,
@@ -71,11 +66,11 @@ from backends.launcher.triton_process import (
     Stubs,
     Triton,
     WorkerTriton,
+    all_states,
     end_orphans,
 )
 from backends.tenants import api_keys
 from backends.tracing.export import ENDPOINT_VARIABLE
-from mooncake_store.cli.serving import directory_command, node_command
 from mooncake_store.directory.election import endpoints_and_prefix
 from mooncake_store.keys import folder as key_folder
 from mooncake_store.keys.folder import Keys, KeysInvalid
@@ -156,7 +151,8 @@ class Launcher:
         if plan.etcd is not None:
             self._etcd = self._etcd_child(plan.etcd, env)
         if plan.directory is not None:
-            self._directory = self._child("directory", self._directory_command(*checked), env)
+            command = launch_plan.command_of_directory(plan, *checked)
+            self._directory = self._child("directory", command, env)
             if not plan.directory.etcd:
                 self._directory.wait_for_line("ready", 20.0)
         if plan.deployment:
@@ -247,12 +243,17 @@ class Launcher:
         return Triton(
             FRONTEND,
             RepositoryMirror(
-                self.repository, self._mirrors / FRONTEND,
-                lambda name: name not in self._worker_names, self._worker_folders,
+                self.repository,
+                self._mirrors / FRONTEND,
+                lambda name: name not in self._worker_names,
+                self._worker_folders,
             ),
-            self.log_dir / f"{FRONTEND}.log", self.socket_dir, self._triton_command,
-            Endpoints(plan.grpc, http=plan.http), log_bytes_max=self.options.observed.log_bytes_max,
-        )  # fmt: skip
+            self.log_dir / f"{FRONTEND}.log",
+            self.socket_dir,
+            self._triton_command,
+            Endpoints(plan.grpc, http=plan.http),
+            log_bytes_max=self.options.observed.log_bytes_max,
+        )
 
     def _add_worker(self, name: str) -> None:
         """A folder that the plan does not name, because it was copied, gets any free port: among
@@ -260,29 +261,21 @@ class Launcher:
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(
-            name, self.repository, self._mirrors / name, self.log_dir / f"{name}.log",
-            self.socket_dir, self._triton_command, fixed, self._any_port,
-            self.options.observed.log_bytes_max, self._worker_folders,
-        )  # fmt: skip
-
-    def _directory_command(self, *options: str) -> list[str]:
-        plan = self.plan.directory
-        assert plan is not None
-        if plan.etcd:
-            options = (*options, "--etcd", plan.etcd, "--ttl-s", str(plan.ttl_s),
-                       "--advertise", f"{plan.advertised},{plan.advertised_events}")  # fmt: skip
-        return directory_command(plan.listen, plan.listen_events, *options)
+            name,
+            self.repository,
+            self._mirrors / name,
+            self.log_dir / f"{name}.log",
+            self.socket_dir,
+            self._triton_command,
+            fixed,
+            self._any_port,
+            self.options.observed.log_bytes_max,
+            self._worker_folders,
+        )
 
     def _node_command(self, node: NodePlan) -> list[str]:
         segment = node.segment_path or str(self._files.path(node.name))
-        options = ["--segment-path", segment]
-        if node.data:
-            options += ["--data", node.listen_data, "--rack", node.rack]
-            options += ["--advertise", f"{node.control},{node.data}"]
-        return node_command(
-            self.plan.directory_address, node.name, node.dram_bytes, node.listen_control,
-            self.state_dir / node.ssd_path, node.ssd_bytes, self.plan.events_address, *options,
-        )  # fmt: skip
+        return launch_plan.command_of_node(self.plan, node, segment, self.state_dir)
 
     def wait_ready(self) -> list[ModelState]:
         """Until every model of the repository serves; raises with what the models said if not."""
@@ -298,8 +291,11 @@ class Launcher:
                 if problem := triton.supervise_start():
                     raise environment.EnvironmentProblem(problem)
                 answers.append((triton, triton.states()))
-                refusals |= {f"{load.model}: {load.reason}": None
-                             for load in triton.take_loads() if load.reason}  # fmt: skip
+                refusals |= {
+                    f"{load.model}: {load.reason}": None
+                    for load in triton.take_loads()
+                    if load.reason
+                }
             if refusals:  # this start ends: the conductor need not wait for workers any more
                 self._files.say_stopping()
             # A Triton answers only after it tried each of its models once: all reasons are known.
@@ -307,7 +303,7 @@ class Launcher:
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
                 )
-            states = _all_states(answers)
+            states = all_states(answers)
             if states and all(state.is_ready for state in states):
                 return states
             if time.monotonic() > give_up_s:
@@ -354,8 +350,9 @@ class Launcher:
         """
         restarts = [
             Restart(child.name, pause_s)
-            for child in self.children if (pause_s := child.supervise()) is not None
-        ]  # fmt: skip
+            for child in self.children
+            if (pause_s := child.supervise()) is not None
+        ]
         for child in self.children:
             child.bound_log()
         everyone = [*self._tritons(), *self._leaving]
@@ -409,7 +406,7 @@ class Launcher:
 
     def states(self) -> list[ModelState]:
         """Of every model; one whose Triton does not answer is not ready. From any thread."""
-        return _all_states([(triton, triton.states()) for triton in self._tritons()])
+        return all_states([(triton, triton.states()) for triton in self._tritons()])
 
     def settings(self) -> dict[str, object]:
         """What is served, and what became of the newest edit of each model. From any thread."""
@@ -511,17 +508,25 @@ class Launcher:
         self, name: str, command: Callable[[], Command], policy: RestartPolicy | None = None
     ) -> ChildProcess:
         return ChildProcess(
-            name, command, self.log_dir / f"{name}.log", self.socket_dir, policy,
+            name,
+            command,
+            self.log_dir / f"{name}.log",
+            self.socket_dir,
+            policy,
             log_bytes_max=self.options.observed.log_bytes_max,
-        )  # fmt: skip
+        )
 
     def _check(self, triton: environment.TritonInstall) -> None:
         plan = self.plan
         if not self.repository.is_dir():
-            remedy = "`mooncake cluster render` makes it" if plan.deployment else (
-                "run from the project's root, name one with --model-repository, or lay one down "
-                "with `mooncake init FOLDER`"
-            )  # fmt: skip
+            remedy = (
+                "`mooncake cluster render` makes it"
+                if plan.deployment
+                else (
+                    "run from the project's root, name one with --model-repository, or lay one "
+                    "down with `mooncake init FOLDER`"
+                )
+            )
             raise environment.EnvironmentProblem(
                 f"there is no model repository at {self.repository}; {remedy}"
             )
@@ -583,18 +588,13 @@ class Launcher:
         if triton is self.frontend:
             options = self.options
             arguments += frontend_arguments(
-                self._admin_key, options.open_apis, options.triton_args,
+                self._admin_key,
+                options.open_apis,
+                options.triton_args,
                 is_traced=bool(self._env.get(ENDPOINT_VARIABLE)),
-            )  # fmt: skip
+            )
         else:
             self._renewal.started(triton.name)
             arguments += worker_arguments(self._admin_key, self._keys)
         # Workers tell the directory where they are called.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})
-
-
-def _all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> list[ModelState]:
-    found = []
-    for triton, answer in answers:
-        found += answer or [ModelState(model, False) for model in triton.mirror.models()]
-    return sorted(found, key=lambda state: state.name)

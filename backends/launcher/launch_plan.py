@@ -22,7 +22,12 @@ from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from backends.model_settings.serve_settings import NO_SETTINGS, ServeSettings
 from backends.tracing.export import ENDPOINT_VARIABLE
 from backends.tracing.export import problems as trace_problems
-from mooncake_store.cli.serving import directory_address, events_address
+from mooncake_store.cli.serving import (
+    directory_address,
+    directory_command,
+    events_address,
+    node_command,
+)
 from mooncake_store.process.logs import FORMAT_VARIABLE
 from mooncake_store.transports.host_topology import TRUSTED_NICS
 
@@ -62,8 +67,9 @@ class GatewayOptions:
     def plan(self, address: str) -> GatewayPlan | None:
         if not self.port:
             return None
-        files = [str(path.resolve()) if path else "" for path in
-                 (self.certificate, self.private_key)]  # fmt: skip
+        files = [
+            str(path.resolve()) if path else "" for path in (self.certificate, self.private_key)
+        ]
         return GatewayPlan(f"{address}:{self.port}", self.workers, *files)
 
 
@@ -108,24 +114,35 @@ class ServeOptions:
             # network card that is taken away while UCX uses it ends the process.
             environment={TRUSTED_NICS: ""},
             directory=DirectoryPlan(
-                listen=directory, listen_events=events, advertised=directory,
-                advertised_events=events, etcd="", ttl_s=0,
+                listen=directory,
+                listen_events=events,
+                advertised=directory,
+                advertised_events=events,
+                etcd="",
+                ttl_s=0,
             ),
             storage_nodes=tuple(self._node(node, socket_dir) for node in self.nodes),
             frontend=FrontendPlan(
-                http=f"{self.address}:{self.http_port}", grpc=f"{self.address}:{self.grpc_port}",
+                http=f"{self.address}:{self.http_port}",
+                grpc=f"{self.address}:{self.grpc_port}",
                 gateway=self.gateway.plan(self.address),
             ),
-        )  # fmt: skip
+        )
 
     def _node(self, name: str, socket_dir: Path) -> NodePlan:
         control = f"ipc://{socket_dir}/{name}"
         return NodePlan(
-            name=name, control=control, listen_control=control, data="", listen_data="",
-            dram_bytes=self.store_bytes, ssd_bytes=self.ssd_bytes,
+            name=name,
+            control=control,
+            listen_control=control,
+            data="",
+            listen_data="",
+            dram_bytes=self.store_bytes,
+            ssd_bytes=self.ssd_bytes,
             ssd_path=str(self.ssd_path.resolve()) if self.ssd_path else "ssd",
-            segment_path="", rack="",
-        )  # fmt: skip
+            segment_path="",
+            rack="",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +181,46 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
         found["directory events"] = plan.directory.listen_events
     for node in plan.storage_nodes:
         found[f"{node.name} control"], found[f"{node.name} data"] = (
-            node.listen_control, node.listen_data,
-        )  # fmt: skip
+            node.listen_control,
+            node.listen_data,
+        )
     found |= {worker.model: worker.listen_grpc for worker in plan.workers}
     return {
-        name: _host_and_port(address) for name, address in found.items()
+        name: _host_and_port(address)
+        for name, address in found.items()
         if address and not address.startswith("ipc://")
-    }  # fmt: skip
+    }
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition("//")[2].rpartition(":")
     return host, int(port)
+
+
+def command_of_directory(host: HostPlan, *options: str) -> list[str]:
+    plan = host.directory
+    assert plan is not None
+    if plan.etcd:
+        advertised = f"{plan.advertised},{plan.advertised_events}"
+        election = ("--etcd", plan.etcd, "--ttl-s", str(plan.ttl_s), "--advertise", advertised)
+        options = (*options, *election)
+    return directory_command(plan.listen, plan.listen_events, *options)
+
+
+def command_of_node(
+    host: HostPlan, node: NodePlan, segment_path: str, state_dir: Path
+) -> list[str]:
+    options = ["--segment-path", segment_path]
+    if node.data:
+        options += ["--data", node.listen_data, "--rack", node.rack]
+        options += ["--advertise", f"{node.control},{node.data}"]
+    return node_command(
+        host.directory_address,
+        node.name,
+        node.dram_bytes,
+        node.listen_control,
+        state_dir / node.ssd_path,
+        node.ssd_bytes,
+        host.events_address,
+        *options,
+    )

@@ -99,15 +99,26 @@ class ChildProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         command = self._command()
         arguments = [
-            sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *command.arguments
-        ]  # fmt: skip
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            DIE_WITH_PARENT,
+            str(os.getpid()),
+            *command.arguments,
+        ]
         self._started_s = time.monotonic()
         self.starts += 1
         with self._log.open_to_append() as log:
             return subprocess.Popen(
-                arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=self._cwd, env=dict(command.env), start_new_session=True,
-            )  # fmt: skip
+                arguments,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self._cwd,
+                env=dict(command.env),
+                start_new_session=True,
+            )
 
     def supervise(self) -> float | None:
         """Start it again when it ended and its pause is over; ChildDied when it keeps ending.
@@ -167,8 +178,10 @@ class ChildProcess:
         while text not in self.log_path.read_text(errors="replace"):
             self.check_alive()
             if time.monotonic() > give_up_s:
-                raise ChildDied(f"{self.name} was not ready after {deadline_s:.0f} s, see "
-                                f"{self.log_path}:\n{self.last_lines(15)}")  # fmt: skip
+                raise ChildDied(
+                    f"{self.name} was not ready after {deadline_s:.0f} s, see "
+                    f"{self.log_path}:\n{self.last_lines(15)}"
+                )
             time.sleep(0.02)
 
     def kill(self) -> None:

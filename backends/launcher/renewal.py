@@ -77,8 +77,9 @@ class HostTurn:
         try:
             etcd, prefix = parse_address(self._address)
             turn = prefix.removesuffix("/directory") + "/renewal"
-            held = campaign(etcd, turn, Leader(self._host, "", ""), self._is_over.is_set,
-                            ttl_s=TTL_S)  # fmt: skip
+            held = campaign(
+                etcd, turn, Leader(self._host, "", ""), self._is_over.is_set, ttl_s=TTL_S
+            )
             if held is not None:
                 self._held = held
         except StoreError as error:
@@ -135,8 +136,11 @@ class DirectoryTurn(HostTurn):
         if self._client is None:
             self._client = DirectoryClient(self._address, ASK_S_MAX)
         client, slot = self._client, self._slot
-        nodes = [each.node_id for each in client.stats().nodes
-                 if each.tier == "dram" and each.is_open and not each.is_draining]  # fmt: skip
+        nodes = [
+            each.node_id
+            for each in client.stats().nodes
+            if each.tier == "dram" and each.is_open and not each.is_draining
+        ]
         node = min(nodes, default="")  # where all hosts ask: one may come, or drain, meanwhile
         if slot is not None:
             try:
@@ -193,9 +197,12 @@ class CertificateRenewal:
             self._started_with[worker] = self._digests.get().read_by(worker)
 
     def due(
-        self, workers: Collection[str], is_whole: Callable[[], bool],
-        serves: Callable[[str], bool], now_s: float | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        workers: Collection[str],
+        is_whole: Callable[[], bool],
+        serves: Callable[[str], bool],
+        now_s: float | None = None,
+    ) -> str:
         """The worker to be drained and started again, or ETCD; "" for none now.
 
         `is_whole`: does all of it serve on this host? `serves`: does this worker? Asked only while
@@ -245,8 +252,11 @@ class CertificateRenewal:
         """Which were started with other files, in the order of their restarts."""
         if now != self._seen:
             self._seen, self._changed_s = now, now_s
-        found = [each for each in workers if now.read_by(each) != self._started_with.get(
-            each, now.read_by(each))]  # fmt: skip
+        found = [
+            each
+            for each in workers
+            if now.read_by(each) != self._started_with.get(each, now.read_by(each))
+        ]
         return sorted(found, key=lambda each: (each != ETCD, each))
 
     def _end_turn(self) -> None:

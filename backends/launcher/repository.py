@@ -111,8 +111,9 @@ class WorkerFolders:
         return list(filter(None, found))
 
     def _backends(self) -> dict[str, str]:
-        found = {path.name: backend_of(path)
-                 for path in self._repository.iterdir() if path.is_dir()}  # fmt: skip
+        found = {
+            path.name: backend_of(path) for path in self._repository.iterdir() if path.is_dir()
+        }
         return {name: backend for name, backend in found.items() if backend in WORKER_BACKENDS}
 
     def names(self) -> set[str]:
@@ -123,16 +124,19 @@ class WorkerFolders:
             return self._names
         found = {path.name: backend_of(path) for path in folders}
         self._names = {
-            name for name, backend in found.items()
+            name
+            for name, backend in found.items()
             if backend in WORKER_BACKENDS or (backend is None and name in self._names)
-        } - self.left_out  # fmt: skip
+        } - self.left_out
         if self._served.made:
-            workers = {name: backend or "" for name, backend in found.items()
-                       if name in self._names}  # fmt: skip
+            workers = {
+                name: backend or "" for name, backend in found.items() if name in self._names
+            }
             self._made = {
-                name: source for name in self._served.made
+                name: source
+                for name in self._served.made
                 if name not in workers and (source := self._served.source_of(name, workers))
-            }  # fmt: skip
+            }
             self._names |= self._made.keys()
         return self._names
 
@@ -204,9 +208,13 @@ class ModelFolder:
 
 class RepositoryMirror:
     def __init__(
-        self, source: Path, target: Path, wants: Callable[[str], bool],
-        workers: WorkerFolders | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        source: Path,
+        target: Path,
+        wants: Callable[[str], bool],
+        workers: WorkerFolders | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`wants`: is this model part of the mirror? `workers`: those that are made of others, and
         how models are rendered; without, all are as their files say."""
         self.source = source.resolve()
@@ -353,24 +361,34 @@ def _lost_backend(name: str, folder: ModelFolder, taken: ModelFolder | None) -> 
 
 
 def running_settings(
-    plan: HostPlan, settings: ServeSettings, workers: WorkerFolders,
+    plan: HostPlan,
+    settings: ServeSettings,
+    workers: WorkerFolders,
     mirrors: Sequence[RepositoryMirror],
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     """What `mooncake config` asks of a running system, as its metrics port says it."""
     directory = plan.directory_address
     gateway = plan.frontend.gateway if plan.frontend else None
-    return asdict(RunningSettings(
-        repository=str((Path(plan.folder) / plan.model_repository).resolve()),
-        options={name: str(value) for name, value in
-                 {**settings.parameters, **settings.workers}.items()},
-        made=dict(workers.made),
-        left_out=sorted(workers.left_out),
-        nodes=[node.name for node in plan.storage_nodes],
-        directory=directory if directory.startswith("ipc://") else "",
-        http=plan.frontend.http.replace("0.0.0.0:", f"{plan.address}:") if plan.frontend else "",
-        openai=gateway.listen if gateway else "",
-        models={name: state for mirror in mirrors for name, state in mirror.edits.states().items()},
-    ))  # fmt: skip
+    return asdict(
+        RunningSettings(
+            repository=str((Path(plan.folder) / plan.model_repository).resolve()),
+            options={
+                name: str(value)
+                for name, value in {**settings.parameters, **settings.workers}.items()
+            },
+            made=dict(workers.made),
+            left_out=sorted(workers.left_out),
+            nodes=[node.name for node in plan.storage_nodes],
+            directory=directory if directory.startswith("ipc://") else "",
+            http=plan.frontend.http.replace("0.0.0.0:", f"{plan.address}:")
+            if plan.frontend
+            else "",
+            openai=gateway.listen if gateway else "",
+            models={
+                name: state for mirror in mirrors for name, state in mirror.edits.states().items()
+            },
+        )
+    )
 
 
 ASK_S_MAX = 2.0
@@ -491,10 +509,11 @@ LOAD = re.compile(
 def loads(log_text: str) -> list[ModelLoad]:
     """What Triton's log says of loading models, in its order."""
     return [
-        ModelLoad(match["loaded"]) if match["loaded"] else ModelLoad(
-            match["refused"] or match["unreadable"], tidy_reason(match["reason"]))
+        ModelLoad(match["loaded"])
+        if match["loaded"]
+        else ModelLoad(match["refused"] or match["unreadable"], tidy_reason(match["reason"]))
         for match in LOAD.finditer(log_text)
-    ]  # fmt: skip
+    ]
 
 
 def tidy_reason(reason: str) -> str:

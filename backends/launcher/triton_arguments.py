@@ -30,15 +30,22 @@ def common_arguments(
     """Of every Triton of ours. `shm_prefix`: what the names of its shared memory begin with."""
     return [
         str(server),
-        f"--model-repository={repository}", f"--backend-directory={backends}",
-        *listening("grpc", endpoints.grpc), *listening("metrics", endpoints.metrics),
+        f"--model-repository={repository}",
+        f"--backend-directory={backends}",
+        *listening("grpc", endpoints.grpc),
+        *listening("metrics", endpoints.metrics),
         *(listening("http", endpoints.http) if endpoints.http else ["--allow-http=false"]),
-        "--model-control-mode=poll", "--repository-poll-secs=1",
-        "--exit-on-error=false", "--disable-auto-complete-config",
-        "--strict-readiness=false", "--allow-gpu-metrics=false",
-        *(f"--backend-config={name},shm-region-prefix-name={shm_prefix}{name}"
-          for name in ("python", *OUR_BACKENDS)),
-    ]  # fmt: skip
+        "--model-control-mode=poll",
+        "--repository-poll-secs=1",
+        "--exit-on-error=false",
+        "--disable-auto-complete-config",
+        "--strict-readiness=false",
+        "--allow-gpu-metrics=false",
+        *(
+            f"--backend-config={name},shm-region-prefix-name={shm_prefix}{name}"
+            for name in ("python", *OUR_BACKENDS)
+        ),
+    ]
 
 
 def frontend_arguments(
@@ -49,18 +56,24 @@ def frontend_arguments(
     2.51 does so with headers of HTTP as well, but not with those of /generate.)"""
     forwarded = [f"--grpc-header-forward-pattern=(?i){TRACEPARENT}"] if is_traced else []
     return [
-        f"--exit-timeout-secs={FRONTEND_EXIT_S}", "--allow-cpu-metrics=true",
-        *admin_key.for_clients(open_apis), *forwarded, *more,
-    ]  # fmt: skip
+        f"--exit-timeout-secs={FRONTEND_EXIT_S}",
+        "--allow-cpu-metrics=true",
+        *admin_key.for_clients(open_apis),
+        *forwarded,
+        *more,
+    ]
 
 
 def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
     """Of a worker's Triton. Frontends of other hosts ping it (frontend/grpc_calls.py), more often
     than gRPC's servers take by themselves."""
     return [
-        f"--exit-timeout-secs={WORKER_EXIT_S}", "--allow-cpu-metrics=false",
-        "--grpc-http2-max-ping-strikes=0", *admin_key.for_worker(), *server_arguments(keys),
-    ]  # fmt: skip
+        f"--exit-timeout-secs={WORKER_EXIT_S}",
+        "--allow-cpu-metrics=false",
+        "--grpc-http2-max-ping-strikes=0",
+        *admin_key.for_worker(),
+        *server_arguments(keys),
+    ]
 
 
 def listening(service: str, address: str) -> list[str]:

@@ -18,7 +18,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,9 +192,13 @@ class Triton:
 
     def start(self) -> None:
         self.child = ChildProcess(
-            self.name, self._command, self.log_path, self._cwd, self.make_policy(),
+            self.name,
+            self._command,
+            self.log_path,
+            self._cwd,
+            self.make_policy(),
             self._log_bytes_max,
-        )  # fmt: skip
+        )
         self._began()
 
     def _start_again(self, child: ChildProcess) -> None:
@@ -328,14 +332,24 @@ class WorkerTriton(Triton):
     make_policy = GrowingPauses
 
     def __init__(
-        self, worker: str, repository: Path, target: Path, log_path: Path, cwd: Path, plan: Plan,
-        fixed: Endpoints | None = None, any_port: AnyPort = ANY_OF_LOOPBACK,
-        log_bytes_max: int = LOG_BYTES_MAX, folders: WorkerFolders | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        worker: str,
+        repository: Path,
+        target: Path,
+        log_path: Path,
+        cwd: Path,
+        plan: Plan,
+        fixed: Endpoints | None = None,
+        any_port: AnyPort = ANY_OF_LOOPBACK,
+        log_bytes_max: int = LOG_BYTES_MAX,
+        folders: WorkerFolders | None = None,
+    ) -> None:
         mirror = RepositoryMirror(
-            repository, target, lambda name: name == worker and self._draining_from_s is None,
+            repository,
+            target,
+            lambda name: name == worker and self._draining_from_s is None,
             folders,
-        )  # fmt: skip
+        )
         super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port, log_bytes_max)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
@@ -385,3 +399,11 @@ class WorkerTriton(Triton):
         if now_s - self._ending_from_s > END_S_MAX:
             self.child.kill()
         return False
+
+
+def all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> list[ModelState]:
+    """By name; those of a Triton that does not answer are not ready."""
+    found = []
+    for triton, answer in answers:
+        found += answer or [ModelState(model, False) for model in triton.mirror.models()]
+    return sorted(found, key=lambda state: state.name)

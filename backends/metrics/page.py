@@ -177,15 +177,19 @@ class MetricPage:
     def _declared(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
         metric = _metric(name)
         if metric.kind != kind or self._publisher not in metric.publishers:
-            raise Undeclared(f"{name} is a {metric.kind} of {metric.publishers}, no {kind} of "
-                             f"{self._publisher}")  # fmt: skip
+            raise Undeclared(
+                f"{name} is a {metric.kind} of {metric.publishers}, no {kind} of {self._publisher}"
+            )
         if labels.keys() != {label.name for label in metric.labels}:
-            raise Undeclared(f"{name} has the labels {[label.name for label in metric.labels]}, "
-                             f"not {sorted(labels)}")  # fmt: skip
+            raise Undeclared(
+                f"{name} has the labels {[label.name for label in metric.labels]}, "
+                f"not {sorted(labels)}"
+            )
         for label in metric.labels:
             if label.values and labels[label.name] not in label.values:
-                raise Undeclared(f"{name}: {label.name} is one of {label.values}, "
-                                 f"not {labels[label.name]!r}")  # fmt: skip
+                raise Undeclared(
+                    f"{name}: {label.name} is one of {label.values}, not {labels[label.name]!r}"
+                )
         return self._make(metric, labels)
 
 

@@ -77,9 +77,13 @@ def counter(
 
 
 def gauge(
-    name: str, unit: str, publishers: tuple[str, ...], meaning: str, *labels: Label,
+    name: str,
+    unit: str,
+    publishers: tuple[str, ...],
+    meaning: str,
+    *labels: Label,
     is_use: bool = False,
-) -> Metric:  # fmt: skip
+) -> Metric:
     return Metric(name, "gauge", unit, publishers, meaning, labels, is_use=is_use)
 
 

@@ -54,9 +54,12 @@ EARLIER_S_MAX = 30.0
 READY_S_MAX = 300.0  # as of `mooncake serve`: a large checkpoint takes its time
 
 app = typer.Typer(
-    name="config", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="config",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="What the models' config.pbtxt files say: check them, compare them, change them live.",
-)  # fmt: skip
+)
 Repository = Annotated[
     Path, typer.Option("--model-repository", help="The folder of models that `serve` has.")
 ]
@@ -92,8 +95,11 @@ def check(
         for mistake in found.mistakes:
             _say(mistake)
         count = len(found.mistakes)
-        _say(f"{model_repository}: {count} mistake{'s' * (count != 1)}" if count else
-             f"{model_repository} is right: {', '.join(texts)}")  # fmt: skip
+        _say(
+            f"{model_repository}: {count} mistake{'s' * (count != 1)}"
+            if count
+            else f"{model_repository} is right: {', '.join(texts)}"
+        )
     sys.exit(bool(found.mistakes))
 
 
@@ -126,12 +132,17 @@ def diff(
 
 def served_otherwise(running: RunningSettings) -> list[str]:
     """Where a running system has something else than its files say. Pure."""
-    found = [f"the running system: --{name} {value} stands above the files"
-             for name, value in running.options.items()]  # fmt: skip
-    found += [f"the running system: {model} is made of {source}"
-              for model, source in running.made.items()]  # fmt: skip
-    found += [f"the running system: {model} is not served (--prefill or --decode is lower)"
-              for model in running.left_out]  # fmt: skip
+    found = [
+        f"the running system: --{name} {value} stands above the files"
+        for name, value in running.options.items()
+    ]
+    found += [
+        f"the running system: {model} is made of {source}" for model, source in running.made.items()
+    ]
+    found += [
+        f"the running system: {model} is not served (--prefill or --decode is lower)"
+        for model in running.left_out
+    ]
     for model, state in running.models.items():
         if state.outcome == REFUSED:
             found.append(f"the running system kept the old settings of {model}: {state.reason}")
@@ -187,18 +198,24 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
 
 
 def _follow(
-    edit: SettingsEdit, texts: dict[str, str], repository: Path, running: RunningSettings,
-    ask: Ask, ready_s_max: float,
-) -> None:  # fmt: skip
+    edit: SettingsEdit,
+    texts: dict[str, str],
+    repository: Path,
+    running: RunningSettings,
+    ask: Ask,
+    ready_s_max: float,
+) -> None:
     """Say what the running system makes of it; ends with status 1 unless all of it is served."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
         _say(f"{model} is written, but not served (--prefill or --decode is lower)")
     with console.status("waits for the running system ..."):
         found = wait_for(
-            _digests(served), ask, ready_s_max,
+            _digests(served),
+            ask,
+            ready_s_max,
             lambda model: _texts(repository).get(model) == served[model],
-        )  # fmt: skip
+        )
     for each in found:
         if each.outcome == LOADED:
             _say(f"{each.model} serves with it; requests that it had are not interrupted")
@@ -206,8 +223,12 @@ def _follow(
         _take_back(refused, edit, texts, repository)
     replaced = [each.model for each in found if each.outcome == REPLACED]
     if replaced:
-        errors.print(f"{', '.join(replaced)}: somebody has edited the file meanwhile; see "
-                     "`mooncake config diff`", markup=False, soft_wrap=True)  # fmt: skip
+        errors.print(
+            f"{', '.join(replaced)}: somebody has edited the file meanwhile; see "
+            "`mooncake config diff`",
+            markup=False,
+            soft_wrap=True,
+        )
     late = [each.model for each in found if each.outcome == PENDING]
     if late:
         _fail(
@@ -235,8 +256,11 @@ def _wait_for_earlier_edits(
 ) -> None:
     """What is just being loaded could be taken for our own edit. One that never loads is no reason
     not to change it."""
-    busy = {model: state.digest for model, state in running.models.items()
-            if model in edit.texts and state.outcome == PENDING}  # fmt: skip
+    busy = {
+        model: state.digest
+        for model, state in running.models.items()
+        if model in edit.texts and state.outcome == PENDING
+    }
     if busy:
         _say(f"waits for an earlier edit of {', '.join(busy)}")
         wait_for(busy, ask, min(ready_s_max, EARLIER_S_MAX))

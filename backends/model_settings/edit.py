@@ -123,9 +123,11 @@ def _adds_parameters(assignment: str) -> bool:
 
 
 def _assigned(
-    assignment: str, texts: Mapping[str, str], wanted: Mapping[str, Mapping[str, str]],
+    assignment: str,
+    texts: Mapping[str, str],
+    wanted: Mapping[str, Mapping[str, str]],
     running: RunningSettings | None,
-) -> Iterator[tuple[str, str, str]]:  # fmt: skip
+) -> Iterator[tuple[str, str, str]]:
     """(model, parameter, value) of each model that is meant; ConfigError when it is none.
     `wanted`: what the same edit sets already, by model."""
     left, equals, value = assignment.partition("=")
@@ -143,9 +145,10 @@ def _assigned(
         raise ConfigError(f"there is no model {pattern!r}{did_you_mean(pattern, set(texts))}")
     if any(character in pattern for character in PATTERN):
         models = [
-            model for model in models
+            model
+            for model in models
             if parameter in _known(model, texts[model], (wanted.get(model, {}),))
-        ]  # fmt: skip
+        ]
         if not models:
             raise ConfigError(f"no model that {pattern!r} means has a parameter {parameter!r}")
     for model in models:
@@ -181,15 +184,19 @@ def _changes(file: ModelFile, wanted: Mapping[str, str]) -> Iterator[ValueChange
     defaults = defaults_of(file)
     for parameter, value in wanted.items():
         yield ValueChange(
-            model=file.model, parameter=parameter, before=file.parameters.get(parameter),
-            default=defaults.get(parameter, ""), after=value,
-        )  # fmt: skip
+            model=file.model,
+            parameter=parameter,
+            before=file.parameters.get(parameter),
+            default=defaults.get(parameter, ""),
+            after=value,
+        )
 
 
 def defaults_of(file: ModelFile) -> dict[str, str]:
     """What a parameter is where the file does not say it, as it would be written."""
-    return {each.name: _written(each.default)
-            for cls in classes_of(file)[0] for each in fields(cls)}  # fmt: skip
+    return {
+        each.name: _written(each.default) for cls in classes_of(file)[0] for each in fields(cls)
+    }
 
 
 def _written(value: object) -> str:
@@ -197,11 +204,17 @@ def _written(value: object) -> str:
 
 
 def _new_mistakes(
-    before: Mapping[str, str], after: Mapping[str, str], touched: Iterable[str],
-    checkpoint: LookUp, running: RunningSettings | None,
-) -> list[str]:  # fmt: skip
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    touched: Iterable[str],
+    checkpoint: LookUp,
+    running: RunningSettings | None,
+) -> list[str]:
     nodes = running.nodes if running is not None and running.nodes else None
     known = set(check_repository(before, checkpoint, nodes).mistakes)
     own = tuple(f"{model}{mark}" for model in touched for mark in (":", "/config.pbtxt"))
-    return [mistake for mistake in check_repository(after, checkpoint, nodes).mistakes
-            if mistake not in known or mistake.startswith(own)]  # fmt: skip
+    return [
+        mistake
+        for mistake in check_repository(after, checkpoint, nodes).mistakes
+        if mistake not in known or mistake.startswith(own)
+    ]

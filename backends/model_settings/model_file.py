@@ -59,11 +59,16 @@ def read_model_file(model: str, text: str) -> ModelFile:
     config = _parsed(model, text)
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     return ModelFile(
-        model=model, text=text, name=config.name, backend=config.backend or config.platform,
+        model=model,
+        text=text,
+        name=config.name,
+        backend=config.backend or config.platform,
         parameters=_parameters(config),
-        instances=sum(group.count or 1 for group in config.instance_group) or 1, steps=steps,
-        inputs=_types(config.input), outputs=_types(config.output),
-    )  # fmt: skip
+        instances=sum(group.count or 1 for group in config.instance_group) or 1,
+        steps=steps,
+        inputs=_types(config.input),
+        outputs=_types(config.output),
+    )
 
 
 @lru_cache(maxsize=128)
@@ -139,8 +144,11 @@ def _without_comment(match: re.Match[str]) -> str:
 
 def _parameters(config: Any) -> dict[str, str]:
     """Names with a leading underscore are the launcher's own."""
-    return {name: value.string_value for name, value in sorted(config.parameters.items())
-            if not name.startswith("_")}  # fmt: skip
+    return {
+        name: value.string_value
+        for name, value in sorted(config.parameters.items())
+        if not name.startswith("_")
+    }
 
 
 def _types(tensors: Any) -> dict[str, str]:

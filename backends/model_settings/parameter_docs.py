@@ -89,25 +89,45 @@ class ReferenceSection:
 
 
 SECTIONS = (
-    ReferenceSection("Workers: `prefill_*` and `decode_*`", TOGETHER, WorkerConfig, WORKER,
-                     ("prefill", "decode")),
-    ReferenceSection("Only `prefill_*`, and workers with `roles` `both`", STAGES, PrefillConfig,
-                     PREFILL, ("prefill",)),
-    ReferenceSection("Only `decode_*`, and workers with `roles` `both`", "", DecodeConfig, DECODE,
-                     ("decode",)),
-    ReferenceSection("Only workers with `engine` `tensorrt_llm`", OF_TRTLLM, TrtllmConfig, TRTLLM,
-                     ("prefill", "decode")),
+    ReferenceSection(
+        "Workers: `prefill_*` and `decode_*`", TOGETHER, WorkerConfig, WORKER, ("prefill", "decode")
+    ),
+    ReferenceSection(
+        "Only `prefill_*`, and workers with `roles` `both`",
+        STAGES,
+        PrefillConfig,
+        PREFILL,
+        ("prefill",),
+    ),
+    ReferenceSection(
+        "Only `decode_*`, and workers with `roles` `both`", "", DecodeConfig, DECODE, ("decode",)
+    ),
+    ReferenceSection(
+        "Only workers with `engine` `tensorrt_llm`",
+        OF_TRTLLM,
+        TrtllmConfig,
+        TRTLLM,
+        ("prefill", "decode"),
+    ),
     ReferenceSection("`conductor`: the frontend", "", FrontendConfig, FRONTEND, ("conductor",)),
-    ReferenceSection("`conductor`: the decisions", DECISIONS, ConductorConfig, CONDUCTOR,
-                     ("conductor",)),
-    ReferenceSection("`preprocessing` and `postprocessing`", "`ensemble` has none.",
-                     TokenizerConfig, FRONTEND[:1], ("preprocessing", "postprocessing")),
-)  # fmt: skip
+    ReferenceSection(
+        "`conductor`: the decisions", DECISIONS, ConductorConfig, CONDUCTOR, ("conductor",)
+    ),
+    ReferenceSection(
+        "`preprocessing` and `postprocessing`",
+        "`ensemble` has none.",
+        TokenizerConfig,
+        FRONTEND[:1],
+        ("preprocessing", "postprocessing"),
+    ),
+)
 
 
 def page() -> str:
-    files = [read_model_file(model, text)
-             for model, text in sorted(read_texts(shipped_repository()).items())]  # fmt: skip
+    files = [
+        read_model_file(model, text)
+        for model, text in sorted(read_texts(shipped_repository()).items())
+    ]
     lines = [HEAD]
     for section in SECTIONS:
         lines += [f"## {section.title}", ""]
@@ -116,8 +136,10 @@ def page() -> str:
         lines += [_row(section, row, files) for row in section.rows]
         lines.append("")
     lines += ["## Names of before", ""]
-    lines += [f"`{old}` is read as `{new}`, with a warning, for one release." for old, new in
-              OLD_NAMES.items()]  # fmt: skip
+    lines += [
+        f"`{old}` is read as `{new}`, with a warning, for one release."
+        for old, new in OLD_NAMES.items()
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -174,8 +174,9 @@ def _checkpoint_mistakes(files: list[ModelFile], look_up: LookUp) -> Iterator[st
     for checkpoint, models in readers.items():
         facts = look_up(checkpoint)
         names = ", ".join(file.model for file in models)
-        is_torch = any(file.is_worker and file.value("engine", "torch") == "torch"
-                       for file in models)  # fmt: skip
+        is_torch = any(
+            file.is_worker and file.value("engine", "torch") == "torch" for file in models
+        )
         problems = (*facts.problems, *(facts.torch_problems if is_torch else ()))
         yield from (f"{names}: checkpoint {checkpoint}: {what}" for what in problems)
         for file in models:

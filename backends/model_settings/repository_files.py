@@ -109,13 +109,20 @@ def digest(raw: bytes) -> str:
 
 def unconfigured(repository: Path) -> list[str]:
     """Folders that are no models yet: half copied, or without a file of their own."""
-    return sorted(path.name for path in repository.iterdir()
-                  if path.is_dir() and not path.name.startswith(".")
-                  and not (path / CONFIG).exists())  # fmt: skip
+    return sorted(
+        path.name
+        for path in repository.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and not (path / CONFIG).exists()
+    )
 
 
 def versionless(repository: Path, models: Iterable[str]) -> list[str]:
     """Those without a version folder: Triton does not load them."""
-    return [model for model in sorted(models)
-            if not any(path.is_dir() and path.name.isdigit() and path.name != "0"
-                       for path in (repository / model).iterdir())]  # fmt: skip
+    return [
+        model
+        for model in sorted(models)
+        if not any(
+            path.is_dir() and path.name.isdigit() and path.name != "0"
+            for path in (repository / model).iterdir()
+        )
+    ]

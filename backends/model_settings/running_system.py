@@ -101,9 +101,11 @@ def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list
 
 
 def wait_for(
-    wanted: Mapping[str, str], ask: Ask, seconds_max: float,
+    wanted: Mapping[str, str],
+    ask: Ask,
+    seconds_max: float,
     is_there: Callable[[str], bool] = lambda model: True,
-) -> list[ReloadOutcome]:  # fmt: skip
+) -> list[ReloadOutcome]:
     """Until nothing of it is pending, the time is over, or the system is gone for a while;
     `wanted`: model -> digest. `is_there`: does its file still say that?"""
     heard_s = time.monotonic()
@@ -113,9 +115,10 @@ def wait_for(
         heard_s = now_s if running is not None else heard_s
         found = [
             replace(each, outcome=REPLACED)
-            if each.outcome == PENDING and not is_there(each.model) else each
+            if each.outcome == PENDING and not is_there(each.model)
+            else each
             for each in outcomes(wanted, running)
-        ]  # fmt: skip
+        ]
         is_over = now_s > give_up_s or now_s - heard_s > GONE_S_MAX
         if is_over or all(each.outcome != PENDING for each in found):
             return found

@@ -82,8 +82,11 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
                 f"--{role} {count}: the model repository has no {role} worker to make others from"
             )
         left_out.update(there[count:])
-        free = (name for number in range(count + len(backends))
-                if (name := f"{role}_{number}") not in backends)  # fmt: skip
+        free = (
+            name
+            for number in range(count + len(backends))
+            if (name := f"{role}_{number}") not in backends
+        )
         made |= {next(free): (role, number) for number in range(len(there), count)}
     return ServedWorkers(frozenset(left_out), made)
 
@@ -106,11 +109,15 @@ def made_problems(texts: Mapping[str, str], made: Mapping[str, str]) -> list[str
     for model, source in made.items():
         own = parameters_of(texts[source])
         if own.get("pipeline_group"):
-            found.append(f"{model}: would be made of {source}, a stage of a pipeline group; copy "
-                         "the folders of the whole group instead")  # fmt: skip
+            found.append(
+                f"{model}: would be made of {source}, a stage of a pipeline group; copy "
+                "the folders of the whole group instead"
+            )
         if own.get("engine") == "tensorrt_llm":
-            found.append(f"{model}: would be made of {source}, whose engine has GPUs of its own; "
-                         "copy its folder and set the parameter gpus there")  # fmt: skip
+            found.append(
+                f"{model}: would be made of {source}, whose engine has GPUs of its own; "
+                "copy its folder and set the parameter gpus there"
+            )
     return found
 
 

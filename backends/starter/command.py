@@ -37,9 +37,10 @@ def init(
         raise SystemExit(f"cannot make a model repository: {why}") from None
     console = Console(highlight=False)
     lines = (
-        f"{folder}: {', '.join(models)}; they serve {folder / CHECKPOINT}", "now:",
+        f"{folder}: {', '.join(models)}; they serve {folder / CHECKPOINT}",
+        "now:",
         f"  mooncake serve --model-repository {folder}",
-    )  # fmt: skip
+    )
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 

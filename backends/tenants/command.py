@@ -76,10 +76,13 @@ def add(
 ) -> None:
     """A key for a tenant, printed once; with options, what the tenant may have from now on."""
     said = {
-        "salt": salt, "priority": priority, "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute, "requests_in_flight_max": requests_in_flight_max,
+        "salt": salt,
+        "priority": priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "requests_in_flight_max": requests_in_flight_max,
         "operator": operator,
-    }  # fmt: skip
+    }
     limits = ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max")
     changes = {
         name: None if name in limits and value == 0 else value

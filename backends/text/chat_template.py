@@ -92,9 +92,12 @@ def _prompt(
     source: str, messages: list[dict[str, Any]], special_tokens: tuple[tuple[str, str], ...]
 ) -> str:
     return _compiled(source).render(
-        messages=messages, add_generation_prompt=True, tools=None, documents=None,
+        messages=messages,
+        add_generation_prompt=True,
+        tools=None,
+        documents=None,
         **dict(special_tokens),
-    )  # fmt: skip
+    )
 
 
 def _converted(
@@ -184,9 +187,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
-) -> str:  # fmt: skip
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

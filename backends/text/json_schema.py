@@ -37,15 +37,29 @@ IGNORE_BESIDE_REF = DRAFTS[:3]
 BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # mean the same with a $ref or without
 
 ANNOTATIONS = {
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$comment", "$id", "contentEncoding", "contentMediaType",
-}  # fmt: skip
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+    "$id",
+    "contentEncoding",
+    "contentMediaType",
+}
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 SCHEMAS_IN_A_LIST = {"anyOf", "oneOf", "allOf", "prefixItems"}
 ONE_SCHEMA = {"items", "additionalProperties", "additionalItems"}
 WHOLE_NUMBERS = {
-    "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
-}  # fmt: skip
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+}
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 BOUNDS = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 TEXTS = {"pattern", "format"}
@@ -56,11 +70,27 @@ KEYWORDS = (
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Of JSON Schema, and not supported.
 UNSUPPORTED = {
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames",
-    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
-    "unevaluatedProperties", "$anchor", "$dynamicRef", "$dynamicAnchor",
-    "$recursiveRef", "$recursiveAnchor", "$vocabulary", "contentSchema",
-}  # fmt: skip
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$anchor",
+    "$dynamicRef",
+    "$dynamicAnchor",
+    "$recursiveRef",
+    "$recursiveAnchor",
+    "$vocabulary",
+    "contentSchema",
+}
 
 
 def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:

@@ -27,8 +27,19 @@ NAMES_MAX = 1_000
 LEVELS_MAX = 150  # the compiler's stack ends somewhere between 400 and 2,000
 NODES_MAX = 10_000  # of one schema: at most 80 MB of grammar, and a quarter of a second
 NODES_COUNTED_MAX = 10**9  # beyond, a count says no more
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "pattern",
-          "format", "minLength", "maxLength", "minItems", "maxItems")  # fmt: skip
+BOUNDS = (
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "pattern",
+    "format",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+)
 
 
 class _Load(NamedTuple):
@@ -122,8 +133,9 @@ class _Sizes:
                 self.of(part, f"{where}/{keyword}/{index}")
                 for index, part in enumerate(schema.get(keyword, []))
             ]
-            yield _Size(_largest(size.here for size in sizes),
-                        _largest(size.within for size in sizes))  # fmt: skip
+            yield _Size(
+                _largest(size.here for size in sizes), _largest(size.within for size in sizes)
+            )
         if "$ref" in schema:
             yield self._target(schema["$ref"])
 

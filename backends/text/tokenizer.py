@@ -28,8 +28,14 @@ from backends.text import chat_template
 from backends.text.token_bytes import TokenBytes, token_bytes
 
 NAMED_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA_TOKENS, OLDER_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
 AddedToken = tokenizers.AddedToken

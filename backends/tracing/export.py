@@ -126,8 +126,11 @@ class SpanExport:
             self.lost += 0 if is_taken else len(batch)
         if is_taken == self._is_failing:
             self._is_failing = not is_taken
-            log.warning("the collector takes spans again" if is_taken else
-                        "the collector does not take spans: they are lost")  # fmt: skip
+            log.warning(
+                "the collector takes spans again"
+                if is_taken
+                else "the collector does not take spans: they are lost"
+            )
 
 
 class Tracing:

@@ -22,8 +22,10 @@ from mooncake_store.keys.curve import is_loopback
 
 SCOPE = InstrumentationScope("mooncake-triton")
 KINDS = {
-    "server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL,
-}  # fmt: skip
+    "server": SpanKind.SERVER,
+    "client": SpanKind.CLIENT,
+    "internal": SpanKind.INTERNAL,
+}
 
 
 class OtlpSender:

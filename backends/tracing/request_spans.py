@@ -97,9 +97,12 @@ class SpanTree:
     """Makes spans of one trace: parents first, each within its parent."""
 
     def __init__(
-        self, root: TraceContext, parent_span_id: str, to_unix_s: float,
+        self,
+        root: TraceContext,
+        parent_span_id: str,
+        to_unix_s: float,
         new_span_id: Callable[[], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`to_unix_s` is added to times of the monotonic clock."""
         self._root = root
         self._parent_span_id = parent_span_id
@@ -109,11 +112,16 @@ class SpanTree:
     def of(self, request: RequestTimeline) -> list[SpanRecord]:
         events = [("first_token", request.first_token_s)] if request.first_token_s else []
         root = SpanRecord(
-            name="request", context=self._root, parent_span_id=self._parent_span_id,
-            start_ns=self._ns(request.arrived_s), end_ns=self._ns(request.ended_s), kind="server",
-            attributes=request.attributes, error=request.error,
+            name="request",
+            context=self._root,
+            parent_span_id=self._parent_span_id,
+            start_ns=self._ns(request.arrived_s),
+            end_ns=self._ns(request.ended_s),
+            kind="server",
+            attributes=request.attributes,
+            error=request.error,
             events=tuple((name, self._ns(at_s)) for name, at_s in events),
-        )  # fmt: skip
+        )
         found = [root]
         read_s = request.ended_s if request.read_s is None else request.read_s
         found.append(self._child(root, "read", request.arrived_s, read_s))
@@ -135,9 +143,13 @@ class SpanTree:
         yield attempt
         decided_s = ended_s if times.decided_s is None else times.decided_s
         yield self._child(
-            attempt, "decide", times.began_s, decided_s, attributes=times.decision,
+            attempt,
+            "decide",
+            times.began_s,
+            decided_s,
+            attributes=times.decision,
             error=times.rejection,
-        )  # fmt: skip
+        )
         if times.prefill is not None:
             yield from self._of_prefill(attempt, times.prefill, times)
         if times.decode is not None:
@@ -148,19 +160,27 @@ class SpanTree:
     ) -> Iterator[SpanRecord]:
         reply = times.prefill_reply
         span = self._child(
-            attempt, "prefill", call.began_s, _end(call), kind="client",
+            attempt,
+            "prefill",
+            call.began_s,
+            _end(call),
+            kind="client",
             attributes={"mooncake.worker": call.worker, **_prefill_attributes(reply)},
             error=_error(attempt, reply),
-        )  # fmt: skip
+        )
         yield span
         if reply is None:
             return
         began_s = call.began_s + _way_there_s(call, reply)
         for name, from_s, until_s in prefill_phases(reply):
             yield self._child(
-                span, f"prefill.{name}", began_s + from_s, began_s + until_s, service=PREFILL,
+                span,
+                f"prefill.{name}",
+                began_s + from_s,
+                began_s + until_s,
+                service=PREFILL,
                 instance=call.worker,
-            )  # fmt: skip
+            )
 
     def _of_decode(
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
@@ -175,36 +195,59 @@ class SpanTree:
             handed_over_s = times.prefill.ended_s if times.prefill is not None else None
             began_s = call.began_s if handed_over_s is None else handed_over_s
             span = self._child(
-                attempt, "handover", min(began_s, call.began_s), joined_s,
+                attempt,
+                "handover",
+                min(began_s, call.began_s),
+                joined_s,
                 attributes={**worker, **_handover_attributes(reply)},
-            )  # fmt: skip
+            )
             yield span
             for name, from_s, to_s in (
-                ("queue", call.began_s, loaded_from_s), ("load", loaded_from_s, joined_s),
-            ):  # fmt: skip
+                ("queue", call.began_s, loaded_from_s),
+                ("load", loaded_from_s, joined_s),
+            ):
                 yield self._child(
                     span, f"handover.{name}", from_s, to_s, service=DECODE, instance=call.worker
                 )
         yield self._child(
-            attempt, "decode", joined_s, until_s, kind="client", attributes=worker,
+            attempt,
+            "decode",
+            joined_s,
+            until_s,
+            kind="client",
+            attributes=worker,
             error=_error(attempt, reply),
-        )  # fmt: skip
+        )
 
     def _child(
-        self, parent: SpanRecord, name: str, start_s: float, end_s: float, kind: str = "internal",
-        service: str = FRONTEND, instance: str = "", attributes: Attributes = NO_ATTRIBUTES,
+        self,
+        parent: SpanRecord,
+        name: str,
+        start_s: float,
+        end_s: float,
+        kind: str = "internal",
+        service: str = FRONTEND,
+        instance: str = "",
+        attributes: Attributes = NO_ATTRIBUTES,
         error: str = "",
-    ) -> SpanRecord:  # fmt: skip
+    ) -> SpanRecord:
         start_ns = min(max(self._ns(start_s), parent.start_ns), parent.end_ns)
         end_ns = parent.end_ns
         if end_s < math.inf:
             end_ns = min(max(self._ns(end_s), start_ns), parent.end_ns)
         context = TraceContext(self._root.trace_id, self._new_span_id(), True)
         return SpanRecord(
-            name=name, context=context, parent_span_id=parent.context.span_id, start_ns=start_ns,
-            end_ns=end_ns, kind=kind, service=service, instance=instance, attributes=attributes,
+            name=name,
+            context=context,
+            parent_span_id=parent.context.span_id,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            kind=kind,
+            service=service,
+            instance=instance,
+            attributes=attributes,
             error=error,
-        )  # fmt: skip
+        )
 
     def _ns(self, at_s: float) -> int:
         return round((at_s + self._to_unix_s) * 1e9)
@@ -219,9 +262,12 @@ def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
     compute_s = computed_s - reply.compute_s if reply.compute_at_s < 0 else reply.compute_at_s
     compute_s = min(max(compute_s, loaded_s), computed_s)
     return [
-        ("queue", 0.0, load_s), ("load", load_s, loaded_s), ("wait", loaded_s, compute_s),
-        ("compute", compute_s, computed_s), ("put", computed_s, total_s),
-    ]  # fmt: skip
+        ("queue", 0.0, load_s),
+        ("load", load_s, loaded_s),
+        ("wait", loaded_s, compute_s),
+        ("compute", compute_s, computed_s),
+        ("put", computed_s, total_s),
+    ]
 
 
 def _way_there_s(call: Call, reply: PrefillReply) -> float:

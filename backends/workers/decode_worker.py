@@ -81,9 +81,11 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.tokens_generated = 0
         self.estimate = DecodeEstimate.of(self.process.info.decode_coefficients)
         self.batching = DecodeBatching(
-            driver.engine.pages, config.block_tokens, config.slots,
+            driver.engine.pages,
+            config.block_tokens,
+            config.slots,
             waiting_max=config.queue_requests_max,
-        )  # fmt: skip
+        )
         # These, and the updates by frontend, wait for `send_news`.
         self._ended: list[DecodeJob] = []
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
@@ -97,9 +99,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.process.call_limits.check(request, ids)
         tokens_max = request.prompt_tokens + request.sampling.max_tokens
         job = DecodeJob(
-            request, ids, client, self._tokenizer, self.process.fingerprint,
-            self.process.incarnation, self.config.block_tokens,
-        )  # fmt: skip
+            request,
+            ids,
+            client,
+            self._tokenizer,
+            self.process.fingerprint,
+            self.process.incarnation,
+            self.config.block_tokens,
+        )
         self.driver.check(job)
         with self.lock:
             self._refuse(job)
@@ -137,7 +144,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             sum(len(job.token_ids) for job in jobs),
             [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
             self.process.steps.speed,
-        )  # fmt: skip
+        )
         refused = refusal(there, tokens, self.estimate, request.tbt_slo_s)
         if refused is not None:
             self._refuse_arrival(request.request_id)
@@ -396,9 +403,13 @@ class MessagePace:
         self._sent_s: dict[str, float] = {}  # inbox -> when it had its latest message
 
     def is_due(
-        self, inbox: str, its_gap_s: float, step_s: float, now_s: float,
+        self,
+        inbox: str,
+        its_gap_s: float,
+        step_s: float,
+        now_s: float,
         update_sent_s: float = float("inf"),
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows.
 
         `update_sent_s`: when this stream had its latest tokens. Engines say those of a step one

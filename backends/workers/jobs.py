@@ -228,9 +228,12 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         sampling = request.sampling
         decided = len(self.output_ids) - 1
         self._text = TextStream(
-            tokenizer, before, sampling.stop_words, sampling.end_ids,
+            tokenizer,
+            before,
+            sampling.stop_words,
+            sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
-        )  # fmt: skip
+        )
         # The frontend has emitted what this yields, by the same pure function.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
         self._unread_ids: list[int] = []  # decoded, and not pushed into the text yet
@@ -254,9 +257,13 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         """Where the blocks that this request fills go."""
         if self._put is None:
             self._put = BlockPut(
-                self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0,
+                self.request_id,
+                self._kv_tokens,
+                self.pages,
+                self._keys,
+                first_block=0,
                 tenant=self.request.cache_salt,
-            )  # fmt: skip
+            )
         return self._put
 
     @property
@@ -267,9 +274,13 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
     def give_up_pages(self) -> BlockPut:
         """It is preempted: what must be in the store before its pages are another's."""
         put = BlockPut(
-            self.request_id, self._kv_tokens, self.pages, self._keys, first_block=0,
+            self.request_id,
+            self._kv_tokens,
+            self.pages,
+            self._keys,
+            first_block=0,
             tenant=self.request.cache_salt,
-        )  # fmt: skip
+        )
         self.arrival, self._put = None, None
         return put
 
@@ -339,9 +350,14 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         """The tokens since the last message."""
         before, pending = self._take_pending()
         return TokenUpdate(
-            self.request_id, before, list(pending.token_ids), pending.text,
-            list(pending.context_ids), pending.cut_bytes, list(pending.logprobs),
-        )  # fmt: skip
+            self.request_id,
+            before,
+            list(pending.token_ids),
+            pending.text,
+            list(pending.context_ids),
+            pending.cut_bytes,
+            list(pending.logprobs),
+        )
 
     def reply(self) -> None:
         """The end: the rest of the tokens, and how it went."""

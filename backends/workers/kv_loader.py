@@ -46,9 +46,13 @@ class KvLoader:
         return self._store.read(copies, self._pool, offsets, self._deadline_s)
 
     def load_layer(
-        self, copies: Sequence[Copy], digests: Sequence[int], windows: Windows, layer: int,
+        self,
+        copies: Sequence[Copy],
+        digests: Sequence[int],
+        windows: Windows,
+        layer: int,
         deadline_s: float,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """One layer of all these blocks into their windows; False: not all of it arrived."""
         offsets = [windows.page_offset_bytes(block, layer) for block in range(len(copies))]
         only = range(layer, layer + 1)
@@ -67,9 +71,10 @@ class KvLoader:
         """One announced layer (or whole blocks); what does not arrive is read later, in full."""
         late = self.pending_pages()
         refs = [
-            ref for ref in message.blocks
+            ref
+            for ref in message.blocks
             if ref.index < len(arrival.pages) and arrival.pages[ref.index] not in late
-        ]  # fmt: skip
+        ]
         if not refs:
             return
         copies = [self._copy(ref) for ref in refs]
@@ -83,9 +88,13 @@ class KvLoader:
             else:
                 offsets = [self._pages.page_offset_bytes(page) for page in pages]
                 arrived = self._store.read(
-                    copies, self._pool, offsets, self._deadline_s, layers,
+                    copies,
+                    self._pool,
+                    offsets,
+                    self._deadline_s,
+                    layers,
                     [sums[ref.index] for ref in refs],
-                )  # fmt: skip
+                )
         for ref, is_here in zip(refs, arrived, strict=True):
             if is_here:
                 arrival.note(ref, layers)
@@ -140,9 +149,11 @@ class PageGuard:
     """
 
     def __init__(
-        self, pool: PagePool, pending_pages: Callable[[], set[int]],
+        self,
+        pool: PagePool,
+        pending_pages: Callable[[], set[int]],
         forget: Callable[[Sequence[int]], None] = lambda pages: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`pending_pages` names the pages that unresolved transfers may still write; `forget` is
         told of pages that their users give back."""
         self._pool = pool

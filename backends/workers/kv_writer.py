@@ -195,9 +195,11 @@ class KvWriter:
         objects = [block for block in missing if block >= len(put.keys)]
         if by_key:
             wanted = self._store.allocate(
-                [put.keys[block] for block in by_key], put.request_id, self._lease_s,
+                [put.keys[block] for block in by_key],
+                put.request_id,
+                self._lease_s,
                 tenant=put.tenant,
-            )  # fmt: skip
+            )
             for block, slot in zip(by_key, wanted.slots, strict=True):
                 if slot is not None:
                     put.slots[block], put.slot_keys[block] = slot, put.keys[block]

@@ -27,9 +27,12 @@ MEASURE_S_MAX = 4.0  # for nodes that keep silent when a worker starts, as all o
 
 class LastingParts:
     def __init__(
-        self, config: WorkerConfig, repository: str, driver: Driver[Any, Any],
+        self,
+        config: WorkerConfig,
+        repository: str,
+        driver: Driver[Any, Any],
         can_flip: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         folder = checkpoint_folder(config.checkpoint, repository)
         engine = driver.engine
         self.can_flip = can_flip
@@ -40,9 +43,13 @@ class LastingParts:
         self.fingerprint = kv_layout.fingerprint(*print_fields)
         self.description = kv_layout.describe(*print_fields)
         self.store = Store(
-            self.directory, config.store_node, self.fingerprint, engine.layout, config.transport,
+            self.directory,
+            config.store_node,
+            self.fingerprint,
+            engine.layout,
+            config.transport,
             engine.layers,
-        )  # fmt: skip
+        )
         self.store.register_buffer(engine.kv_pool)
         self.outbox = open_outbox()
         self.started_at_s = time.time()

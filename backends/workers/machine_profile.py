@@ -41,8 +41,20 @@ def load_or_measure(
     folder.mkdir(parents=True, exist_ok=True)
     share = () if len(engine.layers) == engine.layout.layers else (engine.layers,)
     name = hashlib.blake2b(
-        repr((VERSION, hardware, engine.model_id, engine.weights_id, engine.layout,
-              role, threads, *share)).encode(), digest_size=8).hexdigest()  # fmt: skip
+        repr(
+            (
+                VERSION,
+                hardware,
+                engine.model_id,
+                engine.weights_id,
+                engine.layout,
+                role,
+                threads,
+                *share,
+            )
+        ).encode(),
+        digest_size=8,
+    ).hexdigest()
     path = folder / f"{role}-{name}.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

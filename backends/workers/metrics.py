@@ -13,10 +13,15 @@ from mooncake_store.records.membership import WorkerReport
 
 # What they count goes on when a worker changes its role: the store's client lasts.
 LASTING = (
-    "mooncake_transfers_total", "mooncake_transfer_bytes_total", "mooncake_transfer_seconds_total",
-    "mooncake_transfer_failures_total", "mooncake_nic_bytes_total", "mooncake_nic_failures_total",
-    "mooncake_nixl_agents_given_up_total", "mooncake_store_restored_blocks_total",
-)  # fmt: skip
+    "mooncake_transfers_total",
+    "mooncake_transfer_bytes_total",
+    "mooncake_transfer_seconds_total",
+    "mooncake_transfer_failures_total",
+    "mooncake_nic_bytes_total",
+    "mooncake_nic_failures_total",
+    "mooncake_nixl_agents_given_up_total",
+    "mooncake_store_restored_blocks_total",
+)
 
 
 def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
@@ -40,8 +45,15 @@ def decode(page: MetricPage, worker: DecodeWorker, now_s: float) -> None:
 def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s: float) -> None:
     page.take(process.observations)
     info = process.info
-    page.gauge("mooncake_worker_info", 1, now_s, role=info.role, node=info.node_id,
-               fingerprint=info.fingerprint, block_tokens=str(info.block_tokens))  # fmt: skip
+    page.gauge(
+        "mooncake_worker_info",
+        1,
+        now_s,
+        role=info.role,
+        node=info.node_id,
+        fingerprint=info.fingerprint,
+        block_tokens=str(info.block_tokens),
+    )
     page.gauge("mooncake_start_time_seconds", process.started_at_s, now_s)
     page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
     used_pages = process.engine.pages.used_pages  # those on their way back, too
@@ -49,8 +61,10 @@ def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s
     page.gauge("mooncake_pages_max", info.pages_max, now_s)
     page.gauge("mooncake_kv_bytes_used", used_pages * page_bytes, now_s)
     page.gauge("mooncake_kv_bytes_max", info.pages_max * page_bytes, now_s)
-    page.counter_to("mooncake_kv_occupation_byte_seconds_total",
-                    process.occupation.page_seconds(now_s) * page_bytes)  # fmt: skip
+    page.counter_to(
+        "mooncake_kv_occupation_byte_seconds_total",
+        process.occupation.page_seconds(now_s) * page_bytes,
+    )
     page.counter_to("mooncake_steps_total", process.steps.steps)
     page.counter_to("mooncake_step_seconds_total", process.steps.total_s)
     page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
@@ -72,8 +86,11 @@ def transfers(page: MetricPage, process: WorkerProcess, now_s: float) -> None:
             page.counter_to("mooncake_transfers_total", number, **labels)
             page.counter_to("mooncake_transfer_bytes_total", moved, **labels)
         page.counter_to("mooncake_transfer_seconds_total", counted.seconds, transport=transport)
-        page.counter_to("mooncake_transfer_failures_total",
-                        counted.failures + counted.timeouts, transport=transport)  # fmt: skip
+        page.counter_to(
+            "mooncake_transfer_failures_total",
+            counted.failures + counted.timeouts,
+            transport=transport,
+        )
     for nic, moved in process.store.nic_counters().items():
         page.counter_to("mooncake_nic_bytes_total", moved.read_bytes, nic=nic, direction="read")
         page.counter_to("mooncake_nic_bytes_total", moved.write_bytes, nic=nic, direction="write")

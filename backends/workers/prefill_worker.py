@@ -65,9 +65,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
         parts: LastingParts | None = None,
     ) -> None:
         super().__init__(
-            "prefill", worker_id, config, repository, config.queue_requests_max, driver, LOADERS,
+            "prefill",
+            worker_id,
+            config,
+            repository,
+            config.queue_requests_max,
+            driver,
+            LOADERS,
             parts,
-        )  # fmt: skip
+        )
         self.config = config
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
@@ -79,14 +85,21 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._windows = self.process.windows
         self.estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         self.batching = PrefillBatching(
-            driver.engine.pages, config.block_tokens, config.chunk_tokens,
-            slots_max=config.kv_pages, waiting_max=config.queue_requests_max,
-            overhead_tokens=self.estimate.overhead_tokens, windows=self._windows,
-        )  # fmt: skip
+            driver.engine.pages,
+            config.block_tokens,
+            config.chunk_tokens,
+            slots_max=config.kv_pages,
+            waiting_max=config.queue_requests_max,
+            overhead_tokens=self.estimate.overhead_tokens,
+            windows=self._windows,
+        )
         self._prefixes = PrefixLoading(
-            store, driver.prefix_loader(self._loader), config.store_node, config.lease_s,
+            store,
+            driver.prefix_loader(self._loader),
+            config.store_node,
+            config.lease_s,
             config.transfer_s_max,
-        )  # fmt: skip
+        )
         driver.begin(self)
         self._serve()
 
@@ -95,15 +108,23 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.process.call_limits.check(request, ids)
         seed = chain_seed(self.process.fingerprint, cache_salt=request.cache_salt)
         put = BlockPut(
-            request.request_id, len(ids), [], block_keys(ids, self.config.block_tokens, seed),
-            first_block=0, decode_inbox=request.decode_inbox,
-            reserve_tokens=request.reserve_tokens, tenant=request.cache_salt,
-        )  # fmt: skip
+            request.request_id,
+            len(ids),
+            [],
+            block_keys(ids, self.config.block_tokens, seed),
+            first_block=0,
+            decode_inbox=request.decode_inbox,
+            reserve_tokens=request.reserve_tokens,
+            tenant=request.cache_salt,
+        )
         now_s = time.monotonic()
         job = PrefillJob(
-            request=request, client=client, submitted_s=now_s, token_ids=ids.astype(np.int32),
+            request=request,
+            client=client,
+            submitted_s=now_s,
+            token_ids=ids.astype(np.int32),
             put=put,
-        )  # fmt: skip
+        )
         with self.lock:
             self.driver.check(job)  # what it says holds until the job is there to be failed
             self._refuse(job)
@@ -249,9 +270,12 @@ class PrefillWorker(JobWorker[PrefillJob]):
         error: Exception | None = None
         try:
             is_here = self._loader.load_layer(
-                prefix.copies, [of_block[layer] for of_block in prefix.digests], job.put.windows,
-                layer, layers.load_left_s,
-            )  # fmt: skip
+                prefix.copies,
+                [of_block[layer] for of_block in prefix.digests],
+                job.put.windows,
+                layer,
+                layers.load_left_s,
+            )
             if is_here:
                 numbers = job.put.windows.numbers[: len(prefix.copies)]
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)

@@ -103,9 +103,13 @@ class PrefixLoading:
         return LoadedPrefix(found.own[:arrived], len(found.own) - before, from_node)
 
     def trace(
-        self, keys: Sequence[bytes], found: FoundPrefix, allowed: Fetching, owner: str,
+        self,
+        keys: Sequence[bytes],
+        found: FoundPrefix,
+        allowed: Fetching,
+        owner: str,
         from_far: bool,
-    ) -> LayeredPrefix:  # fmt: skip
+    ) -> LayeredPrefix:
         """What is to be loaded, without loading it. What lies on an SSD is brought to memory first,
         and all that is on other nodes unless it may come `from_far`, layer by layer."""
         wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())

@@ -327,10 +327,21 @@ class ArrivedStep:
 
 
 WorkerMessage = (
-    LayersReady | Stop | DrainWorker | TakeRole | Tokens | FirstToken | Heartbeat
-    | GroupBegins | StageBeat | PrefixWanted | PrefixLoaded
-    | StageStep | StageComputed | StageWritten
-)  # fmt: skip
+    LayersReady
+    | Stop
+    | DrainWorker
+    | TakeRole
+    | Tokens
+    | FirstToken
+    | Heartbeat
+    | GroupBegins
+    | StageBeat
+    | PrefixWanted
+    | PrefixLoaded
+    | StageStep
+    | StageComputed
+    | StageWritten
+)
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 _decode_message = msgspec.msgpack.Decoder(WorkerMessage)
@@ -400,10 +411,14 @@ def open_inbox(
         listen = f"tcp://{listening_host}:{address.rpartition(':')[2]}"
     secret = launch_secret.secret_of_launch()
     return Inbox(
-        address, decode_message, on_messages, secret, listen=listen,
+        address,
+        decode_message,
+        on_messages,
+        secret,
+        listen=listen,
         attach=attached,  # type: ignore[arg-type]
         message_bytes_max=message_bytes_max,
-    )  # fmt: skip
+    )
 
 
 def open_outbox() -> WorkerOutbox:

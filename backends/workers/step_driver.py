@@ -50,11 +50,16 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
     from backends.engine.torch.torch_engine import TorchEngine
 
     return TorchEngine.load(
-        checkpoint_folder(config.checkpoint, repository), pages_max=config.kv_pages,
-        block_tokens=config.block_tokens, dtype=config.dtype, device=config.device,
-        threads=config.threads, stage=config.pipeline_stage, stages=config.pipeline_stages,
+        checkpoint_folder(config.checkpoint, repository),
+        pages_max=config.kv_pages,
+        block_tokens=config.block_tokens,
+        dtype=config.dtype,
+        device=config.device,
+        threads=config.threads,
+        stage=config.pipeline_stage,
+        stages=config.pipeline_stages,
         kv_dtype=config.kv_dtype,
-    )  # fmt: skip
+    )
 
 
 def take_step(
@@ -272,9 +277,13 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         for row, job in enumerate(jobs):
             try:
                 drawn = draw(
-                    logits[row], job.request.sampling, len(job.output_ids), job.prompt_ids,
-                    job.output_ids, job.guide,
-                )  # fmt: skip
+                    logits[row],
+                    job.request.sampling,
+                    len(job.output_ids),
+                    job.prompt_ids,
+                    job.output_ids,
+                    job.guide,
+                )
                 if drawn.logprobs is not None:
                     job.drawn_logprobs.append(drawn.logprobs)
                 tokens_of.append((job, (drawn.token_id,)))

@@ -80,17 +80,31 @@ class JobWorker(ABC, Generic[J]):
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
         self.process = WorkerProcess(
-            role, worker_id, config, repository, slots_max, driver, self.jobs, self._on_message,
-            self.report, self.check, parts,
-        )  # fmt: skip
+            role,
+            worker_id,
+            config,
+            repository,
+            slots_max,
+            driver,
+            self.jobs,
+            self._on_message,
+            self.report,
+            self.check,
+            parts,
+        )
         engine, store = driver.engine, self.process.store
         pages = PageLayout(engine.layout, engine.layers)
         self._loader = driver.make_loader(store, pages, config.transfer_s_max)
         self._pages = PageGuard(engine.pages, self._loader.pending_pages, self._loader.forget)
         self.writer = KvWriter(
-            store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
-            config.transfer_s_max, engine.export_pages,
-        )  # fmt: skip
+            store,
+            pages,
+            engine.kv_pool,
+            self.process.outbox,
+            config.lease_s,
+            config.transfer_s_max,
+            engine.export_pages,
+        )
         self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
         self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -278,8 +292,9 @@ class JobWorker(ABC, Generic[J]):
                 self.fail(job, WorkerGone(f"{self.process.worker_id} is being drained"))
 
     def _keep_role(self, message: TakeRole) -> None:
-        log.warning("%s was told to take the role %s, and cannot",
-                    self.process.worker_id, message.role)  # fmt: skip
+        log.warning(
+            "%s was told to take the role %s, and cannot", self.process.worker_id, message.role
+        )
 
     def _stopped_early(self, request_id: str) -> None:
         """A request that is not here was stopped: none of our business, where none is expected."""

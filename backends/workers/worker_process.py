@@ -79,9 +79,10 @@ class WorkerProcess:
         self.observations = Observations()
         self._on_message = on_message
         self.inbox = open_inbox(
-            inbox_address(f"{worker_id}-{self.incarnation}"), self._on_messages,
+            inbox_address(f"{worker_id}-{self.incarnation}"),
+            self._on_messages,
             driver.message_bytes_max,
-        )  # fmt: skip
+        )
         profile = machine_profile.load_or_measure(
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )

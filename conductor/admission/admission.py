@@ -201,8 +201,9 @@ def reject_for(kind: str, case: RejectionCase) -> Reject:
 
 def _prefill_full(case: RejectionCase) -> tuple[str, float]:
     prefills = case.options.prefills
-    queues = ", ".join(f"{p.worker.queue.requests} of {p.worker.info.slots_max}"
-                       for p in prefills[:SHOWN_MAX])  # fmt: skip
+    queues = ", ".join(
+        f"{p.worker.queue.requests} of {p.worker.info.slots_max}" for p in prefills[:SHOWN_MAX]
+    )
     # There is room when the shortest queue has finished one of its requests.
     wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
     return f"the queues of all {len(prefills)} prefill workers are full ({queues})", wait_s

@@ -120,9 +120,9 @@ class Demand:
             admitted = np.maximum(below, floor * share * of_class[:, None])
             share = admitted.sum(axis=0) / of_class.sum()
         admitted = np.minimum(admitted, of_class[:, None])
-        work_s = np.array([
-            np.interp(admitted[c], below[c], below_s[c]) for c in range(CLASSES)
-        ]).sum(axis=0)  # fmt: skip
+        work_s = np.array(
+            [np.interp(admitted[c], below[c], below_s[c]) for c in range(CLASSES)]
+        ).sum(axis=0)
         cut = max(0, int(np.searchsorted(work_s, granted_s, side="right")) - 1)
         if cut >= BUCKETS:
             self.cuts = NO_CUTS

@@ -125,11 +125,15 @@ class TenantQuotas:
             return None
         asked = asked_tokens(request)
         if limits.tokens_per_minute is not None and asked > limits.tokens_per_minute:
-            return _refusal(request, "too_large", 0.0, (
-                f"{request.prompt_tokens} prompt tokens and max_tokens {request.output_tokens_max} "
-                f"exceed the {limits.tokens_per_minute} that tenant {request.tenant!r} may have in "
-                "a minute (tokens_per_minute); shorten the prompt or max_tokens"
-            ))  # fmt: skip
+            return _refusal(
+                request,
+                "too_large",
+                0.0,
+                f"{request.prompt_tokens} prompt tokens and max_tokens "
+                f"{request.output_tokens_max} exceed the {limits.tokens_per_minute} that tenant "
+                f"{request.tenant!r} may have in a minute (tokens_per_minute); shorten "
+                "the prompt or max_tokens",
+            )
         in_flight = self._in_flight_of[request.tenant] + elsewhere
         return self._used_up(request, limits, in_flight, now_s)
 
@@ -146,10 +150,13 @@ class TenantQuotas:
     ) -> Reject | None:
         most = limits.requests_in_flight_max
         if most is not None and in_flight is not None and in_flight >= most:
-            return _refusal(request, "tenant_full", IN_FLIGHT_RETRY_S, (
-                f"tenant {request.tenant!r} has {in_flight} requests in flight and may have {most} "
-                "(requests_in_flight_max)"
-            ))  # fmt: skip
+            return _refusal(
+                request,
+                "tenant_full",
+                IN_FLIGHT_RETRY_S,
+                f"tenant {request.tenant!r} has {in_flight} requests in flight and may have "
+                f"{most} (requests_in_flight_max)",
+            )
         window = self._windows.get(request.tenant)
         return None if window is None else _rate_refusal(request, limits, window, now_s)
 
@@ -234,14 +241,20 @@ def _rate_refusal(
         return None
     wait_s = window.wait_s(now_s, too_many, too_much)
     if too_many:
-        return _refusal(request, "request_rate", wait_s, (
-            f"tenant {request.tenant!r} has had {requests} requests within a minute and may have "
-            f"{limits.requests_per_minute} (requests_per_minute)"
-        ))  # fmt: skip
-    return _refusal(request, "token_rate", wait_s, (
-        f"tenant {request.tenant!r} has had {tokens} tokens within a minute, asks for {asked} and "
-        f"may have {limits.tokens_per_minute} (tokens_per_minute)"
-    ))  # fmt: skip
+        return _refusal(
+            request,
+            "request_rate",
+            wait_s,
+            f"tenant {request.tenant!r} has had {requests} requests within a minute and may "
+            f"have {limits.requests_per_minute} (requests_per_minute)",
+        )
+    return _refusal(
+        request,
+        "token_rate",
+        wait_s,
+        f"tenant {request.tenant!r} has had {tokens} tokens within a minute, asks for {asked} "
+        f"and may have {limits.tokens_per_minute} (tokens_per_minute)",
+    )
 
 
 def _above(wanted: int, most: int | None) -> int:

@@ -241,9 +241,8 @@ class Cluster:
             form_groups((w for w in newest if w.info.role == "prefill"), self.config)
             for role, pool in self._pools.items():
                 members = [
-                    w for w in self.workers.values()
-                    if w.info.role == role and not w.is_follower
-                ]  # fmt: skip
+                    w for w in self.workers.values() if w.info.role == role and not w.is_follower
+                ]
                 pool.build(members, self._is_in, self.tokens_max)
                 largest = max(pool.tokens_max.tolist(), default=0)
                 self.largest_seen[role] = max(self.largest_seen.get(role, 0), largest)
@@ -373,9 +372,13 @@ class Cluster:
         self.decodes.refresh(routed.decode)
 
     def learn_prefill(
-        self, routed: InFlightRequest, cached_tokens: int, seconds: float, ended_s: float,
+        self,
+        routed: InFlightRequest,
+        cached_tokens: int,
+        seconds: float,
+        ended_s: float,
         now_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Learn how fast the worker was; `seconds` <= 0: it did not say."""
         if seconds <= 0:
             return

@@ -39,21 +39,42 @@ class CompiledForecast:
         self._worker_address = ctypes.c_void_p(ctypes.addressof(self._worker))
 
     def count(
-        self, curve_address: int, is_joined: bool, sums_addresses: tuple[int, int], since_s: float,
-        step_s: float, context_tokens: float, pages: float, tokens_max: float,
-    ) -> None:  # fmt: skip
+        self,
+        curve_address: int,
+        is_joined: bool,
+        sums_addresses: tuple[int, int],
+        since_s: float,
+        step_s: float,
+        context_tokens: float,
+        pages: float,
+        tokens_max: float,
+    ) -> None:
         """`sums_addresses`: of the request, and of all of its stage. `since_s`: from the beginning
         of its answer to that of the grid."""
         REQUEST.pack_into(
-            self._request, 0, *self._grid, curve_address, self._edges_count, is_joined,
-            *sums_addresses, since_s, step_s, context_tokens, pages, tokens_max,
-        )  # fmt: skip
+            self._request,
+            0,
+            *self._grid,
+            curve_address,
+            self._edges_count,
+            is_joined,
+            *sums_addresses,
+            since_s,
+            step_s,
+            context_tokens,
+            pages,
+            tokens_max,
+        )
         self._count(self._request_address)
 
     def settle(
-        self, addresses: tuple[int, int, int, int], peaks_address: int, sigma: float, share: float,
+        self,
+        addresses: tuple[int, int, int, int],
+        peaks_address: int,
+        sigma: float,
+        share: float,
         unattributed: tuple[int, int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`addresses`: of the sums of those that are coming and that have joined, the most, and who
         of the unattributed ones is alive."""
         WORKER.pack_into(self._worker, 0, *addresses, peaks_address, sigma, share, *unattributed)

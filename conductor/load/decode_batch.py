@@ -100,9 +100,14 @@ class DecodeBatch:
         return request_id in self._reservations
 
     def reserve(
-        self, request_id: str, context_tokens: int, pages: int, prefill_end_s: float,
-        answer: ExpectedAnswer | None = None, now_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: str,
+        context_tokens: int,
+        pages: int,
+        prefill_end_s: float,
+        answer: ExpectedAnswer | None = None,
+        now_s: float = 0.0,
+    ) -> None:
         """Routed: it will join when its prefill ends. A forecast needs to know the answer."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         reservation = DecodeReservation(context_tokens, pages, prefill_end_s)

@@ -163,14 +163,21 @@ class DecodeForecast:
         self._unattributed_alive: Vector = np.ones(len(GRID_S))
         # Of these four, which stay the same arrays.
         self._addresses = (
-            self._sums[0].ctypes.data, self._sums[1].ctypes.data, self._most.ctypes.data,
+            self._sums[0].ctypes.data,
+            self._sums[1].ctypes.data,
+            self._most.ctypes.data,
             self._unattributed_alive.ctypes.data,
-        )  # fmt: skip
+        )
 
     def reserve(
-        self, request_id: str, answer: ExpectedAnswer, context_tokens: int, pages: int,
-        end_s: float, now_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: str,
+        answer: ExpectedAnswer,
+        context_tokens: int,
+        pages: int,
+        end_s: float,
+        now_s: float,
+    ) -> None:
         """Routed: it will join when its prefill ends at `end_s`."""
         if self._base_s == -math.inf:
             self._base_s = now_s
@@ -240,9 +247,15 @@ class DecodeForecast:
         if self._table.compiled is not None:
             sums_address = requests.sums_address + row * requests.sums.strides[0]
             self._table.compiled.count(
-                curve.ctypes.data, is_joined, (sums_address, self._addresses[is_joined]), since_s,
-                self._step_s, context, pages, tokens_max,
-            )  # fmt: skip
+                curve.ctypes.data,
+                is_joined,
+                (sums_address, self._addresses[is_joined]),
+                since_s,
+                self._step_s,
+                context,
+                pages,
+                tokens_max,
+            )
             return
         tokens = (GRID_S + since_s) / self._step_s
         right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)

@@ -79,10 +79,12 @@ class DecodePool(Pool):
     def compared(self) -> dict[str, Column]:
         """The columns that a compiled decision reads, by their names there."""
         return {
-            "decode_per_token_s": self._per_token_s, "decode_step_s": self._step_s,
-            "pages_free": self._pages_free, "decode_rank": self.rank,
+            "decode_per_token_s": self._per_token_s,
+            "decode_step_s": self._step_s,
+            "pages_free": self._pages_free,
+            "decode_rank": self.rank,
             "decode_block_tokens": self.block_tokens_of,
-        }  # fmt: skip
+        }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""

@@ -149,15 +149,23 @@ class OtherFrontends:
             decode_sequences=0.0,
         )
         route = Route(
-            request_id=request_id, prefill=prefill.ref, decode=decode.ref,
-            cached_tokens=note.cached_tokens, local_blocks=0, fetch_blocks=0,
-            fetch_node=note.fetch_node or None, predicted=predicted,
+            request_id=request_id,
+            prefill=prefill.ref,
+            decode=decode.ref,
+            cached_tokens=note.cached_tokens,
+            local_blocks=0,
+            fetch_blocks=0,
+            fetch_node=note.fetch_node or None,
+            predicted=predicted,
             order_key_s=note.order_key_s + offset_s,
-        )  # fmt: skip
+        )
         request = Request(
-            request_id, note.new_tokens + note.cached_tokens, (), note.output_tokens_max,
+            request_id,
+            note.new_tokens + note.cached_tokens,
+            (),
+            note.output_tokens_max,
             tenant=note.tenant,
-        )  # fmt: skip
+        )
         known.request_ids[note.number], known.tenants[note.number] = request_id, note.tenant
         self._in_flight_of[note.tenant] += 1
         send_s = note.send_s - (now_s - routed_at_s)

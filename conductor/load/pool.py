@@ -58,9 +58,11 @@ class Pool:
         self.version = 0  # while it is the same, the columns are the same arrays
 
     def build(
-        self, workers: Sequence[WorkerState], is_in: Callable[[WorkerState], bool],
+        self,
+        workers: Sequence[WorkerState],
+        is_in: Callable[[WorkerState], bool],
         tokens_max: Callable[[WorkerInfo], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Anew, after somebody came or went. `is_in`: its node is up, and no newer incarnation is
         there. `tokens_max`: of one request that it could hold with nobody else there."""
         self.version += 1
@@ -81,10 +83,12 @@ class Pool:
         self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
         self.block_bytes = np.array([float(info.block_bytes) for info in infos])
         self._paths: dict[str, Path] = {}
-        self._far = np.array([
-            self.block_bytes / self.config.transfer_bytes_per_s,
-            self.zeros + self.config.transfer_latency_s,
-        ])  # fmt: skip
+        self._far = np.array(
+            [
+                self.block_bytes / self.config.transfer_bytes_per_s,
+                self.zeros + self.config.transfer_latency_s,
+            ]
+        )
         self._rows_on: dict[str, list[int]] = {}
         for row, node_id in enumerate(self.node_ids):
             self._rows_on.setdefault(node_id, []).append(row)

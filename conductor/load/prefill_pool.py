@@ -251,16 +251,28 @@ class PrefillPool(Pool):
     def compared(self) -> dict[str, Counts | Column | Matrix | Mask]:
         """The columns that a compiled decision reads, by their names there."""
         return {
-            "ratio": self.ratio, "base_s": self._base_s, "per_token_s": self._per_token_s,
-            "half_pair_s": self._half_pair_s, "block_tokens": self.block_tokens_of,
-            "block_bytes": self.block_bytes, "busy_until_s": self._busy_until_s,
-            "unattributed_until_s": self._unattributed_until_s, "head_key_s": self._head_key_s,
-            "half_step_s": self._half_step_s, "waiting_s": self._waiting_s, "rank": self.rank,
-            "length": self._length, "keys_s": self._keys_s, "work_s": self._work_s,
-            "has_room": self.has_room, "others": self._others, "hops_s": self._hops_s,
-            "chunk_tokens": self._chunk_tokens, "beside_share": self._beside_share,
+            "ratio": self.ratio,
+            "base_s": self._base_s,
+            "per_token_s": self._per_token_s,
+            "half_pair_s": self._half_pair_s,
+            "block_tokens": self.block_tokens_of,
+            "block_bytes": self.block_bytes,
+            "busy_until_s": self._busy_until_s,
+            "unattributed_until_s": self._unattributed_until_s,
+            "head_key_s": self._head_key_s,
+            "half_step_s": self._half_step_s,
+            "waiting_s": self._waiting_s,
+            "rank": self.rank,
+            "length": self._length,
+            "keys_s": self._keys_s,
+            "work_s": self._work_s,
+            "has_room": self.has_room,
+            "others": self._others,
+            "hops_s": self._hops_s,
+            "chunk_tokens": self._chunk_tokens,
+            "beside_share": self._beside_share,
             "beside_from_tokens": self._beside_from_tokens,
-        }  # fmt: skip
+        }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
         """Prove that every row is what its worker says."""

@@ -97,9 +97,12 @@ class Hotspots:
         self._arriving = {k: v for k, v in self._arriving.items() if k[0] != node_id}
 
     def suggest(
-        self, index: PrefixIndex, targets: Iterable[str], now_s: float,
+        self,
+        index: PrefixIndex,
+        targets: Iterable[str],
+        now_s: float,
         turn: Callable[[bytes], int] = lambda key: 0,
-    ) -> list[Replicate]:  # fmt: skip
+    ) -> list[Replicate]:
         """Copies worth making now, hottest prefix first. `targets`: nodes that may take copies;
         `turn`: how many frontends come before this one for the prefix that begins with this key."""
         self._count()
@@ -188,10 +191,7 @@ class Hotspots:
         copies = len({*sources, *(node for node in nodes if have[node] == len(chain))})
         if copies >= config.hot_copies_max or rate < config.hot_hits_per_s * copies:
             return None  # those that are on their way are enough
-        targets = [
-            node for node in nodes
-            if have[node] < len(chain) and load[node] < nodes[node]
-        ]  # fmt: skip
+        targets = [node for node in nodes if have[node] < len(chain) and load[node] < nodes[node]]
         if not targets:
             return None
         target = min(targets, key=lambda node: (-have[node], load[node], node))

@@ -49,9 +49,10 @@ class RoleBalance:
     def propose(self, is_our_turn: bool, now_s: float) -> RoleFlip | None:
         """Every frontend counts, so that whoever's turn it becomes knows as much."""
         draining = [
-            worker for worker in self._cluster.workers.values()
+            worker
+            for worker in self._cluster.workers.values()
             if worker.info.can_flip and worker.is_draining
-        ]  # fmt: skip
+        ]
         pools = {role: self._pool(role, now_s) for role in ROLES}
         flip = self._controller.propose(pools, draining, self._cluster.decode_s, is_our_turn, now_s)
         if flip is not None:

@@ -76,11 +76,19 @@ class _Decision(ctypes.Structure):
     """`decision_t` of native.c."""
 
     _fields_ = (
-        *_members(FLEET), *_members(CONFIG), *_members(FILLED), *_members(REQUEST),
-        ("sources", NUMBER), ("sources_of", _Source * SOURCES_MAX),
-        ("first", NUMBER), ("prefill", NUMBER), ("decode", NUMBER), ("backlog_s", REAL),
-        ("handover_s", REAL), ("described", NUMBER * 11),
-    )  # fmt: skip
+        *_members(FLEET),
+        *_members(CONFIG),
+        *_members(FILLED),
+        *_members(REQUEST),
+        ("sources", NUMBER),
+        ("sources_of", _Source * SOURCES_MAX),
+        ("first", NUMBER),
+        ("prefill", NUMBER),
+        ("decode", NUMBER),
+        ("backlog_s", REAL),
+        ("handover_s", REAL),
+        ("described", NUMBER * 11),
+    )
 
 
 ASKED, SENDER, ANSWER = (
@@ -115,14 +123,22 @@ class CompiledDecision:
         self._cluster, self._decide, self._choose_pair = cluster, decide, choose_pair
         config = cluster.config
         policy = POLICIES[config.policy]
-        self._kind = (COSTS[config.policy], FETCHES[policy.fetch], int(policy.is_blind),
-                      int(policy.spares_others))  # fmt: skip
+        self._kind = (
+            COSTS[config.policy],
+            FETCHES[policy.fetch],
+            int(policy.is_blind),
+            int(policy.spares_others),
+        )
         self._arguments = arguments = _Decision(
-            tie_ratio=config.tie_ratio, tie_s=config.tie_s, ssd_bytes_per_s=config.ssd_bytes_per_s,
-            balancing_threshold=config.kvcache_balancing_threshold, crowding_share=CROWDING_SHARE,
-            requests_rank=REQUESTS_RANK, must_pay=config.fetch_must_pay,
+            tie_ratio=config.tie_ratio,
+            tie_s=config.tie_s,
+            ssd_bytes_per_s=config.ssd_bytes_per_s,
+            balancing_threshold=config.kvcache_balancing_threshold,
+            crowding_share=CROWDING_SHARE,
+            requests_rank=REQUESTS_RANK,
+            must_pay=config.fetch_must_pay,
             finalists_max=config.finalists_max,
-        )  # fmt: skip
+        )
         self._address = ctypes.c_void_p(ctypes.addressof(arguments))
         self._versions = (-1, -1)
         self._kept: dict[str, Array] = {}  # what the addresses are of
@@ -130,10 +146,18 @@ class CompiledDecision:
         self._masks = (0, 0)  # their addresses
 
     def decide(
-        self, request: Request, held: Holdings, sources: Sequence[FetchSource],
-        usable: tuple[Mask, Mask], may_join: Mask, wants_pair: bool, order: QueueOrder, spread: int,
-        ttft_limit_s: float, now_s: float,
-    ) -> Answer:  # fmt: skip
+        self,
+        request: Request,
+        held: Holdings,
+        sources: Sequence[FetchSource],
+        usable: tuple[Mask, Mask],
+        may_join: Mask,
+        wants_pair: bool,
+        order: QueueOrder,
+        spread: int,
+        ttft_limit_s: float,
+        now_s: float,
+    ) -> Answer:
         """Fill in `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
         `may_join`: the decode workers in question that have not refused."""
         cluster = self._cluster
@@ -147,11 +171,24 @@ class CompiledDecision:
         joinable = self._masks[1] if may_join is is_decode else may_join.ctypes.data
         tokens = request.prompt_tokens
         ASKED.pack_into(
-            self._arguments, ASKED_AT, *self._kind, wants_pair, *held.addresses, *self._masks,
-            joinable, self._has_room_address, now_s, tokens, tokens + request.output_tokens_max,
-            spread, order.stretch, order.wait_s_max, ttft_limit_s, *decodes.paths_s_least(tokens),
+            self._arguments,
+            ASKED_AT,
+            *self._kind,
+            wants_pair,
+            *held.addresses,
+            *self._masks,
+            joinable,
+            self._has_room_address,
+            now_s,
+            tokens,
+            tokens + request.output_tokens_max,
+            spread,
+            order.stretch,
+            order.wait_s_max,
+            ttft_limit_s,
+            *decodes.paths_s_least(tokens),
             len(sources),
-        )  # fmt: skip
+        )
         at = SOURCES_AT
         for source in sources:
             path = prefills.path(source.node_id).address

@@ -97,9 +97,13 @@ def worth_asking(
 
 
 def make_plans(
-    cluster: Cluster, held: Holdings, policy: Policy, sources: Sequence[FetchSource],
-    prompt_tokens: int, queues: Queues,
-) -> Plans:  # fmt: skip
+    cluster: Cluster,
+    held: Holdings,
+    policy: Policy,
+    sources: Sequence[FetchSource],
+    prompt_tokens: int,
+    queues: Queues,
+) -> Plans:
     """Fetch or compute, at each worker."""
     pool = cluster.prefills
     own_tokens = _own_tokens(pool, held, prompt_tokens)
@@ -144,9 +148,13 @@ def _fetch_by_times(plans: Plans, pool: PrefillPool, prompt_tokens: int, queues:
 
 
 def _take_the_quickest(
-    plans: Plans, pool: PrefillPool, prompt_tokens: int, least_s: Seconds,
-    is_wanted: Mask | None = None, hidden_s: Seconds | None = None,
-) -> None:  # fmt: skip
+    plans: Plans,
+    pool: PrefillPool,
+    prompt_tokens: int,
+    least_s: Seconds,
+    is_wanted: Mask | None = None,
+    hidden_s: Seconds | None = None,
+) -> None:
     """Each worker fetches from the source with which its prefill ends soonest, if that is before
     `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
     `hidden_s`: so much of the transfer costs nothing, and what runs beside the computing."""

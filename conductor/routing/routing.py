@@ -112,10 +112,17 @@ class Options:
     """What every worker that may take the request would mean for it."""
 
     def __init__(
-        self, cluster: Cluster, tiers: Tiers, request: Request, usable: tuple[Mask, Mask],
-        loads: Loads | None, order: QueueOrder, ttft_limit_s: float, now_s: float,
+        self,
+        cluster: Cluster,
+        tiers: Tiers,
+        request: Request,
+        usable: tuple[Mask, Mask],
+        loads: Loads | None,
+        order: QueueOrder,
+        ttft_limit_s: float,
+        now_s: float,
         compiled: CompiledDecision | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`usable`: the prefill and the decode workers in question, at least one of each.
         `loads`: what admission takes the decode loads to be; None for the reserved ones.
         `compiled`: what computes the same; its columns are good until it is asked again."""
@@ -152,9 +159,17 @@ class Options:
             may_join[worker.row] = False
         is_reserved = self._loads is None
         answer = compiled.decide(
-            self._request, held, sources, (self._is_prefill, self._is_decode), may_join,
-            is_usual and is_reserved, self.order, self._spread, self.ttft_limit_s, self._now_s,
-        )  # fmt: skip
+            self._request,
+            held,
+            sources,
+            (self._is_prefill, self._is_decode),
+            may_join,
+            is_usual and is_reserved,
+            self.order,
+            self._spread,
+            self.ttft_limit_s,
+            self._now_s,
+        )
         self._terms, self._plans = compiled.terms, compiled.plans
         self.backlog_s = answer[2]
         if is_usual and is_reserved:
@@ -377,17 +392,35 @@ class Options:
         prefill_s, fill_s = terms.prefill_s.item(row), plans.fill_s.item(row)
         delay_s = (prefill_s - fill_s) * pool.behind(self.order, self._now_s, row, prefill_s)
         return self._option(
-            row, plans.held.blocks.item(row), plans.held.dram_blocks.item(row),
-            plans.source.item(row), terms.queue_s.item(row), terms.wait_s.item(row),
-            plans.fetch_s.item(row), terms.transfer_s.item(row), prefill_s, fill_s, delay_s,
+            row,
+            plans.held.blocks.item(row),
+            plans.held.dram_blocks.item(row),
+            plans.source.item(row),
+            terms.queue_s.item(row),
+            terms.wait_s.item(row),
+            plans.fetch_s.item(row),
+            terms.transfer_s.item(row),
+            prefill_s,
+            fill_s,
+            delay_s,
             plans.crowding_s.item(row),
-        )  # fmt: skip
+        )
 
     def _option(
-        self, row: int, blocks: float, dram_blocks: float, source_number: int, queue_s: float,
-        wait_s: float, fetch_s: float, transfer_s: float, prefill_s: float, fill_s: float,
-        delay_s: float, crowding_s: float,
-    ) -> PrefillOption:  # fmt: skip
+        self,
+        row: int,
+        blocks: float,
+        dram_blocks: float,
+        source_number: int,
+        queue_s: float,
+        wait_s: float,
+        fetch_s: float,
+        transfer_s: float,
+        prefill_s: float,
+        fill_s: float,
+        delay_s: float,
+        crowding_s: float,
+    ) -> PrefillOption:
         pool = self._cluster.prefills
         worker, local_blocks = pool.workers[row], int(blocks)
         source = self._plans.sources[source_number] if source_number >= 0 else None

@@ -31,9 +31,20 @@ class Holdings:
     """Who has how much of one prompt's prefix. Good until the next change of an index."""
 
     __slots__ = (
-        "_in_dram", "_keys", "_on_ssd", "_tiers", "addresses", "blocks", "dram_blocks", "full",
-        "has_ssd", "is_empty", "is_same", "least", "longest",
-    )  # fmt: skip
+        "_in_dram",
+        "_keys",
+        "_on_ssd",
+        "_tiers",
+        "addresses",
+        "blocks",
+        "dram_blocks",
+        "full",
+        "has_ssd",
+        "is_empty",
+        "is_same",
+        "least",
+        "longest",
+    )
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys

@@ -114,12 +114,14 @@ class ConnectorCalls:
             gc.enable()
         found_us.sort()
         median_us = statistics.median(found_us)
-        self.rows.append({
-            "call": name,
-            "median_us": round(median_us, 1),
-            "p90_us": round(found_us[int(0.9 * len(found_us))], 1),
-            "best_us": round(found_us[0], 1),
-        })  # fmt: skip
+        self.rows.append(
+            {
+                "call": name,
+                "median_us": round(median_us, 1),
+                "p90_us": round(found_us[int(0.9 * len(found_us))], 1),
+                "best_us": round(found_us[0], 1),
+            }
+        )
         return median_us
 
     def match(self, tokens: int, shared_tokens: int) -> float:
@@ -283,9 +285,10 @@ class WholeLists:
 
 
 LIKE_UPSTREAM = SimpleNamespace(
-    KvCacheConnectorSchedulerOutputRequest=WholeLists, RequestData=ComputedRequest,
+    KvCacheConnectorSchedulerOutputRequest=WholeLists,
+    RequestData=ComputedRequest,
     LlmRequestState=SimpleNamespace(CONTEXT_INIT=1, DISAGG_GENERATION_TRANS_IN_PROGRESS=2),
-)  # fmt: skip
+)
 
 
 class DeafListener:

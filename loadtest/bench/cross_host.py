@@ -198,34 +198,55 @@ def measure(links: int, pairs: int, block_bytes: int, seed: int) -> dict[str, An
 
         def start(host: str, *words: str) -> subprocess.Popen[str]:
             environment = {
-                **os.environ, "MOONCAKE_HOST_IDENTITY": host, "MOONCAKE_INSECURE": "1",
+                **os.environ,
+                "MOONCAKE_HOST_IDENTITY": host,
+                "MOONCAKE_INSECURE": "1",
                 "MOONCAKE_TRUSTED_NICS": trusted,
-            }  # fmt: skip
+            }
             with (folder / "log").open("a") as log:
                 process = subprocess.Popen(
                     hosts.command(host, [sys.executable, "-m", *words]),
-                    env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
-                )  # fmt: skip
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
             stack.enter_context(process)
             stack.callback(process.terminate)
             return process
 
         address = f"tcp://{hosts.address('b')}:7001"
         events = f"tcp://{hosts.address('b')}:7002"
-        _line(start("b", "mooncake_store.directory", "--address", address, "--events", events),
-              folder)  # fmt: skip
+        _line(
+            start("b", "mooncake_store.directory", "--address", address, "--events", events), folder
+        )
         _line(
             start(
-                "b", "mooncake_store.node", "--node-id", "b0", "--directory", address,
-                "--segment-bytes", str((HELD_MIB + 64) * MB), "--segment-path",
+                "b",
+                "mooncake_store.node",
+                "--node-id",
+                "b0",
+                "--directory",
+                address,
+                "--segment-bytes",
+                str((HELD_MIB + 64) * MB),
+                "--segment-path",
                 f"/dev/shm/mooncake-bench-{os.getpid()}-b0",
             ),
             folder,
-        )  # fmt: skip
+        )
         reader = start(
-            "a", "loadtest.bench.cross_host", "--inside", address, "--pairs", str(pairs),
-            "--block-mib", str(block_bytes // MB), "--seed", str(seed),
-        )  # fmt: skip
+            "a",
+            "loadtest.bench.cross_host",
+            "--inside",
+            address,
+            "--pairs",
+            str(pairs),
+            "--block-mib",
+            str(block_bytes // MB),
+            "--seed",
+            str(seed),
+        )
         found: dict[str, Any] = json.loads(_line(reader, folder))
         return found
 

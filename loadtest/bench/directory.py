@@ -106,8 +106,10 @@ def lease(one: FilledDirectory, keys: list[bytes]) -> None:
 
 
 WAYS: dict[str, Callable[[FilledDirectory, list[bytes]], None]] = {
-    "exist": exist, "lookup": lookup, "lease_and_release": lease,
-}  # fmt: skip
+    "exist": exist,
+    "lookup": lookup,
+    "lease_and_release": lease,
+}
 
 
 def ask(

@@ -79,12 +79,24 @@ def llama(
     layers: int, hidden: int, heads: int, kv_heads: int, inner: int, words: int
 ) -> ModelConfig:
     return ModelConfig(
-        family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
-        head_dim=hidden // heads, intermediate=inner, vocabulary_tokens=words,
-        context_tokens_max=2 * PREFIX_TOKENS, norm_epsilon=1e-5, rope=RopeConfig(500_000.0),
-        has_tied_embeddings=False, has_qkv_bias=False, has_output_bias=False, has_mlp_bias=False,
-        has_qk_norm=False, eos_token_ids=(),
-    )  # fmt: skip
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate=inner,
+        vocabulary_tokens=words,
+        context_tokens_max=2 * PREFIX_TOKENS,
+        norm_epsilon=1e-5,
+        rope=RopeConfig(500_000.0),
+        has_tied_embeddings=False,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        eos_token_ids=(),
+    )
 
 
 WORKLOADS = {
@@ -115,7 +127,7 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
             ),
         )
         for _ in range(config.layers)
-    ]  # fmt: skip
+    ]
     norm = torch.ones(hidden, dtype=scalar, device=device)
     words = config.vocabulary_tokens
     return Weights(made(words, hidden), layers, norm, linear(words, hidden))
@@ -176,9 +188,14 @@ class DeviceEngine:
         )
         transformer = Transformer(self.config, self._weights, self._memory, self._rope, way.kernels)
         self.engine = TorchEngine(
-            self.config, self.layout, self._memory, transformer, "random",
-            self.config.context_tokens_max, recorder=recorder,
-        )  # fmt: skip
+            self.config,
+            self.layout,
+            self._memory,
+            transformer,
+            "random",
+            self.config.context_tokens_max,
+            recorder=recorder,
+        )
 
     def pages(self, count: int, first: int = 0) -> list[int]:
         """Of nobody: nothing runs beside a measurement."""
@@ -271,12 +288,17 @@ def measure(load: GpuWorkload, device: torch.device, chunk: int, times: int) -> 
     found, rates = Findings(), device_rates(load, device, times)
     tokens_max = max(load.prefix_tokens, max(BATCHES) * DECODE_CONTEXT_TOKENS)
     own = DeviceEngine(load.config, device, tokens_max)
-    found.rows.append({
-        "what": "device", "name": name_of(device), "torch": torch.__version__, **own.ways[0].cells,
-        "read_gb_per_s": round(rates.read_bytes_per_s / 1e9, 1),
-        "tflops": round(rates.flops_per_s / 1e12, 2),
-        "host_to_device_gb_per_s": round(rates.host_to_device_bytes_per_s / 1e9, 2),
-    })  # fmt: skip
+    found.rows.append(
+        {
+            "what": "device",
+            "name": name_of(device),
+            "torch": torch.__version__,
+            **own.ways[0].cells,
+            "read_gb_per_s": round(rates.read_bytes_per_s / 1e9, 1),
+            "tflops": round(rates.flops_per_s / 1e12, 2),
+            "host_to_device_gb_per_s": round(rates.host_to_device_bytes_per_s / 1e9, 2),
+        }
+    )
     for way in own.ways:
         progress(f"decode, {way.attention}, {'recorded' if way.is_recorded else 'launched'}")
         own.take(way)
@@ -298,34 +320,54 @@ def measure_decode(
     for batch in BATCHES:
         step_s = seconds(
             lambda batch=batch: own.decode(batch, DECODE_CONTEXT_TOKENS),  # type: ignore[misc]
-            own.device, times,
-        )  # fmt: skip
+            own.device,
+            times,
+        )
         least_bytes = step_bytes(own.config, own.layout, batch, DECODE_CONTEXT_TOKENS)
         share = least_bytes / step_s / rates.read_bytes_per_s
-        found.rows.append({
-            "what": "decode", **way.cells, "batch": batch, "context_tokens": DECODE_CONTEXT_TOKENS,
-            "ms": round(step_s * 1e3, 3), "share": readable(share),
-        })  # fmt: skip
+        found.rows.append(
+            {
+                "what": "decode",
+                **way.cells,
+                "batch": batch,
+                "context_tokens": DECODE_CONTEXT_TOKENS,
+                "ms": round(step_s * 1e3, 3),
+                "share": readable(share),
+            }
+        )
         if way == own.ways[0]:
             found.target(f"decode_{batch}_over_memory_bandwidth", share, ">=", DECODE_GOAL)
 
 
 def measure_prefill(
-    found: Findings, own: DeviceEngine, way: Way, load: GpuWorkload, rates: DeviceRates,
-    chunk: int, times: int,
-) -> None:  # fmt: skip
+    found: Findings,
+    own: DeviceEngine,
+    way: Way,
+    load: GpuWorkload,
+    rates: DeviceRates,
+    chunk: int,
+    times: int,
+) -> None:
     tokens, few = load.prefill_tokens, max(3, times // 4)
     for is_out in (False, True):
         on_layer = _unread if is_out else None
         prefill_s = seconds(
             lambda on_layer=on_layer: own.prefill(0, tokens, chunk, on_layer),  # type: ignore[misc]
-            own.device, few,
-        )  # fmt: skip
+            own.device,
+            few,
+        )
         share = own.prompt_flops(tokens) / prefill_s / rates.flops_per_s
-        found.rows.append({
-            "what": "prefill", "attention": way.attention, "tokens": tokens, "chunk_tokens": chunk,
-            "kv_copied_out": is_out, "ms": round(prefill_s * 1e3, 1), "share": readable(share),
-        })  # fmt: skip
+        found.rows.append(
+            {
+                "what": "prefill",
+                "attention": way.attention,
+                "tokens": tokens,
+                "chunk_tokens": chunk,
+                "kv_copied_out": is_out,
+                "ms": round(prefill_s * 1e3, 1),
+                "share": readable(share),
+            }
+        )
         if way.kernels is own.ways[0].kernels and not is_out:
             found.target("prefill_8k_over_matrix_rate", share, ">=", PREFILL_GOAL)
 
@@ -335,9 +377,13 @@ def _unread(layer: int) -> None:
 
 
 def measure_prefix(
-    found: Findings, own: DeviceEngine, load: GpuWorkload, rates: DeviceRates, chunk: int,
+    found: Findings,
+    own: DeviceEngine,
+    load: GpuWorkload,
+    rates: DeviceRates,
+    chunk: int,
     times: int,
-) -> None:  # fmt: skip
+) -> None:
     tokens, device = load.prefix_tokens, own.device
     load_s = seconds(lambda: own.load(tokens), device, times)
     share = own.load(tokens) / load_s / rates.host_to_device_bytes_per_s
@@ -385,9 +431,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu.")
     parser.add_argument(
-        "--shape", default=GpuModelShape.LLAMA_3_8B.value, help="Of the model.",
+        "--shape",
+        default=GpuModelShape.LLAMA_3_8B.value,
+        help="Of the model.",
         choices=[shape.value for shape in GpuModelShape],
-    )  # fmt: skip
+    )
     parser.add_argument("--chunk-tokens", type=int, default=8_192, help="Of prefill, in a step.")
     parser.add_argument("--times", type=int, default=20, help="Medians are of so many.")
     asked = parser.parse_args(arguments)

@@ -58,11 +58,21 @@ class ElectedSite:
         self.folder = Path(stack.enter_context(folder))
         client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
         self._run(
-            "etcd", binary, "--data-dir", str(self.folder / "data"),
-            "--listen-client-urls", client, "--advertise-client-urls", client,
-            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-            "--initial-cluster", f"default={peer}",
-        )  # fmt: skip
+            "etcd",
+            binary,
+            "--data-dir",
+            str(self.folder / "data"),
+            "--listen-client-urls",
+            client,
+            "--advertise-client-urls",
+            client,
+            "--listen-peer-urls",
+            peer,
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            f"default={peer}",
+        )
         self.address = f"etcd://{client.removeprefix('http://')}/bench"
         self.directories: dict[str, subprocess.Popen[bytes]] = {}  # by the address for requests
 
@@ -70,17 +80,36 @@ class ElectedSite:
         self._started += 1
         address = f"tcp://127.0.0.1:{_free_port()}"
         self.directories[address] = self._run(
-            f"directory-{self._started}", sys.executable, "-m", "mooncake_store.directory",
-            "--address", address, "--events", f"tcp://127.0.0.1:{_free_port()}",
-            "--etcd", self.address, "--ttl-s", str(self._ttl_s),
-        )  # fmt: skip
+            f"directory-{self._started}",
+            sys.executable,
+            "-m",
+            "mooncake_store.directory",
+            "--address",
+            address,
+            "--events",
+            f"tcp://127.0.0.1:{_free_port()}",
+            "--etcd",
+            self.address,
+            "--ttl-s",
+            str(self._ttl_s),
+        )
 
     def node(self, node_id: str) -> None:
         self._run(
-            node_id, sys.executable, "-m", "mooncake_store.node", "--node-id", node_id,
-            "--directory", self.address, "--segment-bytes", str(64 * 2**20), "--mapped-only",
-            "--segment-path", f"/dev/shm/mooncake-leader-{os.getpid()}-{node_id}",
-        )  # fmt: skip
+            node_id,
+            sys.executable,
+            "-m",
+            "mooncake_store.node",
+            "--node-id",
+            node_id,
+            "--directory",
+            self.address,
+            "--segment-bytes",
+            str(64 * 2**20),
+            "--mapped-only",
+            "--segment-path",
+            f"/dev/shm/mooncake-leader-{os.getpid()}-{node_id}",
+        )
 
     def kill_leader(self, client: DirectoryClient) -> None:
         self.directories.pop(client.leader().address).send_signal(signal.SIGKILL)

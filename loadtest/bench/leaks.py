@@ -141,9 +141,10 @@ def _doubt(rows: Sequence[Mapping[str, Cell]], *columns: str) -> str:
     if not rows:
         return "no process was looked at"
     short = [
-        f"{row['process']} ({row['pid']})" for row in rows
+        f"{row['process']} ({row['pid']})"
+        for row in rows
         if any(row[column] is None for column in columns)
-    ]  # fmt: skip
+    ]
     return f"came or went meanwhile: {', '.join(short)}" if short else ""
 
 
@@ -216,11 +217,31 @@ def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
     """Its exit status: 1 for failures; rejections and slow answers are not judged here."""
     think = [] if load.think_s is None else ["--think-s", f"{load.think_s:.3f}"]
     command = [
-        sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary",
-        "--host", addresses.grpc, "-u", str(load.users), "-r", str(load.users),
-        "-t", f"{load.seconds:.0f}s", "--seed", str(load.seed), *think,
-        "--slo-ttft-p90", "none", "--slo-tbt-p90", "none", "--unloaded-requests", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUST_FILE),
+        "--headless",
+        "--only-summary",
+        "--host",
+        addresses.grpc,
+        "-u",
+        str(load.users),
+        "-r",
+        str(load.users),
+        "-t",
+        f"{load.seconds:.0f}s",
+        "--seed",
+        str(load.seed),
+        *think,
+        "--slo-ttft-p90",
+        "none",
+        "--slo-tbt-p90",
+        "none",
+        "--unloaded-requests",
+        "1",
+    ]
     with log.open("wb") as output:
         return subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
@@ -267,9 +288,12 @@ class MixedSender:
         ids += [chance.randrange(16, self.vocabulary_tokens) for _ in range(chance.randint(1, 200))]
         output_tokens = chance.randint(1, 24)
         return GenerateRequest(
-            request_id=f"mixed-{number}", input_ids=np.array(ids, np.int32),
-            max_tokens=output_tokens, end_id=-1, stream=chance.random() < 0.8,
-        )  # fmt: skip
+            request_id=f"mixed-{number}",
+            input_ids=np.array(ids, np.int32),
+            max_tokens=output_tokens,
+            end_id=-1,
+            stream=chance.random() < 0.8,
+        )
 
     async def good(self, number: int) -> str:
         async for event in self.client.generate(self.request(number)):
@@ -323,8 +347,12 @@ class MixedSender:
 
     def _body(self, request: GenerateRequest, is_stream: bool) -> dict[str, object]:
         assert request.input_ids is not None
-        return {"input_ids": request.input_ids.tolist(), "max_tokens": request.max_tokens,
-                "end_id": -1, "stream": is_stream}  # fmt: skip
+        return {
+            "input_ids": request.input_ids.tolist(),
+            "max_tokens": request.max_tokens,
+            "end_id": -1,
+            "stream": is_stream,
+        }
 
 
 def posted(url: str, body: dict[str, object], is_stream: bool) -> requests.Response:

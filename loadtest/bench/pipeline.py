@@ -95,11 +95,13 @@ class PipelineSite:
         self.whole = [start("prefill_0"), start("prefill_1")]
         self.stages = [
             start(
-                f"stage_{number}", pipeline_group="g0", pipeline_stage=str(number),
+                f"stage_{number}",
+                pipeline_group="g0",
+                pipeline_stage=str(number),
                 pipeline_stages=str(STAGES),
             )
             for number in range(STAGES)
-        ]  # fmt: skip
+        ]
         for process in [*self.whole, *self.stages]:
             process.wait_ready()
         self._wait_whole()
@@ -175,10 +177,13 @@ def targets(rows: list[dict[str, Cell]]) -> list[Target]:
     return [
         Target("ttft_16k_over_ideal", round(median("over_ideal"), 4), "<=", OVER_IDEAL_GOAL),
         Target(
-            "ttft_one_chunk", round(one_chunk, 4), "<=", ONE_CHUNK_GOAL,
+            "ttft_one_chunk",
+            round(one_chunk, 4),
+            "<=",
+            ONE_CHUNK_GOAL,
             why=f"(the group's - {HOP_MS_GOAL:g} ms a hop) / that of one worker",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def main(

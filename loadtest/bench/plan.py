@@ -117,9 +117,12 @@ def unloaded_limits(offered: Sequence[Offered], engine: MeasuredEngine) -> Servi
 
 
 def planned_runs(
-    offered: Sequence[Offered], engine: MeasuredEngine, levels: ServiceLevels, speed: float,
+    offered: Sequence[Offered],
+    engine: MeasuredEngine,
+    levels: ServiceLevels,
+    speed: float,
     seed: int,
-) -> dict[tuple[int, int], FleetRun]:  # fmt: skip
+) -> dict[tuple[int, int], FleetRun]:
     blocks = engine.node_blocks_max
     return {
         shape: run_fleet(offered, FleetPlan(*shape, blocks), engine, levels, speed, seed)
@@ -166,8 +169,9 @@ async def profiled(addresses: Addresses, rounds: int, seed: int) -> MeasuredEngi
     return MeasuredEngine.of(profile, STORE_BYTES)
 
 
-async def send(addresses: Addresses, trace: Path, requests: int, scale: float, speed: float,
-               seed: int) -> list[RequestRecord]:  # fmt: skip
+async def send(
+    addresses: Addresses, trace: Path, requests: int, scale: float, speed: float, seed: int
+) -> list[RequestRecord]:
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
     source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
@@ -193,27 +197,45 @@ def main(
         settings = engine.settings()
         offered = offered_of(read_trace(trace, requests), settings.block_tokens, length_scale)
         levels = unloaded_limits(offered, engine)
-        tried = {at: planned_runs(offered, engine, levels, at, seed % 2**31)
-                 for at in ([speed] if speed else SPEEDS)}  # fmt: skip
+        tried = {
+            at: planned_runs(offered, engine, levels, at, seed % 2**31)
+            for at in ([speed] if speed else SPEEDS)
+        }
         at = max(tried, key=lambda one: spread_of(tried[one]))
-        console.print(f"{len(offered)} requests at {at:g}x, TTFT <= {levels.ttft_s:.3g} s, "
-                      f"TBT <= {levels.tbt_s:.3g} s, --seed {seed}")  # fmt: skip
+        console.print(
+            f"{len(offered)} requests at {at:g}x, TTFT <= {levels.ttft_s:.3g} s, "
+            f"TBT <= {levels.tbt_s:.3g} s, --seed {seed}"
+        )
         real, planned = {}, {shape: planned_count(one) for shape, one in tried[at].items()}
         for number, (shape, one) in enumerate(tried[at].items()):
             with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
                 repository = write_overlay(Path(folder), one, engine, levels)
                 nodes = ",".join(f"s{node}" for node in range(sum(shape)))
                 size = store_bytes(one.plan, engine)
-                with served(None, ["--model-repository", str(repository), "--nodes", nodes,
-                                   "--store-bytes", str(size)]) as addresses:  # fmt: skip
+                with served(
+                    None,
+                    [
+                        "--model-repository",
+                        str(repository),
+                        "--nodes",
+                        nodes,
+                        "--store-bytes",
+                        str(size),
+                    ],
+                ) as addresses:
                     records = asyncio.run(
                         send(addresses, trace, requests, length_scale, at, seed + 1 + number)
                     )
             real[shape] = served_count(records, levels)
             for where, count in (("server", real[shape]), ("plan", planned[shape])):
                 run.rows.append(count.row(_name(shape), where, one.arrivals_s))
-        run.constants = {"speed": at, "length_scale": length_scale, "ttft_slo_s": levels.ttft_s,
-                         "tbt_slo_s": levels.tbt_s, **engine.stated()}  # fmt: skip
+        run.constants = {
+            "speed": at,
+            "length_scale": length_scale,
+            "ttft_slo_s": levels.ttft_s,
+            "tbt_slo_s": levels.tbt_s,
+            **engine.stated(),
+        }
         run.targets = targets_of(real, planned)
 
 

@@ -67,9 +67,12 @@ class FolderSegment:
 
 
 def read_s(
-    subject: FolderSegment, way: str, block_bytes: int, starts: Iterator[list[int]],
+    subject: FolderSegment,
+    way: str,
+    block_bytes: int,
+    starts: Iterator[list[int]],
     target: ByteArray,
-) -> float:  # fmt: skip
+) -> float:
     """The blocks of the next round."""
     chosen = next(starts)
     return timed_s(lambda: getattr(subject, way)(chosen, block_bytes, target))

@@ -175,24 +175,36 @@ def simulate(
     seed_key = chain_seed("simulated")
     offered = [
         Offered(
-            one.index, one.due_s, len(one.prompt_ids), one.output_tokens,
+            one.index,
+            one.due_s,
+            len(one.prompt_ids),
+            one.output_tokens,
             block_keys(one.prompt_ids, block_tokens, seed_key),
         )
         for one in planned
-    ]  # fmt: skip
+    ]
     block_bytes = block_tokens * token_bytes(profile)
     shape = ClusterSettings(
-        prefills=1, decodes=1, seed=seed, node_blocks=case.store_bytes // block_bytes,
-        ssd_blocks=case.ssd_bytes // block_bytes, waiting_max=512, max_tokens=1, report_s=0.5,
-    )  # fmt: skip
+        prefills=1,
+        decodes=1,
+        seed=seed,
+        node_blocks=case.store_bytes // block_bytes,
+        ssd_blocks=case.ssd_bytes // block_bytes,
+        waiting_max=512,
+        max_tokens=1,
+        report_s=0.5,
+    )
     settings = settings_of(profile, shape)
     return SimulatedFleet(ConductorConfig(admission="none"), settings, settings.gpu()).run(offered)
 
 
 async def take_turns(
-    addresses: Addresses, repository: Path, rows: Sequence[TraceRow], cases: Sequence[RealityCase],
+    addresses: Addresses,
+    repository: Path,
+    rows: Sequence[TraceRow],
+    cases: Sequence[RealityCase],
     asked: RealityOptions,
-) -> list[CaseMeans]:  # fmt: skip
+) -> list[CaseMeans]:
     """Every case in every turn, behind a profile of that turn."""
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
@@ -215,9 +227,10 @@ async def take_turns(
 
 def refuse_too_long(rows: Sequence[TraceRow], scale: float, server: ServerDescription) -> None:
     if (long := too_long(rows, scale, server.context_tokens_max)) is not None:
-        raise ValueError(f"requests have up to {long.context_tokens:,} tokens, the server takes "
-                         f"{server.context_tokens_max:,}: use --length-scale {long.length_scale}"
-                         )  # fmt: skip
+        raise ValueError(
+            f"requests have up to {long.context_tokens:,} tokens, the server takes "
+            f"{server.context_tokens_max:,}: use --length-scale {long.length_scale}"
+        )
 
 
 def targets(found: Sequence[CaseMeans]) -> list[Target]:

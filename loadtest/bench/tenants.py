@@ -70,10 +70,13 @@ class ProvingClient:
     async def ask(self, tenant: str, prompt: TokenIds) -> TenantProbe:
         proof = prove(tenant, time.time(), self._secret)
         request = GenerateRequest(
-            request_id="probe", input_ids=prompt, max_tokens=OUTPUT_TOKENS,
-            min_tokens=OUTPUT_TOKENS, end_id=-1,
+            request_id="probe",
+            input_ids=prompt,
+            max_tokens=OUTPUT_TOKENS,
+            min_tokens=OUTPUT_TOKENS,
+            end_id=-1,
             parameters={**PINNED, TENANT: tenant, PROOF: proof},
-        )  # fmt: skip
+        )
         answer = ReceivedAnswer()
         sent_s = time.perf_counter()
         async for event in self._client.generate(request):
@@ -122,19 +125,18 @@ def main(
         with served(None, ("--api-keys", str(keys))) as addresses:
             secret = secret_of(addresses.grpc)
             with console.status(f"{pairs} pairs ..."):
-                found = asyncio.run(probe(
-                    addresses.grpc, secret, pairs, prompt_tokens, used_seed
-                ))  # fmt: skip
+                found = asyncio.run(probe(addresses.grpc, secret, pairs, prompt_tokens, used_seed))
         before_s = statistics.median(pair.asked_before.ttft_s for pair in found)
         fresh_s = statistics.median(pair.fresh.ttft_s for pair in found)
         own_s = statistics.median(pair.own.ttft_s for pair in found)
         run.rows += [
             {"prompt": name, "ttft_ms_median": round(seconds * 1e3, 3)}
             for name, seconds in (
-                ("of b, cached by a", before_s), ("of b, asked by nobody", fresh_s),
+                ("of b, cached by a", before_s),
+                ("of b, asked by nobody", fresh_s),
                 ("of a, its own again", own_s),
             )
-        ]  # fmt: skip
+        ]
         cached = max(max(p.asked_before.cached_tokens, p.fresh.cached_tokens) for p in found)
         own_cached = min(pair.own.cached_tokens for pair in found)
         difference = abs(before_s - fresh_s) / fresh_s

@@ -30,9 +30,11 @@ ROUNDS, REQUESTS, BATCH = 7, 2_000, 512
 PREFILLED = PrefillReply("i", 64, 1, 10, [], 0.02, 0.01, 0.05, 0.004, load_at_s=0.01)
 DECODED = DecodeReply("i", 3, "", [], 0, "length", 0.003, 0.002)
 DECISION: dict[str, Any] = {
-    "policy": "kvcache", "prefill": "prefill_0", "decode": "decode_0",
+    "policy": "kvcache",
+    "prefill": "prefill_0",
+    "decode": "decode_0",
     "predicted": {f"term_{number}_s": 0.1 for number in range(10)},
-}  # fmt: skip
+}
 
 
 class Discarding:

@@ -63,9 +63,12 @@ def http_address(text: str) -> HttpAddress:
         port = parts.port or (443 if is_tls else 80 if "://" in text else 0)
     except ValueError:
         port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port or (
-        parts.path.rstrip("/") not in ("", "/v1")
-    ):  # fmt: skip
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not port
+        or (parts.path.rstrip("/") not in ("", "/v1"))
+    ):
         raise ValueError(
             f"{text!r} is no address of OpenAI's interface; write for example {ADDRESS}"
         )

@@ -84,8 +84,12 @@ async def ask(
 
 
 def request_bytes(host: str, posted: PostedRequest) -> bytes:
-    lines = [f"POST {posted.path} HTTP/1.1", f"Host: {host}", "Connection: close",
-             f"Content-Length: {len(posted.body)}"]  # fmt: skip
+    lines = [
+        f"POST {posted.path} HTTP/1.1",
+        f"Host: {host}",
+        "Connection: close",
+        f"Content-Length: {len(posted.body)}",
+    ]
     lines += [f"{name}: {value}" for name, value in posted.headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + posted.body
 

@@ -205,9 +205,14 @@ def main(
         with public_server(url, openai_url) as server:
             addresses = server.addresses
             load = ClientLoad(
-                addresses, tokenizer.resolve(), requests, concurrency, input_tokens, output_tokens,
+                addresses,
+                tokenizer.resolve(),
+                requests,
+                concurrency,
+                input_tokens,
+                output_tokens,
                 server.gateway,
-            )  # fmt: skip
+            )
             if curl.NAME in chosen:
                 show_curl(server, console)
             for client in chosen:

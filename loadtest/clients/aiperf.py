@@ -36,17 +36,31 @@ REVISION = "0" * 40  # the cache names a snapshot by its commit
 def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) -> list[str]:
     """Of `aiperf profile`; with `trace`, prompts and times are the trace's."""
     asked = [
-        "profile", "--model", model, "--url", f"http://{load.addresses.http}",
-        "--endpoint-type", "template",
-        "--custom-endpoint", f"/v2/models/{model}/generate_stream",
-        "--extra-inputs", f"payload_template:{folder / 'template.jinja'}",
-        "--extra-inputs", "response_field:text_output", *common(load, folder),
-    ]  # fmt: skip
+        "profile",
+        "--model",
+        model,
+        "--url",
+        f"http://{load.addresses.http}",
+        "--endpoint-type",
+        "template",
+        "--custom-endpoint",
+        f"/v2/models/{model}/generate_stream",
+        "--extra-inputs",
+        f"payload_template:{folder / 'template.jinja'}",
+        "--extra-inputs",
+        "response_field:text_output",
+        *common(load, folder),
+    ]
     if trace is not None:
         return [
-            *asked, "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace",
-            "--fixed-schedule", "--fixed-schedule-auto-offset",
-        ]  # fmt: skip
+            *asked,
+            "--input-file",
+            str(trace),
+            "--custom-dataset-type",
+            "mooncake_trace",
+            "--fixed-schedule",
+            "--fixed-schedule-auto-offset",
+        ]
     return [*asked, *synthetic(load)]
 
 
@@ -55,31 +69,57 @@ def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> li
     server = load.gateway
     assert server is not None, "no gateway was named"
     found = [
-        "profile", "--model", server.model, "--url", server.url.removesuffix("/v1"),
-        "--endpoint-type", "chat", "--api-key", server.key,
-        "--extra-inputs", "ignore_eos:true", *common(load, folder), *synthetic(load),
-    ]  # fmt: skip
+        "profile",
+        "--model",
+        server.model,
+        "--url",
+        server.url.removesuffix("/v1"),
+        "--endpoint-type",
+        "chat",
+        "--api-key",
+        server.key,
+        "--extra-inputs",
+        "ignore_eos:true",
+        *common(load, folder),
+        *synthetic(load),
+    ]
     return [*found, "--use-server-token-count", "--per-chunk-usage"] if counts_by_server else found
 
 
 def common(load: ClientLoad, folder: Path) -> list[str]:
     return [
-        "--streaming", "--tokenizer", CACHED_TOKENIZER, "--artifact-dir", str(folder),
-        "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
+        "--streaming",
+        "--tokenizer",
+        CACHED_TOKENIZER,
+        "--artifact-dir",
+        str(folder),
+        "--ui",
+        "none",
+        "--no-gpu-telemetry",
+        "--no-server-metrics",
         # It starts a process per core and kind otherwise, on cores that the server wants too, and
         # each begins with a slow request: its own imports and connection.
-        "--workers-max", str(1 if load.concurrency == 1 else 2),
-        "--record-processor-service-count", "1",
+        "--workers-max",
+        str(1 if load.concurrency == 1 else 2),
+        "--record-processor-service-count",
+        "1",
         # Without one, a hash id is the same text in every run: the second run would be cached.
-        "--random-seed", str(secrets.randbits(31)),
-    ]  # fmt: skip
+        "--random-seed",
+        str(secrets.randbits(31)),
+    ]
 
 
 def synthetic(load: ClientLoad) -> list[str]:
     return [
-        "--isl", str(load.input_tokens), "--osl", str(load.output_tokens),
-        "--concurrency", str(load.concurrency), "--request-count", str(load.requests),
-    ]  # fmt: skip
+        "--isl",
+        str(load.input_tokens),
+        "--osl",
+        str(load.output_tokens),
+        "--concurrency",
+        str(load.concurrency),
+        "--request-count",
+        str(load.requests),
+    ]
 
 
 def run_chat(

@@ -92,9 +92,12 @@ def send(call: CurlCall, base: str) -> CurlAnswer:
         raise ClientFailed("there is no curl on the PATH; install it (apt-get install curl)")
     options = ["--max-time", str(CALL_S_MAX), "--write-out", "\n%{http_code} %{time_starttransfer}"]
     done = subprocess.run(
-        [*command(call, base), *options], input=call.input, capture_output=True, text=True,
+        [*command(call, base), *options],
+        input=call.input,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     if done.returncode:
         raise ClientFailed(f"curl: {done.stderr.strip()}")
     text, _, last = done.stdout.rpartition("\n")

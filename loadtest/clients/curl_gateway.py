@@ -66,6 +66,6 @@ def run(load: ClientLoad) -> ClientReport:
     assert server is not None, "no gateway was named"
     more = {"max_tokens": load.output_tokens, "ignore_eos": True, "stream": True}
     base = server.url.removesuffix("/v1")
-    return timed(load, GATEWAY, base, lambda prompt: CurlCall(
-        "", CHAT, chat(prompt, **more), key=server.key
-    ))  # fmt: skip
+    return timed(
+        load, GATEWAY, base, lambda prompt: CurlCall("", CHAT, chat(prompt, **more), key=server.key)
+    )

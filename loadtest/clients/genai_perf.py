@@ -42,9 +42,13 @@ def lend_libraries(binaries: Path) -> dict[str, str]:
     program = str(binaries / "perf_analyzer")
     try:
         done = subprocess.run(
-            [program, "--version"], env=os.environ | variables, capture_output=True, text=True,
-            timeout=PROBE_S_MAX, check=False,
-        )  # fmt: skip
+            [program, "--version"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S_MAX,
+            check=False,
+        )
     except OSError as error:
         raise ClientFailed(f"{program} does not start: {error}") from error
     if done.returncode:
@@ -69,15 +73,35 @@ def bundled_libraries() -> Path:
 def arguments(load: ClientLoad, model: str, backend: str, folder: Path) -> list[str]:
     """Of `genai-perf profile`."""
     return [
-        "profile", "--model", model, "--endpoint-type", "kserve", "--backend", backend,
-        "--streaming", "--url", load.addresses.grpc, "--tokenizer", str(load.tokenizer),
-        "--num-prompts", str(load.requests), "--request-count", str(load.requests),
-        "--isl", str(load.input_tokens), "--osl", str(load.output_tokens),
-        "--output-tokens-mean-deterministic", "--concurrency", str(load.concurrency),
+        "profile",
+        "--model",
+        model,
+        "--endpoint-type",
+        "kserve",
+        "--backend",
+        backend,
+        "--streaming",
+        "--url",
+        load.addresses.grpc,
+        "--tokenizer",
+        str(load.tokenizer),
+        "--num-prompts",
+        str(load.requests),
+        "--request-count",
+        str(load.requests),
+        "--isl",
+        str(load.input_tokens),
+        "--osl",
+        str(load.output_tokens),
+        "--output-tokens-mean-deterministic",
+        "--concurrency",
+        str(load.concurrency),
         # Its default seed is 0: the prompts of the run before would be in the server's cache.
-        "--random-seed", str(secrets.randbits(31)),
-        "--artifact-dir", str(folder),
-    ]  # fmt: skip
+        "--random-seed",
+        str(secrets.randbits(31)),
+        "--artifact-dir",
+        str(folder),
+    ]
 
 
 def run(binaries: Path, load: ClientLoad, model: str, backend: str, folder: Path) -> ClientReport:

@@ -51,10 +51,16 @@ class PublicServer:
 def keyed_gateway(folder: Path) -> KeyedGateway:
     """Writes the file of keys into `folder`, and chooses a port."""
     keys = folder / "tenants.json"
-    keys.write_text(json.dumps({
-        "tenants": {name: limits for name, (_, limits) in TENANTS.items()},
-        "keys": [{"sha256": sha256_of(key), "tenant": name} for name, (key, _) in TENANTS.items()],
-    }))  # fmt: skip
+    keys.write_text(
+        json.dumps(
+            {
+                "tenants": {name: limits for name, (_, limits) in TENANTS.items()},
+                "keys": [
+                    {"sha256": sha256_of(key), "tenant": name} for name, (key, _) in TENANTS.items()
+                ],
+            }
+        )
+    )
     keys.chmod(0o600)
     [port] = own_ports(1)
     return KeyedGateway(

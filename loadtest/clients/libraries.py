@@ -61,8 +61,12 @@ class LibraryRun:
     def row(self) -> dict[str, Cell]:
         left_out = sum(bool(each.left_out) for each in self.outcomes)
         calls = len(self.outcomes) - left_out
-        return {"client": self.client, "calls": calls, "failed": len(self.failed),
-                "left_out": left_out}  # fmt: skip
+        return {
+            "client": self.client,
+            "calls": calls,
+            "failed": len(self.failed),
+            "left_out": left_out,
+        }
 
     def target(self) -> Target:
         why = "; ".join(each.call for each in self.failed)

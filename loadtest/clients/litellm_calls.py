@@ -35,10 +35,15 @@ litellm.suppress_debug_info = True
 
 def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
     return {
-        "model": f"openai/{server.model}", "api_base": server.url, "api_key": server.key,
-        "messages": MESSAGES, "max_tokens": 16, "seed": 5, "max_retries": 0,
+        "model": f"openai/{server.model}",
+        "api_base": server.url,
+        "api_key": server.key,
+        "messages": MESSAGES,
+        "max_tokens": 16,
+        "seed": 5,
+        "max_retries": 0,
         "timeout": CALL_S_MAX,
-    } | more  # fmt: skip
+    } | more
 
 
 def completion(server: CalledServer) -> str:
@@ -98,9 +103,11 @@ def a_second_turn(server: CalledServer) -> str:
 
 def a_schema(server: CalledServer) -> str:
     schema = {
-        "type": "object", "additionalProperties": False, "required": ["is_so"],
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["is_so"],
         "properties": {"is_so": {"type": "boolean"}},
-    }  # fmt: skip
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "so", "schema": schema}}
     answer = litellm.completion(**asked(server, max_tokens=60, response_format=wanted))
     assert answer.choices[0].finish_reason == "stop"
@@ -108,9 +115,19 @@ def a_schema(server: CalledServer) -> str:
 
 
 def fields_that_change_nothing(server: CalledServer) -> str:
-    more = {"user": "somebody", "n": 1, "logit_bias": {}, "parallel_tool_calls": False,
-            "presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": None,
-            "service_tier": "auto", "store": True, "metadata": {"team": "a"}}  # fmt: skip
+    more = {
+        "user": "somebody",
+        "n": 1,
+        "logit_bias": {},
+        "parallel_tool_calls": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "top_p": 1,
+        "stop": None,
+        "service_tier": "auto",
+        "store": True,
+        "metadata": {"team": "a"},
+    }
     plain, with_all = (litellm.completion(**asked(server, **each)) for each in ({}, more))
     assert plain.choices[0].message.content == with_all.choices[0].message.content
     return ", ".join(more)
@@ -154,10 +171,16 @@ def keys(server: CalledServer) -> str:
 @contextmanager
 def one_in_flight(server: CalledServer) -> Iterator[Any]:
     """All that its tenant may have."""
-    stream = litellm.completion(**asked(
-        server, api_key=server.single_key, max_tokens=LONG_ANSWER_TOKENS, stream=True,
-        extra_body={"ignore_eos": True}, max_retries=RETRIES,
-    ))  # fmt: skip
+    stream = litellm.completion(
+        **asked(
+            server,
+            api_key=server.single_key,
+            max_tokens=LONG_ANSWER_TOKENS,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            max_retries=RETRIES,
+        )
+    )
     next(iter(stream))
     try:
         yield stream
@@ -189,9 +212,16 @@ def its_own_back_off(server: CalledServer) -> str:
 
 
 CALLS: tuple[Call, ...] = (
-    completion, completion_streamed, asynchronous, text_completion, a_second_turn, a_schema,
-    fields_that_change_nothing, wrong_fields, a_deadline,
-)  # fmt: skip
+    completion,
+    completion_streamed,
+    asynchronous,
+    text_completion,
+    a_second_turn,
+    a_schema,
+    fields_that_change_nothing,
+    wrong_fields,
+    a_deadline,
+)
 CALLS_WITH_KEYS: tuple[Call, ...] = (keys, a_rejection, its_own_back_off)
 
 if __name__ == "__main__":

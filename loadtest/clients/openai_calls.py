@@ -31,12 +31,27 @@ from loadtest.clients.call_matrix import (
 
 # Fields of OpenAI's interface that change nothing here, and those whose value asks for nothing.
 HARMLESS: dict[str, Any] = {
-    "user": "somebody", "metadata": {"team": "a"}, "store": True, "service_tier": "auto",
-    "safety_identifier": "5f2a", "prompt_cache_key": "chat", "prompt_cache_retention": "24h",
-    "parallel_tool_calls": False, "tools": [], "tool_choice": "auto", "n": 1, "logit_bias": {},
-    "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": None,
-    "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": None,
-}  # fmt: skip
+    "user": "somebody",
+    "metadata": {"team": "a"},
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "5f2a",
+    "prompt_cache_key": "chat",
+    "prompt_cache_retention": "24h",
+    "parallel_tool_calls": False,
+    "tools": [],
+    "tool_choice": "auto",
+    "n": 1,
+    "logit_bias": {},
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "top_p": 1,
+    "stop": None,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "reasoning_effort": None,
+}
 
 
 def synchronous(server: CalledServer, key: str = "", **more: Any) -> openai.OpenAI:
@@ -51,8 +66,13 @@ def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
 def endless(server: CalledServer, **more: Any) -> dict[str, Any]:
     """A stream that goes on until somebody closes it."""
     body = {"ignore_eos": True} | more
-    return {"model": server.model, "prompt": PROMPT, "max_tokens": LONG_ANSWER_TOKENS,
-            "stream": True, "extra_body": body}  # fmt: skip
+    return {
+        "model": server.model,
+        "prompt": PROMPT,
+        "max_tokens": LONG_ANSWER_TOKENS,
+        "stream": True,
+        "extra_body": body,
+    }
 
 
 def models(server: CalledServer) -> str:
@@ -116,8 +136,11 @@ def streamed_by_its_helper(server: CalledServer) -> str:
 def completion(server: CalledServer) -> str:
     client = synchronous(server)
     more: dict[str, Any] = {
-        "model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0
-    }  # fmt: skip
+        "model": server.model,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     answer = client.completions.create(**more)
     streamed = "".join(
         each.choices[0].text for each in client.completions.create(**more, stream=True)
@@ -132,10 +155,18 @@ def completion(server: CalledServer) -> str:
 
 def tokens_in_and_out(server: CalledServer) -> str:
     """A prompt of token ids; logprobs of what comes."""
-    choice = synchronous(server).completions.create(
-        model=server.model, prompt=[5, 6, 7], max_tokens=3, temperature=0, logprobs=2,
-        extra_body={"ignore_eos": True},
-    ).choices[0]  # fmt: skip
+    choice = (
+        synchronous(server)
+        .completions.create(
+            model=server.model,
+            prompt=[5, 6, 7],
+            max_tokens=3,
+            temperature=0,
+            logprobs=2,
+            extra_body={"ignore_eos": True},
+        )
+        .choices[0]
+    )
     found = choice.logprobs
     assert found is not None and found.tokens is not None and found.top_logprobs is not None
     assert len(found.tokens) == 3 and all(len(each) == 2 for each in found.top_logprobs)
@@ -201,13 +232,23 @@ def wrong_fields(server: CalledServer) -> str:
         ({"top_p": 7}, openai.BadRequestError, "top_p"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
         ({"extra_body": {"max_tokns": 5}}, openai.BadRequestError, "max_tokns"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         openai.BadRequestError, "messages[0].content[0].image_url"),
-        ({"response_format": {"type": "json_schema", "json_schema": {
-            "name": "x", "schema": {"type": "nothing"}}}},
-         openai.BadRequestError, "response_format"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            openai.BadRequestError,
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "nothing"}},
+                }
+            },
+            openai.BadRequestError,
+            "response_format",
+        ),
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
-    ]  # fmt: skip
+    ]
     said = []
     for more, kind, param in cases:
         error: Any = raised(
@@ -287,11 +328,13 @@ def keys(server: CalledServer) -> str:
     foreign = asked(server, extra_body={"tenant": "of-somebody-else"})
     errors: list[Any] = [
         raised(openai.AuthenticationError, lambda: nobody.models.list()),
-        raised(openai.AuthenticationError,
-               lambda: nobody.chat.completions.create(**asked(server), stream=True)),
+        raised(
+            openai.AuthenticationError,
+            lambda: nobody.chat.completions.create(**asked(server), stream=True),
+        ),
         raised(openai.AuthenticationError, lambda: client.models.list(extra_headers=no_key)),
         raised(openai.PermissionDeniedError, lambda: client.chat.completions.create(**foreign)),
-    ]  # fmt: skip
+    ]
     assert [each.status_code for each in errors] == [401, 401, 401, 403]
     assert errors[-1].param == "tenant"
     return "\n".join(f"{type(each).__name__}: {each.body['message']}" for each in errors[1:])
@@ -353,9 +396,12 @@ def its_own_back_off_of_an_asynchronous_stream(server: CalledServer) -> str:
     async def streamed(noted: BackOff) -> str:
         hooks: Any = {"request": [noted.sent_async], "response": [noted.answered_async]}
         async with openai.AsyncOpenAI(
-            base_url=server.url, api_key=server.single_key, max_retries=RETRIES,
-            timeout=CALL_S_MAX, http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks),
-        ) as client:  # fmt: skip
+            base_url=server.url,
+            api_key=server.single_key,
+            max_retries=RETRIES,
+            timeout=CALL_S_MAX,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks),
+        ) as client:
             stream = await client.chat.completions.create(**asked(server), stream=True)
             return text_of([chunk async for chunk in stream])
 
@@ -366,11 +412,25 @@ def its_own_back_off_of_an_asynchronous_stream(server: CalledServer) -> str:
 
 
 CALLS: tuple[Call, ...] = (
-    models, chat, chat_streamed, an_answer_as_an_object, streamed_by_its_helper, completion,
-    tokens_in_and_out, asynchronous, a_second_turn, fields_that_change_nothing,
-    request_id_and_headers, wrong_fields, other_routes, too_large_a_body, a_deadline,
-    a_deadline_in_a_stream, its_own_timeout, nobody_there,
-)  # fmt: skip
+    models,
+    chat,
+    chat_streamed,
+    an_answer_as_an_object,
+    streamed_by_its_helper,
+    completion,
+    tokens_in_and_out,
+    asynchronous,
+    a_second_turn,
+    fields_that_change_nothing,
+    request_id_and_headers,
+    wrong_fields,
+    other_routes,
+    too_large_a_body,
+    a_deadline,
+    a_deadline_in_a_stream,
+    its_own_timeout,
+    nobody_there,
+)
 CALLS_WITH_KEYS: tuple[Call, ...] = (
     keys,
     a_rejection,

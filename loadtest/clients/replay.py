@@ -50,10 +50,22 @@ def run(load: ClientLoad, model: str, folder: Path, trace: ScaledTrace) -> Clien
     """One replay with fresh tokens; raises ClientFailed."""
     folder.mkdir(parents=True)
     command = [
-        sys.executable, "-m", "loadtest.replay", str(trace.path), "--model", model,
-        "--url", load.addresses.grpc, "--json", "--seed", str(secrets.randbits(62)),
-        "--length-scale", str(trace.length_scale), "--speed", str(trace.speed),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "loadtest.replay",
+        str(trace.path),
+        "--model",
+        model,
+        "--url",
+        load.addresses.grpc,
+        "--json",
+        "--seed",
+        str(secrets.randbits(62)),
+        "--length-scale",
+        str(trace.length_scale),
+        "--speed",
+        str(trace.speed),
+    ]
     *lines, last = run_client(command, folder).strip().splitlines()
     found = json.loads(last)
     mean_ms, p50_ms = found["ttft_s"]["mean"] * 1_000.0, found["ttft_s"]["p50"] * 1_000.0

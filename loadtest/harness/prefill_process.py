@@ -60,9 +60,12 @@ class Prefilled:
 
 
 def run_worker(
-    name: str, parameters: Mapping[str, str], variables: Mapping[str, str], pipe: Connection,
+    name: str,
+    parameters: Mapping[str, str],
+    variables: Mapping[str, str],
+    pipe: Connection,
     prepare: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     """The main function of a worker process."""
     os.environ.update(variables)
     prepare()
@@ -105,9 +108,10 @@ class PrefillProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=run_worker, args=(name, dict(parameters), variables, theirs, prepare),
+            target=run_worker,
+            args=(name, dict(parameters), variables, theirs, prepare),
             daemon=True,
-        )  # fmt: skip
+        )
         self.process.start()
         stack.callback(self.process.join, CLOSE_S)
         stack.callback(self.process.kill)

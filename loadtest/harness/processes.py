@@ -42,17 +42,30 @@ class BenchStore:
         )
         self.address = f"ipc://{self.folder}/directory"
         self.directory = self._start(
-            "directory", "--address", self.address,
-            "--events", f"ipc://{self.folder}/events", *directory_options,
-        )  # fmt: skip
+            "directory",
+            "--address",
+            self.address,
+            "--events",
+            f"ipc://{self.folder}/events",
+            *directory_options,
+        )
 
     def node(self, node_id: str, segment_bytes: int, *options: str) -> None:
         self._start(
-            "node", "--node-id", node_id, "--directory", self.address,
-            "--events", f"ipc://{self.folder}/events", "--die-with-parent",
-            "--segment-bytes", str(segment_bytes),
-            "--segment-path", f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}", *options,
-        )  # fmt: skip
+            "node",
+            "--node-id",
+            node_id,
+            "--directory",
+            self.address,
+            "--events",
+            f"ipc://{self.folder}/events",
+            "--die-with-parent",
+            "--segment-bytes",
+            str(segment_bytes),
+            "--segment-path",
+            f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}",
+            *options,
+        )
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         log = self.folder / "log"
@@ -78,9 +91,11 @@ class ModuleProcess:
         )
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=errors,
+                [sys.executable, "-m", module, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
                 text=True,
-            )  # fmt: skip
+            )
         stack.enter_context(self._process)
         stack.callback(self._process.terminate)
         assert self._process.stdout is not None
@@ -103,17 +118,25 @@ class PeerProcess:
     """
 
     def __init__(
-        self, stack: contextlib.ExitStack, python: Path, script: Path, *arguments: str,
+        self,
+        stack: contextlib.ExitStack,
+        python: Path,
+        script: Path,
+        *arguments: str,
         variables: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-peer-"))
         self._name, self._log = script.stem, Path(folder) / "log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(python), "-c", script.read_text("utf-8"), *arguments], cwd=folder, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                [str(python), "-c", script.read_text("utf-8"), *arguments],
+                cwd=folder,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
                 env=os.environ | dict(variables or {}),
-            )  # fmt: skip
+            )
         stack.enter_context(self._process)
         stack.callback(self._process.kill)
 

@@ -50,8 +50,10 @@ def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
     for name, sizes in shapes.items():
         length_bytes = 4 * int(np.prod(sizes))
         header[name] = {
-            "dtype": "F32", "shape": list(sizes), "data_offsets": [at, at + length_bytes],
-        }  # fmt: skip
+            "dtype": "F32",
+            "shape": list(sizes),
+            "data_offsets": [at, at + length_bytes],
+        }
         at += length_bytes
     packed = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:

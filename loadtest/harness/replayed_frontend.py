@@ -155,8 +155,9 @@ def response(
 
 
 def _inputs(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
-    return dict(zip([each.name for each in request.inputs], request.raw_input_contents,
-                    strict=True))  # fmt: skip
+    return dict(
+        zip([each.name for each in request.inputs], request.raw_input_contents, strict=True)
+    )
 
 
 def _text(said: dict[str, bytes]) -> str:

@@ -108,9 +108,17 @@ def plan(
         engine = engine_of(hardware, model, gpus, profile, size_bytes)
         source = source_of(trace, requests, engine, length_scale)
         result = planned(
-            engine, source, levels, speed, share, nodes, seed, jobs,
-            None if kept == "none" else Path(kept), out,
-        )  # fmt: skip
+            engine,
+            source,
+            levels,
+            speed,
+            share,
+            nodes,
+            seed,
+            jobs,
+            None if kept == "none" else Path(kept),
+            out,
+        )
     if as_json:
         print(result.to_json())
     else:
@@ -122,9 +130,11 @@ def show(result: Result) -> None:
     table = Table(title=str(result.constants["engine"]), box=None, padding=(0, 1))
     for column in ("fleet", "blocks", "policy", "admission", "within", "good/s", "TTFT", "TBT"):
         table.add_column(
-            column, justify="left" if column in LEFT else "right", overflow="fold",
+            column,
+            justify="left" if column in LEFT else "right",
+            overflow="fold",
             no_wrap=column not in LEFT,
-        )  # fmt: skip
+        )
     for row in result.rows:
         cells = [str(row["node_blocks"]), str(row["policy"]), str(row["admission"])]
         cells += [f"{row['within_percent']:.1f}%"]
@@ -167,9 +177,17 @@ def source_of(
 
 
 def planned(
-    engine: PlannedEngine, source: TraceSource, levels: ServiceLevels, speed: float, share: float,
-    nodes: int | None, seed: int, jobs: int, kept: Path | None, out: Path,
-) -> Result:  # fmt: skip
+    engine: PlannedEngine,
+    source: TraceSource,
+    levels: ServiceLevels,
+    speed: float,
+    share: float,
+    nodes: int | None,
+    seed: int,
+    jobs: int,
+    kept: Path | None,
+    out: Path,
+) -> Result:
     """The plan, which then lies in `out`."""
     started_s = time.monotonic()
     bounds = bounds_of(source.offered(), engine, levels, speed, share)
@@ -189,17 +207,25 @@ def planned(
         chosen = choose(search, run)
         again = (chosen.plan, engine, levels, speed, seed)
         recorded = run_all(
-            [PlannedRun("the choice, request by request", source, record_fleet, again)], begin,
+            [PlannedRun("the choice, request by request", source, record_fleet, again)],
+            begin,
             folder=kept,
-        )[0]  # fmt: skip
+        )[0]
     why = why_chosen(search, chosen, engine, levels)
     repository = write_overlay(out, chosen, engine, levels)
     command = serve_command(repository, chosen.plan, engine)
     result = Result(
-        "plan", time.monotonic() - started_s, rows_of(search, chosen), targets_of(search, chosen),
+        "plan",
+        time.monotonic() - started_s,
+        rows_of(search, chosen),
+        targets_of(search, chosen),
         constants={
-            **engine.stated(), "ttft_slo_s": levels.ttft_s, "tbt_slo_s": levels.tbt_s,
-            "speed": speed, "length_scale": source.length_scale, "share": share,
+            **engine.stated(),
+            "ttft_slo_s": levels.ttft_s,
+            "tbt_slo_s": levels.tbt_s,
+            "speed": speed,
+            "length_scale": source.length_scale,
+            "share": share,
             "unloaded_ttft_p50_s": round(bounds.ttft_p50_s, 4),
             "unloaded_ttft_of_share_s": round(bounds.ttft_share_s, 4),
             "unloaded_tbt_s": round(bounds.tbt_s, 5),
@@ -208,7 +234,7 @@ def planned(
             "store_bytes": store_bytes(chosen.plan, engine),
         },
         shortened=f"the first {source.requests} requests" if source.requests else "",
-    )  # fmt: skip
+    )
     write_pages(search, chosen, recorded, result, (why, command), out)
     console.print(why, markup=False, soft_wrap=True)
     pages = f"{out / PAGE}, {out / CHOSEN_PAGE}"
@@ -217,9 +243,13 @@ def planned(
 
 
 def write_pages(
-    search: Search, chosen: FleetRun, recorded: bytes, result: Result, said: tuple[str, str],
+    search: Search,
+    chosen: FleetRun,
+    recorded: bytes,
+    result: Result,
+    said: tuple[str, str],
     out: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Every fleet beside the others with the choice marked, and the choice request by request;
     `said`: why it was chosen, and the command that serves it."""
     from loadtest.report.page import write_page  # these load matplotlib
@@ -233,11 +263,15 @@ def write_pages(
     why, command = said
     write_page(
         replace(
-            page, title="Plan", lead=[why, NOT_REAL], command=command,
-            settings={**page.settings, **result.constants}, settings_heading="What was assumed",
+            page,
+            title="Plan",
+            lead=[why, NOT_REAL],
+            command=command,
+            settings={**page.settings, **result.constants},
+            settings_heading="What was assumed",
         ),
         out / PAGE,
-    )  # fmt: skip
+    )
     write_report(from_bytes(recorded), out / CHOSEN_PAGE)
 
 

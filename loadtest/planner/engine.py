@@ -30,8 +30,12 @@ GIGA = 10**9
 NODE_BYTES = 2**30  # as `mooncake serve --store-bytes` has it by default
 REPORT_S = 0.5  # between reports of a real worker
 PRICES = (  # of what goes on beside the steps, for people
-    "serving_s", "handover_s", "handover_beside_s", "queued_prompt_s", "workers_at_once",
-)  # fmt: skip
+    "serving_s",
+    "handover_s",
+    "handover_beside_s",
+    "queued_prompt_s",
+    "workers_at_once",
+)
 T = TypeVar("T")
 
 
@@ -122,9 +126,12 @@ class NodeEngine:
     def parameters(self) -> Mapping[str, str]:
         """Of each worker's config.pbtxt."""
         return {
-            "engine": "tensorrt_llm", "device": "cuda", "dtype": "bfloat16",
-            "tp_size": str(self.node.gpus), "checkpoint": f"checkpoints/{self.model.name}",
-        }  # fmt: skip
+            "engine": "tensorrt_llm",
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "tp_size": str(self.node.gpus),
+            "checkpoint": f"checkpoints/{self.model.name}",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +164,11 @@ class MeasuredEngine:
         # A server that others started does not say its chunks: the simulator's, in whole blocks.
         chunk_tokens = max(1, ClusterSettings().chunk_tokens // block_tokens) * block_tokens
         shape = ClusterSettings(
-            block_tokens=block_tokens, chunk_tokens=chunk_tokens, max_tokens=1, report_s=REPORT_S,
-        )  # fmt: skip
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            max_tokens=1,
+            report_s=REPORT_S,
+        )
         measured = settings_of(profile, shape)
         facts: dict[str, Cell] = {
             "prefill_coefficients": str(list(prefill.estimate.coefficients)),
@@ -170,10 +180,12 @@ class MeasuredEngine:
         }
         names = ("checkpoint", "dtype", "kv_dtype", "device", "threads")
         return cls(
-            f"{said.get('checkpoint', 'a worker')} on {profile.machine}", measured,
-            node_bytes or NODE_BYTES, tuple((name, said[name]) for name in names if name in said),
+            f"{said.get('checkpoint', 'a worker')} on {profile.machine}",
+            measured,
+            node_bytes or NODE_BYTES,
+            tuple((name, said[name]) for name in names if name in said),
             tuple(facts.items()),
-        )  # fmt: skip
+        )
 
     @property
     def node_blocks_max(self) -> int:
@@ -196,5 +208,7 @@ def _known(known: Mapping[str, T], name: str, what: str) -> T:
     for each, found in known.items():
         if each.lower() == name.lower():
             return found
-    raise PlanRefused(f"no {what} {name!r}; there are {', '.join(known)}, or measure your own: "
-                      "`mooncake profile --out FILE`, then --profile FILE")  # fmt: skip
+    raise PlanRefused(
+        f"no {what} {name!r}; there are {', '.join(known)}, or measure your own: "
+        "`mooncake profile --out FILE`, then --profile FILE"
+    )

@@ -60,9 +60,12 @@ class FleetPlan:
     def config(self, levels: ServiceLevels) -> ConductorConfig:
         """What the conductor is told."""
         return ConductorConfig(
-            ttft_slo_s=levels.ttft_s, tbt_slo_s=levels.tbt_s, policy=self.policy,
-            admission=self.admission, advisory=self.admission == "none",
-        )  # fmt: skip
+            ttft_slo_s=levels.ttft_s,
+            tbt_slo_s=levels.tbt_s,
+            policy=self.policy,
+            admission=self.admission,
+            advisory=self.admission == "none",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,20 @@ def run_fleet(
         for nodes in (fleet.prefills.values(), fleet.decodes.values())
     ]
     return FleetRun(
-        plan, len(jobs), good, late, len(done) - late - good, len(jobs) - len(done),
-        arrivals_s_of(offered, speed), quantiles(ttfts_s).p90,
+        plan,
+        len(jobs),
+        good,
+        late,
+        len(done) - late - good,
+        len(jobs) - len(done),
+        arrivals_s_of(offered, speed),
+        quantiles(ttfts_s).p90,
         quantiles([job.tbt_s for job in done if job.output_tokens > 1]).p90,
-        sum(job.cached_tokens for job in done) / max(1, prompt_tokens), *busy,
-        in_flight_max(jobs), digest_of(_recording(jobs, plan, engine, levels, speed), plan.label),
-    )  # fmt: skip
+        sum(job.cached_tokens for job in done) / max(1, prompt_tokens),
+        *busy,
+        in_flight_max(jobs),
+        digest_of(_recording(jobs, plan, engine, levels, speed), plan.label),
+    )
 
 
 def record_fleet(
@@ -143,13 +154,21 @@ def record_fleet(
 
 
 def _simulated(
-    offered: Sequence[Offered], plan: FleetPlan, engine: PlannedEngine, levels: ServiceLevels,
-    speed: float, seed: int, on_over: Callable[[], None],
-) -> tuple[SimulatedFleet, list[SimulatedJob], list[Sample]]:  # fmt: skip
+    offered: Sequence[Offered],
+    plan: FleetPlan,
+    engine: PlannedEngine,
+    levels: ServiceLevels,
+    speed: float,
+    seed: int,
+    on_over: Callable[[], None],
+) -> tuple[SimulatedFleet, list[SimulatedJob], list[Sample]]:
     settings = replace(
-        engine.settings(), prefills=plan.prefills, decodes=plan.decodes,
-        node_blocks=plan.node_blocks, seed=seed,
-    )  # fmt: skip
+        engine.settings(),
+        prefills=plan.prefills,
+        decodes=plan.decodes,
+        node_blocks=plan.node_blocks,
+        seed=seed,
+    )
     fleet = SimulatedFleet(plan.config(levels), settings, engine.gpu())
     sampler = FleetSampler(arrivals_s_of(offered, speed))
     fleet.reported = sampler.look
@@ -157,14 +176,24 @@ def _simulated(
 
 
 def _recording(
-    jobs: Sequence[SimulatedJob], plan: FleetPlan, engine: PlannedEngine, levels: ServiceLevels,
-    speed: float, samples: Sequence[Sample] = (),
-) -> Recording:  # fmt: skip
+    jobs: Sequence[SimulatedJob],
+    plan: FleetPlan,
+    engine: PlannedEngine,
+    levels: ServiceLevels,
+    speed: float,
+    samples: Sequence[Sample] = (),
+) -> Recording:
     described: dict[str, Setting] = {
-        "engine": engine.name, "nodes": plan.nodes, "prefills": plan.prefills,
-        "decodes": plan.decodes, "node_blocks": plan.node_blocks, "policy": plan.policy,
-        "admission": plan.admission, "speed": speed, "requests_max": len(jobs),
-    }  # fmt: skip
+        "engine": engine.name,
+        "nodes": plan.nodes,
+        "prefills": plan.prefills,
+        "decodes": plan.decodes,
+        "node_blocks": plan.node_blocks,
+        "policy": plan.policy,
+        "admission": plan.admission,
+        "speed": speed,
+        "requests_max": len(jobs),
+    }
     slo = Slo(levels.ttft_s, levels.tbt_s)
     title = f"Planned: {plan.label} on {engine.name}"
     return recording_of(jobs, "plan", title, described, slo, samples)

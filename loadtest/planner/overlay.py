@@ -57,11 +57,16 @@ def overlay_texts(run: FleetRun, engine: PlannedEngine, levels: ServiceLevels) -
     found: dict[str, str] = {}
     for model, text in templates.items():
         if backend_named(text) == "conductor":
-            found[model] = with_parameters(text, {
-                **conductor_parameters(run.plan.config(levels), parameters_of(text)),
-                "checkpoint": checkpoint,
-                "requests_max": str(min(max(REQUESTS_MIN, 2 * run.in_flight_max), REQUESTS_MAX)),
-            })  # fmt: skip
+            found[model] = with_parameters(
+                text,
+                {
+                    **conductor_parameters(run.plan.config(levels), parameters_of(text)),
+                    "checkpoint": checkpoint,
+                    "requests_max": str(
+                        min(max(REQUESTS_MIN, 2 * run.in_flight_max), REQUESTS_MAX)
+                    ),
+                },
+            )
         elif backend_named(text) not in ROLES:
             has_one = "checkpoint" in parameters_of(text)
             found[model] = with_parameters(text, {"checkpoint": checkpoint} if has_one else {})
@@ -90,9 +95,10 @@ def conductor_parameters(config: ConductorConfig, shipped: Mapping[str, str]) ->
     default = ConductorConfig()
     names = [field.name for field in dataclasses.fields(config)]
     return {
-        name: _text(getattr(config, name)) for name in names
+        name: _text(getattr(config, name))
+        for name in names
         if name in shipped or getattr(config, name) != getattr(default, name)
-    }  # fmt: skip
+    }
 
 
 def serve_command(repository: Path, plan: FleetPlan, engine: PlannedEngine) -> str:

@@ -35,8 +35,10 @@ NEARLY = 0.99  # of the best goodput: a cache that serves this is as good
 BETTER = 1.01  # what another conductor has to serve more than the shipped settings
 CACHE_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 CONDUCTORS = (
-    ("adaptive", "none"), ("kvcache_centric", "predictive_lengths"), ("kvcache_centric", "none"),
-)  # fmt: skip
+    ("adaptive", "none"),
+    ("kvcache_centric", "predictive_lengths"),
+    ("kvcache_centric", "none"),
+)
 
 Run = Callable[[Sequence[FleetPlan]], Sequence[FleetRun]]
 
@@ -87,9 +89,12 @@ class Search:
 
 
 def bounds_of(
-    offered: Sequence[Offered], engine: PlannedEngine, levels: ServiceLevels, speed: float,
+    offered: Sequence[Offered],
+    engine: PlannedEngine,
+    levels: ServiceLevels,
+    speed: float,
     share: float,
-) -> Bounds:  # fmt: skip
+) -> Bounds:
     """PlanRefused where requests cannot be within even alone."""
     gpu, settings = engine.gpu(), engine.settings()
     prompts_s = prompts_alone_s(offered, gpu, settings.block_tokens, settings.chunk_tokens)
@@ -119,9 +124,12 @@ def bounds_of(
     batch = largest_batch(gpu, context, levels.tbt_s, settings.decode_slots)
     tokens_per_s = sum(one.output_tokens - 1 for one in offered) / arrivals_s
     return Bounds(
-        sum(prompts_s) / arrivals_s, tokens_per_s * levels.tbt_s / batch, p50_s, share_s,
+        sum(prompts_s) / arrivals_s,
+        tokens_per_s * levels.tbt_s / batch,
+        p50_s,
+        share_s,
         tbt_s,
-    )  # fmt: skip
+    )
 
 
 def prompts_alone_s(
@@ -175,10 +183,11 @@ def choose(search: Search, run: Run) -> FleetRun:
     """The best fleet, with the smallest cache that is as good, and the best conductor for it."""
     best = search.best()
     cached = [
-        each for each in search.stages.get("cache", ())
-        if each.goodput >= NEARLY * best.goodput and (each.share >= search.share) == (
-            best.share >= search.share)
-    ]  # fmt: skip
+        each
+        for each in search.stages.get("cache", ())
+        if each.goodput >= NEARLY * best.goodput
+        and (each.share >= search.share) == (best.share >= search.share)
+    ]
     chosen = min(cached, key=lambda each: each.plan.node_blocks, default=best)
     others = [replace(chosen.plan, policy=p, admission=a) for p, a in CONDUCTORS]
     search.add("conductor", others, run)
@@ -234,8 +243,9 @@ def _refine_split(search: Search, run: Run) -> None:
         plan, before = best.plan, len(search.runs())
         beside = [
             replace(plan, prefills=p, decodes=plan.nodes - p)
-            for p in (plan.prefills - 1, plan.prefills + 1) if 1 <= p < plan.nodes
-        ]  # fmt: skip
+            for p in (plan.prefills - 1, plan.prefills + 1)
+            if 1 <= p < plan.nodes
+        ]
         search.add("refine", beside, run)
         if search.best() is best or len(search.runs()) == before:
             return
@@ -255,25 +265,27 @@ def rows_of(search: Search, chosen: FleetRun) -> Sequence[dict[str, str | int | 
     for stage, runs in search.stages.items():
         for run in runs:
             plan = run.plan
-            rows.append({
-                "stage": stage,
-                "nodes": plan.nodes,
-                "prefills": plan.prefills,
-                "decodes": plan.decodes,
-                "node_blocks": plan.node_blocks,
-                "policy": plan.policy,
-                "admission": plan.admission,
-                "within_percent": round(100 * run.share, 2),
-                "goodput_per_s": round(run.goodput, 4),
-                "goodput_per_s_and_node": round(run.goodput_per_node, 4),
-                "late": run.late,
-                "slow": run.slow,
-                "unanswered": run.unanswered,
-                "ttft_p90_s": round(run.ttft_p90_s, 4),
-                "tbt_p90_s": round(run.tbt_p90_s, 5),
-                "hit_percent": round(100 * run.hit_share, 2),
-                "prefill_busy_percent": round(100 * run.prefill_busy, 1),
-                "decode_busy_percent": round(100 * run.decode_busy, 1),
-                "is_chosen": run is chosen,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "stage": stage,
+                    "nodes": plan.nodes,
+                    "prefills": plan.prefills,
+                    "decodes": plan.decodes,
+                    "node_blocks": plan.node_blocks,
+                    "policy": plan.policy,
+                    "admission": plan.admission,
+                    "within_percent": round(100 * run.share, 2),
+                    "goodput_per_s": round(run.goodput, 4),
+                    "goodput_per_s_and_node": round(run.goodput_per_node, 4),
+                    "late": run.late,
+                    "slow": run.slow,
+                    "unanswered": run.unanswered,
+                    "ttft_p90_s": round(run.ttft_p90_s, 4),
+                    "tbt_p90_s": round(run.tbt_p90_s, 5),
+                    "hit_percent": round(100 * run.hit_share, 2),
+                    "prefill_busy_percent": round(100 * run.prefill_busy, 1),
+                    "decode_busy_percent": round(100 * run.decode_busy, 1),
+                    "is_chosen": run is chosen,
+                }
+            )
     return rows

@@ -51,8 +51,17 @@ from loadtest.profile.profile import PrefixSources, Profile
 from loadtest.replay.prompts import TokenSource
 from mooncake_store.records.membership import SSD_SUFFIX
 
-SETTINGS = ("checkpoint", "dtype", "kv_dtype", "device", "threads", "block_tokens", "chunk_tokens",
-            "kv_pages", "slots")  # fmt: skip
+SETTINGS = (
+    "checkpoint",
+    "dtype",
+    "kv_dtype",
+    "device",
+    "threads",
+    "block_tokens",
+    "chunk_tokens",
+    "kv_pages",
+    "slots",
+)
 STREAMS_MAX = 24
 PUBLISHED_S = 1.5  # workers publish their counters once a second
 
@@ -94,9 +103,13 @@ def profile(
 
 
 async def measure(
-    addresses: Addresses, repository: Path | None, workers: tuple[str, str], rounds: int,
-    seed: int, context_tokens_max: int,
-) -> Profile:  # fmt: skip
+    addresses: Addresses,
+    repository: Path | None,
+    workers: tuple[str, str],
+    rounds: int,
+    seed: int,
+    context_tokens_max: int,
+) -> Profile:
     """`repository` is None of a server that others started. Raises ServerError."""
     prefill, decode = workers
     of_decode = settings_of(addresses, repository, decode)
@@ -105,15 +118,21 @@ async def measure(
     async with TritonClient(addresses.grpc, "conductor", channels=STREAMS_MAX) as client:
         server = await describe_server(client, {})
         room = Room(
-            min(server.context_tokens_max, context_tokens_max), server.block_tokens,
-            int(of_decode.get("slots", 32)), int(of_decode.get("kv_pages", 256)),
-        )  # fmt: skip
+            min(server.context_tokens_max, context_tokens_max),
+            server.block_tokens,
+            int(of_decode.get("slots", 32)),
+            int(of_decode.get("kv_pages", 256)),
+        )
         prefills = [point for point in PREFILL_POINTS if room.takes_prefill(*point)]
         decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
         pair = Measure(client, workers, source)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeElapsedColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(prefill, total=(rounds + 1) * len(prefills))
             prompts = await pair.prefill(prefills, rounds, lambda: progress.advance(task))
@@ -134,9 +153,15 @@ async def measure(
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
     return Profile(
-        machine, settings, samples_of(prompts), steps, serving_of(prompts, alone_s),
-        sharing_of(both), burst, sources,
-    )  # fmt: skip
+        machine,
+        settings,
+        samples_of(prompts),
+        steps,
+        serving_of(prompts, alone_s),
+        sharing_of(both),
+        burst,
+        sources,
+    )
 
 
 def token_bytes_of(page: str, worker: str, room: Room) -> int:
@@ -147,9 +172,13 @@ def token_bytes_of(page: str, worker: str, room: Room) -> int:
 
 
 async def _sources(
-    pair: Measure, addresses: Addresses, workers: tuple[str, str], token_bytes: int, room: Room,
+    pair: Measure,
+    addresses: Addresses,
+    workers: tuple[str, str],
+    token_bytes: int,
+    room: Room,
     rounds: int,
-) -> PrefixSources:  # fmt: skip
+) -> PrefixSources:
     """Another node where the server has a second prefill worker; the SSD where it has one and the
     memory in front of it is small enough to be filled."""
     page = fetch_page(addresses.metrics_url)
@@ -228,13 +257,21 @@ def show(found: Profile) -> None:
     prefill, decode = found.prefill, found.decode
     for of_prompt in sorted(found.prefill_samples, key=lambda s: (s.prefix_tokens, s.new_tokens)):
         fitted_s = found.prompt_s(of_prompt.new_tokens, of_prompt.prefix_tokens)
-        table.add_row("prefill", f"{of_prompt.new_tokens:,}", f"{of_prompt.prefix_tokens:,}",
-                      *_compared(of_prompt.seconds, fitted_s))  # fmt: skip
+        table.add_row(
+            "prefill",
+            f"{of_prompt.new_tokens:,}",
+            f"{of_prompt.prefix_tokens:,}",
+            *_compared(of_prompt.seconds, fitted_s),
+        )
     table.add_section()
     for of_batch in found.decode_samples:
         fitted_s = decode.estimate.step_s(of_batch.sequences, of_batch.context_tokens)
-        table.add_row("decode", f"{of_batch.sequences:,}", f"{of_batch.context_tokens:,}",
-                      *_compared(of_batch.seconds, fitted_s))  # fmt: skip
+        table.add_row(
+            "decode",
+            f"{of_batch.sequences:,}",
+            f"{of_batch.context_tokens:,}",
+            *_compared(of_batch.seconds, fitted_s),
+        )
     out = Console(highlight=False)
     out.print(table)
     base_s, per_token_s, per_pair_s = prefill.estimate.coefficients

@@ -141,11 +141,15 @@ class Measure:
                 prompt_tokens = new_tokens + prefix_tokens
                 first_s, second_s = answer.token_times_s
                 if number:
-                    found.append(Prefill(
-                        prompt_tokens - cached_tokens, cached_tokens,
-                        float(str(answer.decision["prefill_s"])), first_s - sent_s,
-                        second_s - first_s,
-                    ))  # fmt: skip
+                    found.append(
+                        Prefill(
+                            prompt_tokens - cached_tokens,
+                            cached_tokens,
+                            float(str(answer.decision["prefill_s"])),
+                            first_s - sent_s,
+                            second_s - first_s,
+                        )
+                    )
                 done()
         return found
 
@@ -191,11 +195,15 @@ class Measure:
             answers = await asyncio.gather(*streams)
             windows = [(first_s - computed_s, first_s) for computed_s, first_s in beside]
             times = [answer.token_times_s for answer, _ in answers]
-            found.append(Together(
-                [s for s, _ in alone], [s for s, _ in beside], *split(times, windows),
-                await self._beside_prefill(second.prefill, tokens),
-                await self._beside_decode(second.decode, min(length, SECOND_TOKENS)),
-            ))  # fmt: skip
+            found.append(
+                Together(
+                    [s for s, _ in alone],
+                    [s for s, _ in beside],
+                    *split(times, windows),
+                    await self._beside_prefill(second.prefill, tokens),
+                    await self._beside_decode(second.decode, min(length, SECOND_TOKENS)),
+                )
+            )
             done()
         return found
 
@@ -212,8 +220,9 @@ class Measure:
             return []
         streams = [
             self._ask(self._fresh(TOGETHER_CONTEXT), length, pins=pins)
-            for pins in ({}, {"decode_worker": other}) for _ in range(TOGETHER_STREAMS)
-        ]  # fmt: skip
+            for pins in ({}, {"decode_worker": other})
+            for _ in range(TOGETHER_STREAMS)
+        ]
         times = [answer.token_times_s for answer, _ in await asyncio.gather(*streams)]
         own, others = times[:TOGETHER_STREAMS], times[TOGETHER_STREAMS:]
         both = (min(one[1] for one in others), max(one[-1] for one in others))
@@ -272,17 +281,24 @@ class Measure:
         return found
 
     async def _ask(
-        self, prompt: TokenIds, output_tokens: int, begun: asyncio.Event | None = None,
+        self,
+        prompt: TokenIds,
+        output_tokens: int,
+        begun: asyncio.Event | None = None,
         pins: Mapping[str, str] = NO_PINS,
-    ) -> tuple[ReceivedAnswer, float]:  # fmt: skip
+    ) -> tuple[ReceivedAnswer, float]:
         """`begun` is set with its second token, when it decodes, or when it ends without one.
         `pins`: other workers than the pair."""
         self._prompts += 1
         request = GenerateRequest(
-            f"profile-{self._prompts}", input_ids=prompt, max_tokens=output_tokens,
-            min_tokens=output_tokens, end_id=-1, return_decision=True,
+            f"profile-{self._prompts}",
+            input_ids=prompt,
+            max_tokens=output_tokens,
+            min_tokens=output_tokens,
+            end_id=-1,
+            return_decision=True,
             parameters={**self._pins, **pins},
-        )  # fmt: skip
+        )
         answer, sent_s = ReceivedAnswer(), time.perf_counter()
         try:
             async for event in self._client.generate(request):
@@ -318,9 +334,10 @@ def sharing_of(rounds: Sequence[Together]) -> Sharing:
 
     def factor(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
         found = [
-            statistics.fmean(beside) / statistics.fmean(alone) for alone, beside in pairs
+            statistics.fmean(beside) / statistics.fmean(alone)
+            for alone, beside in pairs
             if alone and beside
-        ]  # fmt: skip
+        ]
         return max(1.0, statistics.median(found)) if found else 1.0
 
     return Sharing(
@@ -338,11 +355,12 @@ def burst_means(
     if not answers:
         return BurstMeans()
     return BurstMeans(
-        tuple(lengths), len(answers[0][1]),
+        tuple(lengths),
+        len(answers[0][1]),
         statistics.fmean(times[0] - sent_s for sent_s, times in answers),
         statistics.fmean(times[1] - times[0] for _, times in answers),
         statistics.fmean((times[-1] - times[1]) / (len(times) - 2) for _, times in answers),
-    )  # fmt: skip
+    )
 
 
 def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:

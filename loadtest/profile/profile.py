@@ -109,13 +109,15 @@ class Profile:
                     f"it has version {found['version']}, not {VERSION}: measure it again"
                 )
             return cls(
-                found["machine"], found["settings"],
+                found["machine"],
+                found["settings"],
                 [PrefillSample(*sample) for sample in found["prefill"]["samples"]],
                 [DecodeSample(*sample) for sample in found["decode"]["samples"]],
-                Serving(**found["serving"]), Sharing(**found["sharing"]),
+                Serving(**found["serving"]),
+                Sharing(**found["sharing"]),
                 BurstMeans(tuple(found["burst"].pop("prompt_tokens")), **found["burst"]),
                 PrefixSources(**found["sources"]),
-            )  # fmt: skip
+            )
         except (KeyError, TypeError, AttributeError, RecursionError) as missing:
             raise ValueError(f"it is no profile of `mooncake profile`: {missing!r}") from None
 
@@ -143,17 +145,19 @@ class Profile:
         """One line."""
         prefills = [(s.new_tokens, s.prefix_tokens, s.seconds) for s in self.prefill_samples]
         decodes = [(s.sequences, s.context_tokens, s.seconds) for s in self.decode_samples]
-        return json.dumps({
-            "version": VERSION,
-            "machine": self.machine,
-            "settings": dict(self.settings),
-            "prefill": _fitted(self.prefill, prefills),
-            "decode": _fitted(self.decode, decodes),
-            "serving": asdict(self.serving),
-            "sharing": asdict(self.sharing),
-            "burst": asdict(self.burst),
-            "sources": asdict(self.sources),
-        })  # fmt: skip
+        return json.dumps(
+            {
+                "version": VERSION,
+                "machine": self.machine,
+                "settings": dict(self.settings),
+                "prefill": _fitted(self.prefill, prefills),
+                "decode": _fitted(self.decode, decodes),
+                "serving": asdict(self.serving),
+                "sharing": asdict(self.sharing),
+                "burst": asdict(self.burst),
+                "sources": asdict(self.sources),
+            }
+        )
 
 
 def _mean_step(sample: PrefillSample, chunk_tokens: int) -> PrefillSample:

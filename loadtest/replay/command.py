@@ -51,8 +51,10 @@ class SentVia(str, Enum):
 
 
 ADDRESSES = {
-    SentVia.GRPC: "127.0.0.1:8001", SentVia.HTTP: "127.0.0.1:8000", SentVia.OPENAI: GATEWAY,
-}  # fmt: skip
+    SentVia.GRPC: "127.0.0.1:8001",
+    SentVia.HTTP: "127.0.0.1:8000",
+    SentVia.OPENAI: GATEWAY,
+}
 # The options as the command line reads them.
 TraceArgument = Annotated[
     Path,
@@ -197,9 +199,11 @@ def recording_of(
     described |= dataclasses.asdict(sending)
     del described["key"]
     described |= {
-        "planned": len(run.planned), "cancelled": run.started - len(run.records),
-        "is_interrupted": run.is_interrupted, "metrics_url": outputs.metrics_url,
-    }  # fmt: skip
+        "planned": len(run.planned),
+        "cancelled": run.started - len(run.records),
+        "is_interrupted": run.is_interrupted,
+        "metrics_url": outputs.metrics_url,
+    }
     return Recording(
         name="replay",
         title=f"Replay of {settings.path.name} at {settings.speed:g}x to {sending.url}",
@@ -275,9 +279,11 @@ def replay(
     the prefixes that the trace's requests shared. docs/reference/loadtest.md explains every number.
     """
     for name, value in (
-        ("--length-scale", length_scale), ("--speed", speed),
-        ("--slo-ttft-s", slo_ttft_s), ("--slo-tbt-s", slo_tbt_s),
-    ):  # fmt: skip
+        ("--length-scale", length_scale),
+        ("--speed", speed),
+        ("--slo-ttft-s", slo_ttft_s),
+        ("--slo-tbt-s", slo_tbt_s),
+    ):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise typer.BadParameter(f"{name} is {value}; it must be a positive number")
     chosen = {

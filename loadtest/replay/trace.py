@@ -192,8 +192,10 @@ def _decoded(text: bytes, line: int, problems: list[str]) -> str | None:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"byte 0x{text[error.start]:02x} at column {error.start + 1}"
-        problems.append(f"not UTF-8: {where}; {EXPECTED}; convert text of another encoding with "
-                        "`iconv -f ENCODING -t UTF-8`")  # fmt: skip
+        problems.append(
+            f"not UTF-8: {where}; {EXPECTED}; convert text of another encoding with "
+            "`iconv -f ENCODING -t UTF-8`"
+        )
         return None
 
 
@@ -213,9 +215,11 @@ def _count(fields: dict[str, Any], name: str, least: int, problems: list[str]) -
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and least <= value <= COUNT_MAX:
         return int(value)
-    wanted = f"at most {COUNT_MAX} tokens" if is_whole and value > COUNT_MAX else (
-        f"a whole number >= {least}"
-    )  # fmt: skip
+    wanted = (
+        f"at most {COUNT_MAX} tokens"
+        if is_whole and value > COUNT_MAX
+        else (f"a whole number >= {least}")
+    )
     problems.append(f"{name} must be {wanted}, found {_shown(fields, name)}")
     return 0
 

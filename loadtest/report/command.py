@@ -114,8 +114,10 @@ def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
             errors.print(
                 "cannot report: nothing is left to read: give another file to --out, or name "
                 f"{out} once to draw it anew",
-                style="bold red", markup=False, soft_wrap=True,
-            )  # fmt: skip
+                style="bold red",
+                markup=False,
+                soft_wrap=True,
+            )
             return 1
         files = kept
     try:
@@ -246,13 +248,15 @@ def _report(
 def json_line(files: Sequence[Path], runs: Sequence[Recording]) -> dict[str, object]:
     found: list[dict[str, object]] = [
         {
-            "file": str(file), "title": run.title, "started_at": run.started_at,
+            "file": str(file),
+            "title": run.title,
+            "started_at": run.started_at,
             "settings": settings_of(run),
             "numbers": {number.name: number.value for number in numbers(run)},
             "lengths": msgspec.to_builtins(by_length(run)),
         }
         for file, run in zip(files, runs, strict=True)
-    ]  # fmt: skip
+    ]
     if len(runs) == 1:
         return {"name": "report", **found[0]}
     compared = compare(*runs)
@@ -294,8 +298,10 @@ def _many(runs: Sequence[RunDigest], share: float) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for number, run in enumerate(runs, 1):
-        values = [shown(value, unit) if (value := sweep.value_of(run, name)) is not None else "-"
-                  for _, name, unit in COLUMNS]  # fmt: skip
+        values = [
+            shown(value, unit) if (value := sweep.value_of(run, name)) is not None else "-"
+            for _, name, unit in COLUMNS
+        ]
         mark = "best" if number == best else "Pareto" if number in unbeaten else ""
         style = "bold" if number == best else ""
         table.add_row(*map(Text, (str(number), run.label, *values, mark)), style=style)

@@ -72,15 +72,26 @@ def _pictures(a: Recording, b: Recording) -> list[Section]:
     found = {name: measured(run.requests) for name, run in runs.items()}
     return [
         Section("Latency", [_distribution(title, field, runs) for title, field in LEVELS]),
-        Section("By prompt length", [
-            lengths.goodput_of_runs({name: by_length(run) for name, run in runs.items()}),
-        ]),
-        Section("Where the time went", [
-            _bars("Where the time to the first token went", found, "ttft_s", "until_first_token",
-                  "TTFT"),
-            _bars("Where the whole time went", found, "latency_s", "all", "whole time"),
-        ]),
-    ]  # fmt: skip
+        Section(
+            "By prompt length",
+            [
+                lengths.goodput_of_runs({name: by_length(run) for name, run in runs.items()}),
+            ],
+        ),
+        Section(
+            "Where the time went",
+            [
+                _bars(
+                    "Where the time to the first token went",
+                    found,
+                    "ttft_s",
+                    "until_first_token",
+                    "TTFT",
+                ),
+                _bars("Where the whole time went", found, "latency_s", "all", "whole time"),
+            ],
+        ),
+    ]
 
 
 def _distribution(title: str, field: str, runs: dict[str, Recording]) -> Picture:

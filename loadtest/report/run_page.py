@@ -84,7 +84,8 @@ def tiles(recording: Recording, summary: Summary) -> list[ReportTile]:
     requests, nothing_answered = summary.requests, "not measured: no request was answered"
     return [
         ReportTile(
-            "Answered", [(f"{summary.completed:,}", f"of {requests:,}")],
+            "Answered",
+            [(f"{summary.completed:,}", f"of {requests:,}")],
             f"{summary.completed / requests:.1%} of those sent" if requests else "",
         ),
         _refused_tile(summary),
@@ -92,13 +93,14 @@ def tiles(recording: Recording, summary: Summary) -> list[ReportTile]:
         _spread_tile("TTFT, median", summary.ttft_s, nothing_answered),
         _spread_tile("TBT, median", summary.tbt_s, "not measured: no answer of two tokens"),
         ReportTile(
-            "Throughput", [(rate_text(summary.requests_per_s), "answers/s")],
+            "Throughput",
+            [(rate_text(summary.requests_per_s), "answers/s")],
             f"{rate_text(summary.input_tokens_per_s)} prompt and "
             f"{rate_text(summary.output_tokens_per_s)} generated tokens/s",
         ),
         _cached_tile(summary),
         _spread_tile("Whole request, median", summary.latency_s, nothing_answered),
-    ]  # fmt: skip
+    ]
 
 
 def _refused_tile(summary: Summary) -> ReportTile:
@@ -145,28 +147,57 @@ def sections(recording: Recording, summary: Summary) -> list[Section]:
     parts = [
         Section("", tables=tables.times(summary)),
         Section("Workloads", tables=tables.workloads(recording)),
-        Section("Latency", [
-            latency.distribution(
-                "TTFT", "Time from sending a request to its first token.",
-                tables.by_workload(recording, "ttft_s"), slo.ttft_s),
-            latency.distribution(
-                "TBT", "Of one request: the mean of the longest tenth of the intervals between "
-                "its tokens.", tables.by_workload(recording, "tbt_s"), slo.tbt_s),
-        ]),
-        Section("By prompt length", [
-            lengths.goodput(buckets), lengths.outcomes(buckets),
-        ], tables.prompt_lengths(buckets)),
-        Section("Load over time", [
-            over_time.requests(recording), over_time.cache(recording),
-            over_time.workers(recording, "prefill"), over_time.workers(recording, "decode"),
-        ]),
-        Section("Where the time went", [
-            latency.first_token(found), latency.whole_request(found), latency.prediction(records),
-        ], tables.phases(spreads(found))),
-        Section("Served or not", [
-            refusals.by_reason(summary.rejections_by_reason, len(records)),
-        ]),
+        Section(
+            "Latency",
+            [
+                latency.distribution(
+                    "TTFT",
+                    "Time from sending a request to its first token.",
+                    tables.by_workload(recording, "ttft_s"),
+                    slo.ttft_s,
+                ),
+                latency.distribution(
+                    "TBT",
+                    "Of one request: the mean of the longest tenth of the intervals between "
+                    "its tokens.",
+                    tables.by_workload(recording, "tbt_s"),
+                    slo.tbt_s,
+                ),
+            ],
+        ),
+        Section(
+            "By prompt length",
+            [
+                lengths.goodput(buckets),
+                lengths.outcomes(buckets),
+            ],
+            tables.prompt_lengths(buckets),
+        ),
+        Section(
+            "Load over time",
+            [
+                over_time.requests(recording),
+                over_time.cache(recording),
+                over_time.workers(recording, "prefill"),
+                over_time.workers(recording, "decode"),
+            ],
+        ),
+        Section(
+            "Where the time went",
+            [
+                latency.first_token(found),
+                latency.whole_request(found),
+                latency.prediction(records),
+            ],
+            tables.phases(spreads(found)),
+        ),
+        Section(
+            "Served or not",
+            [
+                refusals.by_reason(summary.rejections_by_reason, len(records)),
+            ],
+        ),
         Section("Not served, and why", tables=tables.unserved(records)),
         Section("Slowest requests, by TTFT", tables=tables.slowest(records)),
-    ]  # fmt: skip
+    ]
     return [part for part in parts if part.pictures or part.tables]

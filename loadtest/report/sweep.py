@@ -48,9 +48,10 @@ def different(runs: Sequence[RunDigest]) -> dict[str, list[Setting]]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     columns = {name: [run.settings.get(name) for run in runs] for name in names}
     return {
-        name: values for name, values in columns.items()
+        name: values
+        for name, values in columns.items()
         if any(_is_other(value, values[0]) for value in values)
-    }  # fmt: skip
+    }
 
 
 def _is_other(a: Setting, b: Setting) -> bool:
@@ -140,9 +141,15 @@ def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPo
     kept: list[RunPoint] = []
     for point in ordered:
         last = kept[-1] if kept else None
-        if last is None or sign_y * point.y < sign_y * last.y or (point.x, point.y) == (
-            last.x, last.y,
-        ):  # fmt: skip
+        if (
+            last is None
+            or sign_y * point.y < sign_y * last.y
+            or (point.x, point.y)
+            == (
+                last.x,
+                last.y,
+            )
+        ):
             kept.append(point)
     return sorted(kept, key=lambda point: (point.x, point.number))
 

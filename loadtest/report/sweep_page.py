@@ -49,8 +49,10 @@ def sweep_page(
     why = sweep.best_text(runs, share) if chosen is None else f"chosen: run {chosen}"
     return ReportPage(
         title=f"{len(runs)} runs side by side",
-        subtitle=", ".join(f"{sum(run.name == name for run in runs)} of {name}"
-                           for name in dict.fromkeys(run.name for run in runs)),
+        subtitle=", ".join(
+            f"{sum(run.name == name for run in runs)} of {name}"
+            for name in dict.fromkeys(run.name for run in runs)
+        ),
         notes=sweep.warnings_of(runs),
         tiles=tiles(runs, best),
         sections=sections(runs, by, best, why),
@@ -58,7 +60,7 @@ def sweep_page(
         settings_heading="Settings of all runs",
         footer=[("mooncake report THIS.html OTHER.html", "lays more runs beside these")],
         embedded=[(EMBEDDED_RUNS, digests_to_bytes(runs).decode())],
-    )  # fmt: skip
+    )
 
 
 def sections(
@@ -67,13 +69,16 @@ def sections(
     drawn = pictures(runs, by, best)
     return [
         Section(
-            "Trade-off", [picture for picture in drawn if picture.svg],
-            text=[f"{why_best[0].upper()}{why_best[1:]}.",
-                  *(f"{picture.title}: {picture.missing}" for picture in drawn if picture.missing)],
+            "Trade-off",
+            [picture for picture in drawn if picture.svg],
+            text=[
+                f"{why_best[0].upper()}{why_best[1:]}.",
+                *(f"{picture.title}: {picture.missing}" for picture in drawn if picture.missing),
+            ],
         ),
         Section("Runs", tables=[runs_table(runs, best)]),
         Section("What became of the requests", [outcomes(runs), lengths_of_runs(runs)]),
-    ]  # fmt: skip
+    ]
 
 
 def tiles(runs: Sequence[RunDigest], best: int | None) -> list[ReportTile]:
@@ -82,17 +87,24 @@ def tiles(runs: Sequence[RunDigest], best: int | None) -> list[ReportTile]:
     if best is not None:
         run = runs[best - 1]
         share = shown(run.number("goodput_share"), "share")
-        found.append(ReportTile(
-            "Best", [(f"run {best}", run.label)],
-            f"{share} within their limits, {shown(run.number('goodput_per_s'), 'per_s')} a second",
-        ))  # fmt: skip
+        found.append(
+            ReportTile(
+                "Best",
+                [(f"run {best}", run.label)],
+                f"{share} within their limits, "
+                f"{shown(run.number('goodput_per_s'), 'per_s')} a second",
+            )
+        )
     for name, number, unit, is_less in (
         ("Most goodput", "goodput_per_s", "per_s", False),
         ("Lowest TTFT p90", "ttft_p90_s", "s", True),
         ("Most answers", "requests_per_s", "per_s", False),
     ):
-        known = [(value, n) for n, run in enumerate(runs, 1)
-                 if (value := sweep.value_of(run, number)) is not None]  # fmt: skip
+        known = [
+            (value, n)
+            for n, run in enumerate(runs, 1)
+            if (value := sweep.value_of(run, number)) is not None
+        ]
         if not known:
             found.append(ReportTile(name, [(NOTHING, "")], "not measured in any run"))
             continue
@@ -106,16 +118,29 @@ def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> 
     found = []
     if sweep.has_several_loads(runs):
         found += [
-            tradeoff(runs, TradeOff(
-                "Goodput against load, share", SENT, GOODPUT_SHARE,
-                "Of all requests sent, the share that was answered within its limits.",
-            ), best),
-            tradeoff(runs, TradeOff(
-                "Goodput against load, per second", SENT, GOODPUT_PER_S,
-                "Requests answered within their limits per second of the run, against those sent "
-                "per second.", is_ideal_drawn=True,
-            ), best),
-        ]  # fmt: skip
+            tradeoff(
+                runs,
+                TradeOff(
+                    "Goodput against load, share",
+                    SENT,
+                    GOODPUT_SHARE,
+                    "Of all requests sent, the share that was answered within its limits.",
+                ),
+                best,
+            ),
+            tradeoff(
+                runs,
+                TradeOff(
+                    "Goodput against load, per second",
+                    SENT,
+                    GOODPUT_PER_S,
+                    "Requests answered within their limits per second of the run, against those "
+                    "sent per second.",
+                    is_ideal_drawn=True,
+                ),
+                best,
+            ),
+        ]
     else:
         found.append(not_measured("Goodput against load", "all runs were sent the same load."))
     cost = sweep.cost_of(runs)
@@ -125,15 +150,31 @@ def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> 
         found.append(not_measured("Goodput against cost", why))
     else:
         axis = RunAxis(cost, cost, "count", True)
-        found.append(tradeoff(runs, TradeOff(
-            f"Goodput against {cost}", axis, GOODPUT_PER_S,
-            f"Requests answered within their limits per second, against {cost}.",
-        ), best))  # fmt: skip
+        found.append(
+            tradeoff(
+                runs,
+                TradeOff(
+                    f"Goodput against {cost}",
+                    axis,
+                    GOODPUT_PER_S,
+                    f"Requests answered within their limits per second, against {cost}.",
+                ),
+                best,
+            )
+        )
     for name in by:
-        found.append(tradeoff(runs, TradeOff(
-            f"Goodput against {name}", RunAxis(name, name), GOODPUT_SHARE,
-            f"Of all requests sent, the share within its limits, against {name}.",
-        ), best))  # fmt: skip
+        found.append(
+            tradeoff(
+                runs,
+                TradeOff(
+                    f"Goodput against {name}",
+                    RunAxis(name, name),
+                    GOODPUT_SHARE,
+                    f"Of all requests sent, the share within its limits, against {name}.",
+                ),
+                best,
+            )
+        )
     for what in ("TTFT", "TBT"):
         found.append(_latency(runs, what, best))
     return found
@@ -142,12 +183,18 @@ def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> 
 def _latency(runs: Sequence[RunDigest], what: str, best: int | None) -> Picture:
     field = f"{what.lower()}_s"
     axis = RunAxis(f"{what.lower()}_p90_s", f"{what} p90 of answers (logarithmic)", "s", True)
-    return tradeoff(runs, TradeOff(
-        f"{what} p90 against throughput", ANSWERS, axis,
-        f"The 90th percentile of {what} over the answered requests (what was rejected has none), "
-        "against answers per second. Dashed: the service level.",
-        level=lambda run: getattr(run.slo, field, None),
-    ), best)  # fmt: skip
+    return tradeoff(
+        runs,
+        TradeOff(
+            f"{what} p90 against throughput",
+            ANSWERS,
+            axis,
+            f"The 90th percentile of {what} over the answered requests (what was rejected has "
+            "none), against answers per second. Dashed: the service level.",
+            level=lambda run: getattr(run.slo, field, None),
+        ),
+        best,
+    )
 
 
 def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
@@ -159,13 +206,22 @@ def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
     rows = []
     for number, run in enumerate(runs, 1):
         mark = "best" if number == best else "Pareto" if number in unbeaten else ""
-        rows.append([
-            str(number), run.label, *([run.name] if several_kinds else []), mark,
-            *(setting_text(run.settings[name]) if name in run.settings else NOTHING
-              for name in names),
-            *(NOTHING if (value := sweep.value_of(run, name)) is None else shown(value, unit)
-              for name, _, unit in NUMBERS),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(number),
+                run.label,
+                *([run.name] if several_kinds else []),
+                mark,
+                *(
+                    setting_text(run.settings[name]) if name in run.settings else NOTHING
+                    for name in names
+                ),
+                *(
+                    NOTHING if (value := sweep.value_of(run, name)) is None else shown(value, unit)
+                    for name, _, unit in NUMBERS
+                ),
+            ]
+        )
     words = [n for n, name in enumerate(names) if any(isinstance(v, str) for v in varied[name])]
     first = 4 if several_kinds else 3
     caption = (
@@ -177,11 +233,17 @@ def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
     if len(varied) > COLUMNS_MAX:
         caption += f" These differ as well: {', '.join(list(varied)[COLUMNS_MAX:])}."
     return PageTable(
-        ["run", "what", *(["kind"] if several_kinds else []), "", *names,
-         *(title for _, title, _ in NUMBERS)],
+        [
+            "run",
+            "what",
+            *(["kind"] if several_kinds else []),
+            "",
+            *names,
+            *(title for _, title, _ in NUMBERS),
+        ],
         rows,
         caption=caption,
         left=(*range(1, first), *(first + n for n in words)),
         marked=() if best is None else (best - 1,),
         is_dense=True,
-    )  # fmt: skip
+    )

@@ -35,9 +35,11 @@ def times(summary: Summary) -> list[PageTable]:
     if summary.ttft_s is None:
         return []
     spreads = {
-        "TTFT": summary.ttft_s, "TBT": summary.tbt_s, "whole request": summary.latency_s,
+        "TTFT": summary.ttft_s,
+        "TBT": summary.tbt_s,
+        "whole request": summary.latency_s,
         "sender lag (all requests)": lag_s(summary),
-    }  # fmt: skip
+    }
     columns = ("answered requests", "mean", "p50", "p90", "p99", "max", "requests")
     rows = [
         (name, *_of_spread(spread), f"{spread.count:,}")
@@ -53,23 +55,37 @@ def workloads(recording: Recording) -> list[PageTable]:
     if len(parts) < 2:
         return []
     columns = (
-        "workload", "requests", "answered", "rejected", "failed", "TTFT p50", "p90", "p99",
-        "TBT p50", "p90", "hit rate",
-    )  # fmt: skip
+        "workload",
+        "requests",
+        "answered",
+        "rejected",
+        "failed",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "TBT p50",
+        "p90",
+        "hit rate",
+    )
     rows = []
     for name, records in parts.items():
         summary = summarize(records)
         ttft, tbt = summary.ttft_s, summary.tbt_s
         counts = (
-            len(records), summary.completed, sum(summary.rejections_by_reason.values()),
+            len(records),
+            summary.completed,
+            sum(summary.rejections_by_reason.values()),
             sum(summary.errors_by_kind.values()),
-        )  # fmt: skip
-        rows.append((
-            name, *(f"{count:,}" for count in counts),
-            *((_time(ttft.p50), _time(ttft.p90), _time(ttft.p99)) if ttft else [NOTHING] * 3),
-            *((_time(tbt.p50), _time(tbt.p90)) if tbt else [NOTHING] * 2),
-            _share(summary.hit_rate),
-        ))  # fmt: skip
+        )
+        rows.append(
+            (
+                name,
+                *(f"{count:,}" for count in counts),
+                *((_time(ttft.p50), _time(ttft.p90), _time(ttft.p99)) if ttft else [NOTHING] * 3),
+                *((_time(tbt.p50), _time(tbt.p90)) if tbt else [NOTHING] * 2),
+                _share(summary.hit_rate),
+            )
+        )
     return [PageTable(columns, rows)]
 
 
@@ -78,18 +94,27 @@ def prompt_lengths(buckets: Sequence[LengthBucket]) -> list[PageTable]:
     if not buckets:
         return []
     columns = (
-        "prompt tokens", "requests", "answered", "rejected", "failed", "TTFT in time",
-        "TBT in time", "within both", "TTFT p90", "TBT p90",
-    )  # fmt: skip
+        "prompt tokens",
+        "requests",
+        "answered",
+        "rejected",
+        "failed",
+        "TTFT in time",
+        "TBT in time",
+        "within both",
+        "TTFT p90",
+        "TBT p90",
+    )
     rows = [
         (
             f"{b.tokens_from:,} to {b.tokens_to - 1:,}",
             *(f"{count:,}" for count in (b.requests, b.answered, b.rejected, b.failed)),
             *(_share(b.share(count)) for count in (b.first_in_time, b.fluent, b.within)),
-            _time(b.ttft_p90_s), _time(b.tbt_p90_s),
+            _time(b.ttft_p90_s),
+            _time(b.tbt_p90_s),
         )
         for b in buckets
-    ]  # fmt: skip
+    ]
     caption = "Shares are of all requests sent with prompts of this length."
     return [PageTable(columns, rows, caption=caption)]
 
@@ -152,21 +177,31 @@ def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
     if not parts:
         return []
     columns = (
-        "outcome", "kind", "requests", "of all", "first at", "told to retry after (median)",
+        "outcome",
+        "kind",
+        "requests",
+        "of all",
+        "first at",
+        "told to retry after (median)",
         "first message",
-    )  # fmt: skip
+    )
     order = sorted(
         parts.items(), key=lambda item: (item[0][0] != FAILED, -len(item[1]), item[0][1])
     )
     rows = []
     for (outcome, kind), part in order:
         waits_s = [r.retry_after_s for r in part if r.retry_after_s is not None]
-        rows.append((
-            outcome, kind or "unnamed", f"{len(part):,}", _share(len(part) / len(records)),
-            duration(part[0].finished_s),
-            duration(statistics.median(waits_s)) if waits_s else NOTHING,
-            cut(part[0].message, MESSAGE_CHARACTERS_MAX),
-        ))  # fmt: skip
+        rows.append(
+            (
+                outcome,
+                kind or "unnamed",
+                f"{len(part):,}",
+                _share(len(part) / len(records)),
+                duration(part[0].finished_s),
+                duration(statistics.median(waits_s)) if waits_s else NOTHING,
+                cut(part[0].message, MESSAGE_CHARACTERS_MAX),
+            )
+        )
     return [PageTable(columns, rows, left=(0, 1, 6))]
 
 
@@ -177,9 +212,18 @@ def slowest(records: Sequence[RequestRecord]) -> list[PageTable]:
     if not answered:
         return []
     columns = (
-        "request", "sent at", "prompt", "cached", "answer", "TTFT", "predicted", "TBT", "whole",
-        "longest phase", "prefill → decode",
-    )  # fmt: skip
+        "request",
+        "sent at",
+        "prompt",
+        "cached",
+        "answer",
+        "TTFT",
+        "predicted",
+        "TBT",
+        "whole",
+        "longest phase",
+        "prefill → decode",
+    )
     caption = (
         'Prompt, cached and answer in tokens. "sent at" counts from the begin of the run. A click '
         "on the workers shows the conductor's decision."
@@ -196,11 +240,18 @@ def _slow(record: RequestRecord) -> list[str | FoldedText]:
         longest = f"{name} {duration(value_s)}"
     cached = NOTHING if record.cached_tokens is None else f"{record.cached_tokens:,}"
     return [
-        f"{record.request_id} {record.workload}".rstrip(), duration(record.sent_s),
-        f"{record.prompt_tokens:,}", cached, f"{record.tokens:,}", _time(record.ttft_s),
-        _time(predicted_ttft_s(record)), _time(record.tbt_s), duration(record.latency_s), longest,
+        f"{record.request_id} {record.workload}".rstrip(),
+        duration(record.sent_s),
+        f"{record.prompt_tokens:,}",
+        cached,
+        f"{record.tokens:,}",
+        _time(record.ttft_s),
+        _time(predicted_ttft_s(record)),
+        _time(record.tbt_s),
+        duration(record.latency_s),
+        longest,
         _decision(record),
-    ]  # fmt: skip
+    ]
 
 
 def _decision(record: RequestRecord) -> str | FoldedText:

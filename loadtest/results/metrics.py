@@ -89,9 +89,11 @@ def compact(record: RequestRecord) -> RequestRecord:
     if record.generated_tokens is not None:
         return record
     return replace(
-        record, generated_tokens=record.tokens, longest_intervals_s=record.tbt_s,
+        record,
+        generated_tokens=record.tokens,
+        longest_intervals_s=record.tbt_s,
         token_times_s=(*record.token_times_s[:1], *record.token_times_s[1:][-1:]),
-    )  # fmt: skip
+    )
 
 
 def tbt_s(token_times_s: Sequence[float]) -> float | None:

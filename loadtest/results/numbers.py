@@ -75,9 +75,14 @@ def numbers(recording: Recording) -> list[Number]:
         *_of_summary(summary, CACHED),
         *_phases(recording),
         *_refusals(summary),
-        Number("sender_lag_p99_s", "sender lag p99", "s",
-               lag.p99 if (lag := lag_s(summary)) else None, LOWER),
-    ]  # fmt: skip
+        Number(
+            "sender_lag_p99_s",
+            "sender lag p99",
+            "s",
+            lag.p99 if (lag := lag_s(summary)) else None,
+            LOWER,
+        ),
+    ]
 
 
 def _counts(summary: Summary) -> Iterator[Number]:
@@ -86,9 +91,10 @@ def _counts(summary: Summary) -> Iterator[Number]:
     failed = sum(summary.errors_by_kind.values())
     yield Number("requests", "requests", "count", requests)
     for name, count, better in (
-        ("answered", summary.completed, HIGHER), ("rejected", rejected, LOWER),
+        ("answered", summary.completed, HIGHER),
+        ("rejected", rejected, LOWER),
         ("failed", failed, LOWER),
-    ):  # fmt: skip
+    ):
         share = count / requests if requests else None
         yield Number(name, name, "count", count, better)
         yield Number(f"{name}_share", f"{name}, share", "share", share, better)
@@ -98,10 +104,14 @@ def _counts(summary: Summary) -> Iterator[Number]:
 
 def _goodput(recording: Recording) -> Iterator[Number]:
     found = goodput_of(recording)
-    yield Number("goodput_share", "goodput, share", "share",
-                 found.share if found else None, HIGHER)  # fmt: skip
-    yield Number("goodput_per_s", "goodput per second", "per_s",
-                 found.requests_per_s if found else None, HIGHER)  # fmt: skip
+    yield Number("goodput_share", "goodput, share", "share", found.share if found else None, HIGHER)
+    yield Number(
+        "goodput_per_s",
+        "goodput per second",
+        "per_s",
+        found.requests_per_s if found else None,
+        HIGHER,
+    )
 
 
 def _of_summary(summary: Summary, named: Sequence[tuple[str, str, str, str]]) -> Iterator[Number]:
@@ -125,8 +135,9 @@ def _phases(recording: Recording) -> Iterator[Number]:
 
 def _refusals(summary: Summary) -> Iterator[Number]:
     for what, kinds in (
-        ("rejected", summary.rejections_by_reason), ("failed", summary.errors_by_kind),
-    ):  # fmt: skip
+        ("rejected", summary.rejections_by_reason),
+        ("failed", summary.errors_by_kind),
+    ):
         for kind, count in kinds.items():
             yield Number(f"{what}:{kind}", f"{what}: {kind}", "count", count, LOWER)
 

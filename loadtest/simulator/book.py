@@ -61,25 +61,41 @@ def write_experiment(path: Path, chapter: BookChapter) -> None:
     if result.targets:
         sections.insert(0, _targets([chapter]))
     page = ReportPage(
-        f"Simulated: {result.name}", sections, lead=[ABOUT], settings=result.constants,
+        f"Simulated: {result.name}",
+        sections,
+        lead=[ABOUT],
+        settings=result.constants,
         settings_heading="What was assumed",
-    )  # fmt: skip
+    )
     write_page(page, path)
 
 
 def _targets(chapters: Sequence[BookChapter]) -> Section:
-    columns = ("experiment", "the paper", "what is counted", "ours", "goal", "met",
-               "why they differ")  # fmt: skip
+    columns = (
+        "experiment",
+        "the paper",
+        "what is counted",
+        "ours",
+        "goal",
+        "met",
+        "why they differ",
+    )
     rows = []
     for chapter in chapters:
         for number, target in enumerate(chapter.result.targets):
             first = (chapter.result.name, chapter.paper) if not number else ("", "")
             met = {True: "yes", False: "no", None: "not run"}[target.is_met]
             value = NOTHING if target.value is None else str(target.value)
-            rows.append((
-                *first, target.name, value, f"{target.op} {target.goal}",
-                f"{met} {target.why}".rstrip(), "" if number else chapter.why,
-            ))  # fmt: skip
+            rows.append(
+                (
+                    *first,
+                    target.name,
+                    value,
+                    f"{target.op} {target.goal}",
+                    f"{met} {target.why}".rstrip(),
+                    "" if number else chapter.why,
+                )
+            )
     table = PageTable(columns, rows, left=(0, 1, 2, 5, 6))
     return Section("Paper, ours, and why they differ", tables=[table])
 

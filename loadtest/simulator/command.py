@@ -117,12 +117,23 @@ EXPERIMENTS: Mapping[Experiment, Callable[[SimulationOptions, Begin], Answer]] =
 }
 
 OF_PAPERS = (
-    Experiment.GPU_TIME, Experiment.CAPACITY, Experiment.GLOBAL_CACHE, Experiment.REPLICAS,
-    Experiment.BANDWIDTH, Experiment.LONG_PREFIX, Experiment.PD_RATIO, Experiment.SIMULATED_LONG,
-    Experiment.DATASETS, Experiment.REAL, Experiment.CACHE_POLICIES,
-    Experiment.SSD, Experiment.CPP, Experiment.ROLES, Experiment.SCALE,
+    Experiment.GPU_TIME,
+    Experiment.CAPACITY,
+    Experiment.GLOBAL_CACHE,
+    Experiment.REPLICAS,
+    Experiment.BANDWIDTH,
+    Experiment.LONG_PREFIX,
+    Experiment.PD_RATIO,
+    Experiment.SIMULATED_LONG,
+    Experiment.DATASETS,
+    Experiment.REAL,
+    Experiment.CACHE_POLICIES,
+    Experiment.SSD,
+    Experiment.CPP,
+    Experiment.ROLES,
+    Experiment.SCALE,
     Experiment.CROWD,
-)  # fmt: skip
+)
 
 ABOUT = """What to find out.
 
@@ -165,10 +176,16 @@ capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefi
 """
 # What simulates workers of this project and nothing to compare them with.
 OF_ANY_WORKER = (
-    Experiment.SCHEDULING, Experiment.REJECTION, Experiment.FRONTENDS, Experiment.GLOBAL_CACHE,
-    Experiment.REPLICAS, Experiment.BANDWIDTH, Experiment.PD_RATIO, Experiment.SSD,
+    Experiment.SCHEDULING,
+    Experiment.REJECTION,
+    Experiment.FRONTENDS,
+    Experiment.GLOBAL_CACHE,
+    Experiment.REPLICAS,
+    Experiment.BANDWIDTH,
+    Experiment.PD_RATIO,
+    Experiment.SSD,
     Experiment.REPLAY,
-)  # fmt: skip
+)
 Which = Annotated[Experiment | None, typer.Option(help=ABOUT)]
 Every = Annotated[
     bool, typer.Option("--all", help="Every figure of the papers, as one HTML page: --book.")
@@ -206,33 +223,38 @@ Frontends = Annotated[
 NotesLatency = Annotated[
     list[float] | None,
     typer.Option(
-        "--notes-latency-s", min=0.0,
+        "--notes-latency-s",
+        min=0.0,
         help="frontends: what one routed, the others know so much later; repeatable.",
     ),
-]  # fmt: skip
+]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at once, each in a process of its own.")]
 Kept = Annotated[
     str,
     typer.Option(
-        "--kept", envvar="MOONCAKE_SIMULATIONS",
+        "--kept",
+        envvar="MOONCAKE_SIMULATIONS",
         help="Folder of runs that are known: the same run is not made twice, and an experiment "
         "that was stopped goes on. Only a folder of one's own. none: make all, keep none.",
     ),
-]  # fmt: skip
+]
 Measured = Annotated[
     Path | None,
     typer.Option(
-        "--profile", help="Workers as `mooncake profile --out FILE` measured them, instead of the "
+        "--profile",
+        help="Workers as `mooncake profile --out FILE` measured them, instead of the "
         f"paper's nodes: in {', '.join(OF_ANY_WORKER)}.",
     ),
-]  # fmt: skip
+]
 LengthScale = Annotated[
     float,
     typer.Option(
-        min=0.01, max=1.0, help="Prompts and answers so many times as long, in the same "
+        min=0.01,
+        max=1.0,
+        help="Prompts and answers so many times as long, in the same "
         "experiments: a small worker cannot serve a trace as it was recorded.",
     ),
-]  # fmt: skip
+]
 PeerPython = Annotated[
     str | None,
     typer.Option(
@@ -289,16 +311,27 @@ def simulate(
         require("report", f"`mooncake simulate {drawing}`")
     with reasons_shown("simulate", SimulationRefused, TraceError, OSError):
         options = SimulationOptions(
-            folder=traces, traces=tuple(trace or ()), policies=tuple(policy or ()),
-            admissions=tuple(admission or ()), speeds=tuple(speed or ()),
-            blocks=tuple(blocks or ()), requests=requests, seed=seed, prefills=prefills,
-            decodes=decodes, is_directory=directory, picture=picture,
-            changes=tuple(changes or ()), peer_python=peer_python,
+            folder=traces,
+            traces=tuple(trace or ()),
+            policies=tuple(policy or ()),
+            admissions=tuple(admission or ()),
+            speeds=tuple(speed or ()),
+            blocks=tuple(blocks or ()),
+            requests=requests,
+            seed=seed,
+            prefills=prefills,
+            decodes=decodes,
+            is_directory=directory,
+            picture=picture,
+            changes=tuple(changes or ()),
+            peer_python=peer_python,
             frontends=tuple(frontend_counts or ()),
-            notes_latencies_s=tuple(notes_latency_s or ()), jobs=jobs,
-            kept=None if kept == "none" else Path(kept), profile=_profile_of(profile),
+            notes_latencies_s=tuple(notes_latency_s or ()),
+            jobs=jobs,
+            kept=None if kept == "none" else Path(kept),
+            profile=_profile_of(profile),
             length_scale=length_scale,
-        )  # fmt: skip
+        )
         if every:
             write_all(options, book)
             return
@@ -345,9 +378,13 @@ def answer(
     if options.picture is not None:
         draw(experiment, options.picture, rows)
     result = Result(
-        experiment.value, time.monotonic() - started_s, rows, targets,
-        constants=constants.stated(options.settings()), shortened=options.is_shortened,
-    )  # fmt: skip
+        experiment.value,
+        time.monotonic() - started_s,
+        rows,
+        targets,
+        constants=constants.stated(options.settings()),
+        shortened=options.is_shortened,
+    )
     if report is not None:
         write(report, result, runs)
         console.print(f"written: {report}", markup=False, soft_wrap=True)

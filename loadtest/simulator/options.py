@@ -154,9 +154,12 @@ class SimulationOptions:
     def source(self, trace: str, is_spread: bool = False) -> TraceSource:
         """The requests of a trace for runs in other processes; TraceError when the file is wrong"""
         source = TraceSource.of(
-            self._path(trace), self.requests, is_spread, self.settings().block_tokens,
+            self._path(trace),
+            self.requests,
+            is_spread,
+            self.settings().block_tokens,
             self.length_scale,
-        )  # fmt: skip
+        )
         source.offered()  # a mistake shows before anything runs
         return source
 
@@ -197,8 +200,11 @@ def reasons_shown(what: str, *refusals: type[Exception]) -> Iterator[None]:
 def progress_bar() -> Iterator[Begin]:
     """Gives a function that begins a line of so many steps and returns what counts one of them."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
 
         def begin(name: str, steps: int) -> Callable[[], None]:

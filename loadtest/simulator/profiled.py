@@ -59,11 +59,12 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
         sharing=profile.sharing,
         workers_at_once=int(found.get("cores", 0)) / max(1, int(found.get("threads", 1))),
         worker=MeasuredWorker(
-            profile.prefill.estimate.coefficients, profile.decode.estimate.coefficients,
+            profile.prefill.estimate.coefficients,
+            profile.decode.estimate.coefficients,
             token_bytes(profile),
             int(found["kv_pages"]) * int(found["block_tokens"]) * token_bytes(profile),
         ),
-    )  # fmt: skip
+    )
     return fitted_to(profile.burst, made) if profile.burst.prompt_tokens else made
 
 
@@ -75,9 +76,14 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
     # It was served when it was measured, so there was room for it.
     memory_bytes = BURST_BLOCKS * settings.block_tokens * settings.worker.token_bytes
     pair = replace(
-        settings, prefills=1, decodes=1, jitter=0.0, node_blocks=BURST_BLOCKS,
-        max_tokens=burst.output_tokens, worker=replace(settings.worker, pages_bytes=memory_bytes),
-    )  # fmt: skip
+        settings,
+        prefills=1,
+        decodes=1,
+        jitter=0.0,
+        node_blocks=BURST_BLOCKS,
+        max_tokens=burst.output_tokens,
+        worker=replace(settings.worker, pages_bytes=memory_bytes),
+    )
     prompts = len(burst.prompt_tokens)
     for _ in range(FIT_ROUNDS):
         found = burst_on(pair, burst)
@@ -93,9 +99,11 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
             sharing=replace(pair.sharing, decode=beside_prefill),
         )
     return replace(
-        settings, queued_prompt_s=pair.queued_prompt_s, sharing=pair.sharing,
+        settings,
+        queued_prompt_s=pair.queued_prompt_s,
+        sharing=pair.sharing,
         handover_beside_s=pair.handover_beside_s,
-    )  # fmt: skip
+    )
 
 
 def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
@@ -119,6 +127,9 @@ def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
         ttfts_s.append(job.prefilled_s - job.arrived_s)
     step_s = statistics.fmean(steps_s)
     return BurstMeans(
-        tokens, burst.output_tokens, statistics.fmean(ttfts_s), statistics.fmean(gaps_s) + step_s,
+        tokens,
+        burst.output_tokens,
+        statistics.fmean(ttfts_s),
+        statistics.fmean(gaps_s) + step_s,
         step_s,
-    )  # fmt: skip
+    )

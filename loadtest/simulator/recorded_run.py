@@ -57,9 +57,13 @@ def values_of(fleet: SimulatedFleet) -> dict[str, float]:
 
 
 def recording_of(
-    jobs: Sequence[SimulatedJob], name: str, title: str, settings: dict[str, Setting], slo: Slo,
+    jobs: Sequence[SimulatedJob],
+    name: str,
+    title: str,
+    settings: dict[str, Setting],
+    slo: Slo,
     samples: Sequence[Sample] = (),
-) -> Recording:  # fmt: skip
+) -> Recording:
     """Of a run that has ended."""
     return Recording(
         name=name,

@@ -35,15 +35,28 @@ ROOT = Path(__file__).resolve().parents[2]
 # The code that decides what comes of a run, as folders and files of the source tree. Beside it
 # counts the module of the function that makes the run.
 DECIDING = (
-    "loadtest/simulator/cluster", "loadtest/simulator/block_cache.py", "loadtest/replay/trace.py",
-    "loadtest/replay/datasets.py", "loadtest/simulator/recorded_run.py", "loadtest/results",
-    "loadtest/profile/profile.py", "conductor", "mooncake_store/directory/core",
-    "mooncake_store/prefix_index", "mooncake_store/records", "mooncake_store/layout.py",
-    "mooncake_store/block_keys.py", "mooncake_store/native",
-    "mooncake_store/errors.py", "backends/engine/batching", "backends/workers/prefix_loading.py",
-    "backends/workers/step_times.py", "backends/frontend/routing_notes.py",
-    "backends/frontend/lifecycle/attempts.py", "loadtest/simulator/experiments/paper/served.py",
-)  # fmt: skip
+    "loadtest/simulator/cluster",
+    "loadtest/simulator/block_cache.py",
+    "loadtest/replay/trace.py",
+    "loadtest/replay/datasets.py",
+    "loadtest/simulator/recorded_run.py",
+    "loadtest/results",
+    "loadtest/profile/profile.py",
+    "conductor",
+    "mooncake_store/directory/core",
+    "mooncake_store/prefix_index",
+    "mooncake_store/records",
+    "mooncake_store/layout.py",
+    "mooncake_store/block_keys.py",
+    "mooncake_store/native",
+    "mooncake_store/errors.py",
+    "backends/engine/batching",
+    "backends/workers/prefix_loading.py",
+    "backends/workers/step_times.py",
+    "backends/frontend/routing_notes.py",
+    "backends/frontend/lifecycle/attempts.py",
+    "loadtest/simulator/experiments/paper/served.py",
+)
 KEPT_MAX = 4_096  # runs in one folder; the oldest go first
 SUFFIX = ".run"
 
@@ -69,9 +82,13 @@ class TraceSource:
 
     @classmethod
     def of(
-        cls, path: Path, requests: int | None = None, is_spread: bool = False,
-        block_tokens: int = TRACE_BLOCK_TOKENS, length_scale: float = 1.0,
-    ) -> TraceSource:  # fmt: skip
+        cls,
+        path: Path,
+        requests: int | None = None,
+        is_spread: bool = False,
+        block_tokens: int = TRACE_BLOCK_TOKENS,
+        length_scale: float = 1.0,
+    ) -> TraceSource:
         digest = blake2b(path.read_bytes(), digest_size=16).hexdigest()
         return cls(path, requests, is_spread, digest, block_tokens, length_scale)
 
@@ -180,9 +197,12 @@ def run_all(
 
 
 def _in_processes(
-    missing: Mapping[int, PlannedRun[Came]], known: dict[int, Came], begin: Begin, jobs: int,
+    missing: Mapping[int, PlannedRun[Came]],
+    known: dict[int, Came],
+    begin: Begin,
+    jobs: int,
     kept: KeptRuns,
-) -> None:  # fmt: skip
+) -> None:
     """Fresh processes: a forked one would inherit the threads' locks, of the bar for instance."""
     done = begin(f"runs, {jobs} at a time", len(missing))
     context = multiprocessing.get_context("spawn")

@@ -118,13 +118,29 @@ def wait_for_gateway(gateway: str) -> None:
 
 def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[str]) -> list[str]:
     return [
-        sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary",
-        "--users", str(options.users), "--spawn-rate", f"{max(1.0, options.users / SPAWN_S):g}",
-        "--run-time", f"{options.seconds}s",
-        "--host", target.host, "--via", options.via,
-        "--metrics-url", options.metrics_url or target.metrics_url,
-        "--report", options.report, *rest,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUSTFILE),
+        "--headless",
+        "--only-summary",
+        "--users",
+        str(options.users),
+        "--spawn-rate",
+        f"{max(1.0, options.users / SPAWN_S):g}",
+        "--run-time",
+        f"{options.seconds}s",
+        "--host",
+        target.host,
+        "--via",
+        options.via,
+        "--metrics-url",
+        options.metrics_url or target.metrics_url,
+        "--report",
+        options.report,
+        *rest,
+    ]
 
 
 def run_to_end(command: Sequence[str]) -> int:

@@ -122,8 +122,9 @@ def ask_facts(
     request = GenerateRequest("sample", text_input=sample, max_tokens=1)
     tokens = _collect(target, unloaded_user(settings, "sample").signed(request)).input_tokens
     if not tokens:
-        log.warning("the server does not count tokens; assuming %s bytes each",
-                    BYTES_PER_TOKEN_ASSUMED)  # fmt: skip
+        log.warning(
+            "the server does not count tokens; assuming %s bytes each", BYTES_PER_TOKEN_ASSUMED
+        )
     bytes_per_token = len(sample) / tokens if tokens else BYTES_PER_TOKEN_ASSUMED
     return ServerFacts(**dataclasses.asdict(found), bytes_per_token=bytes_per_token, model=model)
 
@@ -139,10 +140,11 @@ def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
         problem = trace_too_long(rows, settings.trace.length_scale, facts.context_tokens_max)
         return [problem.refusal("--length-scale")] if problem is not None else []
     found = [
-        data_set_too_long(DATA_SETS[name], settings.length_scale, facts) if name in DATA_SETS
+        data_set_too_long(DATA_SETS[name], settings.length_scale, facts)
+        if name in DATA_SETS
         else too_long(name, settings.sizes, facts)
         for name in settings.mix
-    ]  # fmt: skip
+    ]
     return [problem for problem in found if problem is not None]
 
 
@@ -158,8 +160,12 @@ def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerF
             for planned in share.bringing():
                 request = planned.to_send(f"prefix-{name}-{planned.index}")
                 _collect(sender, UserIdentity(name, "", tenant).signed(request))
-        log.info("%s: %d prefixes are cached, %.0f %% of each prompt", name, data_set.prefixes,
-                 100 * data_set.shared_tokens / data_set.prompt_tokens)  # fmt: skip
+        log.info(
+            "%s: %d prefixes are cached, %.0f %% of each prompt",
+            name,
+            data_set.prefixes,
+            100 * data_set.shared_tokens / data_set.prompt_tokens,
+        )
 
 
 def measure_unloaded(

@@ -65,8 +65,11 @@ class EndedRun:
         records = self.run.records.in_order(keep_index=settings.trace is not None)
         limits = (settings.ttft_limit, settings.tbt_limit)
         groups = self.groups(records)
-        unloaded = {group: self.unloaded[workload] for group, workload in groups.items()
-                    if workload in self.unloaded}  # fmt: skip
+        unloaded = {
+            group: self.unloaded[workload]
+            for group, workload in groups.items()
+            if workload in self.unloaded
+        }
         slo_of = slos(list(groups), *limits, unloaded)
         verdict = judge(records, slo_of, unloaded, settings.min_goodput)
         for name in self.tenants_without_requests(records):
@@ -84,16 +87,20 @@ class EndedRun:
         if not settings.tenants:
             return {workload: workload for workload in settings.mix}
         sent = {record.workload for record in records}
-        found = {group_of(workload, tenant): workload
-                 for workload in settings.mix for tenant in settings.tenants}  # fmt: skip
+        found = {
+            group_of(workload, tenant): workload
+            for workload in settings.mix
+            for tenant in settings.tenants
+        }
         return {group: workload for group, workload in found.items() if group in sent}
 
     def tenants_without_requests(self, records: Sequence[RequestRecord]) -> list[str]:
         settings, groups = self.run.settings, self.groups(records)
         return [
-            tenant.name for tenant in settings.tenants
+            tenant.name
+            for tenant in settings.tenants
             if not any(group_of(workload, tenant) in groups for workload in settings.mix)
-        ]  # fmt: skip
+        ]
 
     def _write(self, records: list[RequestRecord], slo_of: dict[str, Slo]) -> bool:
         from loadtest.report.run_page import write_report  # draws: loads matplotlib

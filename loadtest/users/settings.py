@@ -248,23 +248,41 @@ def size(flag: str, help_text: str) -> LoadOption:
 
 
 OPTIONS = (
-    LoadOption("--via", "grpc", "How to send. Triton: grpc, or http (generate_stream). OpenAI's "
-               f"interface at --host (default {GATEWAY}): openai (/v1/completions, the same "
-               "prompts) or openai-chat (/v1/chat/completions).",
-               choices=VIAS, aliases=("--protocol",)),
+    LoadOption(
+        "--via",
+        "grpc",
+        "How to send. Triton: grpc, or http (generate_stream). OpenAI's "
+        f"interface at --host (default {GATEWAY}): openai (/v1/completions, the same "
+        "prompts) or openai-chat (/v1/chat/completions).",
+        choices=VIAS,
+        aliases=("--protocol",),
+    ),
     LoadOption("--target-model", "conductor", "Triton's model to send to.", choices=MODELS),
-    LoadOption("--tenants", "",
-               "Whose users there are: NAME[:WEIGHT][@PRIORITY], such as acme:3,batch:1@-1; each "
-               "has lines of its own in statistics and report. Without a key its name is sent.",
-               tenants),
-    LoadOption("--tenant-keys", "",
-               "File with a line TENANT KEY for each of --tenants, for --via openai. One key for "
-               "all goes into OPENAI_API_KEY.", file, is_in_web=False),
-    LoadOption("--workload", "chat:3,shared:1,document:1",
-               f"What users do: one of {', '.join(WORKLOADS)}, or a mix such as chat:3,burst:1. "
-               "trace stands alone; then --users is ignored.", mix),
-    LoadOption("--seed", 0, "Same seed, same users, texts and pauses.",
-               number(0, 2**63, is_whole=True)),
+    LoadOption(
+        "--tenants",
+        "",
+        "Whose users there are: NAME[:WEIGHT][@PRIORITY], such as acme:3,batch:1@-1; each "
+        "has lines of its own in statistics and report. Without a key its name is sent.",
+        tenants,
+    ),
+    LoadOption(
+        "--tenant-keys",
+        "",
+        "File with a line TENANT KEY for each of --tenants, for --via openai. One key for "
+        "all goes into OPENAI_API_KEY.",
+        file,
+        is_in_web=False,
+    ),
+    LoadOption(
+        "--workload",
+        "chat:3,shared:1,document:1",
+        f"What users do: one of {', '.join(WORKLOADS)}, or a mix such as chat:3,burst:1. "
+        "trace stands alone; then --users is ignored.",
+        mix,
+    ),
+    LoadOption(
+        "--seed", 0, "Same seed, same users, texts and pauses.", number(0, 2**63, is_whole=True)
+    ),
     size("--think-s", "Mean pause before the next request, +- 50 %%."),
     size("--answer-tokens", "Longest answer."),
     size("--question-tokens", "Length of a question, about."),
@@ -275,32 +293,66 @@ OPTIONS = (
     size("--burst-requests", "burst: requests at once, per user."),
     size("--burst-every-s", "burst: all users fire at multiples of this."),
     size("--decode-tokens", "decode: length of every answer."),
-    LoadOption("--length-scale", 1.0,
-               "Data sets and trace: prompts and answers are this much of their lengths.",
-               number(1e-6, 1e3), aliases=("--trace-length-scale",)),
-    LoadOption("--trace", "",
-               "trace: file in the published JSONL format, or a data set's name: then it arrives "
-               "at random, --trace-speed requests a second.", file, is_in_web=False),
-    LoadOption("--trace-requests", 0, "trace: only the first N requests (0: all).",
-               number(0, 10**9, is_whole=True), is_in_web=False),
-    LoadOption("--trace-speed", 1.0, "trace: 2 sends twice as fast.", number(1e-6, 1e6),
-               is_in_web=False),
-    LoadOption("--slo-ttft-p90", "10x",
-               "P90 of TTFT must be at most this: seconds (0.5), a multiple of an unloaded "
-               "request's (10x, as in the paper), or none.", limit),
+    LoadOption(
+        "--length-scale",
+        1.0,
+        "Data sets and trace: prompts and answers are this much of their lengths.",
+        number(1e-6, 1e3),
+        aliases=("--trace-length-scale",),
+    ),
+    LoadOption(
+        "--trace",
+        "",
+        "trace: file in the published JSONL format, or a data set's name: then it arrives "
+        "at random, --trace-speed requests a second.",
+        file,
+        is_in_web=False,
+    ),
+    LoadOption(
+        "--trace-requests",
+        0,
+        "trace: only the first N requests (0: all).",
+        number(0, 10**9, is_whole=True),
+        is_in_web=False,
+    ),
+    LoadOption(
+        "--trace-speed", 1.0, "trace: 2 sends twice as fast.", number(1e-6, 1e6), is_in_web=False
+    ),
+    LoadOption(
+        "--slo-ttft-p90",
+        "10x",
+        "P90 of TTFT must be at most this: seconds (0.5), a multiple of an unloaded "
+        "request's (10x, as in the paper), or none.",
+        limit,
+    ),
     LoadOption("--slo-tbt-p90", "5x", "The same for TBT.", limit),
-    LoadOption("--min-goodput", "",
-               "Requests within both limits must be at least this: 2.5 (per second) or 90%% (of "
-               "all).", min_goodput),
-    LoadOption("--unloaded-requests", 5, "Unloaded requests measured first, of each workload.",
-               number(1, 100, is_whole=True)),
-    LoadOption("--request-s-max", 120.0, "A request without a complete answer by then has failed.",
-               number(0.1, 86_400.0)),
-    LoadOption("--metrics-url", "",
-               "Server's metrics page for the report; by default the port after gRPC's. none: not "
-               "asked.", lambda value: (value or "").strip(), is_in_web=False),
+    LoadOption(
+        "--min-goodput",
+        "",
+        "Requests within both limits must be at least this: 2.5 (per second) or 90%% (of all).",
+        min_goodput,
+    ),
+    LoadOption(
+        "--unloaded-requests",
+        5,
+        "Unloaded requests measured first, of each workload.",
+        number(1, 100, is_whole=True),
+    ),
+    LoadOption(
+        "--request-s-max",
+        120.0,
+        "A request without a complete answer by then has failed.",
+        number(0.1, 86_400.0),
+    ),
+    LoadOption(
+        "--metrics-url",
+        "",
+        "Server's metrics page for the report; by default the port after gRPC's. none: not asked.",
+        lambda value: (value or "").strip(),
+        is_in_web=False,
+    ),
     LoadOption("--report", "", "Write the run as one HTML page.", file, is_in_web=False),
-)  # fmt: skip
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -403,8 +455,10 @@ def keyed(found: tuple[LoadTenant, ...], path: Path) -> tuple[LoadTenant, ...]:
 def contradictions(read: Mapping[str, Any]) -> list[str]:
     found = []
     if read["via"] in OPENAI_VIAS and read["target_model"] != "conductor":
-        found.append(f"--via {read['via']} asks the gateway, which stands before conductor alone; "
-                     f"leave out --target-model {read['target_model']}")  # fmt: skip
+        found.append(
+            f"--via {read['via']} asks the gateway, which stands before conductor alone; "
+            f"leave out --target-model {read['target_model']}"
+        )
     if read["tenant_keys"] is not None and not read["tenants"]:
         found.append("--tenant-keys is for --tenants; name them, such as --tenants acme:3,batch:1")
     if read["tenant_keys"] is not None and read["via"] not in OPENAI_VIAS:

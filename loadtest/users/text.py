@@ -92,9 +92,14 @@ class Author:
         pick = self._chance.choice
         time = pick(TIMES)
         return pick(patterns).format(
-            a=pick(ADJECTIVES), n=pick(NOUNS), m=pick(NOUNS), v=pick(VERBS), p=pick(PLACES),
-            t=time, T=time[0].upper() + time[1:],
-        )  # fmt: skip
+            a=pick(ADJECTIVES),
+            n=pick(NOUNS),
+            m=pick(NOUNS),
+            v=pick(VERBS),
+            p=pick(PLACES),
+            t=time,
+            T=time[0].upper() + time[1:],
+        )
 
 
 @dataclass(frozen=True, slots=True)

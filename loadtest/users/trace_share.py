@@ -98,9 +98,14 @@ class DataSetShare:
     """Requests of a data set, for any user of this process; those of `seed`, in this order."""
 
     def __init__(
-        self, data_set: DataSet, facts: ServerFacts, seed: int, length_scale: float,
-        part: int = 0, parts: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        data_set: DataSet,
+        facts: ServerFacts,
+        seed: int,
+        length_scale: float,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         assert 0 <= part < parts
         self._data_set, self._length_scale = data_set, length_scale
         self._source = TokenSource.of_server(facts, seed)
@@ -126,8 +131,9 @@ def data_set_shares(
         name: DataSetShare(
             DATA_SETS[name], facts, settings.seed, settings.length_scale, part, parts
         )
-        for name in settings.mix if name in DATA_SETS
-    }  # fmt: skip
+        for name in settings.mix
+        if name in DATA_SETS
+    }
 
 
 def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts) -> str | None:

@@ -158,9 +158,9 @@ class DataSetUser(LoadUser):
             self.pause(IDLE_S)
             return
         self._planned = planned = self._planned or share.take()
-        request = self.identity.signed(planned.to_send(
-            self.request_id(), return_decision=run.is_explained
-        ))  # fmt: skip
+        request = self.identity.signed(
+            planned.to_send(self.request_id(), return_decision=run.is_explained)
+        )
         tokens = len(planned.prompt_ids)
         record, _ = run.send(Outgoing(request, self.identity.group, tokens))
         then = next_step(record, self.think_s())
@@ -220,6 +220,16 @@ class TraceUser(LoadUser):
 
 
 USERS: tuple[type[LoadUser], ...] = (
-    ChatUser, SharedPromptUser, DocumentUser, BurstUser, DecodeUser,
-    ArxivUser, LEvalUser, Long16kUser, Long32kUser, Long64kUser, Long128kUser, TraceUser,
-)  # fmt: skip
+    ChatUser,
+    SharedPromptUser,
+    DocumentUser,
+    BurstUser,
+    DecodeUser,
+    ArxivUser,
+    LEvalUser,
+    Long16kUser,
+    Long32kUser,
+    Long64kUser,
+    Long128kUser,
+    TraceUser,
+)

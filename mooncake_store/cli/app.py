@@ -106,10 +106,14 @@ def serve(
             "with --folder"
         )
     store = serving.StoreProcesses(
-        folder=place, nodes=names, dram_bytes=size_bytes,
-        ssd_folder=ssd_path.resolve() if ssd_path else None, ssd_bytes=disk_bytes,
-        directory_options=directory_option or [], node_options=node_option or [],
-    )  # fmt: skip
+        folder=place,
+        nodes=names,
+        dram_bytes=size_bytes,
+        ssd_folder=ssd_path.resolve() if ssd_path else None,
+        ssd_bytes=disk_bytes,
+        directory_options=directory_option or [],
+        node_options=node_option or [],
+    )
     stopping: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -335,11 +339,16 @@ def _holders_table(stats: DirectoryStats) -> Table:
     for node in stats.nodes:
         state = "draining" if node.is_draining else "" if node.is_open else "telling what it has"
         table.add_row(
-            node.node_id, shown_bytes(node.segment_bytes),
-            f"{100 * node.used_units / max(1, node.units):.1f} %", str(node.ready_blocks),
-            str(node.writing_blocks), shown_bytes(node.quarantined_units * node.unit_bytes),
-            str(node.idle_blocks), str(node.evictions), state,
-        )  # fmt: skip
+            node.node_id,
+            shown_bytes(node.segment_bytes),
+            f"{100 * node.used_units / max(1, node.units):.1f} %",
+            str(node.ready_blocks),
+            str(node.writing_blocks),
+            shown_bytes(node.quarantined_units * node.unit_bytes),
+            str(node.idle_blocks),
+            str(node.evictions),
+            state,
+        )
     return table
 
 
@@ -348,13 +357,22 @@ def _totals_table(stats: DirectoryStats) -> Table:
     table = _table("directory", ["", ""])
     hit = stats.hit_blocks / stats.lookup_blocks if stats.lookup_blocks else 0.0
     lines = {
-        "epoch": stats.epoch, "blocks": stats.blocks, "copies": stats.copies,
-        "stored": shown_bytes(stats.used_bytes), "leases": stats.leases, "owners": stats.owners,
-        "pinned keys": stats.pins, "workers": stats.workers,
-        "blocks looked up": stats.lookup_blocks, "found": f"{100 * hit:.1f} %",
-        "found on SSD only": stats.hit_ssd_blocks, "commits": stats.commits,
-        "evictions": stats.evictions, "spills": stats.spills, "bad copies": stats.bad_copies,
-    }  # fmt: skip
+        "epoch": stats.epoch,
+        "blocks": stats.blocks,
+        "copies": stats.copies,
+        "stored": shown_bytes(stats.used_bytes),
+        "leases": stats.leases,
+        "owners": stats.owners,
+        "pinned keys": stats.pins,
+        "workers": stats.workers,
+        "blocks looked up": stats.lookup_blocks,
+        "found": f"{100 * hit:.1f} %",
+        "found on SSD only": stats.hit_ssd_blocks,
+        "commits": stats.commits,
+        "evictions": stats.evictions,
+        "spills": stats.spills,
+        "bad copies": stats.bad_copies,
+    }
     for name, value in lines.items():
         table.add_row(name, str(value))
     for name, used, quota in stats.tenants:
@@ -379,9 +397,12 @@ def _nodes_table(infos: Sequence[NodeInfo]) -> Table:
             info.data_address
         )
         table.add_row(
-            info.node_id, info.tier, shown_bytes(info.segment_bytes), info.rack or "-",
+            info.node_id,
+            info.tier,
+            shown_bytes(info.segment_bytes),
+            info.rack or "-",
             ", ".join(ways),
-        )  # fmt: skip
+        )
     return table
 
 

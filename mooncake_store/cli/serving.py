@@ -58,15 +58,27 @@ def events_address(folder: Path) -> str:
 
 def directory_command(address: str, events: str, *options: str) -> list[str]:
     return [
-        sys.executable, "-m", "mooncake_store.directory", "--address", address,
-        "--events", events, *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mooncake_store.directory",
+        "--address",
+        address,
+        "--events",
+        events,
+        *options,
+    ]
 
 
 def node_command(
-    directory: str, node: str, dram_bytes: int, control: str, ssd_folder: Path | None,
-    ssd_bytes: int, events: str, *options: str,
-) -> list[str]:  # fmt: skip
+    directory: str,
+    node: str,
+    dram_bytes: int,
+    control: str,
+    ssd_folder: Path | None,
+    ssd_bytes: int,
+    events: str,
+    *options: str,
+) -> list[str]:
     """Of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0: no SSD.
     Its blocks on SSD outlive the process: `ssd_folder` is the node's, not the run's."""
     ssd: list[str] = []
@@ -75,11 +87,25 @@ def node_command(
         size_bytes = -(-ssd_bytes // UNIT_BYTES) * UNIT_BYTES
         ssd = ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size_bytes)]
     return [
-        sys.executable, "-m", "mooncake_store.node", "--node-id", node,
-        "--directory", directory, "--events", events, "--segment-bytes", str(dram_bytes),
-        "--unit-bytes", str(UNIT_BYTES), "--control", control,
-        "--die-with-parent", *ssd, *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mooncake_store.node",
+        "--node-id",
+        node,
+        "--directory",
+        directory,
+        "--events",
+        events,
+        "--segment-bytes",
+        str(dram_bytes),
+        "--unit-bytes",
+        str(UNIT_BYTES),
+        "--control",
+        control,
+        "--die-with-parent",
+        *ssd,
+        *options,
+    ]
 
 
 class StoreProcesses:
@@ -101,9 +127,15 @@ class StoreProcesses:
         self.processes = [StoreProcess("directory", command, folder / "directory.log")]
         for node in nodes:
             command = node_command(
-                self.address, node, dram_bytes, f"ipc://{folder}/{node}", ssd_folder, ssd_bytes,
-                events_address(folder), *node_options,
-            )  # fmt: skip
+                self.address,
+                node,
+                dram_bytes,
+                f"ipc://{folder}/{node}",
+                ssd_folder,
+                ssd_bytes,
+                events_address(folder),
+                *node_options,
+            )
             self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 
     def start(self) -> None:

@@ -124,9 +124,13 @@ class BlockReader:
         return [index not in missing for index in range(len(wants))]
 
     def _read_node(
-        self, node_id: str, indices: Sequence[int], missing: dict[int, Want], until_s: float,
+        self,
+        node_id: str,
+        indices: Sequence[int],
+        missing: dict[int, Want],
+        until_s: float,
         is_current: bool,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Read these blocks of one node, and take what arrives out of `missing`.
 
         True: it has a new incarnation, read again.
@@ -170,9 +174,13 @@ class BlockReader:
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(
-        self, node: NodeAccess, part: Sequence[int], missing: dict[int, Want], until_s: float,
+        self,
+        node: NodeAccess,
+        part: Sequence[int],
+        missing: dict[int, Want],
+        until_s: float,
         is_current: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read and verify these; TransferFailed when they cannot be had."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:  # slow is not dead: the caller recomputes the rest
@@ -229,9 +237,10 @@ class BlockReader:
         Those whose headers cannot be had, so that nobody knows.
         """
         unsure = [
-            at for at, want in enumerate(wants)
+            at
+            for at, want in enumerate(wants)
             if not whole[at] and not want.layers and want.length_bytes == want.copy.size_bytes
-        ]  # fmt: skip
+        ]
         found = headers.read_all([wants[at].copy for at in unsure])
         for at, header in zip(unsure, found, strict=True):
             layers = header.layers if header is not None else 0
@@ -266,9 +275,14 @@ def _alike(want: Want) -> tuple[int, int, bool]:
 
 
 def _copied_alike(
-    view: ByteArray, shape: Geometry, wants: Sequence[Want], length_bytes: int, parts: int,
-    is_hashed: bool, threads: int,
-) -> list[bool]:  # fmt: skip
+    view: ByteArray,
+    shape: Geometry,
+    wants: Sequence[Want],
+    length_bytes: int,
+    parts: int,
+    is_hashed: bool,
+    threads: int,
+) -> list[bool]:
     sources = [(view, shape.slot_offset_bytes(want.copy.slot) + want.start_bytes) for want in wants]
     targets = [(want.target[0], want.target[1].offset_bytes) for want in wants]
     packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed, threads, is_read=True)
@@ -319,9 +333,14 @@ class HeaderReader:
         ]
 
     def read_and_look(
-        self, node: NodeAccess, sources: Sequence[ByteSpan], targets: Sequence[LocalSpan],
-        keys: Sequence[bytes], copies: Sequence[Copy], left_s: float,
-    ) -> list[bool]:  # fmt: skip
+        self,
+        node: NodeAccess,
+        sources: Sequence[ByteSpan],
+        targets: Sequence[LocalSpan],
+        keys: Sequence[bytes],
+        copies: Sequence[Copy],
+        left_s: float,
+    ) -> list[bool]:
         """Read these spans, and behind that what `still` says of these slots of the same node. In
         one transfer where the transport keeps the order of spans, else in two."""
         heads = [_heads(node.shape, copy) for copy in copies]
@@ -354,10 +373,11 @@ class HeaderReader:
             if node is None:
                 continue
             spans = {
-                index: span for index in indices
+                index: span
+                for index in indices
                 if node.shape.holds(copies[index].slot, copies[index].size_bytes)
                 and (span := span_of(node.shape, index)) is not None
-            }  # fmt: skip
+            }
             try:
                 self._read_node(node, spans, found)
             except TransferFailed:

@@ -108,9 +108,15 @@ class StoreClient:
         scratch = Scratch(self.nodes)
         self._movers = Movers(threads)
         self._putter = Putter(
-            self.directory, self.nodes, self._registrations, scratch, self._movers, is_verified,
-            tenant, self._name,
-        )  # fmt: skip
+            self.directory,
+            self.nodes,
+            self._registrations,
+            scratch,
+            self._movers,
+            is_verified,
+            tenant,
+            self._name,
+        )
         batch_bytes = BATCH_BYTES if is_verified else UNVERIFIED_BATCH_BYTES
         self._headers = HeaderReader(self.nodes, scratch)
         reader = BlockReader(self.nodes, self._report_bad, batch_bytes, self._movers, self._headers)

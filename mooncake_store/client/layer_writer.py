@@ -160,9 +160,11 @@ class LayerWriter:
         """What says in the segment that the block is complete."""
         size_bytes, layers = self._layout.block_bytes, self._layout.layers
         header = begun._replace(
-            state=STATE_READY, checksum=block_checksum(packed), length_bytes=size_bytes,
+            state=STATE_READY,
+            checksum=block_checksum(packed),
+            length_bytes=size_bytes,
             layers=layers,
-        )  # fmt: skip
+        )
         pieces = [(node.shape.header_offset_bytes(slot.slot), header.pack())]
         cell = node.shape.digests(slot.slot, size_bytes, layers)
         if cell is not None:

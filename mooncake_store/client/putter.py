@@ -124,8 +124,9 @@ class Putter:
         left = [at for at, is_there in enumerate(done) if is_there is None]
         if left:
             chosen = [keys[at] for at in left], [sources[at] for at in left]
-            for at, is_there in zip(left, self._put_asked(node_id, *chosen, owner, until_s),
-                                    strict=True):  # fmt: skip
+            for at, is_there in zip(
+                left, self._put_asked(node_id, *chosen, owner, until_s), strict=True
+            ):
                 done[at] = is_there
         return [bool(is_there) for is_there in done]
 
@@ -151,8 +152,10 @@ class Putter:
                 until_s = time.monotonic() + deadline_s
                 self._mark_taken(info, sources[0].nbytes, taken)
                 digests = self._fill(info, writes, until_s)
-            rows = [(write.key, *write.use, digest)
-                    for write, digest in zip(writes, digests, strict=True)]  # fmt: skip
+            rows = [
+                (write.key, *write.use, digest)
+                for write, digest in zip(writes, digests, strict=True)
+            ]
             verdicts = self._reserved.commit(taken, rows)
         except (EpochPassed, WriteGivenUp) as error:
             log.warning("put on node_id=%s: %s", node_id, error)

@@ -271,9 +271,15 @@ class ReservedSlots:
         asked_s = boot_s()
         try:
             answer = self._directory.commit_reserved(
-                reserve.info.node_id, rows, reserve.owner, reserve.size_bytes, wished, LEASE_S,
-                epoch, self._tenant,
-            )  # fmt: skip
+                reserve.info.node_id,
+                rows,
+                reserve.owner,
+                reserve.size_bytes,
+                wished,
+                LEASE_S,
+                epoch,
+                self._tenant,
+            )
         except StoreError as error:
             for each in batch:
                 each.error = error

@@ -1,24 +1,24 @@
-"""One worker's door to the KV store: the directory's verbs, and the bytes behind them.
+"""A worker's access to the KV store: the directory's verbs, and the bytes behind them.
 
-A worker belongs to one storage node of its host and maps that node's segment: it fills slots there
-with plain copies and commits them. Blocks of other nodes are read straight into the engine's
-registered KV pool, or fetched into the own segment and committed there (a further copy).
+A worker belongs to one storage node of its host and maps that node's segment. The worker fills
+slots there with plain copies and commits them. Blocks of other nodes are read straight into the
+engine's registered KV pool, or fetched into the own segment and committed there as a further copy.
 
-Threads: every method may be called from several threads (an engine loop and its movers); bytes
+Threads: every method may be called from several threads (an engine loop and its movers). Bytes
 move outside the GIL, and reads of several threads run side by side (nixl_transport.py).
 
 Failure: a block that cannot be read is a miss, never an exception. A copy that proves corrupt is
-reported to the directory; a node that fails is left alone for a moment. StoreUnavailable is raised
-when the directory itself does not answer. After a timeout bytes may still arrive later: the pages
-in pending_offsets() must not be given to anybody until it stops listing them.
+reported to the directory. A node that fails is not asked again for a moment. StoreUnavailable is
+raised when the directory itself does not answer. After a timeout bytes may still arrive: pages in
+pending_offsets() must not be given to a request until pending_offsets() stops listing them.
 
 When the own storage node dies its memory is unmapped within a fraction of a second, because its
-next incarnation may need the room (mapped_transport.py). What is written to its slots then is lost,
-as it would be in the memory of a dead node. The next allocate() notices the new incarnation
+next incarnation may need the room (mapped_transport.py). Data written to its slots afterwards is
+lost, like the memory of the dead node. The next allocate() notices the new incarnation
 (NodeNotAttached) and maps its segment.
 
 Not here: moving and verifying (block_reader.py), nodes and their failures (known_nodes.py),
-replication by decision of the conductor (it calls fetch).
+replication that the conductor decides (the conductor calls fetch).
 """
 
 from __future__ import annotations
@@ -384,11 +384,11 @@ class Store:
         part = self._part(layers)
         near_bytes = part.offset_bytes - self._part(None).offset_bytes
         if checksums is None and part.length_bytes == self.layout.block_bytes:
+            size_bytes, layers_count = part.length_bytes, self.layout.layers
             wants = [
-                Want(copy, 0, (buffer, ByteSpan(offset, part.length_bytes)), (copy.checksum,),
-                     self.layout.layers)
-                for copy, offset in zip(copies, offsets_bytes, strict=True)
-            ]  # fmt: skip
+                Want(copy, 0, (buffer, ByteSpan(at, size_bytes)), (copy.checksum,), layers_count)
+                for copy, at in zip(copies, offsets_bytes, strict=True)
+            ]
             return self._reader.read(wants, deadline_s)
         digests = self._digests(copies, layers, checksums)
         single: dict[int, Want] = {}

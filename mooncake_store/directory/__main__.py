@@ -67,9 +67,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
     parser.add_argument("--events", required=True, help="for the event stream, likewise")
     parser.add_argument(
-        "--insecure", action="store_true",
+        "--insecure",
+        action="store_true",
         help=f"listen where other hosts reach it although there are no keys ({VARIABLE})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--self-check", action="store_true", help="prove the invariants every second, or end"
     )
@@ -81,17 +82,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     election = parser.add_argument_group("election of one directory of several, through etcd")
     election.add_argument(
-        "--etcd", default="", metavar="ADDRESS",
+        "--etcd",
+        default="",
+        metavar="ADDRESS",
         help="etcd://HOST:PORT[,HOST:PORT...][/PREFIX]: serve while elected there, else wait",
-    )  # fmt: skip
+    )
     election.add_argument(
-        "--advertise", default="", metavar="ADDRESS,EVENTS",
+        "--advertise",
+        default="",
+        metavar="ADDRESS,EVENTS",
         help="what clients are told (default: --address,--events)",
-    )  # fmt: skip
+    )
     election.add_argument(
-        "--ttl-s", type=int, default=TTL_S, metavar="SECONDS",
+        "--ttl-s",
+        type=int,
+        default=TTL_S,
+        metavar="SECONDS",
         help="a leader that dies is replaced after so long (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
     for option in fields(DirectoryConfig):
         parser.add_argument(

@@ -70,8 +70,9 @@ def restore(
     if state.pins or state.quotas:
         log.info(
             "took over %d pins and %d quotas of the directory before",
-            len(directory.pins), len(state.quotas),
-        )  # fmt: skip
+            len(directory.pins),
+            len(state.quotas),
+        )
     return known
 
 
@@ -189,7 +190,7 @@ class DurableVerbs:
         if isinstance(verb, SetQuota):
             self._directory.tenants.check_quota(verb.tenant, verb.quota_bytes)
         else:
-            self._directory.check_pin(verb.keys, verb.kind, verb.ttl_s)
+            self._directory.pins.checked(verb.keys, verb.kind, verb.ttl_s)
 
     def _changes_anything(self, verb: DurableVerb) -> bool:
         """Taking pins away where there are none need not be written."""

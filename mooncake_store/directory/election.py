@@ -194,8 +194,10 @@ def _try_once(
     if granted_s > ttl_s:
         log.warning(
             "etcd makes a lease of %d s last %g s: a leader that dies is replaced only then (its "
-            "least TTL is 1.5 times its --election-timeout)", ttl_s, granted_s,
-        )  # fmt: skip
+            "least TTL is 1.5 times its --election-timeout)",
+            ttl_s,
+            granted_s,
+        )
     try:
         revision = etcd.write_unless_changed(
             {key: 0, epoch_key: last.mod_revision},

@@ -119,10 +119,15 @@ class EtcdClient:
         The revision of the write; 0: nothing was written.
         """
         puts = [
-            {"request_put": {"key": _packed(key), "value": _packed(value),
-                             "lease": str(leases.get(key, 0))}}
+            {
+                "request_put": {
+                    "key": _packed(key),
+                    "value": _packed(value),
+                    "lease": str(leases.get(key, 0)),
+                }
+            }
             for key, value in values.items()
-        ]  # fmt: skip
+        ]
         return self._transact(expected, puts)
 
     def change_unless_changed(
@@ -135,10 +140,14 @@ class EtcdClient:
 
         A key that is both written and in `gone` is refused by etcd.
         """
-        puts = [{"request_put": {"key": _packed(key), "value": _packed(value)}}
-                for key, value in values.items()]  # fmt: skip
-        deletes = [{"request_delete_range": {"key": _packed(first), "range_end": _packed(end)}}
-                   for first, end in gone]  # fmt: skip
+        puts = [
+            {"request_put": {"key": _packed(key), "value": _packed(value)}}
+            for key, value in values.items()
+        ]
+        deletes = [
+            {"request_delete_range": {"key": _packed(first), "range_end": _packed(end)}}
+            for first, end in gone
+        ]
         return self._transact(expected, [*puts, *deletes])
 
     def _transact(self, expected: Mapping[str, int], operations: Sequence[object]) -> int:
@@ -197,9 +206,13 @@ class MemberAdapter(HTTPAdapter):
         # With assert_hostname urllib3 would check the name itself, and switch the context's check
         # off; so it is the context that checks server_hostname.
         super().init_poolmanager(
-            connections, maxsize, block, ssl_context=self._context, **more,
+            connections,
+            maxsize,
+            block,
+            ssl_context=self._context,
+            **more,
             server_hostname=folder.MEMBER,
-        )  # fmt: skip
+        )
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
         """The context says all of it; the authorities of the internet have no say here."""

@@ -17,22 +17,37 @@ from mooncake_store.records.status import DirectoryStats, HolderStats
 HOLDER = ("node_id", "tier")
 _PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
     ("bytes_max", "Memory that the holder offers.", lambda node: node.segment_bytes),
-    ("used_bytes", "Memory that blocks take, rounding up to units included.",
-     lambda node: node.used_units * node.unit_bytes),
+    (
+        "used_bytes",
+        "Memory that blocks take, rounding up to units included.",
+        lambda node: node.used_units * node.unit_bytes,
+    ),
     ("block_bytes", "Bytes of these blocks themselves.", lambda node: node.used_bytes),
-    ("quarantined_bytes", "Memory that rests because a transfer may still touch it.",
-     lambda node: node.quarantined_units * node.unit_bytes),
-    ("pinned_bytes", "Memory of blocks that are pinned hard.",
-     lambda node: node.pinned_units * node.unit_bytes),
-    ("is_open", "1 when blocks may be stored here, 0 while its inventory is awaited.",
-     lambda node: node.is_open),
+    (
+        "quarantined_bytes",
+        "Memory that rests because a transfer may still touch it.",
+        lambda node: node.quarantined_units * node.unit_bytes,
+    ),
+    (
+        "pinned_bytes",
+        "Memory of blocks that are pinned hard.",
+        lambda node: node.pinned_units * node.unit_bytes,
+    ),
+    (
+        "is_open",
+        "1 when blocks may be stored here, 0 while its inventory is awaited.",
+        lambda node: node.is_open,
+    ),
     ("is_draining", "1 while its blocks are moved away.", lambda node: node.is_draining),
-)  # fmt: skip
+)
 _COUNTED_PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
     ("evictions", "Copies dropped here for room.", lambda node: node.evictions),
-    ("adopted_blocks", "Blocks taken over from before this directory began.",
-     lambda node: node.adopted),
-)  # fmt: skip
+    (
+        "adopted_blocks",
+        "Blocks taken over from before this directory began.",
+        lambda node: node.adopted,
+    ),
+)
 
 
 class DirectoryCollector(Collector):
@@ -59,8 +74,7 @@ class DirectoryCollector(Collector):
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     """Every metric of a directory, from its numbers alone."""
     at = "mooncake_directory_"
-    yield gauge(at + "epoch", "Which incarnation of the directory this is.",
-                stats.epoch)  # fmt: skip
+    yield gauge(at + "epoch", "Which incarnation of the directory this is.", stats.epoch)
     yield counter(at + "events", "Changes that were announced.", stats.sequence)
     yield gauge(at + "blocks", "Distinct keys that can be found.", stats.blocks)
     yield gauge(at + "copies", "Their copies, over all holders.", stats.copies)
@@ -71,27 +85,35 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     yield gauge(at + "workers", "Prefill and decode workers that are registered.", stats.workers)
     yield counter(at + "lookups", "Lookups answered.", stats.lookups)
     yield counters(
-        at + "lookup_blocks", "Blocks that lookups asked for: in memory, on SSDs only, nowhere.",
+        at + "lookup_blocks",
+        "Blocks that lookups asked for: in memory, on SSDs only, nowhere.",
         ["result"],
         [
             (["dram"], stats.hit_blocks - stats.hit_ssd_blocks),
             (["ssd"], stats.hit_ssd_blocks),
             (["miss"], stats.lookup_blocks - stats.hit_blocks),
         ],
-    )  # fmt: skip
+    )
     yield counter(at + "commits", "Blocks that were stored.", stats.commits)
     yield counter(at + "evictions", "Copies dropped for room.", stats.evictions)
     yield counter(at + "spills", "Copies handed to nodes to be written to SSDs.", stats.spills)
-    yield counter(at + "bad_copies", "Copies that readers found missing or corrupt (checksums).",
-                  stats.bad_copies)  # fmt: skip
+    yield counter(
+        at + "bad_copies",
+        "Copies that readers found missing or corrupt (checksums).",
+        stats.bad_copies,
+    )
     yield gauges(
-        at + "tenant_used_bytes", "Bytes of a tenant's blocks.", ["tenant"],
+        at + "tenant_used_bytes",
+        "Bytes of a tenant's blocks.",
+        ["tenant"],
         [([name], used) for name, used, _ in stats.tenants],
-    )  # fmt: skip
+    )
     yield gauges(
-        at + "tenant_quota_bytes", "The most it may use; none is shown where there is no limit.",
-        ["tenant"], [([name], quota) for name, _, quota in stats.tenants if quota],
-    )  # fmt: skip
+        at + "tenant_quota_bytes",
+        "The most it may use; none is shown where there is no limit.",
+        ["tenant"],
+        [([name], quota) for name, _, quota in stats.tenants if quota],
+    )
     yield from _holder_families(stats.nodes)
 
 
@@ -102,17 +124,19 @@ def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
         rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]
         yield gauges(at + name, meaning, HOLDER, rows)
     yield gauges(
-        at + "blocks", "Blocks by state; idle ones are ready, not leased, and may be evicted.",
+        at + "blocks",
+        "Blocks by state; idle ones are ready, not leased, and may be evicted.",
         [*HOLDER, "state"],
         [
             ((node.node_id, node.tier, state), count)
             for node in nodes
             for state, count in (
-                ("writing", node.writing_blocks), ("idle", node.idle_blocks),
+                ("writing", node.writing_blocks),
+                ("idle", node.idle_blocks),
                 ("leased", node.ready_blocks - node.idle_blocks),
             )
         ],
-    )  # fmt: skip
+    )
     for name, meaning, value in _COUNTED_PER_HOLDER:
         rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]
         yield counters(at + name, meaning, HOLDER, rows)

@@ -256,8 +256,11 @@ def log_members(events: list[Event]) -> None:
             info = event.info
             log.info(
                 "node %s up, %d bytes of %s, %s",
-                info.node_id, info.segment_bytes, info.tier, info.incarnation,
-            )  # fmt: skip
+                info.node_id,
+                info.segment_bytes,
+                info.tier,
+                info.incarnation,
+            )
         elif isinstance(event, WorkerUp):
             who = event.info
             log.info("worker %s up on node %s, %s", who.worker_id, who.node_id, who.incarnation)

@@ -179,8 +179,10 @@ class DirectoryKey:
             self._note_due_s = now_s + RENEW_NOTE_S
             log.error(
                 "the directory does not listen at %s, which it let go of to renew its key: %s. It "
-                "tries again each second; end what has taken the port", ", ".join(self.silent), why,
-            )  # fmt: skip
+                "tries again each second; end what has taken the port",
+                ", ".join(self.silent),
+                why,
+            )
 
 
 def client_keys(address: str) -> list[ClientKeys]:

@@ -121,10 +121,15 @@ def copy_blocks(
     packed = bytearray(count * parts * DIGEST_BYTES if is_hashed else 0)
     total_bytes = count * block_bytes
     native(
-        count, _addresses(targets, block_bytes), _addresses(sources, block_bytes), part_bytes,
-        parts, (ctypes.c_char * len(packed)).from_buffer(packed) if is_hashed else None,
-        total_bytes >= STREAMED_BYTES_MIN, threads if total_bytes >= SHARED_BYTES_MIN else 1,
-    )  # fmt: skip
+        count,
+        _addresses(targets, block_bytes),
+        _addresses(sources, block_bytes),
+        part_bytes,
+        parts,
+        (ctypes.c_char * len(packed)).from_buffer(packed) if is_hashed else None,
+        total_bytes >= STREAMED_BYTES_MIN,
+        threads if total_bytes >= SHARED_BYTES_MIN else 1,
+    )
     each_bytes = parts * DIGEST_BYTES
     return [bytes(packed[at * each_bytes : (at + 1) * each_bytes]) for at in range(count)]
 

@@ -401,11 +401,13 @@ class IndexView:
         return [self._copies(each[:COPIES_MAX]) for each in rows]
 
     def _copies(self, rows: Sequence[Sequence[int]]) -> tuple[Copy, ...]:
-        return tuple([
-            Copy(name, slot, generation, checksum, size_bytes)
-            for generation, checksum, size_bytes, slot, node, _ in rows
-            if node and (name := self._name(node - 1))
-        ])  # fmt: skip
+        return tuple(
+            [
+                Copy(name, slot, generation, checksum, size_bytes)
+                for generation, checksum, size_bytes, slot, node, _ in rows
+                if node and (name := self._name(node - 1))
+            ]
+        )
 
     def _entries(self, keys: bytes) -> tuple[Words, Words]:
         """The whole entries of these keys: whose each is, and their words."""

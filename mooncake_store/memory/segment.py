@@ -56,8 +56,13 @@ _NUMA_NODES_MAX = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-]  # fmt: skip
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
@@ -141,9 +146,14 @@ def _bind(address: int, size_bytes: int, numa_node: int) -> None:
     mask = (ctypes.c_ulong * (_NUMA_NODES_MAX // 64))()
     mask[numa_node // 64] = 1 << (numa_node % 64)
     refused = _libc.syscall(
-        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(size_bytes),
-        ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(_NUMA_NODES_MAX), ctypes.c_uint(0),
-    )  # fmt: skip
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        ctypes.c_int(_MPOL_BIND),
+        mask,
+        ctypes.c_ulong(_NUMA_NODES_MAX),
+        ctypes.c_uint(0),
+    )
     if refused:
         code = ctypes.get_errno()
         raise OSError(code, f"mbind to NUMA node {numa_node}: {os.strerror(code)}")

@@ -89,9 +89,15 @@ class SlotHeader(NamedTuple):
     def pack(self) -> bytes:
         assert len(self.key) == 16, f"a key has 16 bytes, this one {len(self.key)}"
         fields = FIELDS.pack(
-            MAGIC, self.state, self.generation, self.key, self.checksum, self.length_bytes,
-            self.is_ephemeral, self.layers,
-        )  # fmt: skip
+            MAGIC,
+            self.state,
+            self.generation,
+            self.key,
+            self.checksum,
+            self.length_bytes,
+            self.is_ephemeral,
+            self.layers,
+        )
         return fields + _SELF.pack(xxhash.xxh3_64_intdigest(fields))
 
     @staticmethod
@@ -155,11 +161,15 @@ def write_headers(
         return
     columns = struct.Struct(f"{len(headers)}Q")
     native(
-        len(headers), view.ctypes.data, columns.pack(*offsets),
+        len(headers),
+        view.ctypes.data,
+        columns.pack(*offsets),
         columns.pack(*[header.generation for header in headers]),
         b"".join([header.key for header in headers]),
-        columns.pack(*[header.checksum for header in headers]), headers[0].pack(), zero_bytes,
-    )  # fmt: skip
+        columns.pack(*[header.checksum for header in headers]),
+        headers[0].pack(),
+        zero_bytes,
+    )
 
 
 @functools.cache

@@ -34,10 +34,19 @@ SOURCE = Path(__file__).with_name("native.c")
 SWITCH, CACHE, COMPILER = "MOONCAKE_NATIVE", "MOONCAKE_CACHE", "CC"
 # Sums and products must round as numpy's do, so they are never fused behind our back.
 FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-ffp-contract=off",
-    "-fno-math-errno", "-Wall", "-Wextra", "-Werror",
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
     "-Wno-psabi",  # without AVX-512 wide vectors are passed otherwise: nobody else calls these
-)  # fmt: skip
+)
 COMPILE_S_MAX = 120.0
 NativeFunction = Callable[..., Any]
 
@@ -185,9 +194,13 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     """Its exit status and what it complained of. A compiler hands the work to processes of its own,
     so where it takes too long all of its process group are ended."""
     running = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         _, said = running.communicate(timeout=COMPILE_S_MAX)
         return running.returncode, said

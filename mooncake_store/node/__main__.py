@@ -243,8 +243,10 @@ def started(
             if waited_s < ROOM_LOOK_S:  # once
                 log.warning(
                     "node_id=%s waits up to %g s until others have given memory back: %s",
-                    options.node_id, room_s_max, error,
-                )  # fmt: skip
+                    options.node_id,
+                    room_s_max,
+                    error,
+                )
             if stop.wait(ROOM_LOOK_S):
                 return None
         else:

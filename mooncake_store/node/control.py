@@ -202,9 +202,13 @@ class NodeVerbs:
         for block, (outcome, layers) in zip(taken, outcomes, strict=True):
             if outcome is LoadOutcome.WHOLE:
                 header = SlotHeader(
-                    state=STATE_READY, generation=block.generation, key=block.key,
-                    checksum=block.checksum, length_bytes=block.size_bytes, layers=layers,
-                )  # fmt: skip
+                    state=STATE_READY,
+                    generation=block.generation,
+                    key=block.key,
+                    checksum=block.checksum,
+                    length_bytes=block.size_bytes,
+                    layers=layers,
+                )
                 self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:

@@ -88,25 +88,41 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
     items = sorted(counted.items())
     both = ["transport", "direction"]
     yield counters(
-        prefix + "bytes", "Bytes moved.", both,
-        [((name, way), value) for name, c in items
-         for way, value in (("read", c.read_bytes), ("write", c.write_bytes))],
-    )  # fmt: skip
+        prefix + "bytes",
+        "Bytes moved.",
+        both,
+        [
+            ((name, way), value)
+            for name, c in items
+            for way, value in (("read", c.read_bytes), ("write", c.write_bytes))
+        ],
+    )
     yield counters(
-        prefix + "transfers", "Transfers that ended well.", both,
-        [((name, way), value) for name, c in items
-         for way, value in (("read", c.reads), ("write", c.writes))],
-    )  # fmt: skip
+        prefix + "transfers",
+        "Transfers that ended well.",
+        both,
+        [
+            ((name, way), value)
+            for name, c in items
+            for way, value in (("read", c.reads), ("write", c.writes))
+        ],
+    )
     yield counters(
-        prefix + "transfer_seconds", "Their seconds; those of concurrent ones add up.",
-        ["transport"], [((name,), c.seconds) for name, c in items],
-    )  # fmt: skip
+        prefix + "transfer_seconds",
+        "Their seconds; those of concurrent ones add up.",
+        ["transport"],
+        [((name,), c.seconds) for name, c in items],
+    )
     yield counters(
-        prefix + "transfer_failures", "Transfers that failed, or missed their deadline.",
+        prefix + "transfer_failures",
+        "Transfers that failed, or missed their deadline.",
         ["transport", "kind"],
-        [((name, kind), value) for name, c in items
-         for kind, value in (("failed", c.failures), ("timeout", c.timeouts))],
-    )  # fmt: skip
+        [
+            ((name, kind), value)
+            for name, c in items
+            for kind, value in (("failed", c.failures), ("timeout", c.timeouts))
+        ],
+    )
 
 
 def nic_families(
@@ -117,52 +133,80 @@ def nic_families(
         return
     items = sorted(counted.items())
     yield counters(
-        prefix + "nic_bytes", "Bytes moved to and from other hosts.", ["nic", "direction"],
-        [((name, way), value) for name, c in items
-         for way, value in (("read", c.read_bytes), ("write", c.write_bytes))],
-    )  # fmt: skip
+        prefix + "nic_bytes",
+        "Bytes moved to and from other hosts.",
+        ["nic", "direction"],
+        [
+            ((name, way), value)
+            for name, c in items
+            for way, value in (("read", c.read_bytes), ("write", c.write_bytes))
+        ],
+    )
     yield counters(
-        prefix + "nic_failures", "Parts that failed, or were overdue and moved elsewhere.",
+        prefix + "nic_failures",
+        "Parts that failed, or were overdue and moved elsewhere.",
         ["nic", "kind"],
-        [((name, kind), value) for name, c in items
-         for kind, value in (("failed", c.failures), ("given_up", c.given_up))],
-    )  # fmt: skip
+        [
+            ((name, kind), value)
+            for name, c in items
+            for kind, value in (("failed", c.failures), ("given_up", c.given_up))
+        ],
+    )
     yield counters(
-        prefix + "nic_rests", "Times that a path of this card began to rest.", ["nic"],
+        prefix + "nic_rests",
+        "Times that a path of this card began to rest.",
+        ["nic"],
         [((name,), c.rests) for name, c in items],
-    )  # fmt: skip
+    )
     yield gauges(
-        prefix + "nic_resting_paths", "Paths of this card that rest now.", ["nic"],
+        prefix + "nic_resting_paths",
+        "Paths of this card that rest now.",
+        ["nic"],
         [((name,), c.resting) for name, c in items],
-    )  # fmt: skip
+    )
     yield counter(
-        prefix + "nixl_agents_given_up", "NIXL agents that stay unused until the process ends.",
+        prefix + "nixl_agents_given_up",
+        "NIXL agents that stay unused until the process ends.",
         agents_given_up,
-    )  # fmt: skip
+    )
 
 
 def node_families(stats: NodeStats) -> Iterator[Metric]:
     """Every metric of a storage node, from its numbers alone."""
     at = "mooncake_node_"
     yield gauges(
-        at + "info", "Who this is: always 1.", ["node_id", "incarnation", "pages", "ssd"],
+        at + "info",
+        "Who this is: always 1.",
+        ["node_id", "incarnation", "pages", "ssd"],
         [((stats.node_id, stats.incarnation, stats.segment_pages, stats.ssd), 1)],
-    )  # fmt: skip
+    )
     yield gauge(at + "segment_bytes", "DRAM that it offers.", stats.segment_bytes)
     yield gauge(at + "requests_waiting", "Requests on its control socket.", stats.requests_waiting)
     yield gauge(at + "ssd_bytes", "Size of its file of blocks.", stats.ssd_bytes)
     yield gauge(at + "ssd_blocks", "Blocks that its manifest lists.", stats.ssd_blocks)
     yield counter(at + "spilled_blocks", "Blocks copied to the SSD.", stats.spilled_blocks)
     yield counter(at + "spilled_bytes", "Their bytes.", stats.spilled_bytes)
-    yield counter(at + "spills_given_up", "Evicted while they were written, or not written.",
-                  stats.spills_given_up)  # fmt: skip
+    yield counter(
+        at + "spills_given_up",
+        "Evicted while they were written, or not written.",
+        stats.spills_given_up,
+    )
     yield counter(at + "restored_blocks", "Blocks read back from the SSD.", stats.restored_blocks)
     yield counter(at + "restored_bytes", "Their bytes.", stats.restored_bytes)
-    yield counter(at + "restores_missed", "Not there any more, too late, or not readable.",
-                  stats.restores_missed)  # fmt: skip
-    yield counter(at + "checksum_failures", "Blocks whose bytes on the SSD were not theirs.",
-                  stats.checksum_failures)  # fmt: skip
+    yield counter(
+        at + "restores_missed",
+        "Not there any more, too late, or not readable.",
+        stats.restores_missed,
+    )
+    yield counter(
+        at + "checksum_failures",
+        "Blocks whose bytes on the SSD were not theirs.",
+        stats.checksum_failures,
+    )
     yield counter(at + "disk_errors", "Errors of the disk.", stats.disk_errors)
-    yield gauge(at + "index_blocks", "In the index replica of its host, if it writes that.",
-                stats.index_blocks)  # fmt: skip
+    yield gauge(
+        at + "index_blocks",
+        "In the index replica of its host, if it writes that.",
+        stats.index_blocks,
+    )
     yield counter(at + "fetched_blocks", "Blocks pulled from other nodes.", stats.fetched_blocks)

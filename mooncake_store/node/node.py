@@ -133,9 +133,15 @@ class StorageNode:
         self._puller = Puller(self.info, self._memory, clients.background)
         self._closers.append(self._puller.close)
         self._verbs = NodeVerbs(
-            self.info, self._memory, clients.background, self._find_tier, self._puller, self.stats,
-            leave, self._epoch,
-        )  # fmt: skip
+            self.info,
+            self._memory,
+            clients.background,
+            self._find_tier,
+            self._puller,
+            self.stats,
+            leave,
+            self._epoch,
+        )
         self._registrations.append(
             Registration(self.info, clients.reports, clients.inventories, self._memory.blocks)
         )
@@ -149,9 +155,10 @@ class StorageNode:
             self._control.serve(timed(self._verbs.answer, latencies))
         if options.metrics_port:
             collectors = (
-                NodeCollector(self.stats, self._served), latencies,
+                NodeCollector(self.stats, self._served),
+                latencies,
                 ReaderCollector(lambda: self._puller.nodes),
-            )  # fmt: skip
+            )
             page = MetricsPage(options.metrics_port, collectors, options.metrics_address)
             self._closers.append(page.close)
         if self.info.index_path:
@@ -223,9 +230,12 @@ class StorageNode:
             return None
         host, _, port = self.options.data.rpartition(":")
         server = TcpServer(
-            self._segment.view, host.strip("[]"), int(port), self._incarnation.encode(),
+            self._segment.view,
+            host.strip("[]"),
+            int(port),
+            self._incarnation.encode(),
             is_advertised=bool(self.options.advertised.partition(",")[2]),
-        )  # fmt: skip
+        )
         self._closers.append(server.close)
         return server
 
@@ -253,8 +263,11 @@ class StorageNode:
             self._tier_retry_s = time.monotonic() + RETRY_S
             log.warning(
                 "node_id=%s goes on without its SSD in %s, next try in %g s: %s",
-                options.node_id, options.ssd_folder, RETRY_S, error,
-            )  # fmt: skip
+                options.node_id,
+                options.ssd_folder,
+                RETRY_S,
+                error,
+            )
         else:
             blocks = len(self._tier.manifest.table)
             log.info("node_id=%s SSD: %s, %d blocks", options.node_id, self._tier.state, blocks)

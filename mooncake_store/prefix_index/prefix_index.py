@@ -41,9 +41,15 @@ class NumberedHolder:
     """A node with blocks, or one that is gone while bitmaps still have its bit."""
 
     __slots__ = (
-        "after_add", "after_remove", "before_add", "before_remove", "bit", "blocks", "name",
+        "after_add",
+        "after_remove",
+        "before_add",
+        "before_remove",
+        "bit",
+        "blocks",
+        "name",
         "number",
-    )  # fmt: skip
+    )
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name

@@ -78,9 +78,15 @@ class FrontendNoted:
 
 
 Event = (
-    BlockAdded | BlockRemoved | NodeUp | NodeDown | WorkerUp | WorkerDown | WorkerReported
+    BlockAdded
+    | BlockRemoved
+    | NodeUp
+    | NodeDown
+    | WorkerUp
+    | WorkerDown
+    | WorkerReported
     | FrontendNoted
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +155,11 @@ class EventLog:
         maxlen = self._events.maxlen
         assert maxlen is not None
         first = self._sequence - len(self._events) + 1
-        notes = [(number, len(event.notes)) for number, event in enumerate(self._events, first)
-                 if isinstance(event, FrontendNoted)]  # fmt: skip
+        notes = [
+            (number, len(event.notes))
+            for number, event in enumerate(self._events, first)
+            if isinstance(event, FrontendNoted)
+        ]
         assert [note for note in self._notes if note[0] >= first] == notes, "notes are miscounted"
         assert sum(length for _, length in notes) <= NOTES_BYTES_KEPT_MAX, "too many notes are kept"
         is_full = len(self._events) == min(self._sequence, maxlen)

@@ -64,8 +64,10 @@ class Manifest:
             os.replace(self.path, aside)
             log.error(
                 "manifest %s is damaged: %s; moved to %s, the SSD tier starts empty",
-                self.path, error, aside,
-            )  # fmt: skip
+                self.path,
+                error,
+                aside,
+            )
             return self._write_anew()
         if found != shape or self._is_mostly_dead():
             return self._write_anew()

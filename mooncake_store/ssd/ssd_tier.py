@@ -159,8 +159,10 @@ class SsdTier:
         if self.is_writable:
             log.warning(
                 "SSD %s takes no blocks for %g s, the node goes on with DRAM: %s",
-                self.path, RETRY_S, error,
-            )  # fmt: skip
+                self.path,
+                RETRY_S,
+                error,
+            )
         self._closed_until_s = time.monotonic() + RETRY_S
 
     # ---- from the disk

@@ -76,8 +76,11 @@ class MappedTransport(Transport):
     def drop_dead(self) -> list[str]:
         """Let go of every segment whose owner is dead; which nodes those were."""
         with self._lock:
-            dead = {node_id: segment for node_id, (_, segment) in self._segments.items()
-                    if not segment.is_owner_alive()}  # fmt: skip
+            dead = {
+                node_id: segment
+                for node_id, (_, segment) in self._segments.items()
+                if not segment.is_owner_alive()
+            }
             for node_id in dead:
                 del self._segments[node_id]
         for node_id, segment in dead.items():

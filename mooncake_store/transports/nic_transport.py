@@ -474,9 +474,11 @@ class SplitTransfer:
         now_s = time.monotonic()
         with self._owner.lock:
             self._paths[part.at].moved(
-                part.size_bytes, self._batch.is_read or not part.pieces,
-                now_s - part.posted_s, now_s,
-            )  # fmt: skip
+                part.size_bytes,
+                self._batch.is_read or not part.pieces,
+                now_s - part.posted_s,
+                now_s,
+            )
         return True
 
     def _take(self, part: _PostedPart) -> None:

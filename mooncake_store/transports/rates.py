@@ -130,8 +130,12 @@ class Probe:
         self._logged[info.node_id] = info.incarnation
         log.info(
             "node_id=%s is read by %s: %s, %.0f us for %d bytes",
-            path.node_id, path.transport, _gb(path.bytes_per_s), path.latency_s * 1e6, HELLO_BYTES,
-        )  # fmt: skip
+            path.node_id,
+            path.transport,
+            _gb(path.bytes_per_s),
+            path.latency_s * 1e6,
+            HELLO_BYTES,
+        )
         if path.warning:
             log.warning("node_id=%s is %s", path.node_id, path.warning)
 

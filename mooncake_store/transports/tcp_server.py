@@ -89,9 +89,13 @@ class TcpServer:
     NodeInfo.data_address unless another one is advertised: then it may be all of this host's."""
 
     def __init__(
-        self, memory: ByteArray, host: str, port: int = 0, token: bytes = b"",
+        self,
+        memory: ByteArray,
+        host: str,
+        port: int = 0,
+        token: bytes = b"",
         is_advertised: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert 0 < len(token) <= frames.TOKEN_BYTES_MAX, f"a token of {len(token)} bytes"
         assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
         if not host or (host in ("0.0.0.0", "::") and not is_advertised):

@@ -223,11 +223,38 @@ class Stats(Verb, tag="stats", frozen=True):
 
 
 AnyRequest = (
-    RegisterNode | NodeReport | DeregisterNode | Attach | Allocate | Commit | CommitReserved
-    | Abandon | Lookup | Exist | Used | Remove | Renew | Release | DropCopy | Adopt | TakeSpills
-    | DrainNode | BlocksOn | PlaceKeys | PinKeys | SetQuota | RegisterWorker | ReportWorker
-    | DeregisterWorker | NoteRouted | Nodes | Workers | TakeSnapshot | IndexPage | Stats
-)  # fmt: skip
+    RegisterNode
+    | NodeReport
+    | DeregisterNode
+    | Attach
+    | Allocate
+    | Commit
+    | CommitReserved
+    | Abandon
+    | Lookup
+    | Exist
+    | Used
+    | Remove
+    | Renew
+    | Release
+    | DropCopy
+    | Adopt
+    | TakeSpills
+    | DrainNode
+    | BlocksOn
+    | PlaceKeys
+    | PinKeys
+    | SetQuota
+    | RegisterWorker
+    | ReportWorker
+    | DeregisterWorker
+    | NoteRouted
+    | Nodes
+    | Workers
+    | TakeSnapshot
+    | IndexPage
+    | Stats
+)
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
@@ -270,9 +297,15 @@ class NotedMessage(msgspec.Struct, tag="noted", array_like=True, frozen=True):
 
 
 EventMessage = (
-    AddedMessage | RemovedMessage | NodeUpMessage | NodeDownMessage | WorkerUpMessage
-    | WorkerDownMessage | ReportedMessage | NotedMessage
-)  # fmt: skip
+    AddedMessage
+    | RemovedMessage
+    | NodeUpMessage
+    | NodeDownMessage
+    | WorkerUpMessage
+    | WorkerDownMessage
+    | ReportedMessage
+    | NotedMessage
+)
 
 # msgspec cannot decode a union of dataclasses, and the pure modules may not know msgspec: hence a
 # struct beside each event, with the same fields.

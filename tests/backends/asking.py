@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,8 +39,11 @@ def array(name: str, value: Any) -> np.ndarray:
 def ask(
     parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any
 ) -> ClientRequest:
-    given = inputs if {"input_ids", "messages", "text_input"} & set(inputs) else {
-        "text_input": "hello", **inputs}  # fmt: skip
+    given = (
+        inputs
+        if {"input_ids", "messages", "text_input"} & set(inputs)
+        else {"text_input": "hello", **inputs}
+    )
     arrays = {name: array(name, value) for name, value in given.items() if value is not None}
     return parse(arrays, parameters or {}, request_id, TOKENIZER, LIMITS, new_id=lambda: "fresh")
 
@@ -51,3 +56,33 @@ def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
 
 def assert_matches(expected: str, message: str) -> None:
     assert re.search(expected, message), message
+
+
+@dataclass
+class Client:
+    """Remembers its messages and how they ended."""
+
+    outputs: frozenset[str] = frozenset({"output_ids", "decision"})
+    ids: list[int] = field(default_factory=list)
+    decisions: list[bytes] = field(default_factory=list)
+    ends: list[Exception | str] = field(default_factory=list)
+    is_gone: bool = False
+    error: Exception | None = None  # of every message
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        if self.error is not None:
+            raise self.error
+        self.ids += outputs["output_ids"].tolist()
+        self.decisions.append(outputs["decision"][0])
+        if is_final:
+            self.ends.append("answered")
+
+    def finish(self) -> None:
+        if self.ends != ["answered"]:
+            self.ends.append("finished")
+
+    def fail(self, error: Exception) -> None:
+        self.ends.append(error)
+
+    def is_cancelled(self) -> bool:
+        return self.is_gone

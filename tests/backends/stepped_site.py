@@ -240,9 +240,15 @@ class Client:
             return
         ids = np.array([*self.prompt, token_id], np.int32)
         request = DecodeRequest(
-            self.request_id, len(self.prompt), self.sampling, "", self.site.handed_over(reply),
-            0, "", priority=self.priority,
-        )  # fmt: skip
+            self.request_id,
+            len(self.prompt),
+            self.sampling,
+            "",
+            self.site.handed_over(reply),
+            0,
+            "",
+            priority=self.priority,
+        )
         try:
             self.site.decode.submit(request, ids, self)
         except ServingError as error:
@@ -264,9 +270,12 @@ class Client:
 
 class Site:
     def __init__(
-        self, seed: int, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool = False,
+        self,
+        seed: int,
+        monkeypatch: pytest.MonkeyPatch,
+        is_layerwise: bool = False,
         whole_bytes_max: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`whole_bytes_max`: see StepPrefill; drawn by the seed where the test does not care."""
         self._is_layerwise = is_layerwise
         self.rng = random.Random(seed)
@@ -285,12 +294,18 @@ class Site:
         monkeypatch.setattr(decode_worker, "Repliers", AtOnce)
         monkeypatch.setattr(worker_module.JobWorker, "_run", lambda worker: None)
         common = {"block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "store_node": NODE}
-        self.prefill = PrefillWorker("prefill_0", PrefillConfig(
-            chunk_tokens=8, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
-            StepPrefill(self._engine(), whole_bytes_max))  # fmt: skip
-        self.decode = DecodeWorker("decode_0", DecodeConfig(
-            slots=4, queue_requests_max=6, **common), "",  # type: ignore[arg-type]
-            StepDecode(self._engine()))  # fmt: skip
+        self.prefill = PrefillWorker(
+            "prefill_0",
+            PrefillConfig(chunk_tokens=8, queue_requests_max=6, **common),
+            "",  # type: ignore[arg-type]
+            StepPrefill(self._engine(), whole_bytes_max),
+        )
+        self.decode = DecodeWorker(
+            "decode_0",
+            DecodeConfig(slots=4, queue_requests_max=6, **common),
+            "",  # type: ignore[arg-type]
+            StepDecode(self._engine()),
+        )
         self.workers: tuple[Any, Any] = (self.prefill, self.decode)
 
     def _engine(self) -> Any:
@@ -298,26 +313,46 @@ class Site:
         return SteppedEngine(self.rng, self.meanwhile, windows)
 
     def _process(
-        self, role: str, worker_id: str, _config: Any, _repository: str, _slots_max: int,
-        driver: Any, *_given: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        role: str,
+        worker_id: str,
+        _config: Any,
+        _repository: str,
+        _slots_max: int,
+        driver: Any,
+        *_given: Any,
+    ) -> Any:
         """Stands where a WorkerProcess would."""
         info = SimpleNamespace(role=role, prefill_coefficients=(), decode_coefficients=())
         return SimpleNamespace(
-            worker_id=worker_id, incarnation="life", store=self.store, info=info, is_lost=False,
-            outbox=self.outbox, owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
-            steps=StepTimes(), watch=StepWatch(), observations=Observations(),
-            fingerprint=FINGERPRINT, context_tokens_max=CONTEXT_TOKENS,
+            worker_id=worker_id,
+            incarnation="life",
+            store=self.store,
+            info=info,
+            is_lost=False,
+            outbox=self.outbox,
+            owners=LeaseKeeper(self.store, 30.0),  # type: ignore[arg-type]
+            steps=StepTimes(),
+            watch=StepWatch(),
+            observations=Observations(),
+            fingerprint=FINGERPRINT,
+            context_tokens_max=CONTEXT_TOKENS,
             call_limits=CallLimits(CONTEXT_TOKENS, VOCABULARY),
-            windows=driver.windows, join=lambda: None, leave=lambda: None,
-        )  # fmt: skip
+            windows=driver.windows,
+            join=lambda: None,
+            leave=lambda: None,
+        )
 
     # -- the frontend
 
     def ask(
-        self, prompt: list[int], max_tokens: int, seed: int = 0, place_s: float = 0.0,
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        seed: int = 0,
+        place_s: float = 0.0,
         priority: int = 0,
-    ) -> Client:  # fmt: skip
+    ) -> Client:
         client = Client(self, f"r{len(self.clients)}", prompt, max_tokens)
         client.sampling = replace(client.sampling, seed=seed)
         client.priority = priority
@@ -327,9 +362,16 @@ class Site:
         names = [object_key(client.request_id, i) for i in range(len(whole))]
         self.store.expect_objects(prompt, names)
         request = PrefillRequest(
-            client.request_id, len(prompt), client.sampling, "", 0,
-            "decode" if max_tokens > 1 else "", "", client.reserve_tokens, place_s=place_s,
-        )  # fmt: skip
+            client.request_id,
+            len(prompt),
+            client.sampling,
+            "",
+            0,
+            "decode" if max_tokens > 1 else "",
+            "",
+            client.reserve_tokens,
+            place_s=place_s,
+        )
         try:
             self.prefill.submit(request, np.array(prompt, np.int32), client)
         except ServingError as error:

@@ -59,9 +59,10 @@ def test_a_command_that_nobody_registered_is_refused() -> None:
 
 def test_a_command_of_somebody_else_is_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     register(
-        monkeypatch, another="tests.backends.test_cli:another",
+        monkeypatch,
+        another="tests.backends.test_cli:another",
         serve="backends.launcher.command:serve",
-    )  # fmt: skip
+    )
     status, output = run("--help")
     assert status == 0 and output.index("serve") < output.index("another")
     assert run("another", "--number", "7") == (0, "7 it is")
@@ -93,8 +94,13 @@ ASCII_LOCALE = {"LC_ALL": "C", "LANG": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCE
 
 
 def in_ascii_locale(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, *arguments], env=os.environ | ASCII_LOCALE,
-                          capture_output=True, timeout=60.0, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | ASCII_LOCALE,
+        capture_output=True,
+        timeout=60.0,
+        check=False,
+    )
 
 
 def test_a_command_reads_paths_as_utf_8_in_any_locale(tmp_path: Path) -> None:

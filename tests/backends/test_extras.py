@@ -57,9 +57,14 @@ def top_level(extra: str) -> set[str]:
 def bare(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     hidden = set().union(*map(top_level, extras.MODULES))
     return subprocess.run(
-        [sys.executable, "-c", BARE, ",".join(hidden), *arguments], cwd=cwd, text=True,
-        capture_output=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", BARE, ",".join(hidden), *arguments],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_the_extras_of_pyproject_are_those_that_code_knows() -> None:
@@ -79,8 +84,11 @@ def test_an_extra_brings_the_modules_that_it_is_named_for(extra: str) -> None:
 
 
 def test_the_extra_for_tests_draws_all_that_they_import() -> None:
-    [ours] = [line for line in project()["optional-dependencies"]["test"]
-              if line.startswith(extras.PACKAGE)]  # fmt: skip
+    [ours] = [
+        line
+        for line in project()["optional-dependencies"]["test"]
+        if line.startswith(extras.PACKAGE)
+    ]
     drawn = set(ours.partition("[")[2].rstrip("]").split(","))
     assert drawn >= set(extras.MODULES) - {"bundled", "nixl", "trtllm"}, "`torch` brings nixl"
 
@@ -95,10 +103,13 @@ def test_without_any_extra_every_command_can_be_asked_what_it_does() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [("report a.html --out b.html", "report"), ("simulate --all", "report"),
-     ("plan --trace t --slo-ttft 1 --slo-tbt 1", "report"),
-     ("replay t --report b.html", "report")],
-)  # fmt: skip
+    [
+        ("report a.html --out b.html", "report"),
+        ("simulate --all", "report"),
+        ("plan --trace t --slo-ttft 1 --slo-tbt 1", "report"),
+        ("replay t --report b.html", "report"),
+    ],
+)
 def test_a_command_without_its_extra_says_so_in_one_line_before_it_begins(
     arguments: str, extra: str, tmp_path: Path
 ) -> None:

@@ -61,8 +61,10 @@ def test_a_frontend_that_is_not_there_is_503(said: str) -> None:
 def test_words_that_nobody_knows_are_a_defect() -> None:
     refusal = of_message("std::bad_alloc")
     assert (refusal.status, refusal.code, refusal.message) == (
-        500, "internal_error", "std::bad_alloc"
-    )  # fmt: skip
+        500,
+        "internal_error",
+        "std::bad_alloc",
+    )
 
 
 def test_the_deadline_that_ends_a_request_is_known_by_its_words() -> None:
@@ -78,6 +80,9 @@ def test_the_body_is_openais_shape() -> None:
     body = HttpRefusal(429, "ttft_slo", "come back", "n", 3).body()
     assert body == {
         "error": {
-            "message": "come back", "type": "rate_limit_error", "param": "n", "code": "ttft_slo"
+            "message": "come back",
+            "type": "rate_limit_error",
+            "param": "n",
+            "code": "ttft_slo",
         }
-    }  # fmt: skip
+    }

@@ -49,10 +49,14 @@ class BareTriton:
         repository.mkdir()
         libraries = ":".join(str(each) for each in install.library_folders)
         self.arguments = [
-            str(install.server), f"--model-repository={repository}", "--allow-http=false",
-            *listening("grpc", self.address), *listening("metrics", f"127.0.0.1:{metrics_port}"),
-            "--allow-gpu-metrics=false", *worker_tls.server_arguments(keys),
-        ]  # fmt: skip
+            str(install.server),
+            f"--model-repository={repository}",
+            "--allow-http=false",
+            *listening("grpc", self.address),
+            *listening("metrics", f"127.0.0.1:{metrics_port}"),
+            "--allow-gpu-metrics=false",
+            *worker_tls.server_arguments(keys),
+        ]
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 self.arguments,

@@ -87,8 +87,19 @@ class ChaosClient:
     def _once(self, store: StoreClient | None) -> None:
         if store is None:
             return
-        steps = [self.put, self.put, self.keep, self.get, self.get, self.get, self.get_again,
-                 self.get_part, self.exist, self.remove, self.copy]  # fmt: skip
+        steps = [
+            self.put,
+            self.put,
+            self.keep,
+            self.get,
+            self.get,
+            self.get,
+            self.get_again,
+            self.get_part,
+            self.exist,
+            self.remove,
+            self.copy,
+        ]
         step = self.put if self.options.is_writer_only else self.rng.choice(steps)
         started_s = time.monotonic()
         try:
@@ -163,9 +174,11 @@ class ChaosClient:
         others = self.options.others
         add, drop = self.rng.sample(others, 2) if len(others) > 1 else (others[0], "")
         done = store.change_replica(
-            self.some(), [add], [drop] if drop and self.rng.random() < 0.5 else [],
+            self.some(),
+            [add],
+            [drop] if drop and self.rng.random() < 0.5 else [],
             deadline_s=DEADLINE_S,
-        )  # fmt: skip
+        )
         self.counts["blocks copied"] += sum(done)
 
 

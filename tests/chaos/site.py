@@ -44,9 +44,12 @@ class Member:
         """Does not wait until it is ready."""
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *self._command], cwd=ROOT, stdout=subprocess.PIPE,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", *self._command],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
         self.is_stopped = self.is_ready = False
         self.starts += 1
 
@@ -121,10 +124,18 @@ class ChaosSite:
 
     def _start(self) -> None:
         self._add(
-            "directory", "mooncake_store.directory", "--address", self.address, "--events",
-            f"ipc://{self.folder}/events", "--node-ttl-s", "3", "--quarantine-s",
-            str(QUARANTINE_S), "--self-check",
-        )  # fmt: skip
+            "directory",
+            "mooncake_store.directory",
+            "--address",
+            self.address,
+            "--events",
+            f"ipc://{self.folder}/events",
+            "--node-ttl-s",
+            "3",
+            "--quarantine-s",
+            str(QUARANTINE_S),
+            "--self-check",
+        )
         # Room for twice what three clients keep: nothing is ever evicted there.
         self._node("s0", 32 + 6 * self.keepsakes * KEEPSAKE_BYTES // MIB)
         ssd = ("--ssd-path", str(self.folder / "ssd"), "--ssd-bytes", str(24 * MIB))
@@ -145,11 +156,23 @@ class ChaosSite:
 
     def _node(self, node_id: str, mib: int, *more: str) -> None:
         self._add(
-            node_id, "mooncake_store.node", "--node-id", node_id, "--directory", self.address,
-            "--events", f"ipc://{self.folder}/events", "--segment-bytes", str(mib * MIB),
-            "--segment-path", self.segment_path(node_id), "--die-with-parent",
-            "--control", f"ipc://{self.folder}/{node_id}", *more,
-        )  # fmt: skip
+            node_id,
+            "mooncake_store.node",
+            "--node-id",
+            node_id,
+            "--directory",
+            self.address,
+            "--events",
+            f"ipc://{self.folder}/events",
+            "--segment-bytes",
+            str(mib * MIB),
+            "--segment-path",
+            self.segment_path(node_id),
+            "--die-with-parent",
+            "--control",
+            f"ipc://{self.folder}/{node_id}",
+            *more,
+        )
 
     def segment_path(self, node_id: str) -> str:
         return f"/dev/shm/mooncake-chaos-{os.getpid()}-{node_id}"
@@ -164,9 +187,17 @@ class ChaosSite:
         is_writer_only: bool = False,
     ) -> None:
         options = Options(
-            name, self.address, node_id, transports, 1_000 * self.seed + number, self.keepsakes,
-            "s0", others, str(self.notes), is_writer_only,
-        )  # fmt: skip
+            name,
+            self.address,
+            node_id,
+            transports,
+            1_000 * self.seed + number,
+            self.keepsakes,
+            "s0",
+            others,
+            str(self.notes),
+            is_writer_only,
+        )
         self.clients.append(name)
         self._add(name, "tests.chaos.client", msgspec.json.encode(asdict(options)).decode())
 

@@ -51,8 +51,9 @@ def assert_in_time(seen: list[dict[str, Any]], stops: list[Stop]) -> None:
         start_s, end_s = note["start_s"], note["start_s"] + note["seconds"]
         frozen_s = sum(
             max(0.0, min(stop.end_s + 0.1, end_s) - max(stop.start_s, start_s))
-            for stop in stops if stop.name == note["name"]
-        )  # fmt: skip
+            for stop in stops
+            if stop.name == note["name"]
+        )
         took_s = note["seconds"] - frozen_s
         assert took_s <= DEADLINE_S + MARGIN_S, f"hung for {took_s:.1f} s: {note}"
 
@@ -94,10 +95,12 @@ def memory_is_back(site: ChaosSite) -> bool:
     except StoreError:
         return False
     busy = [
-        node for node in stats.nodes
-        if node.writing_blocks or node.quarantined_units
+        node
+        for node in stats.nodes
+        if node.writing_blocks
+        or node.quarantined_units
         or node.used_units + node.free_units != node.units
-    ]  # fmt: skip
+    ]
     return not busy and not stats.leases and not stats.owners and not stats.ephemeral
 
 
@@ -117,7 +120,8 @@ def judge(site: ChaosSite, stops: list[Stop]) -> Counter[str]:
             counts["longest_ms"] = longest_ms
     counts["keepsakes found"] = assert_kept(site, seen)
     wait_for(
-        "leases, writers and quarantines gone", LEASE_S_MAX + QUARANTINE_S,
+        "leases, writers and quarantines gone",
+        LEASE_S_MAX + QUARANTINE_S,
         lambda: memory_is_back(site),
-    )  # fmt: skip
+    )
     return counts

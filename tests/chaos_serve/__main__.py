@@ -76,9 +76,7 @@ def descriptors_of(fleet: ServedFleet, name: str) -> str:
 
 def left_behind(pids: set[int]) -> list[str]:
     """What launchers with these process ids left in shared memory."""
-    return sorted(
-        path.name for pid in pids for path in Path("/dev/shm").glob(f"mooncake-{pid}-*")
-    )  # fmt: skip
+    return sorted(path.name for pid in pids for path in Path("/dev/shm").glob(f"mooncake-{pid}-*"))
 
 
 def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS) -> ChaosReport:
@@ -120,8 +118,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos_serve")
     parser.add_argument("--seconds", type=float, default=600.0, help="of strikes (%(default)s)")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="(random)")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
-                        help="strike with these only: " + ", ".join(KINDS))  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help="strike with these only: " + ", ".join(KINDS),
+    )
     parser.add_argument("--folder", type=Path, help="keep logs and state in there (nowhere)")
     options = parser.parse_args()
     if why := why_no_namespaces():

@@ -53,17 +53,25 @@ class ChaosPrompt:
 
     def request(self, request_id: str, deadline_s: float) -> GenerateRequest:
         return GenerateRequest(
-            request_id=request_id, input_ids=np.array(self.input_ids, np.int32),
-            max_tokens=self.max_tokens, end_id=-1, stream=True, temperature=self.temperature,
-            top_k=TOP_K if self.temperature else None, seed=self.seed, return_decision=True,
+            request_id=request_id,
+            input_ids=np.array(self.input_ids, np.int32),
+            max_tokens=self.max_tokens,
+            end_id=-1,
+            stream=True,
+            temperature=self.temperature,
+            top_k=TOP_K if self.temperature else None,
+            seed=self.seed,
+            return_decision=True,
             parameters={"timeout_ms": int(deadline_s * 1e3)},
-        )  # fmt: skip
+        )
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
             top_k=TOP_K if self.temperature else 0,
-        )  # fmt: skip
+        )
 
 
 def prompts(seed: int, count: int = PROMPTS_MAX) -> list[ChaosPrompt]:
@@ -74,10 +82,15 @@ def prompts(seed: int, count: int = PROMPTS_MAX) -> list[ChaosPrompt]:
     for number in range(count):
         tail = [chance.choice(VOCABULARY) for _ in range(chance.choice(TAIL_TOKENS))]
         stem = chance.choice(stems) if chance.random() < 0.8 else []
-        made.append(ChaosPrompt(
-            number, (*stem, *tail), chance.choice(ANSWER_TOKENS), chance.choice((0.0, 0.8)),
-            chance.randrange(2**31),
-        ))  # fmt: skip
+        made.append(
+            ChaosPrompt(
+                number,
+                (*stem, *tail),
+                chance.choice(ANSWER_TOKENS),
+                chance.choice((0.0, 0.8)),
+                chance.randrange(2**31),
+            )
+        )
     return made
 
 
@@ -110,10 +123,17 @@ async def ask(prompt: ChaosPrompt, host: str, address: str, request_id: str) -> 
         rejections += 1
         await asyncio.sleep(wait_s)
     return EndedRequest(
-        request_id=request_id, prompt=prompt, host=host, sent_s=sent_s, ended_s=time.monotonic(),
-        tokens=tuple(answer.tokens), outcome=answer.outcome, message=answer.message,
-        workers=answer.workers, rejections=rejections,
-    )  # fmt: skip
+        request_id=request_id,
+        prompt=prompt,
+        host=host,
+        sent_s=sent_s,
+        ended_s=time.monotonic(),
+        tokens=tuple(answer.tokens),
+        outcome=answer.outcome,
+        message=answer.message,
+        workers=answer.workers,
+        rejections=rejections,
+    )
 
 
 @dataclass(slots=True)

@@ -33,10 +33,16 @@ RATE_BYTES_PER_S = (1e6, 5e6)
 KILLS_MAX, KILLS_WITHIN_S = 4, 70.0  # a launcher gives up on a child that ends more often
 PROCESSES = ("prefill", "decode", "triton", "frontend", "node", "directory", "etcd")
 KINDS = (
-    *(f"kill {each}" for each in (*PROCESSES, "conductor")), "kill host",
+    *(f"kill {each}" for each in (*PROCESSES, "conductor")),
+    "kill host",
     *(f"freeze {each}" for each in PROCESSES),
-    "loss", "cut two", "cut off", "cut one way", "rate", "link down",
-)  # fmt: skip
+    "loss",
+    "cut two",
+    "cut off",
+    "cut one way",
+    "rate",
+    "link down",
+)
 ENDS_STREAMS = ("kill frontend", "kill conductor", "kill host")  # of the frontend on that host
 SILENCE = ("link down", "cut off")  # nobody hears then that something on that host has ended
 
@@ -203,9 +209,10 @@ class Striker:
         """One process of that kind, wherever there is one; None when there is none."""
         targets = [
             (host, name)
-            for host, each in self.fleet.hosts.items() for name, _ in each.named()
+            for host, each in self.fleet.hosts.items()
+            for name, _ in each.named()
             if kind_of(name) == what
-        ]  # fmt: skip
+        ]
         if not targets:
             return None
         host, name = self.chance.choice(sorted(targets))

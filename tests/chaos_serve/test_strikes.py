@@ -12,10 +12,17 @@ from tests.chaos_serve import strikes
 from tests.chaos_serve.strikes import KINDS, Striker
 
 RUNNING = {
-    "a": ["etcd", "directory", "node a0", "triton frontend", "conductor", "triton prefill_a_0",
-          "prefill_a_0"],
+    "a": [
+        "etcd",
+        "directory",
+        "node a0",
+        "triton frontend",
+        "conductor",
+        "triton prefill_a_0",
+        "prefill_a_0",
+    ],
     "b": ["etcd", "node b0", "triton decode_b_0", "decode_b_0"],
-}  # fmt: skip
+}
 
 
 class FakeFault:

@@ -17,10 +17,12 @@ from tests.chaos_serve.verdict import ChaosReport, judge, judge_growth, shown
 
 PROMPT = ChaosPrompt(0, (20, 21), max_tokens=4, temperature=0.0, seed=1)
 RIGHT = {0: RightAnswer((5, 6, 7, 8), frozenset({2}))}
-FINE = EndedRequest("r", PROMPT, "a", sent_s=10.0, ended_s=12.0, tokens=(5, 6, 7, 8),
-                    outcome="finished")  # fmt: skip
-KILL = Strike("kill frontend", ("a",), "kill triton frontend of a", 11.0, undone_s=11.0,
-              recovered_s=15.0)  # fmt: skip
+FINE = EndedRequest(
+    "r", PROMPT, "a", sent_s=10.0, ended_s=12.0, tokens=(5, 6, 7, 8), outcome="finished"
+)
+KILL = Strike(
+    "kill frontend", ("a",), "kill triton frontend of a", 11.0, undone_s=11.0, recovered_s=15.0
+)
 
 
 def judged(*ended: EndedRequest, strikes: tuple[Strike, ...] = ()) -> ChaosReport:
@@ -146,6 +148,7 @@ def test_prompts_follow_from_the_seed_and_share_prefixes(seed: int) -> None:
 def test_a_position_where_two_tokens_are_right_is_known(
     logits: list[float], temperature: float, expected: bool
 ) -> None:
-    params = SamplingParams(max_tokens=4, temperature=temperature, seed=7,
-                            top_k=2 if temperature else 0)  # fmt: skip
+    params = SamplingParams(
+        max_tokens=4, temperature=temperature, seed=7, top_k=2 if temperature else 0
+    )
     assert is_tie(np.array(logits, np.float32), params, position=0) is expected

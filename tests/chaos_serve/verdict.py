@@ -58,15 +58,23 @@ class ChaosReport:
     def to_json(self) -> str:
         worst = max(self.recovery_s_max.items(), key=lambda item: item[1], default=("", 0.0))
         fields: dict[str, Any] = {
-            "name": "chaos-serve", "seed": self.seed, "seconds": round(self.seconds, 1),
-            "requests": self.requests, "rejections": self.rejections,
-            "outcomes": dict(self.outcomes), "apart": dict(self.apart),
+            "name": "chaos-serve",
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "requests": self.requests,
+            "rejections": self.rejections,
+            "outcomes": dict(self.outcomes),
+            "apart": dict(self.apart),
             "strikes": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
-            "finished_share": self.finished_share, "wrong_tokens": self.wrong_tokens,
-            "ties": self.ties, "hung": self.hung, "cut_s_max": round(self.cut_s_max, 2),
-            "recovery_s_max": round(worst[1], 1), "recovery_slowest": worst[0],
+            "finished_share": self.finished_share,
+            "wrong_tokens": self.wrong_tokens,
+            "ties": self.ties,
+            "hung": self.hung,
+            "cut_s_max": round(self.cut_s_max, 2),
+            "recovery_s_max": round(worst[1], 1),
+            "recovery_slowest": worst[0],
             "broken": self.broken,
-        }  # fmt: skip
+        }
         return json.dumps(fields, allow_nan=False)
 
 
@@ -89,9 +97,11 @@ def judge(
         if kill := _frontends_end(each, strikes):
             report.apart[each.outcome] += 1
             is_silent = any(
-                other.kind in SILENCE and set(kill.hosts) & set(other.hosts)
-                and other.is_on(kill.struck_s) for other in strikes
-            )  # fmt: skip
+                other.kind in SILENCE
+                and set(kill.hosts) & set(other.hosts)
+                and other.is_on(kill.struck_s)
+                for other in strikes
+            )
             if not is_silent:
                 _judge_cut(report, each, kill)
             continue
@@ -138,11 +148,15 @@ def _judge_tokens(report: ChaosReport, ended: EndedRequest, right: RightAnswer) 
 def _frontends_end(ended: EndedRequest, strikes: Sequence[Strike]) -> Strike | None:
     """What killed the request's own frontend while it was there."""
     return next(
-        (strike for strike in strikes
-         if strike.kind in ENDS_STREAMS and ended.host in strike.hosts
-         and strike.covers(ended.sent_s, ended.ended_s)),
+        (
+            strike
+            for strike in strikes
+            if strike.kind in ENDS_STREAMS
+            and ended.host in strike.hosts
+            and strike.covers(ended.sent_s, ended.ended_s)
+        ),
         None,
-    )  # fmt: skip
+    )
 
 
 def _judge_cut(report: ChaosReport, ended: EndedRequest, kill: Strike) -> None:
@@ -190,8 +204,10 @@ def shown(report: ChaosReport) -> str:
         f"obeyed, {report.ties} near-ties"
     ]
     if report.apart:
-        lines.append(f"of them with a frontend that was killed: {_counts(report.apart)}; their "
-                     f"streams ended within {report.cut_s_max:.1f} s")  # fmt: skip
+        lines.append(
+            f"of them with a frontend that was killed: {_counts(report.apart)}; their "
+            f"streams ended within {report.cut_s_max:.1f} s"
+        )
     for kind, counts in sorted(report.by_kind.items()):
         recovery = report.recovery_s_max.get(kind)
         slowest = "never recovered" if recovery is None else f"recovered within {recovery:.1f} s"

@@ -67,9 +67,12 @@ def report(worker_id: str, incarnation: str = "w1", **changes: object) -> Worker
 
 
 def prompt(
-    request_id: str, blocks: str = "", prompt_tokens: int | None = None, output: int = 10,
+    request_id: str,
+    blocks: str = "",
+    prompt_tokens: int | None = None,
+    output: int = 10,
     **changes: object,
-) -> Request:  # fmt: skip
+) -> Request:
     """A request whose prompt is these blocks and one token more, unless said otherwise."""
     block_keys = keys(blocks)
     tokens = len(block_keys) * BLOCK_TOKENS + 1 if prompt_tokens is None else prompt_tokens
@@ -99,6 +102,19 @@ def conductor(events: Iterable[Event] | None = None, **config: object) -> Conduc
 
 
 __all__ = [
-    "BLOCK_TOKENS", "DECODE", "PREFILL", "NodeDown", "Snapshot", "WorkerDown", "WorkerReported",
-    "added", "conductor", "fleet", "keys", "node", "prompt", "report", "worker",
-]  # fmt: skip
+    "BLOCK_TOKENS",
+    "DECODE",
+    "PREFILL",
+    "NodeDown",
+    "Snapshot",
+    "WorkerDown",
+    "WorkerReported",
+    "added",
+    "conductor",
+    "fleet",
+    "keys",
+    "node",
+    "prompt",
+    "report",
+    "worker",
+]

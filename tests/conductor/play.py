@@ -62,8 +62,15 @@ class Play:
     def node_down(self, node_id: str, incarnation: str = "n1") -> None:
         self.conductor.on_events([NodeDown(node_id, incarnation)], self.now_s)
 
-    def worker(self, worker_id: str, role: str, node_id: str, incarnation: str = "w1",
-               rate: str = "", **values: str) -> None:  # fmt: skip
+    def worker(
+        self,
+        worker_id: str,
+        role: str,
+        node_id: str,
+        incarnation: str = "w1",
+        rate: str = "",
+        **values: str,
+    ) -> None:
         changes: dict[str, object] = {"incarnation": incarnation}
         for name, text in values.items():
             if name in ("prefill", "decode"):
@@ -79,8 +86,14 @@ class Play:
     def worker_down(self, worker_id: str, incarnation: str = "w1") -> None:
         self.conductor.on_events([WorkerDown(worker_id, incarnation)], self.now_s)
 
-    def report(self, *worker_ids: str, incarnation: str = "w1", step: str = "0", draining: str = "",
-               **values: str) -> None:  # fmt: skip
+    def report(
+        self,
+        *worker_ids: str,
+        incarnation: str = "w1",
+        step: str = "0",
+        draining: str = "",
+        **values: str,
+    ) -> None:
         changes: dict[str, object] = {name: int(text) for name, text in values.items()}
         for worker_id in worker_ids:
             said = report(
@@ -94,16 +107,30 @@ class Play:
     def evicted(self, node_id: str, blocks: str) -> None:
         self.conductor.on_events([BlockRemoved(k, node_id) for k in keys(blocks)], self.now_s)
 
-    def asked(self, request_id: str, blocks: str = "", prompt: str = "", output: str = "10",
-              priority: str = "0", avoid: str = "", tenant: str = "",
-              resumed: str = "") -> Request:  # fmt: skip
+    def asked(
+        self,
+        request_id: str,
+        blocks: str = "",
+        prompt: str = "",
+        output: str = "10",
+        priority: str = "0",
+        avoid: str = "",
+        tenant: str = "",
+        resumed: str = "",
+    ) -> Request:
         block_keys = keys(blocks)
         avoided = frozenset((name, "w1") for name in avoid.split(",") if name)
         tokens = int(prompt) if prompt else len(block_keys) * BLOCK_TOKENS + 1
         return Request(
-            request_id, tokens, block_keys, int(output), int(priority), avoided, tenant,
+            request_id,
+            tokens,
+            block_keys,
+            int(output),
+            int(priority),
+            avoided,
+            tenant,
             is_resumed=bool(resumed),
-        )  # fmt: skip
+        )
 
     def request(self, *words: str, **values: str) -> list[str]:
         return [as_line(self.conductor.on_request(self.asked(*words, **values), self.now_s))]
@@ -194,8 +221,10 @@ class Play:
 
 
 def terms(p: Prediction) -> str:
-    parts = [f"{name}={getattr(p, name + '_s'):.3f}" for name in
-             ("ttft", "queue", "transfer", "prefill", "handover", "tbt")]  # fmt: skip
+    parts = [
+        f"{name}={getattr(p, name + '_s'):.3f}"
+        for name in ("ttft", "queue", "transfer", "prefill", "handover", "tbt")
+    ]
     parts += [f"delay={p.delay_s:.3f}"] if p.delay_s else []
     return " ".join(parts)
 

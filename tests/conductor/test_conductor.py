@@ -36,10 +36,23 @@ class RandomLife:
         self.alive: list[str] = []
         self.outcomes: list[Outcome] = []
         self.steps = [
-            self.request, self.request, self.request, self.retry, self.prefilled,
-            self.prefilled, self.finish, self.finish, self.report, self.report, self.block,
-            self.block, self.node, self.worker, self.fail, self.tick,
-        ]  # fmt: skip
+            self.request,
+            self.request,
+            self.request,
+            self.retry,
+            self.prefilled,
+            self.prefilled,
+            self.finish,
+            self.finish,
+            self.report,
+            self.report,
+            self.block,
+            self.block,
+            self.node,
+            self.worker,
+            self.fail,
+            self.tick,
+        ]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -57,9 +70,13 @@ class RandomLife:
         family = self.rng.choice(FAMILIES)[: self.rng.randint(0, 12)]
         tokens = len(family) * BLOCK_TOKENS + self.rng.randint(0, BLOCK_TOKENS - 1)
         request = Request(
-            request_id, max(1, tokens), family, self.rng.choice((0, 5, 500)),
-            self.rng.choice((-1, 0, 1)), excluded,
-        )  # fmt: skip
+            request_id,
+            max(1, tokens),
+            family,
+            self.rng.choice((0, 5, 500)),
+            self.rng.choice((-1, 0, 1)),
+            excluded,
+        )
         before = self.conductor.stats()
         candidates = self.conductor.explain(request, self.now_s).candidates
         assert self.conductor.stats() == before, "explaining decides nothing"
@@ -101,11 +118,16 @@ class RandomLife:
         name = self.rng.choice(("p0", "p1", "p2", "d0", "d1", "d2", "nobody"))
         running = self.rng.randint(0, 9)
         said = report(
-            name, self.rng.choice(("w1", "w1", "w2")), queue_requests=self.rng.randint(0, 4),
-            queue_tokens=self.rng.randint(0, 3_000), running=running, pages_used=running * 3,
-            context_tokens=running * 99, step_s=self.rng.choice((0.0, 0.03, 0.5)),
+            name,
+            self.rng.choice(("w1", "w1", "w2")),
+            queue_requests=self.rng.randint(0, 4),
+            queue_tokens=self.rng.randint(0, 3_000),
+            running=running,
+            pages_used=running * 3,
+            context_tokens=running * 99,
+            step_s=self.rng.choice((0.0, 0.03, 0.5)),
             is_draining=self.rng.random() < 0.1,
-        )  # fmt: skip
+        )
         self.conductor.on_events([WorkerReported(said)], self.now_s)
 
     def block(self) -> None:
@@ -131,10 +153,14 @@ class RandomLife:
         self.conductor.on_events([event], self.now_s)
 
     def fail(self) -> None:
-        lost = self.rng.choice((
-            self.conductor.on_worker_failed, self.conductor.on_worker_refused,
-            self.conductor.on_worker_unreached, self.conductor.on_worker_reached,
-        ))  # fmt: skip
+        lost = self.rng.choice(
+            (
+                self.conductor.on_worker_failed,
+                self.conductor.on_worker_refused,
+                self.conductor.on_worker_unreached,
+                self.conductor.on_worker_reached,
+            )
+        )
         lost(f"d{self.rng.randrange(4)}", "w1", self.now_s)
 
     def tick(self) -> None:
@@ -184,12 +210,13 @@ def test_a_conductor_that_joins_by_snapshot_decides_as_one_that_heard_every_even
     joined = Conductor(ConductorConfig())
     events = fleet()
     snapshot = Snapshot(
-        epoch=1, sequence=9,
+        epoch=1,
+        sequence=9,
         nodes=tuple(e.info for e in events if isinstance(e, NodeUp)),
         workers=tuple(e.info for e in events if isinstance(e, WorkerUp)),
         reports=(report("p0", queue_tokens=900, running=1),),
         holders=tuple(blocks.items()),
-    )  # fmt: skip
+    )
     joined.on_snapshot(snapshot, 0.0)
     for number, run in enumerate(("a*3", "b*9", "c*2", "b*4", "a*1")):
         request = prompt(f"r{number}", run)
@@ -203,9 +230,13 @@ def test_a_snapshot_forgets_what_is_gone_and_keeps_the_reservations_of_what_stay
     assert isinstance(first, Route) and isinstance(second, Route)
     assert {first.prefill.worker_id, second.prefill.worker_id} == {"p0", "p1"}
     stayed = Snapshot(
-        2, 1, (node("s0"),),
-        (worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")), (), (),
-    )  # fmt: skip
+        2,
+        1,
+        (node("s0"),),
+        (worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")),
+        (),
+        (),
+    )
     made.on_snapshot(stayed, 0.1)
     made.check()
     queues = {status.worker.worker_id: status.queue_s for status in made.status(0.1)}

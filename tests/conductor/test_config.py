@@ -23,11 +23,20 @@ def test_the_defaults_have_no_problem() -> None:
 
 def test_every_mistake_is_listed_at_once_with_its_remedy() -> None:
     config = ConductorConfig(
-        ttft_slo_s=-1, tbt_slo_s=float("nan"), policy="fastest", admission="x",
-        kvcache_balancing_threshold=0.5, retry_after_s_min=9, retry_after_s_max=3,
-        low_priority_load_max=2, report_lag_s=5, shedding="all", backlog_share=1.5,
-        priority_weight=0.5, tenant_shares="a:2,b",
-    )  # fmt: skip
+        ttft_slo_s=-1,
+        tbt_slo_s=float("nan"),
+        policy="fastest",
+        admission="x",
+        kvcache_balancing_threshold=0.5,
+        retry_after_s_min=9,
+        retry_after_s_max=3,
+        low_priority_load_max=2,
+        report_lag_s=5,
+        shedding="all",
+        backlog_share=1.5,
+        priority_weight=0.5,
+        tenant_shares="a:2,b",
+    )
     found = "\n".join(config.problems())
     named = (
         "ttft_slo_s tbt_slo_s policy admission report_lag_s retry_after_s_min "

@@ -108,9 +108,14 @@ def test_notes_that_come_at_once_make_every_conductor_know_the_same(seed: int) -
         if rng.random() < 0.3:
             name, running = rng.choice(PREFILLS + DECODES), rng.randint(0, 9)
             said = report(
-                name, queue_requests=rng.randint(0, 4), queue_tokens=rng.randint(0, 2_000),
-                running=running, pages_used=running * 3, context_tokens=running * 99, step_s=0.03,
-            )  # fmt: skip
+                name,
+                queue_requests=rng.randint(0, 4),
+                queue_tokens=rng.randint(0, 2_000),
+                running=running,
+                pages_used=running * 3,
+                context_tokens=running * 99,
+                step_s=0.03,
+            )
             for each in conductors:
                 each.on_events([WorkerReported(said)], now_s)
         first, *others = conductors
@@ -326,10 +331,26 @@ class ManyFrontends:
             self.start()
         self.most_elsewhere = self.missed = 0
         self.steps = [
-            self.request, self.request, self.request, self.retry, self.prefilled, self.prefilled,
-            self.finish, self.finish, self.report, self.report, self.send, self.send, self.send,
-            self.deliver, self.deliver, self.deliver, self.tick, self.worker, self.snapshot,
-        ]  # fmt: skip
+            self.request,
+            self.request,
+            self.request,
+            self.retry,
+            self.prefilled,
+            self.prefilled,
+            self.finish,
+            self.finish,
+            self.report,
+            self.report,
+            self.send,
+            self.send,
+            self.send,
+            self.deliver,
+            self.deliver,
+            self.deliver,
+            self.tick,
+            self.worker,
+            self.snapshot,
+        ]
 
     def run(self, steps: int) -> None:
         for number in range(steps):
@@ -369,9 +390,13 @@ class ManyFrontends:
         family = self.rng.choice(FAMILIES)[: self.rng.randint(0, 12)]
         tokens = len(family) * BLOCK_TOKENS + self.rng.randint(1, BLOCK_TOKENS - 1)
         asked = Request(
-            request_id, tokens, family, self.rng.choice((0, 5, 500)), excluded_workers=excluded,
+            request_id,
+            tokens,
+            family,
+            self.rng.choice((0, 5, 500)),
+            excluded_workers=excluded,
             tenant=self.rng.choice(("", "t")),
-        )  # fmt: skip
+        )
         self.live.pop(request_id, None)
         if isinstance(self.conductors[name].on_request(asked, self.now_s), Route):
             self.live[request_id] = name
@@ -404,10 +429,14 @@ class ManyFrontends:
     def report(self) -> None:
         running = self.rng.randint(0, 9)
         said = report(
-            self.rng.choice(PREFILLS + DECODES), queue_requests=self.rng.randint(0, 4),
-            queue_tokens=self.rng.randint(0, 3_000), running=running, pages_used=running * 3,
-            context_tokens=running * 99, step_s=self.rng.choice((0.0, 0.03, 0.5)),
-        )  # fmt: skip
+            self.rng.choice(PREFILLS + DECODES),
+            queue_requests=self.rng.randint(0, 4),
+            queue_tokens=self.rng.randint(0, 3_000),
+            running=running,
+            pages_used=running * 3,
+            context_tokens=running * 99,
+            step_s=self.rng.choice((0.0, 0.03, 0.5)),
+        )
         self.hear([WorkerReported(said)])
 
     def worker(self) -> None:
@@ -496,9 +525,13 @@ def test_when_everything_is_over_nothing_is_reserved_anywhere(
     seed: int, shares: tuple[float, float, float], admission: str, says_it: bool
 ) -> None:
     config = ConductorConfig(
-        admission=admission, policy="adaptive", report_s_max=1e9, ttft_slo_s=1e6, tbt_slo_s=1e3,
+        admission=admission,
+        policy="adaptive",
+        report_s_max=1e9,
+        ttft_slo_s=1e6,
+        tbt_slo_s=1e3,
         frontend_silent_s_max=60.0,
-    )  # fmt: skip
+    )
     world = ManyFrontends(seed, 3, config, *shares)
     world.run(400)
     assert world.most_elsewhere > 1, "too dull to prove anything"

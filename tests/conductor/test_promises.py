@@ -60,11 +60,14 @@ def fleet(rng: random.Random, count: int, **changes: object) -> list[Event]:
     for role in ("prefill", "decode"):
         for number in range(count):
             info = worker(
-                f"{role[0]}{number}", role, NODES[number % 3], slots_max=99,
+                f"{role[0]}{number}",
+                role,
+                NODES[number % 3],
+                slots_max=99,
                 prefill_coefficients=(0.01, rng.uniform(1e-4, 1e-3), rng.uniform(0, 1e-7)),
                 transfer_bytes_per_s=dict.fromkeys(NODES, RATE),
                 transfer_latency_s=dict.fromkeys(NODES, LATENCY_S),
-            )  # fmt: skip
+            )
             found.append(WorkerUp(replace(info, **changes)))  # type: ignore[arg-type]
     return found
 
@@ -129,9 +132,15 @@ def test_no_budget_is_exceeded(seed: int) -> None:
 def walk_within_budgets(rng: random.Random) -> tuple[int, int]:
     """(requests that were rejected, suggestions of copies)"""
     config = ConductorConfig(
-        hot_hits_per_s=0.05, hot_blocks_per_tick_max=5, hot_blocks_in_flight_max=9,
-        hot_target_blocks_max=6, report_s_max=1e9, request_s_max=1e9, ttft_slo_s=1e9, tbt_slo_s=1e9,
-    )  # fmt: skip
+        hot_hits_per_s=0.05,
+        hot_blocks_per_tick_max=5,
+        hot_blocks_in_flight_max=9,
+        hot_target_blocks_max=6,
+        report_s_max=1e9,
+        request_s_max=1e9,
+        ttft_slo_s=1e9,
+        tbt_slo_s=1e9,
+    )
     made, blocks = Conductor(config), Blocks(rng)
     made.on_events(fleet(rng, 3, slots_max=4, pages_max=60), 0.0)
     live: dict[str, Route] = {}
@@ -149,9 +158,10 @@ def walk_within_budgets(rng: random.Random) -> tuple[int, int]:
             under_way = {key: end_s for key, end_s in under_way.items() if end_s > now_s}
             under_way |= {(s.target_node, key): until_s for s in said for key in s.block_keys}
             under_way = {
-                (target, key): end_s for (target, key), end_s in under_way.items()
+                (target, key): end_s
+                for (target, key), end_s in under_way.items()
                 if key not in blocks.held[target]
-            }  # fmt: skip
+            }
             assert len(under_way) <= config.hot_blocks_in_flight_max
             assert max(Counter(t for t, _ in under_way).values(), default=0) <= 6
         chain = rng.choice(CHAINS)[: rng.randint(1, 12)]
@@ -239,9 +249,10 @@ def test_fetch_or_compute_is_what_trying_every_source_gives(seed: int, policy: s
             found_s = candidate.predicted.transfer_s + candidate.predicted.prefill_s
             assert found_s == pytest.approx(transfer_s + prefill_s, rel=1e-9)
             assert bool(candidate.predicted.crowding_s) == (
-                policy == "adaptive" and candidate.fetch_node is not None
+                policy == "adaptive"
+                and candidate.fetch_node is not None
                 and candidate.prefill.node_id in blocks.full
-            )  # fmt: skip
+            )
             fetched += candidate.fetch_node is not None
     assert fetched, "too dull to prove anything"
 

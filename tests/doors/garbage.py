@@ -20,16 +20,29 @@ from mooncake_store.wire.request_reply import Verb
 KEY = bytes(range(16))
 # Nothing that would rightly change something if the damage misses it (a node that leaves, say).
 DIRECTORY_VERBS: list[Verb] = [
-    directory.Nodes(), directory.Workers(), directory.Stats(), directory.TakeSnapshot(),
-    directory.Lookup([KEY], "fuzz", 0.0, True), directory.Exist(KEY), directory.Remove([KEY]),
-    directory.Renew("fuzz", 1.0), directory.Release("fuzz"), directory.NodeReport("n9", "x"),
-    directory.Allocate("n9", [KEY], "fuzz", 1.0, False), directory.DropCopy(KEY, "n9", 3),
-    directory.Commit("n9", [(KEY, 1, 2, 3)], "fuzz", 1.0), directory.BlocksOn("n9", 10, False),
-    directory.TakeSpills("n9", "fuzz", 4, 1.0), directory.PlaceKeys([KEY]),
-]  # fmt: skip
+    directory.Nodes(),
+    directory.Workers(),
+    directory.Stats(),
+    directory.TakeSnapshot(),
+    directory.Lookup([KEY], "fuzz", 0.0, True),
+    directory.Exist(KEY),
+    directory.Remove([KEY]),
+    directory.Renew("fuzz", 1.0),
+    directory.Release("fuzz"),
+    directory.NodeReport("n9", "x"),
+    directory.Allocate("n9", [KEY], "fuzz", 1.0, False),
+    directory.DropCopy(KEY, "n9", 3),
+    directory.Commit("n9", [(KEY, 1, 2, 3)], "fuzz", 1.0),
+    directory.BlocksOn("n9", 10, False),
+    directory.TakeSpills("n9", "fuzz", 4, 1.0),
+    directory.PlaceKeys([KEY]),
+]
 NODE_VERBS: list[Verb] = [
-    node.Ping(), node.AskNodeStats(), node.LoadBlocks([], 0.01), node.Fetch([KEY], [], 0.01),
-]  # fmt: skip
+    node.Ping(),
+    node.AskNodeStats(),
+    node.LoadBlocks([], 0.01),
+    node.Fetch([KEY], [], 0.01),
+]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # of HTTP/2, which Triton speaks
 ZMTP = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00"
 

@@ -75,19 +75,40 @@ class Site:
         self._processes: list[StartedProcess] = []
         os.environ[VARIABLE] = str(folder / "keys" / "a")
         self.directory = self._started(
-            "mooncake_store.directory", "--address", ANY_PORT, "--events", ANY_PORT,
-            "--log-level", "ERROR", "--node-ttl-s", "60", log=folder / "directory.log",
-        )  # fmt: skip
+            "mooncake_store.directory",
+            "--address",
+            ANY_PORT,
+            "--events",
+            ANY_PORT,
+            "--log-level",
+            "ERROR",
+            "--node-ttl-s",
+            "60",
+            log=folder / "directory.log",
+        )
         self.directory_address = self.directory.ready.split("address=")[1].split()[0]
         self.events_address = self.directory.ready.split("events=")[1].split()[0]
         self.segment = f"/dev/shm/mooncake-test-doors-{os.getpid()}"
         self.node = self._started(
-            "mooncake_store.node", "--node-id", "n0", "--directory", self.directory_address,
-            "--events", self.events_address,
-            "--segment-bytes", str(4 * 2**20), "--segment-path", self.segment, "--mapped-only",
-            "--control", ANY_PORT, "--data", "127.0.0.1:0", "--die-with-parent",
+            "mooncake_store.node",
+            "--node-id",
+            "n0",
+            "--directory",
+            self.directory_address,
+            "--events",
+            self.events_address,
+            "--segment-bytes",
+            str(4 * 2**20),
+            "--segment-path",
+            self.segment,
+            "--mapped-only",
+            "--control",
+            ANY_PORT,
+            "--data",
+            "127.0.0.1:0",
+            "--die-with-parent",
             log=folder / "node.log",
-        )  # fmt: skip
+        )
         self.inbox = self._started("tests.doors.listeners", log=folder / "inbox.log")
         self.inbox_address = self.inbox.ready.removeprefix("ready ")
         os.environ[VARIABLE] = str(folder / "keys" / "client")

@@ -19,9 +19,13 @@ pytestmark = pytest.mark.servers
 FEW = {"directory": 1_500, "events": 100, "node": 800, "data": 100, "inbox": 1_500, "outside": 200}
 # 100,000 in all.
 MANY = {
-    "directory": 35_000, "events": 2_000, "node": 18_000, "data": 5_000, "inbox": 30_000,
+    "directory": 35_000,
+    "events": 2_000,
+    "node": 18_000,
+    "data": 5_000,
+    "inbox": 30_000,
     "outside": 10_000,
-}  # fmt: skip
+}
 WARM_UP = 0.2  # of the frames: buffers and arenas grow to their size
 GROWTH_BYTES_MAX = 24 * 2**20
 FILES_MORE_MAX = 4

@@ -49,9 +49,12 @@ def moved(before: Page, after: Page) -> set[str]:
     return {
         name
         for (name, labels), value in after.items()
-        if (value > before.get((name, labels), 0.0) if METRICS[name].kind != "gauge"
-            else value != before.get((name, labels), 0.0))
-    }  # fmt: skip
+        if (
+            value > before.get((name, labels), 0.0)
+            if METRICS[name].kind != "gauge"
+            else value != before.get((name, labels), 0.0)
+        )
+    }
 
 
 def total(server: Server, name: str, **labels: str) -> float:
@@ -104,15 +107,33 @@ def ask(
 
 
 @cause(
-    "requests_total", "routed_total", "ttft_seconds", "tbt_seconds", "token_intervals_total",
-    "token_interval_seconds_total", "request_duration_seconds", "ttft_prediction_error_ratio",
-    "tbt_prediction_error_ratio", "prefill_queue_seconds", "prefill_compute_seconds",
-    "handover_put_seconds", "decode_queue_seconds", "handover_load_seconds",
-    "prompt_tokens_total", "output_tokens_total", "steps_total", "step_seconds_total",
-    "kv_occupation_byte_seconds_total", "transfers_total", "transfer_bytes_total",
-    "transfer_seconds_total", "requests_within_slo_total", "ttft_prediction_seconds_total",
-    "tbt_prediction_seconds_total", "store_lookup_blocks_total",
-)  # fmt: skip
+    "requests_total",
+    "routed_total",
+    "ttft_seconds",
+    "tbt_seconds",
+    "token_intervals_total",
+    "token_interval_seconds_total",
+    "request_duration_seconds",
+    "ttft_prediction_error_ratio",
+    "tbt_prediction_error_ratio",
+    "prefill_queue_seconds",
+    "prefill_compute_seconds",
+    "handover_put_seconds",
+    "decode_queue_seconds",
+    "handover_load_seconds",
+    "prompt_tokens_total",
+    "output_tokens_total",
+    "steps_total",
+    "step_seconds_total",
+    "kv_occupation_byte_seconds_total",
+    "transfers_total",
+    "transfer_bytes_total",
+    "transfer_seconds_total",
+    "requests_within_slo_total",
+    "ttft_prediction_seconds_total",
+    "tbt_prediction_seconds_total",
+    "store_lookup_blocks_total",
+)
 def a_streamed_answer(server: Server) -> Iterator[None]:
     ask(server, prompt(1, 3 * B + 5), tokens=20)
     yield
@@ -148,11 +169,14 @@ def clients_that_leave_while_their_prompts_are_computed(server: Server) -> Itera
     before = steps()
     streams = [
         server.stream(
-            input_ids=prompt(30 + number, 7900), max_tokens=4, end_id=-1, stream=True,
+            input_ids=prompt(30 + number, 7900),
+            max_tokens=4,
+            end_id=-1,
+            stream=True,
             parameters={"prefill_worker": "prefill_0"},
         )
         for number in range(3)
-    ]  # fmt: skip
+    ]
     wait_until(lambda: steps() > before, "a chunk to be computed")
     for stream in streams:
         stream.leave()
@@ -249,8 +273,11 @@ def a_storage_node_that_is_killed(server: Server) -> Iterator[None]:
 
 def wait_until_all_serve(server: Server) -> None:
     for worker in (0, 1):
-        wait_until(lambda w=worker: ask_quietly(server, prompt(5, 5 * B), w),
-                   f"prefill_{worker} and decode_{worker} to serve", 60.0)  # fmt: skip
+        wait_until(
+            lambda w=worker: ask_quietly(server, prompt(5, 5 * B), w),
+            f"prefill_{worker} and decode_{worker} to serve",
+            60.0,
+        )
 
 
 def ask_quietly(server: Server, ids: list[int], worker: int) -> bool:

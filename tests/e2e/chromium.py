@@ -24,11 +24,20 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 REPLY_S_MAX = 120.0
 POLL_S = 0.05
 OPTIONS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--no-first-run", "--disable-extensions", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--no-proxy-server",
-    "--force-color-profile=srgb", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--no-proxy-server",
+    "--force-color-profile=srgb",
+    "--remote-debugging-pipe",
+)
 
 
 def chromium() -> str | None:
@@ -114,9 +123,12 @@ class Tab:
     def look(self, width: int, height: int, is_dark: bool = False) -> None:
         """A window of this size. (Headless Chromium makes none narrower than 500.)"""
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
             mobile=width < 500,
-        )  # fmt: skip
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -136,9 +148,7 @@ class Tab:
         key = {"key": name, "code": name, "modifiers": modifiers}
         codes = {"Enter": 13, "Escape": 27, "Tab": 9}
         for kind in ("rawKeyDown", "keyUp"):
-            self.send(
-                "Input.dispatchKeyEvent", type=kind, windowsVirtualKeyCode=codes[name], **key
-            )  # fmt: skip
+            self.send("Input.dispatchKeyEvent", type=kind, windowsVirtualKeyCode=codes[name], **key)
 
     def screenshot(self, is_whole: bool = False) -> bytes:
         found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
@@ -154,10 +164,12 @@ def tab(path: str) -> Iterator[Tab]:
         wanted = f'exec 3<&{to_browser[0]} 4>&{from_browser[1]}; exec "$@"'
         process = subprocess.Popen(
             ["bash", "-c", wanted, "chromium", path, *OPTIONS, f"--user-data-dir={profile}"],
-            pass_fds=(to_browser[0], from_browser[1]), env={**os.environ, "HOME": profile},
-            stdout=subprocess.DEVNULL, stderr=(Path(profile) / "stderr").open("wb"),
+            pass_fds=(to_browser[0], from_browser[1]),
+            env={**os.environ, "HOME": profile},
+            stdout=subprocess.DEVNULL,
+            stderr=(Path(profile) / "stderr").open("wb"),
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(to_browser[0])
         os.close(from_browser[1])
         try:

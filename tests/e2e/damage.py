@@ -37,9 +37,13 @@ class Clients:
     """Each asks one prompt after the other, until the block ends."""
 
     def __init__(
-        self, server: Server, asked: Sequence[Asked], count: int, seed: int,
+        self,
+        server: Server,
+        asked: Sequence[Asked],
+        count: int,
+        seed: int,
         on_answer: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.wrong: list[str] = []
         self.hung: list[str] = []
         self.errors: list[str] = []
@@ -140,13 +144,17 @@ def all_serve(server: Server) -> bool:
         workers = {"prefill_worker": prefill, "decode_worker": decode}
         try:
             answer = server.ask(
-                input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+                input_ids=[40, 41, 42],
+                max_tokens=2,
+                end_id=-1,
+                return_decision=True,
                 parameters=workers,
-            )  # fmt: skip
+            )
         except (OSError, triton.InferenceServerException):
             return False
         if answer.error or [answer.decision[role] for role in ("prefill", "decode")] != [
-            prefill, decode
-        ]:  # fmt: skip
+            prefill,
+            decode,
+        ]:
             return False
     return True

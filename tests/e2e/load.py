@@ -17,9 +17,12 @@ def prompt(number: int, tokens: int = 4 * B + 1) -> list[int]:
 
 def ask(server: Server, number: int, **parameters: str) -> Answer:
     return server.ask(
-        input_ids=prompt(number), max_tokens=8, end_id=-1, return_decision=True,
+        input_ids=prompt(number),
+        max_tokens=8,
+        end_id=-1,
+        return_decision=True,
         parameters=parameters,
-    )  # fmt: skip
+    )
 
 
 class Load:

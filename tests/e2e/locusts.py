@@ -14,10 +14,27 @@ from tests.e2e.server import ROOT, Server
 
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
 SMALL = (  # short pauses and texts: much happens in little time
-    "--think-s", "0.3", "--question-tokens", "20", "--answer-tokens", "12", "--chat-turns", "4",
-    "--system-tokens", "300", "--document-tokens", "600", "--document-questions", "2",
-    "--burst-requests", "3", "--burst-every-s", "1.5", "--unloaded-requests", "2",
-)  # fmt: skip
+    "--think-s",
+    "0.3",
+    "--question-tokens",
+    "20",
+    "--answer-tokens",
+    "12",
+    "--chat-turns",
+    "4",
+    "--system-tokens",
+    "300",
+    "--document-tokens",
+    "600",
+    "--document-questions",
+    "2",
+    "--burst-requests",
+    "3",
+    "--burst-every-s",
+    "1.5",
+    "--unloaded-requests",
+    "2",
+)
 DRIVER = (sys.executable, "-m", "loadtest.users")  # what `make loadtest` runs
 LENIENT = ("--slo-ttft-p90", "60", "--slo-tbt-p90", "60")  # where speed is not the question
 RUN_S_MAX = 120.0
@@ -25,9 +42,17 @@ RUN_S_MAX = 120.0
 
 def command(server: Server) -> list[str]:
     return [
-        sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--only-summary",
-        "--host", server.addresses.grpc, "--metrics-url", server.addresses.metrics_url,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUSTFILE),
+        "--only-summary",
+        "--host",
+        server.addresses.grpc,
+        "--metrics-url",
+        server.addresses.metrics_url,
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +87,22 @@ def outputs(folder: Path) -> list[str]:
 def headless(
     server: Server, folder: Path, *arguments: str, users: int = 5, seconds: int = 4
 ) -> Outcome:
-    return ended(folder, [
-        *command(server), "--headless", "--users", str(users), "--spawn-rate", "10",
-        "--run-time", f"{seconds}s", *SMALL, *outputs(folder), *arguments,
-    ])  # fmt: skip
+    return ended(
+        folder,
+        [
+            *command(server),
+            "--headless",
+            "--users",
+            str(users),
+            "--spawn-rate",
+            "10",
+            "--run-time",
+            f"{seconds}s",
+            *SMALL,
+            *outputs(folder),
+            *arguments,
+        ],
+    )
 
 
 def ended(folder: Path, whole_command: Sequence[str]) -> Outcome:

@@ -77,11 +77,16 @@ def scraping(server: Server, folder: Path) -> Iterator[PrometheusApi]:
     api = PrometheusApi(f"http://{free_addresses().http}")
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
-            [BINARY, f"--config.file={folder / 'prometheus.yml'}",
-             f"--storage.tsdb.path={folder / 'data'}",
-             f"--web.listen-address={api.url.removeprefix('http://')}"],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [
+                BINARY,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={api.url.removeprefix('http://')}",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         wait_until(lambda: process.poll() is not None or api.is_ready(), "Prometheus to be ready")
         assert process.poll() is None, (folder / "prometheus.log").read_text()

@@ -30,17 +30,36 @@ from loadtest.harness import server as bench_server
 ROOT = Path(__file__).resolve().parents[2]
 READY_S_MAX = 240.0
 TYPES = {
-    "input_ids": "INT32", "max_tokens": "INT32", "min_tokens": "INT32", "end_id": "INT32",
-    "top_k": "INT32", "stream_interval": "INT32", "stream": "BOOL", "return_decision": "BOOL",
-    "exclude_input_in_output": "BOOL", "temperature": "FP32", "top_p": "FP32", "min_p": "FP32",
-    "repetition_penalty": "FP32", "seed": "UINT64", "text_input": "BYTES", "stop_words": "BYTES",
-    "messages": "BYTES", "beam_width": "INT32", "sampling_parameters": "BYTES",
-    "guided_json": "BYTES", "return_log_probs": "BOOL", "top_logprobs": "INT32",
-}  # fmt: skip
+    "input_ids": "INT32",
+    "max_tokens": "INT32",
+    "min_tokens": "INT32",
+    "end_id": "INT32",
+    "top_k": "INT32",
+    "stream_interval": "INT32",
+    "stream": "BOOL",
+    "return_decision": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "temperature": "FP32",
+    "top_p": "FP32",
+    "min_p": "FP32",
+    "repetition_penalty": "FP32",
+    "seed": "UINT64",
+    "text_input": "BYTES",
+    "stop_words": "BYTES",
+    "messages": "BYTES",
+    "beam_width": "INT32",
+    "sampling_parameters": "BYTES",
+    "guided_json": "BYTES",
+    "return_log_probs": "BOOL",
+    "top_logprobs": "INT32",
+}
 NUMPY = {
-    "INT32": np.int32, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64,
+    "INT32": np.int32,
+    "BOOL": np.bool_,
+    "FP32": np.float32,
+    "UINT64": np.uint64,
     "BYTES": np.object_,
-}  # fmt: skip
+}
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = 30.0) -> Any:
@@ -79,19 +98,26 @@ def tensor(name: str, value: Any, datatype: str | None = None) -> triton.InferIn
 class Stream:
     """One request over its own gRPC stream; may be left in the middle."""
 
-    def __init__(self, url: str, model: str, inputs: Sequence[triton.InferInput],
-                 parameters: Mapping[str, Any] | None = None,
-                 timeout_us: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        inputs: Sequence[triton.InferInput],
+        parameters: Mapping[str, Any] | None = None,
+        timeout_us: int | None = None,
+    ) -> None:
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_over = False
         self._client = triton.InferenceServerClient(url)
         self._client.start_stream(lambda result, error: self._messages.put((result, error)))
         try:
             self._client.async_stream_infer(
-                model, list(inputs),
-                enable_empty_final_response=True, parameters=dict(parameters or {}),
+                model,
+                list(inputs),
+                enable_empty_final_response=True,
+                parameters=dict(parameters or {}),
                 timeout=timeout_us,
-            )  # fmt: skip
+            )
         except BaseException:
             self.leave()
             raise
@@ -173,11 +199,20 @@ class Server:
         self.addresses = bench_server.free_addresses()
         self.process: subprocess.Popen[bytes] = bench_server.start(
             self.addresses,
-            ["--model-repository", str(self.repository), "--state-dir", str(state_dir),
-             "--store-bytes", "128M", "--self-check", "--ready-s-max", f"{ready_s_max:.0f}",
-             *arguments],
+            [
+                "--model-repository",
+                str(self.repository),
+                "--state-dir",
+                str(state_dir),
+                "--store-bytes",
+                "128M",
+                "--self-check",
+                "--ready-s-max",
+                f"{ready_s_max:.0f}",
+                *arguments,
+            ],
             self.log,
-        )  # fmt: skip
+        )
         if wait:
             bench_server.wait_ready(self.addresses, ready_s_max, self.process, self.log)
 
@@ -189,13 +224,19 @@ class Server:
         if count:
             path.write_text(text)
 
-    def stream(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
-               timeout_us: int | None = None, **inputs: Any) -> Stream:  # fmt: skip
+    def stream(
+        self,
+        model: str = "conductor",
+        parameters: Mapping[str, Any] | None = None,
+        timeout_us: int | None = None,
+        **inputs: Any,
+    ) -> Stream:
         tensors = [tensor(name, value) for name, value in inputs.items()]
         return Stream(self.addresses.grpc, model, tensors, parameters, timeout_us)
 
-    def ask(self, model: str = "conductor", parameters: Mapping[str, Any] | None = None,
-            **inputs: Any) -> Answer:  # fmt: skip
+    def ask(
+        self, model: str = "conductor", parameters: Mapping[str, Any] | None = None, **inputs: Any
+    ) -> Answer:
         return self.stream(model, parameters, stream=True, **inputs).all()
 
     def post(
@@ -229,26 +270,34 @@ class Server:
         if launcher.status() == psutil.STATUS_STOPPED:
             running = [p for p in launcher.children() if p.status() != psutil.STATUS_ZOMBIE]
             arguments = [argument.partition("=") for p in running for argument in p.cmdline()]
-            urls = [f"http://127.0.0.1:{port}/metrics"
-                    for name, _, port in arguments if name == "--metrics-port"]  # fmt: skip
+            urls = [
+                f"http://127.0.0.1:{port}/metrics"
+                for name, _, port in arguments
+                if name == "--metrics-port"
+            ]
         return [urllib.request.urlopen(url, timeout=10.0).read().decode() for url in urls]
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with this name and these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
-            value for sample, value in self.metrics().items()
+            value
+            for sample, value in self.metrics().items()
             if sample.split("{")[0] == name and all(each in sample for each in wanted)
-        )  # fmt: skip
+        )
 
     def is_idle(self) -> bool:
         """No page, slot or lease is in use, as the workers' own metrics say."""
         return not any(
             self.metric(name)
-            for name in ("mooncake_pages_used", "mooncake_requests_running",
-                         "mooncake_requests_waiting", "mooncake_leases_held",
-                         "mooncake_requests_live")
-        )  # fmt: skip
+            for name in (
+                "mooncake_pages_used",
+                "mooncake_requests_running",
+                "mooncake_requests_waiting",
+                "mooncake_leases_held",
+                "mooncake_requests_live",
+            )
+        )
 
     def ready(self, model: str) -> bool:
         return self._is_ready(model) is True

@@ -28,11 +28,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_p 0": ({**PROMPT, "top_p": 0.0}, "top_p is 0.0; use a number above 0, up to 1"),
     "top_p 2": ({**PROMPT, "top_p": 2.0}, "top_p is 2.0"),
     "10,000 stop words": (
-        {**PROMPT, "stop_words": [f"w{n}" for n in range(10_000)]}, "10000 words; use at most"
+        {**PROMPT, "stop_words": [f"w{n}" for n in range(10_000)]},
+        "10000 words; use at most",
     ),
     "token outside the vocabulary": ({"input_ids": [5, 99_999]}, "2047"),
     "beam search": ({**PROMPT, "beam_width": 4}, "beam_width is not supported"),
-}  # fmt: skip
+}
 
 
 def error_of(server: Server, inputs: dict[str, Any], model: str = "conductor") -> str:

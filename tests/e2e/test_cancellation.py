@@ -78,9 +78,13 @@ def test_a_request_ends_at_the_timeout_that_its_client_named(demo: Server, kind:
     wait_until(demo.is_idle, "an idle start")
     is_own = kind == "Triton's own"
     stream = demo.stream(
-        text_input="It was", max_tokens=TOKENS, end_id=-1, stream=True,
-        parameters={} if is_own else {"timeout_ms": 700}, timeout_us=700_000 if is_own else None,
-    )  # fmt: skip
+        text_input="It was",
+        max_tokens=TOKENS,
+        end_id=-1,
+        stream=True,
+        parameters={} if is_own else {"timeout_ms": 700},
+        timeout_us=700_000 if is_own else None,
+    )
     answer = stream.all()
     assert answer.error.endswith("unavailable: its timeout of 700 ms has passed"), answer.error
     assert len(answer.output_ids) < TOKENS

@@ -67,9 +67,11 @@ def checkpoint_in(folder: Path) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     checkpoint = checkpoint_in(tmp_path_factory.getbasetemp())
     yield from running(
-        tmp_path_factory.mktemp("damage"), state_dir, {"checkpoint": str(checkpoint)},
+        tmp_path_factory.mktemp("damage"),
+        state_dir,
+        {"checkpoint": str(checkpoint)},
         ["--store-bytes", "16M"],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.long

@@ -75,13 +75,20 @@ def loaded(server: Server, scraper: PrometheusApi) -> PrometheusApi:
     make_hot(server)  # last, or its blocks would have given way again
     be_rejected(server)
     wait_until(server.is_idle, "pages, slots and leases to be free")
-    page = {name: server.metric(name) for name in (
-        "mooncake_requests_total", "mooncake_output_tokens_total",
-        "mooncake_store_restored_blocks_total", "mooncake_store_spills_total",
-        "mooncake_rejections_total",
-    )}  # fmt: skip
-    wait_until(lambda: all(scraper.value(name) >= value for name, value in page.items()),
-               "Prometheus to have seen all of it")  # fmt: skip
+    page = {
+        name: server.metric(name)
+        for name in (
+            "mooncake_requests_total",
+            "mooncake_output_tokens_total",
+            "mooncake_store_restored_blocks_total",
+            "mooncake_store_spills_total",
+            "mooncake_rejections_total",
+        )
+    }
+    wait_until(
+        lambda: all(scraper.value(name) >= value for name, value in page.items()),
+        "Prometheus to have seen all of it",
+    )
     return scraper
 
 
@@ -114,8 +121,10 @@ def make_hot(server: Server) -> None:
     ids = prompt(4, 4 * B + 5)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: ask(server, ids, tokens=1), range(160)))
-    wait_until(lambda: server.metric("mooncake_replicated_blocks_total") > 0,
-               "a hot prefix to get another copy")  # fmt: skip
+    wait_until(
+        lambda: server.metric("mooncake_replicated_blocks_total") > 0,
+        "a hot prefix to get another copy",
+    )
     wait_until(
         lambda: server.metric("mooncake_hot_block_copies") > server.metric("mooncake_hot_blocks"),
         "the copy to be there",
@@ -129,10 +138,14 @@ def spill_and_restore(server: Server) -> None:
         return server.metric("mooncake_store_restored_blocks_total")
 
     wait_until(ask_all, "blocks to be restored from SSD", 60.0)
-    wait_until(lambda: server.metric("mooncake_store_spills_total") > 0,
-               "the directory to tell what was spilled")  # fmt: skip
-    wait_until(lambda: server.metric("mooncake_store_lookup_blocks_total", result="ssd"),
-               "the directory's counts to be published")  # fmt: skip
+    wait_until(
+        lambda: server.metric("mooncake_store_spills_total") > 0,
+        "the directory to tell what was spilled",
+    )
+    wait_until(
+        lambda: server.metric("mooncake_store_lookup_blocks_total", result="ssd"),
+        "the directory's counts to be published",
+    )
 
 
 def be_rejected(server: Server) -> None:
@@ -167,19 +180,26 @@ def test_every_query_of_every_panel_returns_numbers(
 
 @pytest.mark.parametrize(
     ("panel", "legend", "least", "most"),
-    [("Goodput", "within both limits", 0.5, 1.0),
-     ("Time to first token", "limit", 30.0, 30.0), ("Time between tokens", "limit", 1.0, 1.0),
-     ("Rejections by reason", "{{reason}}", 1e-6, 10.0),
-     ("Workers", "{{role}}", 4.0, 4.0),
-     ("Predicted over actual", "TTFT", 1e-3, 1e3), ("Predicted over actual", "TBT", 1e-3, 1e3),
-     ("Copies of a hot block", "at least {{heat}} x", 1.0, 8.0),
-     ("Copies made", "blocks", 1e-6, 1e3),
-     ("Evictions", "{{node}}", 1e-6, 1e3), ("Found on SSD only", "SSD", 1e-6, 1.0),
-     ("Spilled and restored", "spilled", 1e-6, 1e3),
-     ("Spilled and restored", "restored", 1e-6, 1e3), ("SSD taken", "{{node}}", 1e-6, 2.0),
-     ("Hit rate", "not computed", 1e-6, 1.0), ("Looked-up blocks by tier", "{{result}}", 1.0, 1.0),
-     ("Fetches and failures", "fetches", 1e-6, 10.0)],
-)  # fmt: skip
+    [
+        ("Goodput", "within both limits", 0.5, 1.0),
+        ("Time to first token", "limit", 30.0, 30.0),
+        ("Time between tokens", "limit", 1.0, 1.0),
+        ("Rejections by reason", "{{reason}}", 1e-6, 10.0),
+        ("Workers", "{{role}}", 4.0, 4.0),
+        ("Predicted over actual", "TTFT", 1e-3, 1e3),
+        ("Predicted over actual", "TBT", 1e-3, 1e3),
+        ("Copies of a hot block", "at least {{heat}} x", 1.0, 8.0),
+        ("Copies made", "blocks", 1e-6, 1e3),
+        ("Evictions", "{{node}}", 1e-6, 1e3),
+        ("Found on SSD only", "SSD", 1e-6, 1.0),
+        ("Spilled and restored", "spilled", 1e-6, 1e3),
+        ("Spilled and restored", "restored", 1e-6, 1e3),
+        ("SSD taken", "{{node}}", 1e-6, 2.0),
+        ("Hit rate", "not computed", 1e-6, 1.0),
+        ("Looked-up blocks by tier", "{{result}}", 1.0, 1.0),
+        ("Fetches and failures", "fetches", 1e-6, 10.0),
+    ],
+)
 def test_panels_show_what_happened(
     loaded: PrometheusApi, panel: str, legend: str, least: float, most: float
 ) -> None:

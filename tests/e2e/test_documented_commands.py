@@ -54,8 +54,14 @@ RUN = [block for block in BLOCKS if block.kind == "sh" and not block.not_run]
 
 def server_of(block: Block) -> Block | None:
     """The last one above it in its section."""
-    above = [each for each in RUN if each.is_server and each.page == block.page
-             and each.section == block.section and each.line < block.line]  # fmt: skip
+    above = [
+        each
+        for each in RUN
+        if each.is_server
+        and each.page == block.page
+        and each.section == block.section
+        and each.line < block.line
+    ]
     return above[-1] if above else None
 
 
@@ -113,8 +119,9 @@ class Typist:
         self.typed: set[str] = set()  # lines, since this server runs
         (folder / "home").mkdir()
         self.env = os.environ | {
-            "PATH": f"{self.programs}:{os.environ['PATH']}", "HOME": str(folder / "home")
-        }  # fmt: skip
+            "PATH": f"{self.programs}:{os.environ['PATH']}",
+            "HOME": str(folder / "home"),
+        }
         for name in ("COLUMNS", "PYTHONPATH", "MAKEFLAGS"):
             self.env.pop(name, None)
 
@@ -138,9 +145,11 @@ class Typist:
         curl = f'exec {shutil.which("curl")} --fail-with-body "$@"\n'
         mooncake = f'exec {there}/python -m backends.cli "$@"\n'
         for path, script in (
-            (there / "python", python), (there / "mooncake", mooncake),
-            (self.programs / "mooncake", mooncake), (self.programs / "curl", curl),
-        ):  # fmt: skip
+            (there / "python", python),
+            (there / "mooncake", mooncake),
+            (self.programs / "mooncake", mooncake),
+            (self.programs / "curl", curl),
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"#!/bin/bash\n{script}")
             path.chmod(0o755)
@@ -161,9 +170,15 @@ class Typist:
     def run(self, text: str) -> str:
         """What it printed; it must end with status 0."""
         done = subprocess.run(
-            self._typed(text), cwd=self.checkout, env=self.env, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S_MAX,
-        )  # fmt: skip
+            self._typed(text),
+            cwd=self.checkout,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_S_MAX,
+        )
         assert done.returncode == 0, f"status {done.returncode} of:\n{text}\n{done.stdout}"
         return done.stdout
 
@@ -177,9 +192,14 @@ class Typist:
         log = self.checkout.parent / "serve.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                self._typed(block.text), cwd=self.checkout, env=self.env, stdout=out,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                self._typed(block.text),
+                cwd=self.checkout,
+                env=self.env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self.server = RunningBlock(text, process, log)
         wait_until(self.server.is_ready, f"`{block.first_command}`", READY_S_MAX)
 

@@ -37,7 +37,7 @@ def admin_key(server: Server) -> str:
 def segment_of(server: Server, node: str) -> str:
     (name,) = [
         path.name for path in Path("/dev/shm").glob(f"mooncake-{server.process.pid}-*-{node}")
-    ]  # fmt: skip
+    ]
     return name
 
 
@@ -83,8 +83,11 @@ def test_the_same_is_closed_over_grpc_and_the_rest_is_open(demo: Server) -> None
             headers={f"triton-grpc-protocol-{HEADER}": admin_key(demo)}
         )
         assert {model.name for model in index.models} == {
-            "conductor", "ensemble", "preprocessing", "postprocessing"
-        }  # fmt: skip
+            "conductor",
+            "ensemble",
+            "preprocessing",
+            "postprocessing",
+        }
         assert client.is_server_ready() and client.is_model_ready("conductor")
         assert client.get_model_metadata("conductor").name == "conductor"
         assert client.get_model_config("conductor").config.backend == "conductor"

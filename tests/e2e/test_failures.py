@@ -42,9 +42,13 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Ser
     prompt = [30 + 7 * n % 1900 for n in range(150)]
     alone = ask(server, prompt, 1_000)
     stream = server.stream(
-        input_ids=prompt, max_tokens=1_000, end_id=-1, return_decision=True, stream=True,
+        input_ids=prompt,
+        max_tokens=1_000,
+        end_id=-1,
+        return_decision=True,
+        stream=True,
         temperature=0.0,
-    )  # fmt: skip
+    )
     answer = stream.begun(40)
     stub_of(server, answer.decision["decode"]).kill()
     rest = stream.all()
@@ -54,9 +58,11 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(server: Ser
 
 
 NUMBERS = {
-    "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 150,
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 999},
+    "minItems": 150,
     "maxItems": 150,
-}  # fmt: skip
+}
 
 
 def logprobs_of(result: Any) -> tuple[list[float], list[list[int]], list[list[float]]]:
@@ -74,9 +80,11 @@ def test_a_guided_answer_and_its_logprobs_go_on_when_its_decode_worker_is_killed
     that transformers says, once."""
     prompt = [30 + 7 * n % 1900 for n in range(100)]
     asked: dict[str, Any] = {
-        "input_ids": prompt, "max_tokens": 1_500, "guided_json": json.dumps(NUMBERS),
+        "input_ids": prompt,
+        "max_tokens": 1_500,
+        "guided_json": json.dumps(NUMBERS),
         "return_decision": True,
-    }  # fmt: skip
+    }
     alone = server.ask(**asked)
     attempts = server.metric("mooncake_retries_total")
     assert alone.finish_reason == "end_id" and not alone.error, alone.error
@@ -142,10 +150,16 @@ def test_a_worker_s_triton_takes_nobody_along(server: Server, end: signal.Signal
     prompts = [[90 + n + 7 * i % 1900 for i in range(150)] for n in range(4)]
     alone = [ask(server, prompt, 200) for prompt in prompts]
     streams = [
-        server.stream(input_ids=prompt, max_tokens=200, end_id=-1, stream=True, temperature=0.0,
-                      return_decision=True)
+        server.stream(
+            input_ids=prompt,
+            max_tokens=200,
+            end_id=-1,
+            stream=True,
+            temperature=0.0,
+            return_decision=True,
+        )
         for prompt in prompts
-    ]  # fmt: skip
+    ]
     answers = [Answer() for _ in streams]
     for stream, answer in zip(streams, answers, strict=True):
         while "decode" not in answer.decision:
@@ -173,9 +187,12 @@ def test_a_worker_s_triton_takes_nobody_along(server: Server, end: signal.Signal
 def is_back(server: Server, worker: str) -> bool:
     role = worker.split("_")[0]
     answer = server.ask(
-        input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+        input_ids=[40, 41, 42],
+        max_tokens=2,
+        end_id=-1,
+        return_decision=True,
         parameters={f"{role}_worker": worker},
-    )  # fmt: skip
+    )
     return not answer.error and answer.decision[role] == worker
 
 
@@ -191,9 +208,10 @@ def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: st
     expected = ask(server, prompt, 8)
     assert not expected.error, expected.error
     [victim] = [
-        process for process, arguments in processes(server).items()
+        process
+        for process, arguments in processes(server).items()
         if name in " ".join(arguments[:8])
-    ]  # fmt: skip
+    ]
     victim.kill()
     wait_until(
         lambda: "died, starting it again" in server.log.read_text(errors="replace"),
@@ -203,11 +221,18 @@ def test_whatever_is_killed_is_started_again_and_serves(server: Server, name: st
     def is_served_by_both() -> bool:
         try:
             answers = [
-                server.ask(input_ids=prompt, max_tokens=8, end_id=-1, return_decision=True,
-                           parameters={"prefill_worker": f"prefill_{n}",
-                                       "decode_worker": f"decode_{1 - n}"})
+                server.ask(
+                    input_ids=prompt,
+                    max_tokens=8,
+                    end_id=-1,
+                    return_decision=True,
+                    parameters={
+                        "prefill_worker": f"prefill_{n}",
+                        "decode_worker": f"decode_{1 - n}",
+                    },
+                )
                 for n in (0, 1)
-            ]  # fmt: skip
+            ]
         except (OSError, triton.InferenceServerException):  # Triton itself is not back yet
             return False
         return all(answer.output_ids == expected.output_ids for answer in answers)
@@ -221,9 +246,10 @@ def test_a_killed_directory_costs_no_cached_prefix(server: Server) -> None:
     assert not first.error, first.error
     before = restarts(server)
     [(victim, words)] = [
-        (process, arguments) for process, arguments in processes(server).items()
+        (process, arguments)
+        for process, arguments in processes(server).items()
         if "mooncake_store.directory" in arguments
-    ]  # fmt: skip
+    ]
     address = words[words.index("--address") + 1]
     victim.kill()
     wait_until(lambda: restarts(server) > before, "the launcher's word")
@@ -241,8 +267,9 @@ def test_a_killed_directory_costs_no_cached_prefix(server: Server) -> None:
     workers = {"prefill_worker": first.decision["prefill"]}
 
     def is_cached() -> bool:  # false as well while workers register again
-        answer = server.ask(input_ids=prompt, max_tokens=4, end_id=-1, return_decision=True,
-                            parameters=workers)  # fmt: skip
+        answer = server.ask(
+            input_ids=prompt, max_tokens=4, end_id=-1, return_decision=True, parameters=workers
+        )
         cached.append(answer.decision.get("cached_tokens", 0))
         return not answer.error and answer.output_ids == first.output_ids
 

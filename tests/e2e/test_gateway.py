@@ -73,8 +73,10 @@ def test_a_library_that_is_installed_is_served_as_it_is(
 def test_a_completion_keeps_to_what_its_fields_say(gateway: Gateway) -> None:
     client = gateway.client(max_retries=0)
     prompt = "It is a truth"
-    greedy = [client.completions.create(model="demo", prompt=prompt, max_tokens=40, temperature=0)
-              for _ in range(2)]  # fmt: skip
+    greedy = [
+        client.completions.create(model="demo", prompt=prompt, max_tokens=40, temperature=0)
+        for _ in range(2)
+    ]
     text = greedy[0].choices[0].text
     assert text == greedy[1].choices[0].text
     word = text.split()[3]
@@ -111,7 +113,7 @@ def test_logprobs_add_up_to_the_text(gateway: Gateway) -> None:
     client = gateway.client(max_retries=0)
     choice = client.chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
-    ).choices[0]  # fmt: skip
+    ).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     tokens = choice.logprobs.content
     assert len(tokens) == 6
@@ -272,9 +274,12 @@ def test_a_rejection_is_shown_as_what_it_is_and_the_stop_button_cancels(
 
     with_key(browser, SINGLE_KEY)
     stream = gateway.client(SINGLE_KEY).completions.create(
-        model="demo", prompt="It was", max_tokens=TOKENS, stream=True,
+        model="demo",
+        prompt="It was",
+        max_tokens=TOKENS,
+        stream=True,
         extra_body={"ignore_eos": True},
-    )  # fmt: skip
+    )
     next(iter(stream))
     browser.problems.clear()
     ask(browser, "Who")
@@ -293,16 +298,30 @@ def test_what_a_prompt_or_a_model_says_is_never_more_than_text(browser: Tab) -> 
     answered(browser)
     # The demo model does not say what a test wants, so here its words are made.
     events = [
-        {"choices": [{"text": HOSTILE, "finish_reason": "stop"}],
-         "decision": {"prefill": HOSTILE, "decode": HOSTILE, "fetch_node": HOSTILE,
-                      "predicted": {"ttft_s": 1}}},
-        {"choices": [], "usage": {"prompt_tokens": 130, "completion_tokens": 2,
-                                  "prompt_tokens_details": {"cached_tokens": 64}}},
-    ]  # fmt: skip
+        {
+            "choices": [{"text": HOSTILE, "finish_reason": "stop"}],
+            "decision": {
+                "prefill": HOSTILE,
+                "decode": HOSTILE,
+                "fetch_node": HOSTILE,
+                "predicted": {"ttft_s": 1},
+            },
+        },
+        {
+            "choices": [],
+            "usage": {
+                "prompt_tokens": 130,
+                "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 64},
+            },
+        },
+    ]
     body = "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
     error = json.dumps({"error": {"message": HOSTILE, "code": HOSTILE, "param": HOSTILE}})
-    answers = [f"new Response({json.dumps(body)})",
-               f"new Response({json.dumps(error)}, {{status: 400}})"]  # fmt: skip
+    answers = [
+        f"new Response({json.dumps(body)})",
+        f"new Response({json.dumps(error)}, {{status: 400}})",
+    ]
     browser.value("window.realFetch = window.fetch")
     for answer, place in zip(answers, ("#answer", "#error"), strict=True):
         browser.value(
@@ -354,9 +373,12 @@ def test_who_leaves_frees_pages_slot_and_leases(gateway: Gateway) -> None:
     wait_until(server.is_idle, "an idle start")
     before = server.metric("mooncake_requests_total", outcome="cancelled")
     stream = gateway.client().completions.create(
-        model="demo", prompt="It was", max_tokens=TOKENS, stream=True,
+        model="demo",
+        prompt="It was",
+        max_tokens=TOKENS,
+        stream=True,
         extra_body={"ignore_eos": True},
-    )  # fmt: skip
+    )
     next(iter(stream))
     wait_until(lambda: server.metric("mooncake_pages_used"), "a worker to be at work")
     stream.close()
@@ -369,8 +391,16 @@ def test_who_leaves_frees_pages_slot_and_leases(gateway: Gateway) -> None:
 def test_curl_gets_an_answer_or_the_status_of_its_mistake(gateway: Gateway) -> None:
     calls = curl_gateway.calls(gateway.called)
     assert {status for call in calls for status in call.statuses} == {
-        200, 400, 401, 403, 404, 405, 413, 429, 504
-    }  # fmt: skip
+        200,
+        400,
+        401,
+        403,
+        404,
+        405,
+        413,
+        429,
+        504,
+    }
     for call in calls:
         answer = curl.send(call, gateway.url)
         assert answer.status in call.statuses, (call.title, answer.text)
@@ -400,10 +430,24 @@ def test_locusts_users_of_two_tenants_come_with_their_keys_and_a_full_one_is_rej
     keys = tmp_path / "keys"
     keys.write_text(f"acme {KEY}\nsingle {SINGLE_KEY}\n")
     run = headless(
-        gateway.server, tmp_path, "--via", "openai", "--host", gateway.url,
-        "--metrics-url", f"{gateway.url}/metrics", "--tenants", "acme:3,single",
-        "--tenant-keys", str(keys), "--workload", "shared:1,burst:3", *LENIENT, users=4, seconds=8,
-    )  # fmt: skip
+        gateway.server,
+        tmp_path,
+        "--via",
+        "openai",
+        "--host",
+        gateway.url,
+        "--metrics-url",
+        f"{gateway.url}/metrics",
+        "--tenants",
+        "acme:3,single",
+        "--tenant-keys",
+        str(keys),
+        "--workload",
+        "shared:1,burst:3",
+        *LENIENT,
+        users=4,
+        seconds=8,
+    )
     assert (run.status, run.failures) == (0, 0), run.log
     records = run.recording.requests
     groups = {"acme/shared", "acme/burst", "single/burst"}

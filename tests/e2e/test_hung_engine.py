@@ -69,9 +69,12 @@ def has_ended(process: psutil.Process) -> bool:
 
 def serves(server: Server, worker: str) -> bool:
     answer = server.ask(
-        input_ids=[40, 41, 42], max_tokens=2, end_id=-1, return_decision=True,
+        input_ids=[40, 41, 42],
+        max_tokens=2,
+        end_id=-1,
+        return_decision=True,
         parameters={f"{worker.split('_')[0]}_worker": worker},
-    )  # fmt: skip
+    )
     return not answer.error
 
 

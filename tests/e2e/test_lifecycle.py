@@ -141,8 +141,13 @@ def test_a_damaged_checkpoint_is_refused_with_the_reason(
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     server = serve(wait=False, parameters={"checkpoint": str(damaged)})
-    assert_refused(server, "these models did not load", "prefill_0: ",
-                   "decode_1: ", "model.safetensors is cut short")  # fmt: skip
+    assert_refused(
+        server,
+        "these models did not load",
+        "prefill_0: ",
+        "decode_1: ",
+        "model.safetensors is cut short",
+    )
 
 
 def test_a_missing_repository_and_a_bad_size_are_refused(tmp_path: Path) -> None:
@@ -151,8 +156,16 @@ def test_a_missing_repository_and_a_bad_size_are_refused(tmp_path: Path) -> None
     from backends.cli import app
 
     runner = CliRunner()
-    missing = runner.invoke(app, ["serve", "--model-repository", str(tmp_path / "none"),
-                                  "--state-dir", str(tmp_path / "state")])  # fmt: skip
+    missing = runner.invoke(
+        app,
+        [
+            "serve",
+            "--model-repository",
+            str(tmp_path / "none"),
+            "--state-dir",
+            str(tmp_path / "state"),
+        ],
+    )
     assert missing.exit_code == 1 and "no model repository" in missing.output.replace("\n", " ")
     size = runner.invoke(app, ["serve", "--store-bytes", "lots"])
     assert size.exit_code == 2 and "is not a size" in size.output

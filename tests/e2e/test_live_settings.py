@@ -71,9 +71,13 @@ def test_what_cannot_be_changed_live_is_said_with_every_mistake_and_nothing_is_w
 ) -> None:
     before = [path.read_bytes() for path in sorted(server.repository.glob("*/config.pbtxt"))]
     status, said = run_config(
-        server, "set", f"*.checkpoint={checkpoint}", "prefill_*.block_tokens=32",
-        "prefill_2.threads=2", "conductor.policy=best",
-    )  # fmt: skip
+        server,
+        "set",
+        f"*.checkpoint={checkpoint}",
+        "prefill_*.block_tokens=32",
+        "prefill_2.threads=2",
+        "conductor.policy=best",
+    )
     assert status == 1 and said.endswith("nothing was changed")
     for part in (
         "conductor.checkpoint: --checkpoint of the running `mooncake serve` stands above the file",

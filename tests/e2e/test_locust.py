@@ -45,12 +45,29 @@ def test_five_users_over_grpc_are_answered_and_counted_and_reported(
 def test_one_user_of_make_loadtest_over_http_is_answered_by_the_ensemble(
     demo: Server, tmp_path: Path
 ) -> None:
-    run = locusts.ended(tmp_path, [
-        *locusts.DRIVER, "--users", "1", "--seconds", "4", "--via", "http",
-        "--host", f"http://{demo.addresses.http}", "--metrics-url", demo.addresses.metrics_url,
-        "--target-model", "ensemble", "--workload", "chat",
-        *SMALL, *LENIENT, *locusts.outputs(tmp_path),
-    ])  # fmt: skip
+    run = locusts.ended(
+        tmp_path,
+        [
+            *locusts.DRIVER,
+            "--users",
+            "1",
+            "--seconds",
+            "4",
+            "--via",
+            "http",
+            "--host",
+            f"http://{demo.addresses.http}",
+            "--metrics-url",
+            demo.addresses.metrics_url,
+            "--target-model",
+            "ensemble",
+            "--workload",
+            "chat",
+            *SMALL,
+            *LENIENT,
+            *locusts.outputs(tmp_path),
+        ],
+    )
     assert (run.status, run.failures) == (0, 0), run.log
     turns = [record for record in run.recording.requests if record.outcome == COMPLETED]
     assert len(turns) == len(run.recording.requests) >= 2
@@ -62,10 +79,22 @@ def test_a_trace_is_replayed_row_by_row_and_an_impossible_limit_fails_the_run(
     demo: Server, tmp_path: Path
 ) -> None:
     run = headless(
-        demo, tmp_path, "--workload", "trace", "--trace", str(TRACE), "--length-scale",
-        "0.06", "--trace-speed", "400", "--trace-requests", str(TRACE_ROWS),
-        "--slo-ttft-p90", "0.000001", seconds=60,
-    )  # fmt: skip
+        demo,
+        tmp_path,
+        "--workload",
+        "trace",
+        "--trace",
+        str(TRACE),
+        "--length-scale",
+        "0.06",
+        "--trace-speed",
+        "400",
+        "--trace-requests",
+        str(TRACE_ROWS),
+        "--slo-ttft-p90",
+        "0.000001",
+        seconds=60,
+    )
     assert run.status == 1 and run.failures == 0, run.log
     assert "MISSED trace: P90 TTFT" in run.log and "--slo-ttft-p90" in run.log
     records = run.recording.requests
@@ -94,9 +123,10 @@ def test_rejected_users_are_counted_as_such_come_back_and_fail_nothing(
     for record in rejected:
         user = record.request_id.rpartition("-")[0]
         later = [
-            other.sent_s for other in run.recording.requests
+            other.sent_s
+            for other in run.recording.requests
             if other.request_id.rpartition("-")[0] == user and other.sent_s > record.sent_s
-        ]  # fmt: skip
+        ]
         assert record.retry_after_s == 1.0
         # less a little: timers of gevent count from when its loop last looked at the clock
         assert not later or min(later) >= record.finished_s + 0.95, "it came back too early"
@@ -109,9 +139,20 @@ def test_a_master_judges_the_requests_of_all_its_workers(demo: Server, tmp_path:
     workers = [subprocess.Popen(worker, stdout=log, stderr=log) for log in logs]
     try:
         run = headless(
-            demo, tmp_path, "--master", "--master-bind-host", "127.0.0.1", "--master-bind-port",
-            port, "--expect-workers", "2", "--workload", "chat:1,document:1", *LENIENT, users=4,
-        )  # fmt: skip
+            demo,
+            tmp_path,
+            "--master",
+            "--master-bind-host",
+            "127.0.0.1",
+            "--master-bind-port",
+            port,
+            "--expect-workers",
+            "2",
+            "--workload",
+            "chat:1,document:1",
+            *LENIENT,
+            users=4,
+        )
         statuses = [process.wait(30.0) for process in workers]
     finally:
         for process in workers:
@@ -187,10 +228,19 @@ def test_without_a_server_it_says_so_and_does_not_start(tmp_path: Path) -> None:
     nowhere = free_addresses().grpc
     done = subprocess.run(
         [
-            sys.executable, "-m", "locust", "-f", str(locusts.LOCUSTFILE), "--headless",
-            "--host", nowhere,
+            sys.executable,
+            "-m",
+            "locust",
+            "-f",
+            str(locusts.LOCUSTFILE),
+            "--headless",
+            "--host",
+            nowhere,
         ],
-        capture_output=True, text=True, timeout=60.0, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
     assert done.returncode == 2
     assert f"cannot start: unreachable: {nowhere}" in done.stderr and "make serve" in done.stderr

@@ -37,11 +37,14 @@ OF_NETWORK_CARDS = {
 }
 UNREACHED = "mooncake_worker_unreached"  # shown of workers to which there is no way, and else not
 OF_A_FLEET = OF_NETWORK_CARDS | {
-    "mooncake_nixl_agents_given_up_total", "mooncake_frontends_known", "mooncake_routed_elsewhere",
-    "mooncake_routing_note_batches_total", UNREACHED,
+    "mooncake_nixl_agents_given_up_total",
+    "mooncake_frontends_known",
+    "mooncake_routed_elsewhere",
+    "mooncake_routing_note_batches_total",
+    UNREACHED,
     "mooncake_recorded_requests_total",  # only where a recording is asked for: test_recording.py
     "mooncake_trace_spans_total",  # only where traces are: test_traces.py
-}  # fmt: skip
+}
 # test_ssd_tier.py, test_damage.py.
 OF_AN_SSD = {"mooncake_store_spills_total", "mooncake_store_restored_blocks_total"}
 OF_DAMAGE = {"mooncake_store_bad_copies_total"}
@@ -98,26 +101,40 @@ def test_every_metric_of_the_table_has_a_cause() -> None:
 
 
 def test_the_numbers_of_known_requests_are_exact(demo: Server) -> None:
-    names = ("mooncake_requests_total", "mooncake_ttft_seconds", "mooncake_tbt_seconds",
-             "mooncake_request_duration_seconds", "mooncake_token_intervals_total",
-             "mooncake_prompt_tokens_total", "mooncake_output_tokens_total",
-             "mooncake_prefix_load_seconds", "mooncake_prefill_compute_seconds",
-             "mooncake_decode_queue_seconds")  # fmt: skip
+    names = (
+        "mooncake_requests_total",
+        "mooncake_ttft_seconds",
+        "mooncake_tbt_seconds",
+        "mooncake_request_duration_seconds",
+        "mooncake_token_intervals_total",
+        "mooncake_prompt_tokens_total",
+        "mooncake_output_tokens_total",
+        "mooncake_prefix_load_seconds",
+        "mooncake_prefill_compute_seconds",
+        "mooncake_decode_queue_seconds",
+    )
     wait_until(demo.is_idle, "an idle start")
     before = {name: total(demo, name) for name in names}
-    cached = {path: total(demo, "mooncake_prompt_tokens_total", path=path)
-              for path in ("computed", "local", "fetched")}  # fmt: skip
+    cached = {
+        path: total(demo, "mooncake_prompt_tokens_total", path=path)
+        for path in ("computed", "local", "fetched")
+    }
     ids = prompt(6, 6 * B + 3)
     ask(demo, ids, prefill=0, tokens=10)
     ask(demo, ids, prefill=0, tokens=10)
     ask(demo, ids, prefill=1, tokens=1)
     expected = {
-        "mooncake_requests_total": 3, "mooncake_ttft_seconds": 3, "mooncake_tbt_seconds": 2,
-        "mooncake_request_duration_seconds": 3, "mooncake_token_intervals_total": 18,
-        "mooncake_prompt_tokens_total": 3 * len(ids), "mooncake_output_tokens_total": 21,
-        "mooncake_prefix_load_seconds": 2, "mooncake_prefill_compute_seconds": 3,
+        "mooncake_requests_total": 3,
+        "mooncake_ttft_seconds": 3,
+        "mooncake_tbt_seconds": 2,
+        "mooncake_request_duration_seconds": 3,
+        "mooncake_token_intervals_total": 18,
+        "mooncake_prompt_tokens_total": 3 * len(ids),
+        "mooncake_output_tokens_total": 21,
+        "mooncake_prefix_load_seconds": 2,
+        "mooncake_prefill_compute_seconds": 3,
         "mooncake_decode_queue_seconds": 2,
-    }  # fmt: skip
+    }
     counted: dict[str, float] = {}
 
     def is_published() -> bool:
@@ -127,8 +144,10 @@ def test_the_numbers_of_known_requests_are_exact(demo: Server) -> None:
     with contextlib.suppress(AssertionError):
         wait_until(is_published, "the numbers to be published", 10.0)
     assert counted == expected
-    paths = {path: total(demo, "mooncake_prompt_tokens_total", path=path) - count
-             for path, count in cached.items()}  # fmt: skip
+    paths = {
+        path: total(demo, "mooncake_prompt_tokens_total", path=path) - count
+        for path, count in cached.items()
+    }
     assert paths == {"computed": len(ids) + 3 + 3, "local": 6 * B, "fetched": 6 * B}
 
 
@@ -137,14 +156,17 @@ def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
         return [family for family in families(demo) if family.name.startswith("mooncake_")]
 
     declared = {
-        name.removesuffix("_total"): metric for name, metric in METRICS.items()
+        name.removesuffix("_total"): metric
+        for name, metric in METRICS.items()
         if not name.startswith("nv_trt_llm_")
         and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | OF_A_GATEWAY | OF_TENANTS | {UNREACHED}
-    }  # fmt: skip
+    }
     # The page is put together of those of all Tritons, which say something once a second.
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: {family.name for family in ours()} == declared.keys(),
-                   "every metric of every model to be on the page")  # fmt: skip
+        wait_until(
+            lambda: {family.name for family in ours()} == declared.keys(),
+            "every metric of every model to be on the page",
+        )
     assert {family.name for family in ours()} == declared.keys()
     for family in ours():
         metric = declared[family.name]
@@ -177,8 +199,11 @@ def test_no_counter_falls_when_models_are_edited_killed_and_removed(rough: Serve
 
     def assert_no_counter_fell(before: Page) -> Page:
         after = page(rough)
-        fell = {key: (value, after.get(key)) for key, value in before.items()
-                if METRICS[key[0]].kind != "gauge" and after.get(key, -1.0) < value}  # fmt: skip
+        fell = {
+            key: (value, after.get(key))
+            for key, value in before.items()
+            if METRICS[key[0]].kind != "gauge" and after.get(key, -1.0) < value
+        }
         assert not fell, fell
         return after
 
@@ -211,6 +236,8 @@ def test_no_counter_falls_when_models_are_edited_killed_and_removed(rough: Serve
 
 def wait_moved(server: Server, before: Page) -> Page:
     return wait_until(
-        lambda: (now := page(server)) and "mooncake_output_tokens_total" in moved(before, now)
-        and now, "new tokens to be counted",
-    )  # fmt: skip
+        lambda: (
+            (now := page(server)) and "mooncake_output_tokens_total" in moved(before, now) and now
+        ),
+        "new tokens to be counted",
+    )

@@ -43,8 +43,10 @@ def add_groups(repository: Path) -> None:
             node = f"s{stage % 2}"
             text = template.replace('string_value: "s0"', f'string_value: "{node}"')
             for name, value in (
-                ("group", group), ("stage", str(stage)), ("stages", str(len(workers))),
-            ):  # fmt: skip
+                ("group", group),
+                ("stage", str(stage)),
+                ("stages", str(len(workers))),
+            ):
                 key = f'key: "pipeline_{name}" value {{ string_value: "{value}" }}'
                 text += f"\nparameters {{ {key} }}"
             (folder / "config.pbtxt").write_text(text + "\n")
@@ -53,9 +55,12 @@ def add_groups(repository: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     yield from running(
-        tmp_path_factory.mktemp("groups"), state_dir, {"kv_pages": "64"},
-        ["--nodes", "s0,s1"], prepare=add_groups,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("groups"),
+        state_dir,
+        {"kv_pages": "64"},
+        ["--nodes", "s0,s1"],
+        prepare=add_groups,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +70,11 @@ def whole(server: Server) -> None:
 
 def ask(server: Server, prompt: list[int], worker: str, tokens: int = OUTPUT_TOKENS) -> Answer:
     return server.ask(
-        input_ids=prompt, max_tokens=tokens, end_id=-1,
+        input_ids=prompt,
+        max_tokens=tokens,
+        end_id=-1,
         parameters={"prefill_worker": worker, "tenant": worker},
-    )  # fmt: skip
+    )
 
 
 def serves(server: Server, worker: str) -> bool:

@@ -26,9 +26,11 @@ def ask(server: Server, prompt: list[int], prefill: str = "", decode: str = "", 
     pins = {"prefill_worker": prefill, "decode_worker": decode}
     inputs = {"max_tokens": 4, "end_id": -1, **inputs}
     answer = server.ask(
-        input_ids=prompt, return_decision=True,
-        parameters={name: worker for name, worker in pins.items() if worker}, **inputs,
-    )  # fmt: skip
+        input_ids=prompt,
+        return_decision=True,
+        parameters={name: worker for name, worker in pins.items() if worker},
+        **inputs,
+    )
     assert not answer.error, answer.error
     return answer
 
@@ -40,9 +42,15 @@ def nixl_read_bytes(server: Server, worker: str) -> float:
 
 
 def directory_address(server: Server) -> str:
-    (line,) = [line for line in (server.state_dir / f"logs-{server.addresses.http.split(':')[1]}"
-                                 / "directory.log").read_text().splitlines()
-               if line.startswith("ready address=")]  # fmt: skip
+    (line,) = [
+        line
+        for line in (
+            server.state_dir / f"logs-{server.addresses.http.split(':')[1]}" / "directory.log"
+        )
+        .read_text()
+        .splitlines()
+        if line.startswith("ready address=")
+    ]
     return line.split("address=")[1].split()[0]
 
 
@@ -62,8 +70,10 @@ def test_a_prompt_prefilled_on_one_node_decodes_on_the_other_over_nixl(
     answer = ask(demo, prompt, "prefill_0", "decode_1")
     assert (answer.decision["prefill"], answer.decision["decode"]) == ("prefill_0", "decode_1")
     kv_bytes = 17 * demo_block_bytes(demo)  # 16 full blocks and the tail
-    wait_until(lambda: nixl_read_bytes(demo, "decode_1") - before >= kv_bytes,
-               f"decode_1 to have read {kv_bytes} bytes over NIXL")  # fmt: skip
+    wait_until(
+        lambda: nixl_read_bytes(demo, "decode_1") - before >= kv_bytes,
+        f"decode_1 to have read {kv_bytes} bytes over NIXL",
+    )
     # A layer that was announced and is not here in time is read again with its block.
     assert kv_bytes <= answer.decision["decode_read_bytes"]["nixl"] <= 2 * kv_bytes
 
@@ -130,9 +140,11 @@ def test_the_next_turn_finds_the_blocks_that_decode_generated(
     turn = [*start, *answer.output_ids, *prompt[:20]]
     generated_blocks = (len(start) + 2 * B - 1) // B  # the last token's KV was never computed
     again = wait_until(
-        lambda: (found := ask(demo, turn, max_tokens=1)).cached_tokens >= generated_blocks * B
-        and found, "the generated blocks to be found",
-    )  # fmt: skip
+        lambda: (
+            (found := ask(demo, turn, max_tokens=1)).cached_tokens >= generated_blocks * B and found
+        ),
+        "the generated blocks to be found",
+    )
     assert again.cached_tokens == generated_blocks * B
 
 
@@ -163,8 +175,11 @@ def test_a_tenants_quota_holds_for_what_serving_stores_and_costs_no_answer(
         client.set_quota("bounded", quota_bytes)
         client.set_quota("tiny", 3 * worker.block_bytes)
         for number in range(2):
-            for prefill, decode in (("prefill_0", "decode_0"), ("prefill_0", "decode_1"),
-                                    ("prefill_1", "decode_1")):  # fmt: skip
+            for prefill, decode in (
+                ("prefill_0", "decode_0"),
+                ("prefill_0", "decode_1"),
+                ("prefill_1", "decode_1"),
+            ):
                 expected = asked("free", number, prefill, decode)
                 for tenant in ("bounded", "tiny"):
                     assert asked(tenant, number, prefill, decode) == expected, tenant

@@ -36,8 +36,19 @@ def traces(server: Server) -> list[Path]:
 
 def replayed(server: Server, trace: Path, *arguments: str) -> int:
     """How many requests of it were answered."""
-    command = [sys.executable, "-m", "backends.cli", "replay", str(trace), "--json", "--url",
-               server.addresses.grpc, "--metrics-url", "none", *arguments]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "backends.cli",
+        "replay",
+        str(trace),
+        "--json",
+        "--url",
+        server.addresses.grpc,
+        "--metrics-url",
+        "none",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return int(json.loads(done.stdout.splitlines()[-1])["completed"])

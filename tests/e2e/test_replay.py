@@ -23,11 +23,29 @@ def test_a_replayed_trace_is_answered_and_finds_what_an_unlimited_cache_would(
 ) -> None:
     page = tmp_path / "run.html"
     command = [
-        sys.executable, "-m", "backends.cli", "replay", str(EXTRACT), "--requests", "32",
-        "--length-scale", "0.06", "--speed", "250", "--url", demo.addresses.grpc, "--json",
-        "--seed", str(seed % 1000), "--report", str(page),
-        "--metrics-url", f"http://{demo.addresses.metrics}/metrics", "--slo-ttft-s", "60",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "backends.cli",
+        "replay",
+        str(EXTRACT),
+        "--requests",
+        "32",
+        "--length-scale",
+        "0.06",
+        "--speed",
+        "250",
+        "--url",
+        demo.addresses.grpc,
+        "--json",
+        "--seed",
+        str(seed % 1000),
+        "--report",
+        str(page),
+        "--metrics-url",
+        f"http://{demo.addresses.metrics}/metrics",
+        "--slo-ttft-s",
+        "60",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -56,8 +74,11 @@ def the_report_holds_the_run(page: Path, result: dict[str, Any]) -> None:
         assert one.all["prefill"] > 0 and server_s <= one.ttft_s
     assert len(run.samples) >= 2, "the first and the last at least"
     assert {line.label for line in timeline.gauge(run.samples, timeline.PAGES_USED)} == {
-        "prefill_0", "prefill_1", "decode_0", "decode_1",
-    }  # fmt: skip
+        "prefill_0",
+        "prefill_1",
+        "decode_0",
+        "decode_1",
+    }
     assert timeline.prefill_workers(run.samples) == {"prefill_0", "prefill_1"}
     assert timeline.decode_workers(run.samples) == {"decode_0", "decode_1"}
     prompts = timeline.gauge(run.samples, timeline.PROMPT_TOKENS, by="path")

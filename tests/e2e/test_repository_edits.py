@@ -41,8 +41,11 @@ def test_an_edit_under_load_loses_no_request_and_no_cached_block(server: Server)
         server.edit("decode_1", "slots", "16")
         server.edit("conductor", "ttft_slo_s", "29")
         for model in ("prefill_0", "decode_1", "conductor"):
-            wait_until(lambda m=model: server.triton_log().count(f"successfully loaded '{m}'") >= 2,
-                       f"{model} to be reloaded", 40.0)  # fmt: skip
+            wait_until(
+                lambda m=model: server.triton_log().count(f"successfully loaded '{m}'") >= 2,
+                f"{model} to be reloaded",
+                40.0,
+            )
         load.wait_for_more(15)
     assert_all_answered(load)
     assert ask(server, 2).cached_tokens == 4 * B, "KV outlives the workers that computed it"
@@ -60,8 +63,14 @@ def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Ser
         return text if "prefill_1/config.pbtxt has" in text else ""
 
     text = " ".join(wait_until(said, "the launcher to say what is wrong", 40.0).split())
-    for part in ("4 mistake(s)", "unknown parameter 'leese_s'", "threads is 'zero'",
-                 "dtype is 'int3'", "chunk_tokens (100)", "kept the old settings"):  # fmt: skip
+    for part in (
+        "4 mistake(s)",
+        "unknown parameter 'leese_s'",
+        "threads is 'zero'",
+        "dtype is 'int3'",
+        "chunk_tokens (100)",
+        "kept the old settings",
+    ):
         assert part in text, (part, text)
     answer = ask(server, 3, prefill_worker="prefill_1")
     assert not answer.error and len(answer.output_ids) == 8
@@ -70,8 +79,9 @@ def test_a_wrong_edit_keeps_the_old_settings_and_names_every_mistake(server: Ser
     path.write_text(path.read_text().replace('key: "leese_s"', 'key: "lease_s"'))
     wait_until(
         lambda: "prefill_1 serves with the settings" in server.log.read_text(errors="replace"),
-        "the mended settings to be taken", 40.0,
-    )  # fmt: skip
+        "the mended settings to be taken",
+        40.0,
+    )
     assert server.log.read_text(errors="replace").count("4 mistake(s)") == 1
 
 
@@ -87,16 +97,23 @@ def test_an_edit_that_triton_cannot_read_is_named_and_one_from_the_future_is_tak
         (b"", "prefill_1/config.pbtxt is empty"),
     ):
         path.write_bytes(raw)
-        wait_until(lambda p=part: p in " ".join(server.log.read_text(errors="replace").split()),
-                   f"the launcher to report {part!r}", 5.0)  # fmt: skip
+        wait_until(
+            lambda p=part: p in " ".join(server.log.read_text(errors="replace").split()),
+            f"the launcher to report {part!r}",
+            5.0,
+        )
     assert not ask(server, 4, prefill_worker="prefill_1").error
     path.write_bytes(good)
     server.edit("prefill_1", "chunk_tokens", "64")
     os.utime(path, (4_000_000_000.0, 4_000_000_000.0))
     wait_until(
-        lambda: server.log.read_text(errors="replace").count("prefill_1 serves with the settings")
-        > loads, "an edit of the future to be taken", 40.0,
-    )  # fmt: skip
+        lambda: (
+            server.log.read_text(errors="replace").count("prefill_1 serves with the settings")
+            > loads
+        ),
+        "an edit of the future to be taken",
+        40.0,
+    )
 
 
 def test_a_set_takes_effect_on_the_running_server_and_says_so(server: Server) -> None:
@@ -128,9 +145,12 @@ def test_a_set_that_only_the_running_server_can_refuse_is_taken_back(server: Ser
 
 def test_removing_a_worker_s_folder_drains_it(server: Server) -> None:
     stream = server.stream(
-        text_input="It was", max_tokens=600, end_id=-1, stream=True,
+        text_input="It was",
+        max_tokens=600,
+        end_id=-1,
+        stream=True,
         parameters={"decode_worker": "decode_1"},
-    )  # fmt: skip
+    )
     assert stream.next() is not None
     shutil.rmtree(server.repository / "decode_1")
     answer = stream.all()

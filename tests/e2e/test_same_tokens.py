@@ -56,9 +56,11 @@ class Case:
     def ids(self, length: int, path: str, tenant: str) -> Answer:
         prefill, decode = PATHS[path]
         return self.server.ask(
-            input_ids=self.prompts[length], max_tokens=OUTPUT_TOKENS, end_id=-1,
+            input_ids=self.prompts[length],
+            max_tokens=OUTPUT_TOKENS,
+            end_id=-1,
             parameters={"prefill_worker": prefill, "decode_worker": decode, "tenant": tenant},
-        )  # fmt: skip
+        )
 
     def text(self, length: int, model: str, tenant: str = "") -> Answer:
         parameters = {"tenant": tenant} if tenant else {}
@@ -127,23 +129,33 @@ def test_every_pair_of_workers_gives_the_tokens_of_transformers(case: Case, path
 
 def test_a_prefix_fetched_over_nixl_gives_the_same_tokens(case: Case) -> None:
     comparison = Comparison()
-    before = case.server.metric("mooncake_transfer_bytes_total", transport="nixl",
-                                direction="read", model="prefill_1")  # fmt: skip
+    before = case.server.metric(
+        "mooncake_transfer_bytes_total", transport="nixl", direction="read", model="prefill_1"
+    )
     length = 5 * B + 3
     for prefill in ("prefill_0", "prefill_1", "prefill_1"):
         answer = case.server.ask(
-            input_ids=case.prompts[length], max_tokens=OUTPUT_TOKENS, end_id=-1,
+            input_ids=case.prompts[length],
+            max_tokens=OUTPUT_TOKENS,
+            end_id=-1,
             return_decision=True,
             parameters={"prefill_worker": prefill, "decode_worker": "decode_1", "tenant": "f"},
-        )  # fmt: skip
+        )
         comparison.add(f"prefix on {prefill}", answer.output_ids, case.references[length])
     comparison.check()
     assert answer.cached_tokens == 5 * B
     wait_until(
-        lambda: case.server.metric("mooncake_transfer_bytes_total", transport="nixl",
-                                   direction="read", model="prefill_1") > before,
+        lambda: (
+            case.server.metric(
+                "mooncake_transfer_bytes_total",
+                transport="nixl",
+                direction="read",
+                model="prefill_1",
+            )
+            > before
+        ),
         "prefill_1 to have read over NIXL (or its own copy)",
-    ) if answer.decision["fetched_blocks"] else None  # fmt: skip
+    ) if answer.decision["fetched_blocks"] else None
 
 
 @pytest.mark.parametrize("model", ["conductor", "ensemble"])
@@ -154,8 +166,9 @@ def test_text_in_gives_the_same_tokens_and_their_text(case: Case, model: str) ->
             answer = case.text(length, model)
             assert not answer.error, answer.error
             comparison.add(f"{model} {length}", answer.output_ids, case.references[length])
-            whole = case.server.ask(text_input=case.texts[length], max_tokens=OUTPUT_TOKENS,
-                                    end_id=-1)  # fmt: skip
+            whole = case.server.ask(
+                text_input=case.texts[length], max_tokens=OUTPUT_TOKENS, end_id=-1
+            )
             assert answer.text == whole.text
     comparison.check()
 

@@ -53,8 +53,10 @@ def test_a_prefix_that_is_sent_20_times_at_load_gets_a_second_copy(
     assert len(set().union(*holders(server, prefix))) == 1, "one node has it"
     with ThreadPoolExecutor(SENT - 1) as pool:
         list(pool.map(send, range(1, SENT)))
-    wait_until(lambda: all(found == {"s0", "s1"} for found in holders(server, prefix)),
-               "both nodes to have every block of the prefix")  # fmt: skip
+    wait_until(
+        lambda: all(found == {"s0", "s1"} for found in holders(server, prefix)),
+        "both nodes to have every block of the prefix",
+    )
     copied = server.metric("mooncake_fetches_total") + server.metric(
         "mooncake_replicated_blocks_total"
     )
@@ -99,8 +101,10 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     alone_s = statistics.median(ttft_alone_s(server, 300 + number) for number in range(3))
     slo_s = max(1.0, 4 * alone_s)  # a slow machine shall serve some as well
     set_parameters(server.repository, "conductor", {"admission": "predictive", "ttft_slo_s": slo_s})
-    wait_until(lambda: ask(server, 3).decision.get("admission") == "predictive",
-               "the service level to be in force")  # fmt: skip
+    wait_until(
+        lambda: ask(server, 3).decision.get("admission") == "predictive",
+        "the service level to be in force",
+    )
     shape = OverloadShape(prompt_tokens=OVERLOAD_TOKENS, output_tokens=4, seconds=2.0, at_once=1)
     load = OverloadClient(server.addresses, TokenSource(2048, range(16), seed), shape, seed)
     phase = asyncio.run(load.overload("4x", rate_per_s=40.0, seed=seed))
@@ -115,12 +119,20 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
 def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: Server) -> None:
     """Any batch of two is too slow here. Both decode workers are idle and take whatever comes; who
     comes next is told before its prompt is computed."""
-    set_parameters(server.repository, "conductor", {
-        "admission": "predictive", "shedding": "limit", "policy": "cache_aware",
-        "ttft_slo_s": 30, "tbt_slo_s": 0.0001,
-    })  # fmt: skip
-    wait_until(lambda: ask(server, 4).decision.get("policy") == "cache_aware",
-               "the limits to be in force")  # fmt: skip
+    set_parameters(
+        server.repository,
+        "conductor",
+        {
+            "admission": "predictive",
+            "shedding": "limit",
+            "policy": "cache_aware",
+            "ttft_slo_s": 30,
+            "tbt_slo_s": 0.0001,
+        },
+    )
+    wait_until(
+        lambda: ask(server, 4).decision.get("policy") == "cache_aware", "the limits to be in force"
+    )
     wait_until(server.is_idle, "an idle start")
     before = server.metric(COMPUTED, path="computed")
     streams: list[Stream] = []
@@ -147,7 +159,9 @@ def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: 
     wait_until(server.is_idle, "pages, slots and leases to be free")
     assert not ask(server, 8).error
     served = before + sum(len(prompt(number)) for number in (5, 6, 8))
-    wait_until(lambda: server.metric(COMPUTED, path="computed") >= served,
-               "the prompts that were served to be counted")  # fmt: skip
+    wait_until(
+        lambda: server.metric(COMPUTED, path="computed") >= served,
+        "the prompts that were served to be counted",
+    )
     counted = server.metric(COMPUTED, path="computed")
     assert counted < served + len(prompt(7)), "and no other one"

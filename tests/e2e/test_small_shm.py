@@ -52,12 +52,19 @@ def test_a_killed_storage_node_comes_back_and_serving_goes_on(server: Server) ->
             wait_until(is_back, f"{node} to come back", 60.0)
             number = node[1:]
             wait_until(
-                lambda number=number: not server.ask(  # type: ignore[misc]
-                    input_ids=prompts[0], max_tokens=4, end_id=-1,
-                    parameters={
-                        "prefill_worker": f"prefill_{number}", "decode_worker": f"decode_{number}"
-                    },
-                ).error, f"both workers of {node} to serve", 60.0,
-            )  # fmt: skip
+                lambda number=number: (
+                    not server.ask(  # type: ignore[misc]
+                        input_ids=prompts[0],
+                        max_tokens=4,
+                        end_id=-1,
+                        parameters={
+                            "prefill_worker": f"prefill_{number}",
+                            "decode_worker": f"decode_{number}",
+                        },
+                    ).error
+                ),
+                f"both workers of {node} to serve",
+                60.0,
+            )
     said = server.log.read_text()
     assert [said.count(f"node-{node} died") for node in ("s0", "s1")] == [1, 1], said

@@ -58,7 +58,9 @@ def test_evicted_prompts_are_restored_from_ssd_and_answer_with_the_same_tokens(
     assert found.hit_ssd_blocks > 50, "no prefix came from the SSD"
     assert found.bad_copies == 0
     shown = ("store_spills_total", "store_restored_blocks_total")
-    wait_until(lambda: all(small.metric(f"mooncake_{name}") > 50 for name in shown),
-               "spills and restored blocks to be on the metrics page")  # fmt: skip
+    wait_until(
+        lambda: all(small.metric(f"mooncake_{name}") > 50 for name in shown),
+        "spills and restored blocks to be on the metrics page",
+    )
     cached = sum(tokens for _, tokens in again)
     assert cached > 0.7 * PROMPTS * PROMPT_BLOCKS * BLOCK_TOKENS, f"{cached} tokens were cached"

@@ -10,16 +10,28 @@ from tests.e2e.server import ROOT, Server, wait_until
 
 
 def status(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "backends.cli", "status", "--metrics-url",
-               server.addresses.metrics_url, "--interval-s", "0.5", *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "backends.cli",
+        "status",
+        "--metrics-url",
+        server.addresses.metrics_url,
+        "--interval-s",
+        "0.5",
+        *options,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0)
 
 
 def test_it_shows_a_running_stream_and_every_worker_and_node(demo: Server) -> None:
     stream = demo.stream(
-        text_input="It was", max_tokens=4000, end_id=-1, stream=True,
+        text_input="It was",
+        max_tokens=4000,
+        end_id=-1,
+        stream=True,
         parameters={"decode_worker": "decode_1"},
-    )  # fmt: skip
+    )
     assert stream.next() is not None
     wait_until(lambda: demo.metric("mooncake_context_tokens"), "the stream to be published")
     shown, told = status(demo, "--once"), status(demo, "--json")

@@ -38,9 +38,10 @@ class Keyed:
     def __init__(self, server: Server, path: Path) -> None:
         self.server, self.path = server, path
         [triton] = [
-            child for child in psutil.Process(server.process.pid).children()
+            child
+            for child in psutil.Process(server.process.pid).children()
             if any("repository" in word and "frontend" in word for word in child.cmdline())
-        ]  # fmt: skip
+        ]
         self.secret = triton.environ()[SECRET_VARIABLE]
 
     def write(self, **changes: TenantEntry) -> None:

@@ -42,9 +42,12 @@ def add_third(repository: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     yield from running(
-        tmp_path_factory.mktemp("three"), state_dir, {},
-        ["--nodes", "s0,s1,s2"], prepare=add_third,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("three"),
+        state_dir,
+        {},
+        ["--nodes", "s0,s1,s2"],
+        prepare=add_third,
+    )
 
 
 @pytest.fixture
@@ -99,8 +102,10 @@ def test_all_bytes_leave_the_named_node_whichever_had_them_first(
         assert {answer.decision["fetch_node"], answer.decision["second_fetch_node"]} == {"s0", "s1"}
         assert sent(answer) == (answer.decision["fetch_node"], whole)
         assert answer.cached_tokens == BLOCKS * B
-        wait_until(lambda before=before: nixl_read_bytes(server, "prefill_2") - before >= whole,
-                   "prefill_2 to have read them over NIXL")  # fmt: skip
+        wait_until(
+            lambda before=before: nixl_read_bytes(server, "prefill_2") - before >= whole,
+            "prefill_2 to have read them over NIXL",
+        )
 
 
 def sends_that_outlast_one(server: Server) -> int:

@@ -23,11 +23,20 @@ from tests.e2e.server_processes import stub_of
 CLIENTS_SPAN = "00f067aa0ba902b7"
 SPANS = "mooncake_trace_spans_total"
 PARENTS = {
-    "read": "request", "attempt": "request", "decide": "attempt", "prefill": "attempt",
-    "prefill.queue": "prefill", "prefill.load": "prefill", "prefill.wait": "prefill",
-    "prefill.compute": "prefill", "prefill.put": "prefill", "handover": "attempt",
-    "handover.queue": "handover", "handover.load": "handover", "decode": "attempt",
-}  # fmt: skip
+    "read": "request",
+    "attempt": "request",
+    "decide": "attempt",
+    "prefill": "attempt",
+    "prefill.queue": "prefill",
+    "prefill.load": "prefill",
+    "prefill.wait": "prefill",
+    "prefill.compute": "prefill",
+    "prefill.put": "prefill",
+    "handover": "attempt",
+    "handover.queue": "handover",
+    "handover.load": "handover",
+    "decode": "attempt",
+}
 LOG_BYTES = 64 * 1024
 
 
@@ -40,11 +49,21 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, state_dir: Path, receiver: OtlpReceiver,
+    tmp_path_factory: pytest.TempPathFactory,
+    state_dir: Path,
+    receiver: OtlpReceiver,
     openai_port: int,
-) -> Iterator[Server]:  # fmt: skip
-    arguments = ("--otlp-endpoint", receiver.endpoint, "--log-format", "json",
-                 "--log-bytes", str(LOG_BYTES), "--openai-port", str(openai_port))  # fmt: skip
+) -> Iterator[Server]:
+    arguments = (
+        "--otlp-endpoint",
+        receiver.endpoint,
+        "--log-format",
+        "json",
+        "--log-bytes",
+        str(LOG_BYTES),
+        "--openai-port",
+        str(openai_port),
+    )
     yield from running(tmp_path_factory.mktemp("traces"), state_dir, {}, arguments)
 
 
@@ -75,9 +94,10 @@ def log_lines(server: Server, name: str) -> list[dict[str, Any]]:
     """Those of our processes; Triton's own are no JSON."""
     folder = next(server.state_dir.glob(f"logs-{server.addresses.http.rpartition(':')[2]}"))
     text = "".join(
-        path.read_text() for path in (folder / f"{name}.log.1", folder / f"{name}.log")
+        path.read_text()
+        for path in (folder / f"{name}.log.1", folder / f"{name}.log")
         if path.exists()
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"time"')]
 
 
@@ -86,9 +106,11 @@ def test_the_spans_of_a_request_have_the_right_parents_and_their_times_nest(
 ) -> None:
     trace_id, before_ns = "a1" * 16, time.time_ns()
     answer = server.ask(
-        parameters={"traceparent": traceparent(trace_id)}, input_ids=[*range(40, 240)],
-        max_tokens=8, end_id=-1,
-    )  # fmt: skip
+        parameters={"traceparent": traceparent(trace_id)},
+        input_ids=[*range(40, 240)],
+        max_tokens=8,
+        end_id=-1,
+    )
     assert len(answer.output_ids) == 8
     spans = tree(receiver, trace_id)
     root = spans["request"]
@@ -267,8 +289,12 @@ def test_a_further_attempt_is_a_span_of_its_own_with_the_reason_of_the_loss(
     trace_id = "a8" * 16
     stream = server.stream(
         parameters={"traceparent": traceparent(trace_id), "decode_worker": ""},
-        input_ids=[*range(40, 240)], max_tokens=600, end_id=-1, stream=True, return_decision=True,
-    )  # fmt: skip
+        input_ids=[*range(40, 240)],
+        max_tokens=600,
+        end_id=-1,
+        stream=True,
+        return_decision=True,
+    )
     begun = stream.begun(5)
     victim = begun.decision["decode"]
     os.kill(stub_of(server, victim).pid, signal.SIGKILL)

@@ -102,8 +102,9 @@ def test_misses_hits_and_partial_hits_give_the_same_tokens(
             assert answer.output_ids == wanted(variant, tokens), (length, what)
             assert answer.cached_tokens == cached, (length, what)
     decode, transport = here["decode_worker"], path
-    read_bytes = server.metric("mooncake_transfer_bytes_total", transport=transport,
-                               direction="read", model=decode)  # fmt: skip
+    read_bytes = server.metric(
+        "mooncake_transfer_bytes_total", transport=transport, direction="read", model=decode
+    )
     assert read_bytes > 0, f"{decode} has read nothing by {transport}"
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
@@ -137,8 +138,13 @@ def test_the_next_turn_finds_what_decode_has_generated(case: tuple[Server, Varia
 
     def found() -> list[int]:
         ids = prompt(next(numbers), 100)
-        first = ask(server, ids, 3 * B, tenant="turns", **dict(zip(
-            ("prefill_worker", "decode_worker"), PATHS["mapped"], strict=True)))  # fmt: skip
+        first = ask(
+            server,
+            ids,
+            3 * B,
+            tenant="turns",
+            **dict(zip(("prefill_worker", "decode_worker"), PATHS["mapped"], strict=True)),
+        )
         wait_until(server.is_idle, "the end of decode's work")
         conversation = ids + first.output_ids + [7, 8, 9]
         blocks = (len(ids) + len(first.output_ids) - 1) // B  # the last token's KV is nobody's
@@ -277,8 +283,11 @@ def test_five_hundred_requests_return_leases_pages_and_threads_to_where_they_wer
         list(pool.map(one, range(500)))
     wait_until(server.is_idle, "pages, slots and leases to be free")
     wait_until(lambda: server.metric("mooncake_store_leases") == 0, "no lease in the store", 15.0)
-    wait_until(lambda: has_few_more(before, threads_of(server)),
-               f"threads as before, {before} and not {threads_of(server)}", 15.0)  # fmt: skip
+    wait_until(
+        lambda: has_few_more(before, threads_of(server)),
+        f"threads as before, {before} and not {threads_of(server)}",
+        15.0,
+    )
     assert sorted(pools_of(server)) == files
 
 
@@ -300,8 +309,11 @@ def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(
     server.edit("prefill_0", "queue_requests_max", "300")
     server.edit("decode_0", "slots", "16")
     for name, pid in old.items():
-        wait_until(lambda name=name, pid=pid: not psutil.pid_exists(pid) and pid_of(server, name),
-                   f"{name} to be reloaded", 60.0)  # fmt: skip
+        wait_until(
+            lambda name=name, pid=pid: not psutil.pid_exists(pid) and pid_of(server, name),
+            f"{name} to be reloaded",
+            60.0,
+        )
 
     def served() -> bool:
         answer = server.ask(input_ids=ids, max_tokens=TOKENS, end_id=-1, parameters=pinned)
@@ -319,8 +331,11 @@ def test_an_edit_that_is_wrong_is_refused_with_every_mistake_and_the_old_worker_
     before = (server.repository / "decode_1" / "config.pbtxt").read_text()
     set_parameter(server.repository, "decode_1", "gpu_memory_fraction", "7")
     set_parameter(server.repository, "decode_1", "handoff", "pigeon")
-    wait_until(lambda: "gpu_memory_fraction is 7" in server.log.read_text(errors="replace"),
-               "the refusal in the launcher's words", 30.0)  # fmt: skip
+    wait_until(
+        lambda: "gpu_memory_fraction is 7" in server.log.read_text(errors="replace"),
+        "the refusal in the launcher's words",
+        30.0,
+    )
     assert "handoff is 'pigeon'" in server.log.read_text(errors="replace")
     ids = prompt(22, 90)
     answer = ask(server, ids, decode_worker="decode_1")
@@ -337,8 +352,12 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
     ids = prompt(30, 150)
     want = wanted(variant, ids, 1500)
     stream = server.stream(
-        input_ids=ids, max_tokens=1500, end_id=-1, return_decision=True, stream=True,
-    )  # fmt: skip
+        input_ids=ids,
+        max_tokens=1500,
+        end_id=-1,
+        return_decision=True,
+        stream=True,
+    )
     answer = stream.begun(20)
     stub_of(server, answer.decision["decode"]).kill()
     rest = stream.all()
@@ -358,8 +377,12 @@ def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
 
     def is_gone() -> bool:
         if psutil.pid_exists(old):
-            server.ask(input_ids=prompt(60, 40), max_tokens=2, end_id=-1,
-                       parameters={"decode_worker": "decode_1"})  # fmt: skip
+            server.ask(
+                input_ids=prompt(60, 40),
+                max_tokens=2,
+                end_id=-1,
+                parameters={"decode_worker": "decode_1"},
+            )
         return not psutil.pid_exists(old)
 
     try:
@@ -369,8 +392,9 @@ def test_a_worker_whose_engine_fails_is_started_again_with_a_fresh_one(
     ids = prompt(60, 100)
 
     def serves_again() -> bool:
-        answer = server.ask(input_ids=ids, max_tokens=TOKENS, end_id=-1,
-                            parameters={"decode_worker": "decode_1"})  # fmt: skip
+        answer = server.ask(
+            input_ids=ids, max_tokens=TOKENS, end_id=-1, parameters={"decode_worker": "decode_1"}
+        )
         return answer.output_ids == wanted(variant, ids)
 
     wait_until(serves_again, "decode_1 to serve again", 60.0)

@@ -61,8 +61,9 @@ def test_a_client_that_leaves_frees_everything(server: Server) -> None:
 
 def test_a_pool_whose_hand_overs_differ_says_so(server: Server) -> None:
     set_parameter(server.repository, "decode_1", "handoff", "store")
-    wait_until(lambda: "does not fit worker" in server.log.read_text(errors="replace"),
-               "the refusal", 60.0)  # fmt: skip
+    wait_until(
+        lambda: "does not fit worker" in server.log.read_text(errors="replace"), "the refusal", 60.0
+    )
     assert "native" in server.log.read_text(errors="replace")
 
 

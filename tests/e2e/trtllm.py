@@ -39,9 +39,11 @@ def expected(
 ) -> list[int]:
     """What the demo checkpoint's shape gives, computed without any pages."""
     shape = _kv_model().KvShape(
-        **{"layers": 4, "kv_heads": 2, "head_dim": 32, **shape_of}, dtype=dtype,
-        tokens_per_block=page_tokens, vocabulary_tokens=2048,
-    )  # fmt: skip
+        **{"layers": 4, "kv_heads": 2, "head_dim": 32, **shape_of},
+        dtype=dtype,
+        tokens_per_block=page_tokens,
+        vocabulary_tokens=2048,
+    )
     found: list[int] = _kv_model().reference_tokens(shape, prompt, tokens)
     return found
 

@@ -73,11 +73,13 @@ class Fleet:
                 authority.add_host(name, address=namespaces.address(name))
         state = folder / "state"  # one of all hosts: the first to start measures this machine
         self.file = folder / "cluster.yaml"
-        lines = [HOST.format(name=name, address=namespaces.address(name), state=state)
-                 for name in NAMES]  # fmt: skip
+        lines = [
+            HOST.format(name=name, address=namespaces.address(name), state=state) for name in NAMES
+        ]
         self.file.write_text(FILE.format(hosts="\n".join(lines), keys=keys))
-        self.hosts = {name: FleetHost(namespaces, name, self.file, folder / f"{name}.log")
-                      for name in NAMES}  # fmt: skip
+        self.hosts = {
+            name: FleetHost(namespaces, name, self.file, folder / f"{name}.log") for name in NAMES
+        }
         endpoints = ",".join(f"{namespaces.address(name)}:{ETCD_PORT}" for name in NAMES)
         self.launcher_pids: set[int] = set()
         self.directory = f"etcd://{endpoints}/mooncake/three/directory"
@@ -102,18 +104,30 @@ class Fleet:
 
     # ---- requests
 
-    def stream(self, frontend: str, prompt: list[int], max_tokens: int, prefill: str = "",
-               decode: str = "", tenant: str = "") -> Stream:  # fmt: skip
+    def stream(
+        self,
+        frontend: str,
+        prompt: list[int],
+        max_tokens: int,
+        prefill: str = "",
+        decode: str = "",
+        tenant: str = "",
+    ) -> Stream:
         pins = {"prefill_worker": prefill, "decode_worker": decode, "tenant": tenant}
         inputs = {
-            "input_ids": prompt, "max_tokens": max_tokens, "end_id": -1, "stream": True,
-            "temperature": 0.0, "return_decision": True,
-        }  # fmt: skip
+            "input_ids": prompt,
+            "max_tokens": max_tokens,
+            "end_id": -1,
+            "stream": True,
+            "temperature": 0.0,
+            "return_decision": True,
+        }
         return Stream(
-            f"{self.namespaces.address(frontend)}:8001", "conductor",
+            f"{self.namespaces.address(frontend)}:8001",
+            "conductor",
             [tensor(name, value) for name, value in inputs.items()],
             {name: worker for name, worker in pins.items() if worker},
-        )  # fmt: skip
+        )
 
     def ask(self, frontend: str, prompt: list[int], max_tokens: int, **pins: str) -> Answer:
         return self.stream(frontend, prompt, max_tokens, **pins).all()
@@ -168,8 +182,9 @@ class Fleet:
 
     def workers(self) -> dict[str, str]:
         """Name -> incarnation, as the directory that leads says."""
-        return {info.worker_id: info.incarnation
-                for info in self.asked(DirectoryClient.workers) or ()}  # fmt: skip
+        return {
+            info.worker_id: info.incarnation for info in self.asked(DirectoryClient.workers) or ()
+        }
 
     def holders(self, prompt: list[int]) -> list[set[str]]:
         """Which nodes hold each full block of the prompt."""
@@ -189,9 +204,10 @@ class Fleet:
             lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
-            float(line.rpartition(" ")[2]) for line in lines
+            float(line.rpartition(" ")[2])
+            for line in lines
             if line.partition("{")[0] == name and all(each in line for each in wanted)
-        )  # fmt: skip
+        )
 
     def nixl_read_bytes(self, host: str, worker: str) -> float:
         return self.metric(
@@ -203,6 +219,10 @@ def leftovers(fleet: Fleet) -> list[str]:
     """Processes in the namespaces, and shared memory of this fleet's launchers."""
     pids = [pid for name in NAMES for pid in fleet.namespaces.pids(name)]
     names = tuple(f"mooncake-{pid}-" for pid in fleet.launcher_pids)
-    files = [path.name for folder in (Path("/dev/shm"), Path("/tmp"))
-             for path in folder.iterdir() if path.name.startswith(names)]  # fmt: skip
+    files = [
+        path.name
+        for folder in (Path("/dev/shm"), Path("/tmp"))
+        for path in folder.iterdir()
+        if path.name.startswith(names)
+    ]
     return [*map(str, pids), *files]

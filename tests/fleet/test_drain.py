@@ -19,8 +19,15 @@ pytestmark = pytest.mark.e2e
 
 def cluster(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
     """`mooncake cluster`, as an operator types it on host a."""
-    command = [sys.executable, "-m", "backends.cli", "cluster", *words, "--cluster",
-               str(fleet.file)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "backends.cli",
+        "cluster",
+        *words,
+        "--cluster",
+        str(fleet.file),
+    ]
     return subprocess.run(
         fleet.namespaces.command("a", command), capture_output=True, text=True, timeout=120
     )

@@ -57,8 +57,10 @@ def test_a_request_prefilled_on_one_host_decodes_on_another_over_nixl(
     assert {role: answer.decision[role] for role in pins} == pins
     assert answer.output_ids == reference.token_ids[:CHECKED_TOKENS]
     kv_bytes = 4 * BLOCK_BYTES  # three whole blocks and the tail
-    wait_until(lambda: fleet.nixl_read_bytes(decode, pins["decode"]) - before >= kv_bytes,
-               f"{pins['decode']} to have read {kv_bytes} bytes over NIXL")  # fmt: skip
+    wait_until(
+        lambda: fleet.nixl_read_bytes(decode, pins["decode"]) - before >= kv_bytes,
+        f"{pins['decode']} to have read {kv_bytes} bytes over NIXL",
+    )
 
 
 def test_no_host_maps_the_memory_of_another(fleet: Fleet) -> None:
@@ -66,27 +68,34 @@ def test_no_host_maps_the_memory_of_another(fleet: Fleet) -> None:
     nodes = fleet.asked(lambda client: client.nodes())
     assert len({info.host_id for info in nodes}) == 3
     segments = {info.segment_path: info.node_id for info in nodes}
-    for host, names in {"a": ["prefill_a_0"], "b": ["decode_b_0"],
-                        "c": ["prefill_c_0", "decode_c_0"]}.items():  # fmt: skip
+    for host, names in {
+        "a": ["prefill_a_0"],
+        "b": ["decode_b_0"],
+        "c": ["prefill_c_0", "decode_c_0"],
+    }.items():
         for name in names:
             [process] = fleet.hosts[host].processes(name)
-            mapped = {segments[each.path] for each in process.memory_maps()
-                      if each.path in segments}  # fmt: skip
+            mapped = {
+                segments[each.path] for each in process.memory_maps() if each.path in segments
+            }
             assert mapped == {f"{host}0"}, name
 
 
 def test_a_hot_prefix_is_copied_to_a_third_host(fleet: Fleet) -> None:
     prompt = fresh_prompt(1)
     with ThreadPoolExecutor(8) as pool:  # 64 hits fading over a minute: nearly one a second
-        answers = list(pool.map(
-            lambda _: fleet.ask("a", prompt, 1, prefill="prefill_a_0", decode="decode_b_0"),
-            range(64),
-        ))  # fmt: skip
+        answers = list(
+            pool.map(
+                lambda _: fleet.ask("a", prompt, 1, prefill="prefill_a_0", decode="decode_b_0"),
+                range(64),
+            )
+        )
     assert not [answer.error for answer in answers if answer.error]
     wait_until(
         lambda: all({"a0", "c0"} <= held for held in fleet.holders(prompt) or [set()]),
-        "every block of a hot prefix to be on a and on c", BACK_S_MAX,
-    )  # fmt: skip
+        "every block of a hot prefix to be on a and on c",
+        BACK_S_MAX,
+    )
 
 
 def test_cutting_two_hosts_apart_in_the_middle_of_a_stream_costs_no_token(
@@ -136,9 +145,11 @@ def test_killing_a_member_of_etcd_is_not_noticed_and_it_comes_back(
         [killed] = fleet.hosts[host].kill("etcd")
         wait_until(
             lambda host=host, killed=killed: any(
-                process.pid != killed for process in fleet.hosts[host].processes("etcd")),
-            "the member to be started again", BACK_S_MAX,
-        )  # fmt: skip
+                process.pid != killed for process in fleet.hosts[host].processes("etcd")
+            ),
+            "the member to be started again",
+            BACK_S_MAX,
+        )
     for stream, answer in zip(streams, begun, strict=True):
         rest_of(stream, answer, reference)
     wait_whole(fleet)
@@ -149,18 +160,22 @@ def test_losing_a_whole_host_costs_no_token_and_it_comes_back_anew(
 ) -> None:
     before = fleet.workers()
     streams = [
-        fleet.stream(frontend, story, LONG_TOKENS, tenant="host", prefill="prefill_a_0",
-                     decode=decode)
+        fleet.stream(
+            frontend, story, LONG_TOKENS, tenant="host", prefill="prefill_a_0", decode=decode
+        )
         for frontend, decode in (("a", "decode_b_0"), ("b", "decode_b_0"))
-    ]  # fmt: skip
+    ]
     free = fleet.stream("b", story, LONG_TOKENS, tenant="host")
     begun = [fleet.begun(stream, LONG_BEFORE) for stream in (*streams, free)]
     fleet.hosts["c"].kill_all()
     for stream, answer in zip((*streams, free), begun, strict=True):
         rest_of(stream, answer, reference)
     assert not fleet.ask("a", fresh_prompt(3), 8).error, "requests elsewhere go on"
-    wait_until(lambda: not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys(),
-               "the workers of c to have left", BACK_S_MAX)  # fmt: skip
+    wait_until(
+        lambda: not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys(),
+        "the workers of c to have left",
+        BACK_S_MAX,
+    )
     fleet.start("c")
     wait_whole(fleet)
     after = fleet.workers()
@@ -193,15 +208,19 @@ def test_without_a_quorum_streams_go_on_and_hosts_say_what_is_missing(
     with fleet.hosts["b"].freeze("etcd"), fleet.hosts["c"].freeze("etcd"):
         for stream, answer in zip(streams, begun, strict=True):
             rest_of(stream, answer, reference)
-        wait_until(lambda: "etcd has no quorum: 1 of 3" in fleet.said("a"),
-                   "the launcher's word", BACK_S_MAX)  # fmt: skip
+        wait_until(
+            lambda: "etcd has no quorum: 1 of 3" in fleet.said("a"),
+            "the launcher's word",
+            BACK_S_MAX,
+        )
         assert fleet.leader() is None
     wait_whole(fleet)
     for host in NAMES:
         wait_until(
             lambda host=host: "a directory leads at" in fleet.said(host).rpartition("no quorum")[2],
-            "its word that all is well again", BACK_S_MAX,
-        )  # fmt: skip
+            "its word that all is well again",
+            BACK_S_MAX,
+        )
 
 
 @pytest.mark.long
@@ -216,8 +235,11 @@ def test_a_host_that_is_cut_off_from_all_others_is_left_and_comes_back(
     with fleet.namespaces.cut("c"):
         for stream, answer in zip(streams, begun, strict=True):
             rest_of(stream, answer, reference)
-        wait_until(lambda: not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys(),
-                   "the workers of c to have left", BACK_S_MAX)  # fmt: skip
+        wait_until(
+            lambda: not {"prefill_c_0", "decode_c_0"} & fleet.workers().keys(),
+            "the workers of c to have left",
+            BACK_S_MAX,
+        )
         answer = fleet.ask("b", fresh_prompt(4), 8)
         assert not answer.error, answer.error
     wait_whole(fleet)

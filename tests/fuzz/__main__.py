@@ -36,8 +36,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5_000, help="in each (%(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="(%(default)s)")
     options = parser.parse_args()
-    print(f"seeds {options.first_seed} .. {options.first_seed + options.seeds - 1}, "
-          f"{options.steps} steps each, check() after every one", flush=True)  # fmt: skip
+    print(
+        f"seeds {options.first_seed} .. {options.first_seed + options.seeds - 1}, "
+        f"{options.steps} steps each, check() after every one",
+        flush=True,
+    )
     started_s, total, failed = time.monotonic(), Counter[str](), list[int]()
     with ProcessPoolExecutor(options.processes) as pool:
         seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -47,8 +50,11 @@ def main() -> int:
             total += seen
             if failure:
                 failed.append(seed)
-                print(f"{failure}repeat: python -m tests.fuzz --seeds 1 --first-seed {seed} "
-                      f"--steps {options.steps}", flush=True)  # fmt: skip
+                print(
+                    f"{failure}repeat: python -m tests.fuzz --seeds 1 --first-seed {seed} "
+                    f"--steps {options.steps}",
+                    flush=True,
+                )
             elif done % 10 == 0:
                 print(f"{done} walks, {time.monotonic() - started_s:.0f} s", flush=True)
     print("gone through: " + ", ".join(f"{name} {count}" for name, count in sorted(total.items())))

@@ -43,8 +43,11 @@ def register(world: World, holder: Holder) -> None:
     world.follow()
     holder.headers = holder.memory.inventory()
     holder.unsaid = holder.headers if has_inventory else None
-    holder.whole = {generation for key, slot, generation, _, size_bytes, _ in holder.headers
-                    if holder.memory.read(slot, units_of(size_bytes)) == content(key, size_bytes)}  # fmt: skip  # noqa: E501
+    holder.whole = {
+        generation
+        for key, slot, generation, _, size_bytes, _ in holder.headers
+        if holder.memory.read(slot, units_of(size_bytes)) == content(key, size_bytes)
+    }
     await_blocks(world, holder)
     holder.seen_s = world.now_s
 
@@ -118,8 +121,9 @@ def rest_writing(world: World, holder: Holder) -> None:
     """Slots that were being written when the directory began: their writers may go on a while."""
     for key, slot, generation, _, _, state in holder.headers:
         use = world.new_use(key, Slot(holder.node_id, slot, generation), "")
-        later = [header for header in holder.headers
-                 if header[2] > generation and overlap(header, use)]  # fmt: skip
+        later = [
+            header for header in holder.headers if header[2] > generation and overlap(header, use)
+        ]
         if state == STATE_WRITING and not later:
             use.state = "gone"
             lease_s = WRITE_LEASE_MS / 1_000
@@ -248,6 +252,11 @@ def repeat_inventory(world: World) -> None:
 
 
 STEPS = {
-    reports: 4, come_up: 0.4, die: 0.12, leave: 0.05, spill: 5, restart_directory: 0.15,
+    reports: 4,
+    come_up: 0.4,
+    die: 0.12,
+    leave: 0.05,
+    spill: 5,
+    restart_directory: 0.15,
     repeat_inventory: 0.2,
-}  # fmt: skip
+}

@@ -59,9 +59,13 @@ class Ahead:
         """In every third put: the keys that other owners are writing on this node."""
         if world.rng.random() > 1 / 3:
             return []
-        return [use.key for use in world.promises.uses.values()
-                if (use.node_id, use.state) == (self.node_id, "writing")
-                and not use.is_reserved and use.key in CHAINS["a"]]  # fmt: skip
+        return [
+            use.key
+            for use in world.promises.uses.values()
+            if (use.node_id, use.state) == (self.node_id, "writing")
+            and not use.is_reserved
+            and use.key in CHAINS["a"]
+        ]
 
     def _write(self, world: World, use: Use) -> None:
         is_stray = use.memory.write(use, 0, (use.key, 0))
@@ -90,9 +94,11 @@ class Ahead:
         arguments = self.node_id, rows, self.owner, UNIT_BYTES, wished, LEASE_S, world.now_s
         had = [*self.marked, *self.ready, *([use] if use else [])]
         owner = world.promises.owners.get(self.owner)
-        is_held = world.is_open(self.node_id) and owner is not None and any(
-            each.is_reserved and each.state == "writing" for each in owner.uses
-        )  # fmt: skip
+        is_held = (
+            world.is_open(self.node_id)
+            and owner is not None
+            and any(each.is_reserved and each.state == "writing" for each in owner.uses)
+        )
         try:
             answer = world.directory.commit_reserved(*arguments, self.epoch)
         except EpochPassed:
@@ -121,9 +127,14 @@ class Ahead:
         owner = promises.owners.get(self.owner)
         if not world.is_open(self.node_id) or use.state != "writing" or not owner:
             return {REFUSED}
-        others = [each for each in promises.uses.values()
-                  if each is not use and each.state == "writing" and not each.is_reserved
-                  and (each.node_id, each.key) == place]  # fmt: skip
+        others = [
+            each
+            for each in promises.uses.values()
+            if each is not use
+            and each.state == "writing"
+            and not each.is_reserved
+            and (each.node_id, each.key) == place
+        ]
         if place in promises.ready:
             return {THERE}
         if others or self.node_id in world.draining:  # another owner may give up what it writes

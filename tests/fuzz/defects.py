@@ -89,8 +89,9 @@ def an_inventory_believes_the_older_header(patch: pytest.MonkeyPatch) -> None:
 
     def planted(blocks: list[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
         upside_down = [block._replace(generation=-block.generation) for block in blocks]
-        return [block._replace(generation=-block.generation)
-                for block in consistent(upside_down, pool)]  # fmt: skip
+        return [
+            block._replace(generation=-block.generation) for block in consistent(upside_down, pool)
+        ]
 
     patch.setattr(inventory, "consistent", planted)
 
@@ -157,11 +158,18 @@ def a_block_that_another_owner_is_writing_passes_for_stored(patch: pytest.Monkey
 
 
 DEFECTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    a_leased_block_is_evicted, an_event_is_lost, a_commit_skips_the_generation,
+    a_leased_block_is_evicted,
+    an_event_is_lost,
+    a_commit_skips_the_generation,
     a_report_of_a_bad_copy_skips_the_generation,
-    a_bad_copys_slot_is_free_before_its_readers_are_done, a_dead_writers_slot_does_not_rest,
-    an_inventory_believes_the_older_header, a_writer_of_before_the_restart_is_forgotten,
-    a_writer_of_before_the_restart_rests_too_short, a_commit_of_an_earlier_epoch_is_carried_out,
-    a_block_is_spilled_twice, a_renewal_is_forgotten, a_lost_reservation_is_said_to_stand,
+    a_bad_copys_slot_is_free_before_its_readers_are_done,
+    a_dead_writers_slot_does_not_rest,
+    an_inventory_believes_the_older_header,
+    a_writer_of_before_the_restart_is_forgotten,
+    a_writer_of_before_the_restart_rests_too_short,
+    a_commit_of_an_earlier_epoch_is_carried_out,
+    a_block_is_spilled_twice,
+    a_renewal_is_forgotten,
+    a_lost_reservation_is_said_to_stand,
     a_block_that_another_owner_is_writing_passes_for_stored,
-]  # fmt: skip
+]

@@ -94,8 +94,11 @@ class Memory:
 
     def claiming(self, unit: int) -> set[int]:
         """Generations of the blocks that headers or manifest see in this unit."""
-        return {block[2] for block in self.inventory()
-                if block[1] <= unit < block[1] + units_of(block[4])}  # fmt: skip
+        return {
+            block[2]
+            for block in self.inventory()
+            if block[1] <= unit < block[1] + units_of(block[4])
+        }
 
     def is_ready(self, use: Use) -> bool:
         """Do the headers say so? One inside of it means that something else was written there."""
@@ -122,10 +125,15 @@ class Memory:
         """What headers or manifest say; some of it was overwritten long ago."""
         if self.manifest is not None:
             self.manifest.check()
-            return [(e.key, e.slot, e.generation, e.checksum, e.size_bytes, STATE_READY)
-                    for e in self.manifest.entries()]  # fmt: skip
-        return [(h.key, slot, h.generation, h.checksum, h.size_bytes, h.state)
-                for slot, h in enumerate(self.headers) if h is not None]  # fmt: skip
+            return [
+                (e.key, e.slot, e.generation, e.checksum, e.size_bytes, STATE_READY)
+                for e in self.manifest.entries()
+            ]
+        return [
+            (h.key, slot, h.generation, h.checksum, h.size_bytes, h.state)
+            for slot, h in enumerate(self.headers)
+            if h is not None
+        ]
 
 
 __all__ = ["STATE_READY", "STATE_WRITING", "Cell", "Checksums", "Memory", "content", "units_of"]

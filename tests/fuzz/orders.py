@@ -53,12 +53,16 @@ def remove(world: World) -> None:
     keys = world.rng.sample(KEYS, 2)
     node_id = world.rng.choice(["", *world.nodes])
     meant = {
-        key: [use for (where, each), use in world.promises.ready.items()
-              if each == key and node_id in ("", where)]
+        key: [
+            use
+            for (where, each), use in world.promises.ready.items()
+            if each == key and node_id in ("", where)
+        ]
         for key in keys
-    }  # fmt: skip
-    world.allowed.copies |= {(use.node_id, key) for key in keys for use in meant[key]
-                             if not use.leases}  # fmt: skip
+    }
+    world.allowed.copies |= {
+        (use.node_id, key) for key in keys for use in meant[key] if not use.leases
+    }
     gone = world.directory.remove(keys, world.now_s, node_id)
     assert gone == [not any(use.leases for use in meant[key]) for key in keys]
     world.follow()
@@ -128,7 +132,14 @@ def pass_time(world: World, seconds: float, reported: float) -> None:
 
 
 STEPS = {
-    pin: 2, set_quota: 0.3, drain: 0.6, remove: 1, drop: 0.3, rot: 0.15, worker: 0.5,
-    time: 9, long_time: 0.1,
-}  # fmt: skip
+    pin: 2,
+    set_quota: 0.3,
+    drain: 0.6,
+    remove: 1,
+    drop: 0.3,
+    rot: 0.15,
+    worker: 0.5,
+    time: 9,
+    long_time: 0.1,
+}
 assert LEASE_S < 60.0

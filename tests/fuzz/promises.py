@@ -144,8 +144,11 @@ class Promises:
     def abandon(self, name: str, generations: set[int], now_s: float) -> int:
         """Free at once: nothing is in flight to them."""
         owner = self.owners.get(name)
-        given_up = [use for use in (owner.uses if owner else ())
-                    if use.state == "writing" and use.generation in generations]  # fmt: skip
+        given_up = [
+            use
+            for use in (owner.uses if owner else ())
+            if use.state == "writing" and use.generation in generations
+        ]
         for use in given_up:
             use.state = "gone"
             self.unlease(name, use, now_s)

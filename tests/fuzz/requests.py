@@ -39,9 +39,13 @@ def allocate(world: World) -> None:
 
 
 def grant(
-    world: World, node_id: str, keys: Sequence[bytes], owner: str, is_ephemeral: bool = False,
+    world: World,
+    node_id: str,
+    keys: Sequence[bytes],
+    owner: str,
+    is_ephemeral: bool = False,
     tenant: str = "",
-) -> list[Use]:  # fmt: skip
+) -> list[Use]:
     """Allocate; the uses that were granted, by now written nowhere."""
     promises, size_bytes = world.promises, size_of(keys[0])
     world.allowed.holders.add(node_id)
@@ -80,9 +84,13 @@ def grant(
 
 
 def _granted(
-    world: World, keys: Sequence[bytes], slots: Sequence[Slot | None], owner: str,
-    is_ephemeral: bool, payers: Sequence[str],
-) -> list[Use]:  # fmt: skip
+    world: World,
+    keys: Sequence[bytes],
+    slots: Sequence[Slot | None],
+    owner: str,
+    is_ephemeral: bool,
+    payers: Sequence[str],
+) -> list[Use]:
     pairs = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
     uses = [world.new_use(key, slot, owner) for key, slot in pairs]
     world.follow()  # what was evicted for them is gone
@@ -139,8 +147,9 @@ def places(
     except StoreFull:
         world.seen["too many leases"] += 1
         return []
-    assert len(found) == len(keys) or (prefix_only and not world.replica.holders.get(
-        keys[len(found)]))  # fmt: skip
+    assert len(found) == len(keys) or (
+        prefix_only and not world.replica.holders.get(keys[len(found)])
+    )
     for key, copies in zip(keys, found, strict=False):
         assert {copy.node_id for copy in copies} == world.replica.holders.get(key, set())
     uses = [world.use_of(copy) for copies in found for copy in copies]
@@ -165,8 +174,10 @@ def copy(world: World) -> None:
     """Blocks to another node, or from an SSD back into the DRAM of its node."""
     owner, keys = world.rng.choice(OWNERS), world.some_keys()
     found = places(world, keys, owner, LEASE_S, prefix_only=True)
-    sources = {key: world.use_of(world.rng.choice(copies))
-               for key, copies in zip(keys, found, strict=False)}  # fmt: skip
+    sources = {
+        key: world.use_of(world.rng.choice(copies))
+        for key, copies in zip(keys, found, strict=False)
+    }
     targets: dict[str, list[bytes]] = {}
     for key, source in sources.items():
         node_id = source.node_id.removesuffix(SSD_SUFFIX)
@@ -287,6 +298,19 @@ def too_large(world: World) -> None:
 
 
 STEPS = {
-    allocate: 9, look_up: 6, read_tail: 1, copy: 4, work: 30, release: 3, renew: 1, give_up: 1,
-    freeze: 3, thaw: 2, pretend: 1, exist: 1, use: 3, place: 1, too_large: 0.2,
-}  # fmt: skip
+    allocate: 9,
+    look_up: 6,
+    read_tail: 1,
+    copy: 4,
+    work: 30,
+    release: 3,
+    renew: 1,
+    give_up: 1,
+    freeze: 3,
+    thaw: 2,
+    pretend: 1,
+    exist: 1,
+    use: 3,
+    place: 1,
+    too_large: 0.2,
+}

@@ -88,8 +88,7 @@ class Walk:
         orders.pass_time(world, rest_s, reported=1.0)
         self.compare()
         stats = directory.stats(world.now_s)
-        assert (stats.leases, stats.owners, stats.ephemeral, stats.pins) == (
-            0, 0, 0, stats.pins)  # fmt: skip
+        assert (stats.leases, stats.owners, stats.ephemeral, stats.pins) == (0, 0, 0, stats.pins)
         for node in stats.nodes:
             assert (node.writing_blocks, node.quarantined_units) == (0, 0)
         keys = list(dict.fromkeys([*KEYS, *(key for _, key in world.promises.ready)]))
@@ -101,9 +100,14 @@ class Walk:
             directory.drain(node_id, False, world.now_s)
             if not node_id.endswith(SSD_SUFFIX):
                 given = directory.allocate(
-                    node_id, [b"everything".ljust(16)], "last", 1.0, False, world.now_s,
+                    node_id,
+                    [b"everything".ljust(16)],
+                    "last",
+                    1.0,
+                    False,
+                    world.now_s,
                     units * 4096,
-                )  # fmt: skip
+                )
                 assert given.slots[0] is not None, f"{node_id} is empty and in pieces"
                 directory.abandon([given.slots[0]], "last", world.now_s)
         for node in directory.stats(world.now_s).nodes:

@@ -58,9 +58,17 @@ class Holder:
             units * UNIT_BYTES if self.is_ssd else memory_bytes_for(units, UNIT_BYTES, UNIT_BYTES)
         )
         return NodeInfo(
-            self.node_id, self.incarnation, "host", "/dev/shm/x", size_bytes, "", b"", 0,
-            tier="ssd" if self.is_ssd else "dram", has_inventory=has_inventory,
-        )  # fmt: skip
+            self.node_id,
+            self.incarnation,
+            "host",
+            "/dev/shm/x",
+            size_bytes,
+            "",
+            b"",
+            0,
+            tier="ssd" if self.is_ssd else "dram",
+            has_inventory=has_inventory,
+        )
 
 
 @dataclass(slots=True)
@@ -170,9 +178,16 @@ class World:
     def new_use(self, key: bytes, slot: Slot, owner: str) -> Use:
         size_bytes = size_of(key)
         return Use(
-            key, slot.node_id, self.holder(slot.node_id).memory, slot.slot, slot.generation,
-            size_bytes, units_of(size_bytes), self.incarnation(slot.node_id), owner,
-        )  # fmt: skip
+            key,
+            slot.node_id,
+            self.holder(slot.node_id).memory,
+            slot.slot,
+            slot.generation,
+            size_bytes,
+            units_of(size_bytes),
+            self.incarnation(slot.node_id),
+            owner,
+        )
 
     def slot(self, use: Use) -> Slot:
         return Slot(use.node_id, use.slot, use.generation)
@@ -182,8 +197,11 @@ class World:
         use = self.promises.uses.get(copy.generation)
         assert use is not None and use.state == "ready", f"{copy} was never committed, or is gone"
         assert (use.node_id, use.slot, use.checksum, use.size_bytes) == (
-            copy.node_id, copy.slot, copy.checksum, copy.size_bytes,
-        ), f"{copy} is not {use}"  # fmt: skip
+            copy.node_id,
+            copy.slot,
+            copy.checksum,
+            copy.size_bytes,
+        ), f"{copy} is not {use}"
         return use
 
     # ---- what was announced

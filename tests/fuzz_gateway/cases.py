@@ -55,9 +55,12 @@ def fuzz(url: str, key: str, cases: int, seed: int) -> Counter[tuple[str, int]]:
 
 def run_cases(send: Callable[[Any], None], sent: Any, cases: int, seed: int) -> None:
     settings = hypothesis.settings(
-        max_examples=cases, deadline=None, database=None,
-        suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
-    )  # fmt: skip
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )
 
     def run(case: Any) -> None:
         send(case)

@@ -63,8 +63,10 @@ def one_seed(seed: int, is_shown: bool, checks_all: bool) -> int:
         simulation = Simulation(seed, checks_all=checks_all)
         simulation.world.is_shown = is_shown
         outcome = simulation.run()
-    print(f"seed {seed}: {outcome.steps} steps, {len(outcome.ends)} requests, faults "
-          f"{', '.join(outcome.kinds)}, digest {outcome.digest}")  # fmt: skip
+    print(
+        f"seed {seed}: {outcome.steps} steps, {len(outcome.ends)} requests, faults "
+        f"{', '.join(outcome.kinds)}, digest {outcome.digest}"
+    )
     if outcome.problem:
         print(outcome.problem)
     return 1 if outcome.problem else 0

@@ -122,9 +122,13 @@ class GreenCalls:
         self._running: dict[str, Call] = {}
 
     def __call__(
-        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        self,
+        address: str,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
         request_id: str,
-    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    ) -> Iterator[dict[str, np.ndarray]]:
         caller, triton = in_process(), self.tritons.get(address)
         assert caller is not None
         if triton is None or not triton.process.is_alive or triton.worker is None:

@@ -122,10 +122,16 @@ class Clients:
         frontend, prompt = rng.choice(there), self._prompt()
         tokens = rng.randrange(1, 10)
         client = Client(
-            number=len(self.all), prompt=prompt, tokens=tokens, is_stream=rng.random() < 0.8,
-            timeout_ms=int(TIMEOUT_S * 1000) if rng.random() < 0.2 else 0, frontend=frontend,
-            asked_s=self.world.now_s, world=self.world, expected=answer_of(prompt, tokens),
-        )  # fmt: skip
+            number=len(self.all),
+            prompt=prompt,
+            tokens=tokens,
+            is_stream=rng.random() < 0.8,
+            timeout_ms=int(TIMEOUT_S * 1000) if rng.random() < 0.2 else 0,
+            frontend=frontend,
+            asked_s=self.world.now_s,
+            world=self.world,
+            expected=answer_of(prompt, tokens),
+        )
         self.all.append(client)
         if len(prompt) + tokens < 44:
             self.turns.append(prompt + client.expected)

@@ -40,8 +40,10 @@ def a_key_leaves_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
     extend_keys = block_keys.extend_keys
 
     def planted(key: bytes, token_ids: Any, block_tokens: int) -> list[bytes]:
-        tokens = [0 if at % block_tokens == block_tokens - 1 else int(token)
-                  for at, token in enumerate(token_ids)]  # fmt: skip
+        tokens = [
+            0 if at % block_tokens == block_tokens - 1 else int(token)
+            for at, token in enumerate(token_ids)
+        ]
         return extend_keys(key, tokens, block_tokens)
 
     patch.setattr(block_keys, "extend_keys", planted)
@@ -122,10 +124,16 @@ def a_put_of_a_block_that_another_is_writing_is_true(patch: pytest.MonkeyPatch) 
 
 
 DEFECTS: list[Plant] = [
-    a_leased_block_is_evicted, a_key_leaves_out_the_last_token, an_event_is_lost,
-    a_prefix_counts_one_block_more, a_prompt_begins_one_token_late,
-    a_dead_writers_slot_does_not_rest, a_token_is_sent_again_after_a_loss,
-    what_was_read_is_not_verified, a_pull_takes_what_lies_in_the_slot,
-    a_mark_is_written_after_the_payload, a_put_of_a_block_that_another_is_writing_is_true,
+    a_leased_block_is_evicted,
+    a_key_leaves_out_the_last_token,
+    an_event_is_lost,
+    a_prefix_counts_one_block_more,
+    a_prompt_begins_one_token_late,
+    a_dead_writers_slot_does_not_rest,
+    a_token_is_sent_again_after_a_loss,
+    what_was_read_is_not_verified,
+    a_pull_takes_what_lies_in_the_slot,
+    a_mark_is_written_after_the_payload,
+    a_put_of_a_block_that_another_is_writing_is_true,
     a_block_that_another_owner_is_writing_passes_for_stored,
-]  # fmt: skip
+]

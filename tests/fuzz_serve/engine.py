@@ -94,8 +94,10 @@ class GreenEngine:
     def _words(self, work: Work, layer: int) -> list[int]:
         """Where in the pool the KV of each token of this layer is."""
         tokens = LAYOUT.block_tokens
-        return [work.pages[index // tokens] * WORDS + layer * tokens + index % tokens
-                for index in range(work.end)]  # fmt: skip
+        return [
+            work.pages[index // tokens] * WORDS + layer * tokens + index % tokens
+            for index in range(work.end)
+        ]
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None

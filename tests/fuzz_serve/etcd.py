@@ -100,27 +100,35 @@ class EtcdClient:
         return self._change(expected, values, leases, ())
 
     def change_unless_changed(
-        self, expected: Mapping[str, int], values: Mapping[str, bytes],
+        self,
+        expected: Mapping[str, int],
+        values: Mapping[str, bytes],
         gone: Sequence[tuple[str, str]],
-    ) -> int:  # fmt: skip
+    ) -> int:
         return self._change(expected, values, {}, gone)
 
     def under(self, prefix: str, page_keys: int) -> Iterator[tuple[str, KeyValue]]:
         store = self._ask()
-        found = sorted((key, KeyValue(value, revision))
-                       for key, (value, revision, _) in store.values.items()
-                       if key.startswith(prefix))  # fmt: skip
+        found = sorted(
+            (key, KeyValue(value, revision))
+            for key, (value, revision, _) in store.values.items()
+            if key.startswith(prefix)
+        )
         self._answer()
         yield from found
 
     def _change(
-        self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int],
+        self,
+        expected: Mapping[str, int],
+        values: Mapping[str, bytes],
+        leases: Mapping[str, int],
         gone: Sequence[tuple[str, str]],
-    ) -> int:  # fmt: skip
+    ) -> int:
         """The revision of the write; 0: nothing was written."""
         store = self._ask()
-        is_done = all(store.values.get(key, (b"", 0, 0))[1] == revision
-                      for key, revision in expected.items())  # fmt: skip
+        is_done = all(
+            store.values.get(key, (b"", 0, 0))[1] == revision for key, revision in expected.items()
+        )
         is_done &= all(lease in store.leases for lease in leases.values() if lease)
         if is_done:
             loop().seen["writes to etcd"] += 1

@@ -19,9 +19,20 @@ from tests.fuzz_serve.network import Network
 from tests.fuzz_serve.site import Deployment
 
 KINDS = (
-    "kill", "freeze", "pause", "cut", "slow", "late", "bits", "wire", "clock", "stub", "leave",
-    "reload", "stall",
-)  # fmt: skip
+    "kill",
+    "freeze",
+    "pause",
+    "cut",
+    "slow",
+    "late",
+    "bits",
+    "wire",
+    "clock",
+    "stub",
+    "leave",
+    "reload",
+    "stall",
+)
 BUSY_S_MAX = 2.0  # of a request
 CUT_S_MAX, FREEZE_S_MAX = 8.0, 9.0
 SLOW_S_MIN = 4.0  # of a transfer: another directory may lead before it ends
@@ -46,10 +57,16 @@ class Faults:
             self.memories.stall_share = 0.12
             self.memories.on_stall = self._stalled
         acts: dict[str, Callable[[], None]] = {
-            "kill": self._kill, "freeze": self._freeze, "cut": self._cut,
-            "bits": self.memories.flip, "clock": self._clock, "stub": self._stub,
-            "pause": self._pause, "leave": self._leave, "reload": self._reload,
-        }  # fmt: skip
+            "kill": self._kill,
+            "freeze": self._freeze,
+            "cut": self._cut,
+            "bits": self.memories.flip,
+            "clock": self._clock,
+            "stub": self._stub,
+            "pause": self._pause,
+            "leave": self._leave,
+            "reload": self._reload,
+        }
         chosen = [acts[kind] for kind in KINDS if kind in self.kinds and kind in acts]
         for _ in range(count if chosen else 0):
             act = rng.choice(chosen)
@@ -101,8 +118,7 @@ class Faults:
 
     def _stalled(self, seconds: float) -> None:
         """Often the directory that granted the slots of a slow transfer dies meanwhile."""
-        leading = [process for process in self.site.alive("directory")
-                   if "server" in process.state]  # fmt: skip
+        leading = [process for process in self.site.alive("directory") if "server" in process.state]
         if seconds > SLOW_S_MIN and leading and self.world.rng.random() < 0.7:
             self.world.note(f"a transfer stands still for {seconds:.3f} s")
             at_s = self.world.now_s + self.world.rng.random() ** 2

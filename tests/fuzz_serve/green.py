@@ -188,12 +188,18 @@ def sleep(seconds: float) -> None:
 
 
 TIME = SimpleNamespace(
-    monotonic=monotonic, perf_counter=monotonic, time=wall_s,
-    time_ns=lambda: int(wall_s() * 1e9), monotonic_ns=lambda: int(monotonic() * 1e9),
-    sleep=sleep, process_time=lambda: 0.0, clock_gettime=lambda _: monotonic(),
-    CLOCK_BOOTTIME=real_time.CLOCK_BOOTTIME, CLOCK_MONOTONIC=real_time.CLOCK_MONOTONIC,
+    monotonic=monotonic,
+    perf_counter=monotonic,
+    time=wall_s,
+    time_ns=lambda: int(wall_s() * 1e9),
+    monotonic_ns=lambda: int(monotonic() * 1e9),
+    sleep=sleep,
+    process_time=lambda: 0.0,
+    clock_gettime=lambda _: monotonic(),
+    CLOCK_BOOTTIME=real_time.CLOCK_BOOTTIME,
+    CLOCK_MONOTONIC=real_time.CLOCK_MONOTONIC,
     strftime=real_time.strftime,
-)  # fmt: skip
+)
 
 
 # ---- the module `threading`
@@ -214,9 +220,12 @@ class Lock:
         world = _hub.loop
         if self._owner is None:
             if (
-                blocking and isinstance(thread, GreenThread) and thread.process.is_alive
-                and not world.is_over and world.rng.random() < GIVES_WAY
-            ):  # fmt: skip
+                blocking
+                and isinstance(thread, GreenThread)
+                and thread.process.is_alive
+                and not world.is_over
+                and world.rng.random() < GIVES_WAY
+            ):
                 sleep(0.0)
             if self._owner is None:
                 self._owner, self._count = thread, 1
@@ -354,9 +363,14 @@ class Barrier:
 
 class Thread:
     def __init__(
-        self, group: None = None, target: Callable[..., Any] | None = None, name: str = "",
-        args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None, daemon: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        group: None = None,
+        target: Callable[..., Any] | None = None,
+        name: str = "",
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        daemon: bool = True,
+    ) -> None:
         self._target, self._args, self._kwargs = target, tuple(args), kwargs or {}
         self.name, self.daemon = name, daemon
         self._thread: GreenThread | None = None
@@ -405,9 +419,16 @@ class Local:
 
 
 THREADING = SimpleNamespace(
-    Lock=Lock, RLock=RLock, Condition=Condition, Event=Event, Barrier=Barrier, Thread=Thread,
-    current_thread=current_thread, get_ident=lambda: id(getcurrent()), local=Local,
-)  # fmt: skip
+    Lock=Lock,
+    RLock=RLock,
+    Condition=Condition,
+    Event=Event,
+    Barrier=Barrier,
+    Thread=Thread,
+    current_thread=current_thread,
+    get_ident=lambda: id(getcurrent()),
+    local=Local,
+)
 
 
 # ---- the module `queue`

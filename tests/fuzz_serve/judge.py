@@ -61,9 +61,11 @@ def check_all(site: Deployment) -> None:
 
 def check_one_leader(site: Deployment) -> None:
     """Two directories never serve at one time, whatever was frozen or cut off."""
-    leaders = [process for process in site.alive("directory")
-               if not (process.is_frozen or process.has_stood_still)
-               and directory_of(process) is not None]  # fmt: skip
+    leaders = [
+        process
+        for process in site.alive("directory")
+        if not (process.is_frozen or process.has_stood_still) and directory_of(process) is not None
+    ]
     assert len(leaders) <= 1, f"{leaders} lead at one time"
 
 
@@ -161,8 +163,7 @@ def _check_user_block(key: bytes, copy: Copy, slots: SlotMemory, users: Users) -
 def check_answers(every: list[Client], deadline_s: float) -> None:
     waiting = [client.number for client in every if not client.end]
     assert not waiting, f"requests {waiting} never end"
-    late = [client.number for client in every
-            if client.ended_s > client.asked_s + deadline_s]  # fmt: skip
+    late = [client.number for client in every if client.ended_s > client.asked_s + deadline_s]
     assert not late, f"requests {late} ended more than {deadline_s} s after they came"
 
 

@@ -59,9 +59,12 @@ class Loop:
         self.is_shown = False
 
     def at(
-        self, due_s: float, action: Callable[..., None], argument: Any = None,
+        self,
+        due_s: float,
+        action: Callable[..., None],
+        argument: Any = None,
         process: Process | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`action(argument)` then; of a process: when it lives and is not frozen."""
         heapq.heappush(self._queue, (due_s, next(self._order), process, action, argument))
 

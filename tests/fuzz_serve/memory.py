@@ -176,9 +176,13 @@ class GreenNixl(Transport):
             raise TransferTimeout(f"node {batch.node.node_id} is slow")
 
     def _be_late(
-        self, batch: TransferBatch, process: Process, owner: Process, view: np.ndarray,
+        self,
+        batch: TransferBatch,
+        process: Process,
+        owner: Process,
+        view: np.ndarray,
         left_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Not by the deadline: at some time after it, whoever owns the memory by then."""
         world = loop()
         self._numbers += 1

@@ -45,20 +45,30 @@ class WatchedDirectory(Directory):
 
     def lookup(
         self, keys: Sequence[bytes], owner: str, lease_s: float, now_s: float, *rest: Any, **of: Any
-    ) -> list[tuple[Copy, ...]]:  # fmt: skip
+    ) -> list[tuple[Copy, ...]]:
         self._begin(now_s)
         found = super().lookup(keys, owner, lease_s, now_s, *rest, **of)
         self._follow("lookup")
         if lease_s > 0 and any(found):
             grants = self._granted(owner, now_s, lease_s)
-            grants.copies |= {(copy.node_id, key) for key, copies in zip(keys, found, strict=False)
-                              for copy in copies}  # fmt: skip
+            grants.copies |= {
+                (copy.node_id, key)
+                for key, copies in zip(keys, found, strict=False)
+                for copy in copies
+            }
         return found
 
     def allocate(
-        self, node_id: str, keys: Sequence[bytes], owner: str, lease_s: float, ephemeral: bool,
-        now_s: float, *rest: Any, **of: Any,
-    ) -> Allocation:  # fmt: skip
+        self,
+        node_id: str,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool,
+        now_s: float,
+        *rest: Any,
+        **of: Any,
+    ) -> Allocation:
         self._begin(now_s)
         evictions = self._copies.totals.evictions
         given = super().allocate(node_id, keys, owner, lease_s, ephemeral, now_s, *rest, **of)
@@ -73,9 +83,15 @@ class WatchedDirectory(Directory):
         return given
 
     def commit(
-        self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]], owner: str,
-        lease_s: float, now_s: float, *rest: Any, **of: Any,
-    ) -> list[bool]:  # fmt: skip
+        self,
+        node_id: str,
+        blocks: Sequence[tuple[bytes, int, int, int]],
+        owner: str,
+        lease_s: float,
+        now_s: float,
+        *rest: Any,
+        **of: Any,
+    ) -> list[bool]:
         self._begin(now_s)
         seen = loop().seen
         done = super().commit(node_id, blocks, owner, lease_s, now_s, *rest, **of)

@@ -55,10 +55,12 @@ class Simulation:
         rng = world.rng
         units = {f"s{host}": rng.choice((16, 20, 28, 40)) for host in "ab"}
         shape = Shape(
-            units, step_s=rng.choice((0.004, 0.03, 0.2)), token_s=rng.choice((0.0005, 0.01)),
+            units,
+            step_s=rng.choice((0.004, 0.03, 0.2)),
+            token_s=rng.choice((0.0005, 0.01)),
             policy=rng.choice(("adaptive", "kvcache_centric", "cache_aware")),
             queue_requests_max=rng.choice((2, 8)),
-        )  # fmt: skip
+        )
         self.site = Deployment(world, self.network, shape)
         self.clients = Clients(world, self.site)
         self.users = Users(world, self.site)
@@ -78,10 +80,15 @@ class Simulation:
             world.note(f"VIOLATION at step {world.steps}: {problem.splitlines()[0]}")
         ends = tuple(client.end for client in self.clients.all)
         outcome = Outcome(
-            self.seed, problem, self.world.steps, self.world.digest,
-            tuple(sorted(self.faults.kinds)), ends, self.world.seen,
+            self.seed,
+            problem,
+            self.world.steps,
+            self.world.digest,
+            tuple(sorted(self.faults.kinds)),
+            ends,
+            self.world.seen,
             list(self.world.lines) if problem else [],
-        )  # fmt: skip
+        )
         self.world.close()
         return outcome
 

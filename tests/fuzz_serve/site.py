@@ -152,10 +152,13 @@ class Deployment:
         process = role.process = Process(self.world, f"{name}.{role.starts}", role.host)
         process.on_end.append(lambda: self._ended(role, process))
         process.state["environ"] = {
-            "MOONCAKE_DIRECTORY": DIRECTORY, "MOONCAKE_EVENTS": "", "MOONCAKE_SOCKETS": "/sockets",
-            "MOONCAKE_STATE": "/state", "MOONCAKE_INSECURE": "1",
+            "MOONCAKE_DIRECTORY": DIRECTORY,
+            "MOONCAKE_EVENTS": "",
+            "MOONCAKE_SOCKETS": "/sockets",
+            "MOONCAKE_STATE": "/state",
+            "MOONCAKE_INSECURE": "1",
             "MOONCAKE_GRPC": f"{role.host}:{name}",
-        }  # fmt: skip
+        }
         self.world.note(f"{process.name} starts")
         green.spawn(process, lambda: self._main(role, process), "main")
 
@@ -175,31 +178,44 @@ class Deployment:
         self.world.at(self.world.now_s + delay_s, lambda _: self.start(role.name))
 
     def alive(self, prefix: str = "") -> list[Process]:
-        return [role.process for name, role in self.roles.items()
-                if name.startswith(prefix) and role.process.is_alive]  # fmt: skip
+        return [
+            role.process
+            for name, role in self.roles.items()
+            if name.startswith(prefix) and role.process.is_alive
+        ]
 
     # ---- the processes
 
     def _directory(self, process: Process) -> None:
         at = f"tcp://{ADDRESSES[process.host]}"
         options = Namespace(
-            etcd=DIRECTORY, advertise="", address=f"{at}:7001", events=f"{at}:7002", ttl_s=TTL_S,
-            self_check=False, metrics_port=0, metrics_address="",
-        )  # fmt: skip
+            etcd=DIRECTORY,
+            advertise="",
+            address=f"{at}:7001",
+            events=f"{at}:7002",
+            ttl_s=TTL_S,
+            self_check=False,
+            metrics_port=0,
+            metrics_address="",
+        )
         config = DirectoryConfig(
-            node_ttl_s=5.0, worker_ttl_s=5.0, quarantine_s=QUARANTINE_S, slow_start_s=1.0,
+            node_ttl_s=5.0,
+            worker_ttl_s=5.0,
+            quarantine_s=QUARANTINE_S,
+            slow_start_s=1.0,
             events_max=256,
-        )  # fmt: skip
+        )
         directory_main.serve_when_elected(options, config, Stop(process))  # type: ignore[arg-type]
 
     def _node(self, process: Process) -> None:
         name = process.name.partition(".")[0]
         units = self.shape.units[name]
         options = NodeOptions(
-            node_id=name, segment_path=f"/dev/shm/{process.name}",
+            node_id=name,
+            segment_path=f"/dev/shm/{process.name}",
             segment_bytes=memory_bytes_for(units, LAYOUT.block_bytes, 4096),
             control=f"tcp://{ADDRESSES[process.host]}:0",
-        )  # fmt: skip
+        )
         node_main.run(DIRECTORY, options, Stop(process), 1.0)  # type: ignore[arg-type]
 
     def _worker(self, process: Process, role: str, make: Callable[[str], Any]) -> None:
@@ -216,37 +232,51 @@ class Deployment:
 
     def _common(self, process: Process) -> dict[str, Any]:
         return {
-            "block_tokens": LAYOUT.block_tokens, "kv_pages": PAGES, "lease_s": LEASE_S,
-            "transfer_s_max": 2.0, "store_node": f"s{process.host}",
+            "block_tokens": LAYOUT.block_tokens,
+            "kv_pages": PAGES,
+            "lease_s": LEASE_S,
+            "transfer_s_max": 2.0,
+            "store_node": f"s{process.host}",
             "queue_requests_max": self.shape.queue_requests_max,
-        }  # fmt: skip
+        }
 
     def _prefill(self, process: Process) -> None:
         config = PrefillConfig(chunk_tokens=8, **self._common(process))
         whole = WHOLE_BYTES_MAX if process.host == "b" else 0
         self._worker(
-            process, "prefill",
+            process,
+            "prefill",
             lambda name: PrefillWorker(name, config, "", StepPrefill(self._engine(), whole)),
-        )  # fmt: skip
+        )
 
     def _decode(self, process: Process) -> None:
         config = DecodeConfig(slots=4, **self._common(process))
         self._worker(
-            process, "decode",
+            process,
+            "decode",
             lambda name: DecodeWorker(name, config, "", StepDecode(self._engine())),
-        )  # fmt: skip
+        )
 
     def _frontend(self, process: Process) -> None:
         shape = self.shape
         deciding = ConductorConfig(
-            policy=shape.policy, hot_hits_per_s=0.2, hot_half_life_s=10.0, request_s_max=30.0,
-            slow_start_s=2.0, failed_mark_s=3.0, **shape.conductor,
-        )  # fmt: skip
+            policy=shape.policy,
+            hot_hits_per_s=0.2,
+            hot_half_life_s=10.0,
+            request_s_max=30.0,
+            slow_start_s=2.0,
+            failed_mark_s=3.0,
+            **shape.conductor,
+        )
         cluster = ClusterView(deciding, DIRECTORY, "")
         streams = TokenStreams(f"ipc:///sockets/{process.name}", 500.0)
         frontend = Frontend(
             FrontendConfig(requests_max=16, cancel_poll_s=0.8, attempts_max=shape.attempts_max),
-            GreenTokenizer(), cluster, GreenCalls(), streams, open_outbox(),  # type: ignore[arg-type]
-        )  # fmt: skip
+            GreenTokenizer(),
+            cluster,
+            GreenCalls(),
+            streams,
+            open_outbox(),  # type: ignore[arg-type]
+        )
         process.state["cluster"], process.state["frontend"] = cluster, frontend
         green.Event().wait()

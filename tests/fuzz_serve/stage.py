@@ -40,12 +40,18 @@ from tests.fuzz_serve.loop import Loop
 
 PACKAGES = ("backends.", "conductor.", "mooncake_store.")
 PRODUCT = (
-    "backends.frontend.frontend", "backends.workers.decode_worker",
-    "backends.workers.prefill_worker", "backends.workers.step_driver", "conductor.conductor",
-    "mooncake_store.client.client", "mooncake_store.directory.election",
-    "mooncake_store.directory.__main__", "mooncake_store.directory.server",
-    "mooncake_store.node.__main__", "mooncake_store.node.node",
-)  # fmt: skip
+    "backends.frontend.frontend",
+    "backends.workers.decode_worker",
+    "backends.workers.prefill_worker",
+    "backends.workers.step_driver",
+    "conductor.conductor",
+    "mooncake_store.client.client",
+    "mooncake_store.directory.election",
+    "mooncake_store.directory.__main__",
+    "mooncake_store.directory.server",
+    "mooncake_store.node.__main__",
+    "mooncake_store.node.node",
+)
 PROFILE = machine_profile.MachineProfile((0.004, 2e-4, 0.0), (0.004, 5e-4, 1e-6), 0.0)
 # How late a thread that has nothing to do notices that: longer ones cost a simulation less.
 IDLE = {
@@ -118,16 +124,28 @@ PROFILES = SimpleNamespace(
 )
 NETWORK = SimpleNamespace(nics=(), missing=(), is_closed=False, shared_devices=None)
 STAND_INS: list[tuple[Any, Any]] = [
-    (time, green.TIME), (threading, green.THREADING), (queue, green.QUEUE), (zmq, sockets.ZMQ),
+    (time, green.TIME),
+    (threading, green.THREADING),
+    (queue, green.QUEUE),
+    (zmq, sockets.ZMQ),
     (concurrent.futures.ThreadPoolExecutor, green.ThreadPoolExecutor),
-    (concurrent.futures.Future, green.Future), (concurrent.futures.wait, green.wait),
-    (uuid, UUID), (secrets, SECRETS), (os, GreenOs()), (machine_profile, PROFILES),
-    (Segment, memory.GreenSegment), (host_id, _host_id), (NixlTransport, memory.GreenNixl),
-    (topology_json, lambda: ""), (NodeAgent, memory.GreenAgent),
-    (Tokenizer, engine.GreenTokenizer), (GrpcCalls, calls.GreenCalls),
-    (Directory, promises.WatchedDirectory), (EtcdClient, etcd.EtcdClient),
+    (concurrent.futures.Future, green.Future),
+    (concurrent.futures.wait, green.wait),
+    (uuid, UUID),
+    (secrets, SECRETS),
+    (os, GreenOs()),
+    (machine_profile, PROFILES),
+    (Segment, memory.GreenSegment),
+    (host_id, _host_id),
+    (NixlTransport, memory.GreenNixl),
+    (topology_json, lambda: ""),
+    (NodeAgent, memory.GreenAgent),
+    (Tokenizer, engine.GreenTokenizer),
+    (GrpcCalls, calls.GreenCalls),
+    (Directory, promises.WatchedDirectory),
+    (EtcdClient, etcd.EtcdClient),
     (host_data_network, lambda: NETWORK),
-]  # fmt: skip
+]
 STAND_INS += [
     (getattr(module, name), stand_in)  # of who imports the names alone
     for module, stand_ins in ((threading, green.THREADING), (queue, green.QUEUE))

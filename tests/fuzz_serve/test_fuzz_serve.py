@@ -17,9 +17,13 @@ from tests.fuzz_serve.defects import DEFECTS, Plant
 from tests.fuzz_serve.simulation import Simulation
 
 COMMON = {
-    "blocks adopted", "calls of further attempts", "commits", "evictions", "kill",
+    "blocks adopted",
+    "calls of further attempts",
+    "commits",
+    "evictions",
+    "kill",
     "one-sided transfers",
-}  # fmt: skip
+}
 SEEDS_UNTIL_FOUND = 200  # most are found by the first or second
 
 

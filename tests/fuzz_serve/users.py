@@ -98,8 +98,13 @@ class Users:
     def _act_on(self, store: StoreClient) -> None:
         rng = self.world.rng
         acts: list[Callable[[StoreClient], None]] = [
-            self._put, self._put, self._get, self._copy, self._copy, self._remove,
-        ]  # fmt: skip
+            self._put,
+            self._put,
+            self._get,
+            self._copy,
+            self._copy,
+            self._remove,
+        ]
         while not self._is_over:
             try:
                 rng.choice(acts)(store)

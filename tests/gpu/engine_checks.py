@@ -301,10 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
                 failed[check.__name__] = f"{type(error).__name__}: {error}"
     found = {
-        "name": "gpu_engine_checks", "device": name, "torch": torch.__version__,
-        "seconds": round(time.perf_counter() - started_s, 1), "kernels": kernels,
-        "passed": passed, "failed": failed,
-    }  # fmt: skip
+        "name": "gpu_engine_checks",
+        "device": name,
+        "torch": torch.__version__,
+        "seconds": round(time.perf_counter() - started_s, 1),
+        "kernels": kernels,
+        "passed": passed,
+        "failed": failed,
+    }
     print(json.dumps(found), flush=True)
     return 1 if failed else 0
 

@@ -18,8 +18,10 @@ async def answers(llm: Any, job: dict[str, Any]) -> list[list[int]]:
     sampling = SamplingParams(
         max_tokens=job["tokens"], end_id=-1, pad_id=0, ignore_eos=True, detokenize=False
     )
-    results = [llm.generate_async({"prompt_token_ids": ids}, sampling_params=sampling)
-               for ids in job["prompts"]]  # fmt: skip
+    results = [
+        llm.generate_async({"prompt_token_ids": ids}, sampling_params=sampling)
+        for ids in job["prompts"]
+    ]
     return [list((await result).outputs[0].token_ids) for result in results]
 
 
@@ -30,13 +32,17 @@ def main() -> None:
     from tensorrt_llm.llmapi import llm_args
 
     llm = LLM(
-        model=folder, skip_tokenizer_init=True, dtype=job["dtype"],
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=job["dtype"],
         max_seq_len=job["context_tokens"],
         kv_cache_config=llm_args.KvCacheConfig(
-            max_tokens=job["kv_tokens"], free_gpu_memory_fraction=0.3,
-            tokens_per_block=job["page_tokens"], enable_block_reuse=False,
+            max_tokens=job["kv_tokens"],
+            free_gpu_memory_fraction=0.3,
+            tokens_per_block=job["page_tokens"],
+            enable_block_reuse=False,
         ),
-    )  # fmt: skip
+    )
     Path(taken).write_text(json.dumps(asyncio.run(answers(llm, job))))
     llm.shutdown()
 

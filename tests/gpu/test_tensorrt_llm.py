@@ -70,13 +70,26 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     lengths = [*LENGTHS, *[200 + n for n in range(STREAMS)], LONG]
     prompts = [[chance.randrange(10, vocabulary - 10) for _ in range(n)] for n in lengths]
     folder = tmp_path_factory.mktemp("plain")
-    job = {"prompts": prompts, "tokens": TOKENS, "dtype": DTYPE, "page_tokens": PAGE,
-           "kv_tokens": LONG + 16384, "context_tokens": LONG + 2 * TOKENS}  # fmt: skip
+    job = {
+        "prompts": prompts,
+        "tokens": TOKENS,
+        "dtype": DTYPE,
+        "page_tokens": PAGE,
+        "kv_tokens": LONG + 16384,
+        "context_tokens": LONG + 2 * TOKENS,
+    }
     (folder / "in.json").write_text(json.dumps(job))
     subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("plain_llm.py")), str(CHECKPOINT),
-         str(folder / "in.json"), str(folder / "out.json")], check=True, timeout=READY_S_MAX,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(Path(__file__).with_name("plain_llm.py")),
+            str(CHECKPOINT),
+            str(folder / "in.json"),
+            str(folder / "out.json"),
+        ],
+        check=True,
+        timeout=READY_S_MAX,
+    )
     return Reference(prompts, json.loads((folder / "out.json").read_text()))
 
 
@@ -84,11 +97,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, str]]:
-    parameters = {"engine": "tensorrt_llm", "checkpoint": str(CHECKPOINT), "dtype": DTYPE,
-                  "block_tokens": str(B), "kv_pages": str(KV_PAGES)}  # fmt: skip
-    further = {"handoff": request.param, "page_tokens": str(PAGE), "aside_load_mib": "1",
-               "context_tokens_max": str(LONG + 4 * TOKENS), "gpus": "0",
-               "gpu_memory_fraction": "0.2"}  # fmt: skip
+    parameters = {
+        "engine": "tensorrt_llm",
+        "checkpoint": str(CHECKPOINT),
+        "dtype": DTYPE,
+        "block_tokens": str(B),
+        "kv_pages": str(KV_PAGES),
+    }
+    further = {
+        "handoff": request.param,
+        "page_tokens": str(PAGE),
+        "aside_load_mib": "1",
+        "context_tokens_max": str(LONG + 4 * TOKENS),
+        "gpus": "0",
+        "gpu_memory_fraction": "0.2",
+    }
 
     def prepare(repository: Path) -> None:
         for model in WORKERS:
@@ -159,8 +182,10 @@ def test_hits_are_whole_blocks_of_the_store_and_whole_pages_of_the_engine(
 
     wait_until(in_store, "the prompt's blocks in the store", IDLE_S_MAX)
     if handoff == "store":
-        loaded, computed = (server.metric("mooncake_handover_tokens_total", path=path)
-                            for path in ("loaded", "computed"))  # fmt: skip
+        loaded, computed = (
+            server.metric("mooncake_handover_tokens_total", path=path)
+            for path in ("loaded", "computed")
+        )
         assert loaded > 10 * computed
 
 

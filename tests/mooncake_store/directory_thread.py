@@ -13,9 +13,12 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 class DirectoryThread:
     def __init__(
-        self, directory: Directory | None = None, address: str = ANY_PORT, events: str = ANY_PORT,
+        self,
+        directory: Directory | None = None,
+        address: str = ANY_PORT,
+        events: str = ANY_PORT,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.server = DirectoryServer(directory or Directory(1), address, events, **options)
         self.address = self.server.address
         self._thread = threading.Thread(target=self.server.run, daemon=True)

@@ -26,11 +26,21 @@ class Elected:
         self.address = f"ipc://{folder}/{name}"
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "mooncake_store.directory", "--address", self.address,
-                "--events", f"{self.address}-events", "--etcd", election, "--ttl-s", str(ttl_s),
+                sys.executable,
+                "-m",
+                "mooncake_store.directory",
+                "--address",
+                self.address,
+                "--events",
+                f"{self.address}-events",
+                "--etcd",
+                election,
+                "--ttl-s",
+                str(ttl_s),
             ],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def wait_ready(self) -> int:
         """The epoch of its next reign."""

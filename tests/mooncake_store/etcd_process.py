@@ -31,12 +31,26 @@ class EtcdProcess:
         election_ms = 500 if members else 100
         self._log = folder / f"{name}.log"
         self._command = [
-            str(BINARY), "--name", name, "--data-dir", str(folder / name),
-            "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
-            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-            "--initial-cluster", members or f"{name}={peer}",
-            "--heartbeat-interval", str(election_ms // 10), "--election-timeout", str(election_ms),
-        ]  # fmt: skip
+            str(BINARY),
+            "--name",
+            name,
+            "--data-dir",
+            str(folder / name),
+            "--listen-client-urls",
+            self.url,
+            "--advertise-client-urls",
+            self.url,
+            "--listen-peer-urls",
+            peer,
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            members or f"{name}={peer}",
+            "--heartbeat-interval",
+            str(election_ms // 10),
+            "--election-timeout",
+            str(election_ms),
+        ]
         self.start()
         if not members:
             self.wait_healthy()
@@ -45,9 +59,12 @@ class EtcdProcess:
         """Also again, after `close`, with what it had."""
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine},
-            )  # fmt: skip
+            )
 
     def wait_healthy(self) -> None:
         until_s = time.monotonic() + 30.0

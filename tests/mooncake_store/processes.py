@@ -68,9 +68,15 @@ class DirectoryProcess(StartedProcess):
         self.address = f"ipc://{folder}/directory"
         self.events_address = f"ipc://{folder}/events"
         command = [
-            "mooncake_store.directory", "--address", self.address,
-            "--events", self.events_address, "--log-level", "WARNING", *options,
-        ]  # fmt: skip
+            "mooncake_store.directory",
+            "--address",
+            self.address,
+            "--events",
+            self.events_address,
+            "--log-level",
+            "WARNING",
+            *options,
+        ]
         super().__init__(command)
 
     def start(self, clock_ms: int = 0) -> None:
@@ -91,11 +97,22 @@ class NodeProcess(StartedProcess):
         self._index_path = table_path("/dev/shm/", directory)
         self.path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
         command = [
-            "mooncake_store.node", "--node-id", node_id,
-            "--directory", directory, "--events", events, "--segment-bytes", str(mib * MIB),
-            "--segment-path", self.path, "--die-with-parent",
-            "--control", f"ipc://{folder}/{node_id}", *more,
-        ]  # fmt: skip
+            "mooncake_store.node",
+            "--node-id",
+            node_id,
+            "--directory",
+            directory,
+            "--events",
+            events,
+            "--segment-bytes",
+            str(mib * MIB),
+            "--segment-path",
+            self.path,
+            "--die-with-parent",
+            "--control",
+            f"ipc://{folder}/{node_id}",
+            *more,
+        ]
         super().__init__(command, folder / f"{node_id}.log")
 
     def close(self) -> None:

@@ -34,8 +34,11 @@ class Site:
     def start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", f"mooncake_store.{module}", *arguments],
-            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self.processes.append(process)
         return process
 
@@ -47,9 +50,17 @@ class Site:
     def start_node(self, node_id: str, *more: str, name: str = "") -> subprocess.Popen[str]:
         path = f"{self.prefix}-{name or node_id}"
         return self.start(
-            "node", "--node-id", node_id, "--directory", self.address,
-            "--segment-bytes", str(SIZE), "--segment-path", path, *more,
-        )  # fmt: skip
+            "node",
+            "--node-id",
+            node_id,
+            "--directory",
+            self.address,
+            "--segment-bytes",
+            str(SIZE),
+            "--segment-path",
+            path,
+            *more,
+        )
 
     def segments(self) -> list[str]:
         return sorted(p.name for p in Path("/dev/shm").glob(Path(self.prefix).name + "*"))

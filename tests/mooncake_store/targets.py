@@ -35,17 +35,27 @@ class Target:
         command = [sys.executable, "-m", "tests.mooncake_store.targets"]
         self.process = subprocess.Popen(
             [*command, path, str(TARGET_BYTES), f"{node_id}#{self.incarnation}"],
-            cwd=ROOT, env={**os.environ, **(environment or {})}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the target process ended with {self.process.wait()}"
         said = json.loads(line)
         self.info = NodeInfo(
-            node_id, self.incarnation, host_id(path), path, TARGET_BYTES, said["name"],
-            base64.b64decode(said["metadata"]), said["address"], data_address=said["data_address"],
-        )  # fmt: skip
+            node_id,
+            self.incarnation,
+            host_id(path),
+            path,
+            TARGET_BYTES,
+            said["name"],
+            base64.b64decode(said["metadata"]),
+            said["address"],
+            data_address=said["data_address"],
+        )
 
     def kill(self) -> None:
         self.process.kill()

@@ -77,9 +77,13 @@ def test_lists_and_arrays_give_the_same_keys(tokens: list[int]) -> None:
 
 def test_nothing_is_shared_between_models_adapters_and_tenants() -> None:
     seeds = {
-        chain_seed("p"), chain_seed("q"), chain_seed("p", lora="l"),
-        chain_seed("p", cache_salt="l"), chain_seed("p", "ab", "c"), chain_seed("p", "a", "bc"),
-    }  # fmt: skip
+        chain_seed("p"),
+        chain_seed("q"),
+        chain_seed("p", lora="l"),
+        chain_seed("p", cache_salt="l"),
+        chain_seed("p", "ab", "c"),
+        chain_seed("p", "a", "bc"),
+    }
     assert len(seeds) == 6
 
 

@@ -49,9 +49,16 @@ def test_a_call_that_hangs_is_noticed_unless_its_own_process_stood_still() -> No
 @pytest.mark.servers
 def test_a_process_that_is_told_to_end_while_it_starts_ends_as_any_other(tmp_path: Path) -> None:
     options = Options(
-        name="writer", directory=f"ipc://{tmp_path}/nobody", node_id="s0", transports="mapped",
-        seed=1, keepsakes=0, safe="s0", others=["s1"], log=str(tmp_path / "notes"),
-    )  # fmt: skip
+        name="writer",
+        directory=f"ipc://{tmp_path}/nobody",
+        node_id="s0",
+        transports="mapped",
+        seed=1,
+        keepsakes=0,
+        safe="s0",
+        others=["s1"],
+        log=str(tmp_path / "notes"),
+    )
     command = ["tests.chaos.client", msgspec.json.encode(asdict(options)).decode()]
     member = Member("writer", tmp_path, command)
     try:

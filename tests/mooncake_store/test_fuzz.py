@@ -16,14 +16,32 @@ from tests.fuzz.walk import Walk
 
 STEPS_UNTIL_CAUGHT = 15_000  # most are in less than 1,000
 COMMON = {
-    "abandoned", "adopted whole", "blocks found again", "commits", "copies", "evictions",
-    "directories restarted", "inventories", "late commits", "late reads", "late writes",
-    "leased reads", "misses noticed", "nodes killed", "pinned hard", "removed", "restores",
-    "spills kept", "writers quarantined", "commits of an earlier epoch",
-    "writers too late to begin", "reserved slots committed", "reserved slots not needed",
+    "abandoned",
+    "adopted whole",
+    "blocks found again",
+    "commits",
+    "copies",
+    "evictions",
+    "directories restarted",
+    "inventories",
+    "late commits",
+    "late reads",
+    "late writes",
+    "leased reads",
+    "misses noticed",
+    "nodes killed",
+    "pinned hard",
+    "removed",
+    "restores",
+    "spills kept",
+    "writers quarantined",
+    "commits of an earlier epoch",
+    "writers too late to begin",
+    "reserved slots committed",
+    "reserved slots not needed",
     "reserved slots refused",
     "reservations lost",
-}  # fmt: skip
+}
 
 
 def test_random_life_keeps_every_promise_and_gives_all_memory_back(seed: int) -> None:

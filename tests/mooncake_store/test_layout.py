@@ -111,9 +111,12 @@ def test_units_fill_a_segment_and_never_leave_it(segment_bytes: int, unit_power:
 
 
 @given(
-    units=st.integers(1, 500), unit_power=st.integers(12, 18), size_units=st.integers(1, 40),
-    layers=st.integers(1, 128), seed=st.integers(0, 2**32),
-)  # fmt: skip
+    units=st.integers(1, 500),
+    unit_power=st.integers(12, 18),
+    size_units=st.integers(1, 40),
+    layers=st.integers(1, 128),
+    seed=st.integers(0, 2**32),
+)
 def test_digests_lie_between_headers_and_payloads_and_never_in_each_others_cells(
     units: int, unit_power: int, size_units: int, layers: int, seed: int
 ) -> None:

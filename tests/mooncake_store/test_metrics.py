@@ -71,9 +71,12 @@ def test_every_number_of_the_directory_is_shown() -> None:
     numbers = {name: i + 1_000 for i, name in enumerate(NUMBERS)}
     marked = dataclasses.replace(stats, **{**numbers, "hit_ssd_blocks": 3, "hit_blocks": 10})
     shown = set(samples(directory_families(marked)).values())
-    missing = [name for name, number in numbers.items()
-               if number not in shown and name not in ("hit_blocks", "lookup_blocks",
-                                                       "hit_ssd_blocks", "used_bytes")]  # fmt: skip
+    missing = [
+        name
+        for name, number in numbers.items()
+        if number not in shown
+        and name not in ("hit_blocks", "lookup_blocks", "hit_ssd_blocks", "used_bytes")
+    ]
     assert not missing, f"the page shows nothing of {missing}"
 
 
@@ -121,8 +124,11 @@ def test_a_directory_process_shows_what_it_says_of_itself(tmp_path: Path) -> Non
         client.register_node(node_info())
         client.attach("s0", "print", BLOCK_BYTES)
         given = client.allocate("s0", chain(3), "writer", 60.0)
-        rows = [(key, slot.slot, slot.generation, 7)
-                for key, slot in zip(chain(3), given.slots, strict=True) if slot]  # fmt: skip
+        rows = [
+            (key, slot.slot, slot.generation, 7)
+            for key, slot in zip(chain(3), given.slots, strict=True)
+            if slot
+        ]
         assert client.commit("s0", rows, "writer", 60.0) == [True] * 3
         client.lookup([*chain(3), *chain(1, "z")], "reader", 60.0)
         wanted = samples(directory_families(client.stats()))
@@ -132,9 +138,10 @@ def test_a_directory_process_shows_what_it_says_of_itself(tmp_path: Path) -> Non
             if all(found.get(key) == number for key, number in wanted.items()):
                 break
             assert time.monotonic() < until_s, {
-                key: (number, found.get(key)) for key, number in wanted.items()
+                key: (number, found.get(key))
+                for key, number in wanted.items()
                 if found.get(key) != number
-            }  # fmt: skip
+            }
             time.sleep(0.05)  # poll
         count = "mooncake_directory_request_seconds_count"
         assert value(found, count, verb="commit") == value(found, count, verb="lookup") == 1
@@ -224,13 +231,18 @@ def test_nodes_show_who_read_from_them_and_what_they_pulled(tmp_path: Path) -> N
     assert value(found["s0"], served, transport="tcp", direction="write") >= 4 * size
     assert value(found["s0"], served, transport="tcp", direction="read") >= 4 * size
     assert value(found["s1"], "mooncake_node_fetched_blocks_total") == 4
-    pulled = {name: value(found["s1"], "mooncake_reader_bytes_total", transport=name,
-                          direction="read") for name in ("nixl", "mapped", "tcp")
-              if ("mooncake_reader_bytes_total", (("direction", "read"), ("transport", name)))
-              in found["s1"]}  # fmt: skip
+    pulled = {
+        name: value(found["s1"], "mooncake_reader_bytes_total", transport=name, direction="read")
+        for name in ("nixl", "mapped", "tcp")
+        if ("mooncake_reader_bytes_total", (("direction", "read"), ("transport", name)))
+        in found["s1"]
+    }
     assert sum(pulled.values()) == 4 * size
-    [path] = [key for key in found["s1"] if key[0] == "mooncake_reader_path_bytes_total"
-              and ("node_id", "s0") in key[1]]  # fmt: skip
+    [path] = [
+        key
+        for key in found["s1"]
+        if key[0] == "mooncake_reader_path_bytes_total" and ("node_id", "s0") in key[1]
+    ]
     assert ("distance", "same_host") in path[1] and found["s1"][path] == 4 * size
     count = "mooncake_node_request_seconds_count"
     assert value(found["s1"], count, verb="fetch") >= 1

@@ -29,10 +29,22 @@ REQUESTS = ("request", "req", "request_data", "scheduler_output")  # names of wh
 def download(requirement: str, folder: Path) -> Path:
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
     subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-         "--python-version=3.12", *platforms, "--dest", str(folder), requirement],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version=3.12",
+            *platforms,
+            "--dest",
+            str(folder),
+            requirement,
+        ],
         check=True,
-    )  # fmt: skip
+    )
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -58,15 +70,17 @@ def witnesses_in(requirement: str, file: str, tree: ast.Module) -> list[dict[str
     for node in tree.body:
         bases = [b.id for b in getattr(node, "bases", []) if isinstance(b, ast.Name)]
         if isinstance(node, ast.ClassDef) and set(bases) & set(BASES):
-            found.append({
-                "wheel": requirement,
-                "file": file,
-                "module": sorted(module for module in modules if module),
-                "class": node.name,
-                "base": bases[0],
-                "methods": methods_of(node),
-                "uses": uses_of(node),
-            })  # fmt: skip
+            found.append(
+                {
+                    "wheel": requirement,
+                    "file": file,
+                    "module": sorted(module for module in modules if module),
+                    "class": node.name,
+                    "base": bases[0],
+                    "methods": methods_of(node),
+                    "uses": uses_of(node),
+                }
+            )
     return found
 
 
@@ -80,13 +94,15 @@ def methods_of(node: ast.ClassDef) -> dict[str, list[str]]:
 
 def uses_of(node: ast.ClassDef) -> list[str]:
     """Attributes of requests and of what is scheduled."""
-    return sorted({
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.value, ast.Name)
-        and each.value.id in REQUESTS
-    })  # fmt: skip
+    return sorted(
+        {
+            each.attr
+            for each in ast.walk(node)
+            if isinstance(each, ast.Attribute)
+            and isinstance(each.value, ast.Name)
+            and each.value.id in REQUESTS
+        }
+    )
 
 
 def main() -> None:

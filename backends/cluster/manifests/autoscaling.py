@@ -16,7 +16,7 @@ from backends.cluster.manifests.pods import (
     labels,
     metadata,
     selector,
-)  # fmt: skip
+)
 
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
@@ -60,8 +60,13 @@ def _monitor(deployment: Deployment) -> list[Document]:
             "spec": {
                 "clusterIP": "None",
                 "selector": labels(deployment),
-                "ports": [{"name": METRICS, "port": deployment.frontends.metrics_port,
-                           "targetPort": METRICS}],
+                "ports": [
+                    {
+                        "name": METRICS,
+                        "port": deployment.frontends.metrics_port,
+                        "targetPort": METRICS,
+                    }
+                ],
             },
         },
         {
@@ -74,7 +79,7 @@ def _monitor(deployment: Deployment) -> list[Document]:
                 "endpoints": [{"port": METRICS, "interval": "10s"}],
             },
         },
-    ]  # fmt: skip
+    ]
 
 
 def _scaler(deployment: Deployment, pool: PoolSpec) -> Document:

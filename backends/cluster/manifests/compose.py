@@ -95,9 +95,11 @@ def _service(
         "restart": "on-failure",
         "healthcheck": {
             "test": ["CMD", "python3", "-c", _ask(plan)],
-            "interval": "10s", "timeout": "5s", "start_period": "120s",
+            "interval": "10s",
+            "timeout": "5s",
+            "start_period": "120s",
         },
-    }  # fmt: skip
+    }
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
         # Every frontend gets ports of its own on the machine: the first one those of the file.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
@@ -118,8 +120,9 @@ def _place(host: Host) -> dict[str, Any]:
 
 def _network(deployment: Deployment) -> dict[str, Any]:
     """One that has all addresses: the smallest, but room for the gateway and its neighbours."""
-    addresses = [IPv4Address(each.address) for each in deployment.hosts.values()
-                 if is_ip(each.address)]  # fmt: skip
+    addresses = [
+        IPv4Address(each.address) for each in deployment.hosts.values() if is_ip(each.address)
+    ]
     if not addresses:
         return {}
     if any(each.is_loopback for each in addresses):

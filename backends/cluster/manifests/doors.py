@@ -15,8 +15,12 @@ from backends.cluster.deployment import Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan
 
 CLIENTS, FLEET, FRONTENDS, MEMBERS, MONITORS = (
-    "clients", "fleet", "frontends", "members", "monitors",
-)  # fmt: skip
+    "clients",
+    "fleet",
+    "frontends",
+    "members",
+    "monitors",
+)
 FREE_PORTS = (32_768, 60_999)  # what Linux gives to who asks for any (ip_local_port_range)
 
 

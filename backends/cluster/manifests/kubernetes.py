@@ -33,7 +33,7 @@ from backends.cluster.manifests.pods import (
     metadata,
     pod,
     selector,
-)  # fmt: skip
+)
 
 POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>0|[1-9]\d*)")
 STATE_BYTES = 8 << 30  # of a volume, beside its SSD tier: logs, and etcd's data
@@ -73,8 +73,11 @@ def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
             "--api-keys: without --openai-port clients would have Triton's ports alone, which know "
             "no keys: give --openai-port, or set keyless to refused in the file of keys"
         )
-    taken = [deployment.frontends.http_port, deployment.frontends.grpc_port,
-             deployment.frontends.metrics_port]  # fmt: skip
+    taken = [
+        deployment.frontends.http_port,
+        deployment.frontends.grpc_port,
+        deployment.frontends.metrics_port,
+    ]
     if gateway.openai_port in taken:
         problems.append(f"--openai-port: {gateway.openai_port} is another port of frontends")
     if problems:
@@ -98,8 +101,9 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
             problems.append(f"hosts.{name}.state_dir: must be in {STATE_FOLDER}, the pod's volume")
         members = found.setdefault(group, [])
         if number != len(members):
-            problems.append(f"hosts.{name}: is number {len(members)} of {group}: begin with 0, "
-                            "leave none out")  # fmt: skip
+            problems.append(
+                f"hosts.{name}: is number {len(members)} of {group}: begin with 0, leave none out"
+            )
         members.append(host_plan(deployment, name))
     if is_loopback(deployment.frontends.metrics_address):
         problems.append("frontends.metrics_address: must be 0.0.0.0: probes ask there")
@@ -116,12 +120,20 @@ def _unlike(plans: list[HostPlan]) -> list[str]:
 
     def shape(plan: HostPlan) -> tuple[object, ...]:
         nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
-        return (nodes, plan.frontend is None, plan.directory is None, plan.etcd is None,
-                [(worker.pool, worker.parameters) for worker in plan.workers])  # fmt: skip
+        return (
+            nodes,
+            plan.frontend is None,
+            plan.directory is None,
+            plan.etcd is None,
+            [(worker.pool, worker.parameters) for worker in plan.workers],
+        )
 
     odd = [plan.host for plan in plans if shape(plan) != shape(plans[0])]
-    return [f"{', '.join(odd)} runs other things than {plans[0].host}: give them a name of their "
-            "own"] if odd else []  # fmt: skip
+    return (
+        [f"{', '.join(odd)} runs other things than {plans[0].host}: give them a name of their own"]
+        if odd
+        else []
+    )
 
 
 def _group(
@@ -140,32 +152,45 @@ def _group(
         "template": template,
     }
     if ssd_bytes or plan.etcd is not None:
-        spec["volumeClaimTemplates"] = [{
-            "metadata": {"name": "state"},
-            "spec": {
-                "accessModes": ["ReadWriteOnce"],
-                "resources": {"requests": {"storage": str(ssd_bytes + STATE_BYTES)}},
-            },
-        }]  # fmt: skip
+        spec["volumeClaimTemplates"] = [
+            {
+                "metadata": {"name": "state"},
+                "spec": {
+                    "accessModes": ["ReadWriteOnce"],
+                    "resources": {"requests": {"storage": str(ssd_bytes + STATE_BYTES)}},
+                },
+            }
+        ]
         template["spec"]["volumes"] = [
             volume for volume in template["spec"]["volumes"] if volume["name"] != "state"
         ]
     documents = [
         {
-            "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, name),
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata(deployment, name),
             "spec": {
                 "clusterIP": "None",
                 # Directories and etcd find each other before they are ready.
                 "publishNotReadyAddresses": True,
                 "selector": selector(deployment, name),
-                "ports": [{"name": METRICS, "port": deployment.frontends.metrics_port,
-                           "targetPort": METRICS}],
+                "ports": [
+                    {
+                        "name": METRICS,
+                        "port": deployment.frontends.metrics_port,
+                        "targetPort": METRICS,
+                    }
+                ],
             },
         },
-        {"apiVersion": "apps/v1", "kind": "StatefulSet",
-         "metadata": metadata(deployment, name), "spec": spec},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": metadata(deployment, name),
+            "spec": spec,
+        },
         _budget(deployment, name),
-    ]  # fmt: skip
+    ]
     if plan.frontend is not None:
         documents.append(_clients(deployment, name, gateway))
     return documents
@@ -175,13 +200,16 @@ def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Documen
     """Where clients call: whichever frontend is ready."""
     ports = _client_ports(deployment, gateway)
     return {
-        "apiVersion": "v1", "kind": "Service", "metadata": metadata(deployment, f"{group}-clients"),
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, f"{group}-clients"),
         "spec": {
             "selector": selector(deployment, group),
-            "ports": [{"name": name, "port": port, "targetPort": name}
-                      for name, port in ports.items()],
+            "ports": [
+                {"name": name, "port": port, "targetPort": name} for name, port in ports.items()
+            ],
         },
-    }  # fmt: skip
+    }
 
 
 def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
@@ -198,27 +226,31 @@ def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
     arguments = ["--pool", pool.name, "--host", "$(POD_NAME)", "--address", "$(POD_IP)"]
     return [
         {
-            "apiVersion": "apps/v1", "kind": "Deployment",
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
             "metadata": metadata(deployment, pool.name),
             "spec": {
                 "replicas": max(1, pool.elastic.least),
                 "selector": {"matchLabels": selector(deployment, pool.name)},
                 # A new worker takes over before an old one leaves.
-                "strategy": {"type": "RollingUpdate",
-                             "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "strategy": {
+                    "type": "RollingUpdate",
+                    "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+                },
                 "template": pod(deployment, pool.name, plan, arguments),
             },
         },
         _budget(deployment, pool.name),
-    ]  # fmt: skip
+    ]
 
 
 def _budget(deployment: Deployment, name: str) -> Document:
     return {
-        "apiVersion": "policy/v1", "kind": "PodDisruptionBudget",
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
         "metadata": metadata(deployment, name),
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, name)}},
-    }  # fmt: skip
+    }
 
 
 def _network_policies(
@@ -229,12 +261,19 @@ def _network_policies(
     ours = labels(deployment)
     found = [
         _policy(deployment, "fleet", ours, [{"from": [{"podSelector": {"matchLabels": ours}}]}]),
-        _policy(deployment, "metrics", ours, [{
-            # The namespace where Prometheus runs has this label; kubelet's probes need no rule.
-            "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
-            "ports": [{"protocol": "TCP", "port": frontends.metrics_port}],
-        }]),
-    ]  # fmt: skip
+        _policy(
+            deployment,
+            "metrics",
+            ours,
+            [
+                {
+                    # Prometheus' namespace has this label; kubelet's probes need no rule.
+                    "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
+                    "ports": [{"protocol": "TCP", "port": frontends.metrics_port}],
+                }
+            ],
+        ),
+    ]
     for name, plans in groups.items():
         if plans[0].frontend is not None:
             ports = _client_ports(deployment, gateway)
@@ -247,8 +286,12 @@ def _policy(
     deployment: Deployment, name: str, pods: dict[str, str], ingress: list[Any]
 ) -> Document:
     return {
-        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
         "metadata": metadata(deployment, name),
-        "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"],
-                 "ingress": ingress},
-    }  # fmt: skip
+        "spec": {
+            "podSelector": {"matchLabels": pods},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    }

@@ -80,9 +80,12 @@ def metadata(deployment: Deployment, name: str) -> Document:
 
 
 def pod(
-    deployment: Deployment, name: str, plan: HostPlan, arguments: list[str],
+    deployment: Deployment,
+    name: str,
+    plan: HostPlan,
+    arguments: list[str],
     gateway: PodGateway | None = None,
-) -> Document:  # fmt: skip
+) -> Document:
     """`arguments` say which host `mooncake serve` is; `gateway`: of one with a frontend."""
     gateway = gateway or PodGateway()
     chosen = selector(deployment, name)
@@ -91,24 +94,30 @@ def pod(
         {"name": "cluster-file", "configMap": {"name": "cluster-file"}},
         {"name": "folder", "emptyDir": {}},
         {"name": "state", "emptyDir": {}},
-        {"name": "shm",
-         "emptyDir": {"medium": "Memory", "sizeLimit": str(shm_bytes)}},
-    ]  # fmt: skip
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(shm_bytes)}},
+    ]
     spec: Document = {
         "terminationGracePeriodSeconds": STOP_S + (DRAIN_S_MAX if plan.storage_nodes else 0),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
-            "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "topologySpreadConstraints": [
-            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
-             "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": chosen}},
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": chosen},
+            },
         ],
         "containers": [_container(deployment, plan, [*arguments, *gateway.arguments], gateway)],
         "volumes": volumes,
-    }  # fmt: skip
+    }
     if deployment.keys_folder:
         volumes += [
             {"name": "secret", "secret": {"secretName": f"keys-{name}", "defaultMode": 0o440}},
@@ -194,9 +203,11 @@ def _ports(deployment: Deployment, plan: HostPlan, gateway: PodGateway) -> list[
 
 def _probe(path: str, period_s: int, failures: int) -> Document:
     return {
-        "httpGet": {"path": path, "port": METRICS}, "periodSeconds": period_s,
-        "timeoutSeconds": 4, "failureThreshold": failures,
-    }  # fmt: skip
+        "httpGet": {"path": path, "port": METRICS},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 4,
+        "failureThreshold": failures,
+    }
 
 
 def _keys_copier(plan: HostPlan) -> Document:

@@ -26,16 +26,18 @@ def secrets(deployment: Deployment, folder: Path) -> str:
         groups.setdefault(group, {}).update(_files(folder / host, f"{host}."))
     pools = [pool.name for pool in deployment.elastic_pools]
     groups |= {name: dict(_files(folder / name, "")) for name in pools}
-    missing = [host for host in (*deployment.hosts, *pools)
-               if not any(_files(folder / host, ""))]  # fmt: skip
+    missing = [host for host in (*deployment.hosts, *pools) if not any(_files(folder / host, ""))]
     if missing:
         what = f"there are no keys of {', '.join(missing)}: mooncake keys add-host {folder} NAME"
         raise ClusterFileInvalid(str(folder), (what,))
     return "---\n".join(
-        _secret(deployment, f"keys-{group}", {name: path.read_bytes()
-                                              for name, path in sorted(files.items())})
+        _secret(
+            deployment,
+            f"keys-{group}",
+            {name: path.read_bytes() for name, path in sorted(files.items())},
+        )
         for group, files in groups.items()
-    )  # fmt: skip
+    )
 
 
 def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
@@ -45,10 +47,12 @@ def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
 
 def _secret(deployment: Deployment, name: str, files: dict[str, bytes]) -> str:
     document: Document = {
-        "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
         "metadata": metadata(deployment, name),
         "data": {file: base64.b64encode(raw).decode() for file, raw in files.items()},
-    }  # fmt: skip
+    }
     return yaml.safe_dump(document, sort_keys=False, width=100)
 
 

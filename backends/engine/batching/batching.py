@@ -82,9 +82,12 @@ class Progress:
 
 
 def next_chunks(
-    started: Iterable[Progress], chunk_tokens: int, block_tokens: int,
-    overhead_tokens: float = ALWAYS, waiting: int = 0,
-) -> list[Chunk]:  # fmt: skip
+    started: Iterable[Progress],
+    chunk_tokens: int,
+    block_tokens: int,
+    overhead_tokens: float = ALWAYS,
+    waiting: int = 0,
+) -> list[Chunk]:
     """One prefill step for these prompts, in this order of precedence.
 
     `overhead_tokens`, `waiting`: how much a step costs by itself, and how many more wait for one;
@@ -258,9 +261,13 @@ class PrefillBatching(Admission):
         return self._queue_tokens
 
     def add(
-        self, request_id: str, prompt_tokens: int, key_s: float = 0.0, is_resumed: bool = False,
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        key_s: float = 0.0,
+        is_resumed: bool = False,
         near_tokens: int = 0,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Queue a request; False, and nothing changes, when the queue is full. One that goes on
         after a loss (`is_resumed`) waits all the same: what it has must not be lost.
 
@@ -297,9 +304,13 @@ class PrefillBatching(Admission):
         if self._windows is not None and self.passes_layers(request_id):
             layers = self._windows.layers
             self._passes[request_id] = LayerPass(
-                computed_tokens, prompt_tokens, self._chunk_tokens, layers,
-                self._windows.layers_at_once, loaded=layers if is_loaded else 0,
-            )  # fmt: skip
+                computed_tokens,
+                prompt_tokens,
+                self._chunk_tokens,
+                layers,
+                self._windows.layers_at_once,
+                loaded=layers if is_loaded else 0,
+            )
         else:
             assert is_loaded, f"{request_id} has pages for all layers"
         self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
@@ -316,10 +327,11 @@ class PrefillBatching(Admission):
     def next_step(self) -> list[Chunk]:
         """What to compute now; changes nothing. Chunks of a layer are all of one prompt."""
         ready = [
-            self._started[request_id] for _, _, request_id in self._order
+            self._started[request_id]
+            for _, _, request_id in self._order
             if not self._is_complete(request_id)
             and ((layers := self._passes.get(request_id)) is None or layers.can_compute)
-        ]  # fmt: skip
+        ]
         tokens = self._chunk_tokens
         if self._is_loading_before(ready[0].request_id if ready else None):
             tokens = self._short_tokens
@@ -344,10 +356,11 @@ class PrefillBatching(Admission):
             return False
         first = self._places[request_id]
         return any(
-            self._places[other] < first for other in self._pages
+            self._places[other] < first
+            for other in self._pages
             if other not in self._started
             or ((layers := self._passes.get(other)) is not None and not layers.is_computed)
-        )  # fmt: skip
+        )
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:
         """These chunks are done. Returns the requests whose prompts are complete.
@@ -401,9 +414,10 @@ class PrefillBatching(Admission):
             return True
         place = self._places[request_id]
         ahead = (
-            other for other in self._pages
+            other
+            for other in self._pages
             if self.passes_layers(other) and not self._is_complete(other)
-        )  # fmt: skip
+        )
         return sum(self._places[other] < place for other in ahead) <= PASSES_AHEAD
 
     def goes_before(self, request_id: str, other: str) -> bool:
@@ -412,9 +426,10 @@ class PrefillBatching(Admission):
     def layers_to_load(self) -> list[tuple[str, int]]:
         """(request, layer) that may be loaded now, whose prompt is next first."""
         return [
-            (request_id, of_layers.loaded) for _, _, request_id in self._order
+            (request_id, of_layers.loaded)
+            for _, _, request_id in self._order
             if (of_layers := self._passes.get(request_id)) is not None and of_layers.can_load
-        ]  # fmt: skip
+        ]
 
     def layer_loaded(self, request_id: str) -> None:
         """The prefix of its next layer is in its windows."""
@@ -472,9 +487,13 @@ class DecodeBatching(Admission):
         return self._context_tokens
 
     def add(
-        self, request_id: str, prompt_tokens: int, output_tokens_max: int,
-        is_resumed: bool = False, came_s: float = 0.0,
-    ) -> bool:  # fmt: skip
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens_max: int,
+        is_resumed: bool = False,
+        came_s: float = 0.0,
+    ) -> bool:
         """Queue a request; False, and nothing changes, when the queue is full. One that goes on
         after a loss (`is_resumed`) waits all the same: what it has must not be lost."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)

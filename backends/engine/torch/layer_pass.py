@@ -83,9 +83,14 @@ class TorchLayerPass:
         work = Work(self._token_ids[start : start + tokens], start, self._windows)
         attention = self._transformer.attention
         plan = plan_step(
-            [work], memory.layout, memory.pool.device, self._vocabulary_tokens, len(memory.pool),
-            attention.kernels, attention.reads_seen,
-        )  # fmt: skip
+            [work],
+            memory.layout,
+            memory.pool.device,
+            self._vocabulary_tokens,
+            len(memory.pool),
+            attention.kernels,
+            attention.reads_seen,
+        )
         blocks = blocks_touched(work.end, memory.layout.block_tokens)
         memory.arrive(self._windows[:blocks], 0)
         memory.clear_pages(plan.fresh_pages)

@@ -40,8 +40,9 @@ class _RowsJob(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("next", "rows", "width", "row_stride", "out_stride")),
         *((name, _POINTER) for name in ("source", "weight", "out")),
-        ("is_bf16", _INT), ("epsilon", _FLOAT),
-    ]  # fmt: skip
+        ("is_bf16", _INT),
+        ("epsilon", _FLOAT),
+    ]
 
 
 class _RotateJob(ctypes.Structure):
@@ -49,29 +50,35 @@ class _RotateJob(ctypes.Structure):
         *((name, _INT) for name in ("next", "rows", "heads", "kv_heads", "head_dim", "row_stride")),
         *((name, _POINTER) for name in ("qkv", "table", "positions", "norm", "memory")),
         ("token_rows", _POINTER),
-        *((name, _INT) for name in ("tokens", "is_bf16", "is_fp8")), ("epsilon", _FLOAT),
-    ]  # fmt: skip
+        *((name, _INT) for name in ("tokens", "is_bf16", "is_fp8")),
+        ("epsilon", _FLOAT),
+    ]
 
 
 class _AttendJob(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("next", "works", "kv_heads", "shared", "head_dim")),
-        ("block_tokens", _INT), ("page_stride", _INT),
+        ("block_tokens", _INT),
+        ("page_stride", _INT),
         *((name, _POINTER) for name in ("memory", "pages", "page_starts", "contexts", "queries")),
-        ("query_stride", _INT), ("out", _POINTER),
-        *((name, _INT) for name in ("is_bf16", "is_fp8")), ("scale", _FLOAT),
-    ]  # fmt: skip
+        ("query_stride", _INT),
+        ("out", _POINTER),
+        *((name, _INT) for name in ("is_bf16", "is_fp8")),
+        ("scale", _FLOAT),
+    ]
 
 
 class _PrefillJob(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("next", "tokens", "start", "heads", "kv_heads", "head_dim")),
-        ("block_tokens", _INT), ("page_stride", _INT),
+        ("block_tokens", _INT),
+        ("page_stride", _INT),
         *((name, _POINTER) for name in ("memory", "pages", "queries")),
         ("query_stride", _INT),
         *((name, _POINTER) for name in ("out", "packed_keys", "packed_values")),
-        ("is_fp8", _INT), ("scale", _FLOAT),
-    ]  # fmt: skip
+        ("is_fp8", _INT),
+        ("scale", _FLOAT),
+    ]
 
 
 def serves(tensor: torch.Tensor) -> bool:
@@ -105,10 +112,17 @@ def norm_rows(
     assert values.stride(1) == 1, values.stride()
     out = values.new_empty(rows, width)
     job = _RowsJob(
-        0, rows, width, values.stride(0), width, values.data_ptr(),
-        None if weight is None else weight.data_ptr(), out.data_ptr(),
-        values.dtype == torch.bfloat16, epsilon,
-    )  # fmt: skip
+        0,
+        rows,
+        width,
+        values.stride(0),
+        width,
+        values.data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        values.dtype == torch.bfloat16,
+        epsilon,
+    )
     _run("norm_rows", job, rows * width)
     return out
 
@@ -119,9 +133,17 @@ def gate_rows(both: torch.Tensor) -> torch.Tensor:
     assert both.stride(1) == 1, both.stride()
     out = both.new_empty(rows, width)
     job = _RowsJob(
-        0, rows, width, both.stride(0), width, both.data_ptr(), None, out.data_ptr(),
-        both.dtype == torch.bfloat16, 0.0,
-    )  # fmt: skip
+        0,
+        rows,
+        width,
+        both.stride(0),
+        width,
+        both.data_ptr(),
+        None,
+        out.data_ptr(),
+        both.dtype == torch.bfloat16,
+        0.0,
+    )
     _run("gate_rows", job, rows * width)
     return out
 
@@ -145,11 +167,23 @@ def rotate_rows(
     kv_heads = (all_heads - heads) // 2
     assert qkv.is_contiguous(), qkv.stride()
     job = _RotateJob(
-        0, rows, heads, kv_heads, head_dim, all_heads * head_dim, qkv.data_ptr(), table.data_ptr(),
-        positions.data_ptr(), None if norm is None else norm.data_ptr(), memory.data_ptr(),
-        token_rows.data_ptr(), len(token_rows), qkv.dtype == torch.bfloat16, _is_fp8(memory),
+        0,
+        rows,
+        heads,
+        kv_heads,
+        head_dim,
+        all_heads * head_dim,
+        qkv.data_ptr(),
+        table.data_ptr(),
+        positions.data_ptr(),
+        None if norm is None else norm.data_ptr(),
+        memory.data_ptr(),
+        token_rows.data_ptr(),
+        len(token_rows),
+        qkv.dtype == torch.bfloat16,
+        _is_fp8(memory),
         epsilon,
-    )  # fmt: skip
+    )
     _run("rotate_rows", job, qkv.numel())
 
 
@@ -166,11 +200,24 @@ def attend_last_tokens(
     assert memory[0].is_contiguous() and works <= len(seen.contexts)
     out = queries.new_empty(works, heads * head_dim)
     job = _AttendJob(
-        0, works, kv_heads, heads // kv_heads, head_dim, block_tokens, memory.stride(0),
-        memory.data_ptr(), seen.pages.ctypes.data, seen.starts.ctypes.data,
-        seen.contexts.ctypes.data, queries.data_ptr(), queries.stride(0), out.data_ptr(),
-        queries.dtype == torch.bfloat16, _is_fp8(memory), head_dim**-0.5,
-    )  # fmt: skip
+        0,
+        works,
+        kv_heads,
+        heads // kv_heads,
+        head_dim,
+        block_tokens,
+        memory.stride(0),
+        memory.data_ptr(),
+        seen.pages.ctypes.data,
+        seen.starts.ctypes.data,
+        seen.contexts.ctypes.data,
+        queries.data_ptr(),
+        queries.stride(0),
+        out.data_ptr(),
+        queries.dtype == torch.bfloat16,
+        _is_fp8(memory),
+        head_dim**-0.5,
+    )
     _run("attend_last_tokens", job, 2 * seen.tokens * kv_heads * head_dim)
     return out
 
@@ -194,11 +241,24 @@ def attend_prefill(
     assert queries.stride()[1:] == (head_dim, 1) and out.is_contiguous()
     assert memory[0].is_contiguous() and scratch.numel() >= need, (scratch.numel(), need)
     job = _PrefillJob(
-        0, tokens, start, heads, kv_heads, head_dim, block_tokens, memory.stride(0),
-        memory.data_ptr(), pages.ctypes.data, queries.data_ptr(), queries.stride(0),
-        out.data_ptr(), scratch.data_ptr(),
-        scratch.data_ptr() + need // 2 * scratch.element_size(), _is_fp8(memory), head_dim**-0.5,
-    )  # fmt: skip
+        0,
+        tokens,
+        start,
+        heads,
+        kv_heads,
+        head_dim,
+        block_tokens,
+        memory.stride(0),
+        memory.data_ptr(),
+        pages.ctypes.data,
+        queries.data_ptr(),
+        queries.stride(0),
+        out.data_ptr(),
+        scratch.data_ptr(),
+        scratch.data_ptr() + need // 2 * scratch.element_size(),
+        _is_fp8(memory),
+        head_dim**-0.5,
+    )
     _run("pack_prefill", job, need)
     job.next = 0
     _run("attend_prefill", job, tokens * need)

@@ -193,9 +193,14 @@ class TorchEngine:
             self._check(work)
         attention = self._transformer.attention
         plan = plan_step(
-            batch, self._page_layout, self._device, self.vocabulary_tokens, self.pages.pages_max,
-            attention.kernels, attention.reads_seen,
-        )  # fmt: skip
+            batch,
+            self._page_layout,
+            self._device,
+            self.vocabulary_tokens,
+            self.pages.pages_max,
+            attention.kernels,
+            attention.reads_seen,
+        )
         self._arrive(batch)
         self._memory.clear_pages(plan.fresh_pages)
         announce = leaving = None
@@ -234,9 +239,13 @@ class TorchEngine:
         assert self.windows is not None, f"a stage: {self.layers} of {self.layout}"
         self._check(Work(token_ids[start:], start, windows))
         return TorchLayerPass(
-            self._layer_transformer, self._folded, self.vocabulary_tokens, token_ids, start,
+            self._layer_transformer,
+            self._folded,
+            self.vocabulary_tokens,
+            token_ids,
+            start,
             windows,
-        )  # fmt: skip
+        )
 
     def import_layer(self, windows: Sequence[int], layer: int) -> None:
         self._folded.import_layer(windows, layer % self._folded.layout.layers)

@@ -162,8 +162,10 @@ def load_weights(
         more = f" and {len(unread) - NAMED_MAX} more" if len(unread) > NAMED_MAX else ""
         log.warning(
             "%s: tensors that are not read: %s%s",
-            checkpoint.folder, ", ".join(unread[:NAMED_MAX]), more,
-        )  # fmt: skip
+            checkpoint.folder,
+            ", ".join(unread[:NAMED_MAX]),
+            more,
+        )
     loader = _Loader(checkpoint, dtype, device)
     loaded = [
         _load_layer(loader, config, layer, is_kv_fp8) for layer in range(wanted.first, wanted.stop)
@@ -180,8 +182,10 @@ def load_weights(
                 if config.has_tied_embeddings:  # transformers uses both, too
                     log.warning(
                         "%s: config.json says tie_word_embeddings, but %s is not the embedding: "
-                        "both are used", checkpoint.folder, HEAD,
-                    )  # fmt: skip
+                        "both are used",
+                        checkpoint.folder,
+                        HEAD,
+                    )
     if loader.found:
         raise CheckpointError(checkpoint.folder, loader.found)
     logits = Linear(head) if is_last and head is not None else None
@@ -270,8 +274,11 @@ class _KvScales:
         """
         key = 1.0 if has_qk_norm else self.key
         return {
-            "q_proj": key, "k_proj": 1 / key, "v_proj": 1 / self.value, "o_proj": self.value,
-        }  # fmt: skip
+            "q_proj": key,
+            "k_proj": 1 / key,
+            "v_proj": 1 / self.value,
+            "o_proj": self.value,
+        }
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: bool) -> LayerWeights:

@@ -98,9 +98,14 @@ class BlockPages(NamedTuple):
 
     @classmethod
     def of(
-        cls, rank: int, tp_size: int, page_bytes: int, tokens_per_block: int, block_tokens: int,
+        cls,
+        rank: int,
+        tp_size: int,
+        page_bytes: int,
+        tokens_per_block: int,
+        block_tokens: int,
         is_alike: bool = False,
-    ) -> BlockPages:  # fmt: skip
+    ) -> BlockPages:
         rank_bytes = page_bytes * (block_tokens // tokens_per_block)
         parts = 1 if is_alike else tp_size
         return cls(rank, rank_bytes, page_bytes, rank_bytes * parts, is_alike)
@@ -142,9 +147,14 @@ class BlockPages(NamedTuple):
 
 
 def size_problems(
-    shape: Sequence[int], page_bytes: int, tokens_per_block: int, tp_size: int,
-    block_tokens: int, block_bytes: int, is_alike: bool = False,
-) -> list[str]:  # fmt: skip
+    shape: Sequence[int],
+    page_bytes: int,
+    tokens_per_block: int,
+    tp_size: int,
+    block_tokens: int,
+    block_bytes: int,
+    is_alike: bool = False,
+) -> list[str]:
     """Why pages of this tensor [blocks, layers, K and V, scalars] cannot make up store blocks."""
     if len(shape) != 4:
         return [f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]"]

@@ -56,9 +56,11 @@ def _inbox(address: str, name: str) -> str:
 
 
 def _listen(
-    address: str, kinds: object, on_message: Callable[[T], None],
+    address: str,
+    kinds: object,
+    on_message: Callable[[T], None],
     on_turn: Callable[[], None] = lambda: None,
-) -> Inbox[T]:  # fmt: skip
+) -> Inbox[T]:
     """Calls `on_message` for each, and `on_turn` at least every TURN_S, in a thread of its own.
 
     Without a secret: TensorRT-LLM hands its processes no variable but its own, and the address lies
@@ -76,9 +78,13 @@ def _listen(
     decode = msgspec.msgpack.Decoder(kinds).decode
     try:
         return Inbox(
-            address, decode, on_messages, messages_max=MESSAGES_MAX, turn_s=TURN_S,
+            address,
+            decode,
+            on_messages,
+            messages_max=MESSAGES_MAX,
+            turn_s=TURN_S,
             thread_name="kv-channel",
-        )  # fmt: skip
+        )
     except zmq.ZMQError as error:
         raise ChannelError(f"cannot listen at {address}: {error}") from error
 

@@ -92,9 +92,12 @@ class MooncakeConnectorScheduler(SchedulerBase):
         super().__init__(llm_args)
         site = m.Site.from_environment(dict(os.environ))
         self._scheduler = StageScheduler(
-            site.block_tokens, llm_args.kv_cache_config.tokens_per_block, self._send, _salt_id(),
+            site.block_tokens,
+            llm_args.kv_cache_config.tokens_per_block,
+            self._send,
+            _salt_id(),
             aside_pages_min(site, llm_args),
-        )  # fmt: skip
+        )
         self._error = ""
         self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
 
@@ -176,9 +179,14 @@ class MooncakeConnectorWorker(WorkerBase):
         site, tokens = self._site, self._tokens_per_block
         page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
         problems = size_problems(
-            kv.shape, page_bytes, tokens, self._tp_size, site.block_tokens, site.block_bytes,
+            kv.shape,
+            page_bytes,
+            tokens,
+            self._tp_size,
+            site.block_tokens,
+            site.block_bytes,
             site.is_alike,
-        )  # fmt: skip
+        )
         if problems:
             raise ValueError("; ".join(problems))
         pages = BlockPages.of(
@@ -191,7 +199,7 @@ class MooncakeConnectorWorker(WorkerBase):
             m.Ready(
                 self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages, gpu_pages=len(kv)
             )
-        )  # fmt: skip
+        )
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
@@ -268,8 +276,9 @@ def _salt_id() -> Callable[[str], int] | None:
 
 
 REQUEST, MANAGER = (
-    "KvCacheConnectorSchedulerOutputRequest", "KvCacheConnectorSchedulerOutputManager",
-)  # fmt: skip
+    "KvCacheConnectorSchedulerOutputRequest",
+    "KvCacheConnectorSchedulerOutputManager",
+)
 NEEDED = (REQUEST, MANAGER, "RequestData", "SchedulerOutput", "LlmRequestState", "mpi_rank")
 KNOWN = {
     REQUEST: ("update_and_build_data", ["self", "req", "kv_cache_manager"]),

@@ -241,10 +241,19 @@ class CudaDriver:
     ) -> int:
         attributes = CopyAttributes(IN_STREAM_ORDER, flags=BESIDE_COMPUTE)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        return int(batch(
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
-            ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,
-        ))  # fmt: skip
+        return int(
+            batch(
+                targets.ctypes.data,
+                sources.ctypes.data,
+                sizes.ctypes.data,
+                len(sizes),
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                1,
+                ctypes.byref(failed),
+                stream,
+            )
+        )
 
     def forget_error(self, cuda_version: str) -> None:
         """What failed was handled; left behind, torch's next check of a launch would raise it.

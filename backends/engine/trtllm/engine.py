@@ -153,9 +153,13 @@ class TrtllmEngine:
         address = f"ipc://{os.environ['MOONCAKE_SOCKETS']}/kv-{name}-{os.getpid()}"
         layout = self.layout
         site = Site(
-            address, str(self._pool.path), layout.block_tokens, layout.block_bytes,
-            self.config.aside_bytes_min(self.role), is_alike=layout.kv_factor == 1,
-        )  # fmt: skip
+            address,
+            str(self._pool.path),
+            layout.block_tokens,
+            layout.block_bytes,
+            self.config.aside_bytes_min(self.role),
+            is_alike=layout.kv_factor == 1,
+        )
         os.environ.update(site.to_environment())
         return ConnectorHost(address, listener)
 
@@ -211,9 +215,14 @@ class TrtllmEngine:
     ) -> Any:
         """Raises InvalidRequest for what this release, or its sampler, does not do."""
         return llm_sampling(
-            self._package.sampling_params, self._sampler, params, position, tokens, prompt_tokens,
+            self._package.sampling_params,
+            self._sampler,
+            params,
+            position,
+            tokens,
+            prompt_tokens,
             self._guided(params, position) if params.guided_json else None,
-        )  # fmt: skip
+        )
 
     def _guided(self, params: SamplingParams, position: int) -> Any:
         if refusal := guided_refusal(self._options, self.config.handoff, position):

@@ -190,19 +190,39 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-HARMLESS_KEYS = frozenset({
-    "_name_or_path", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
-    "use_cache", "initializer_range", "attention_dropout",
-})  # fmt: skip
+HARMLESS_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "transformers_version",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+    }
+)
 
 # Of llm_options: when a step runs and what is counted, drawn or shown; never what it computes.
-HARMLESS_OPTIONS = frozenset({
-    "cuda_graph_config", "disable_overlap_scheduler", "enable_chunked_prefill", "sampler_type",
-    "enable_iter_perf_stats", "enable_iter_req_stats", "iter_stats_max_iterations",
-    "request_stats_max_iterations", "return_perf_metrics", "print_iter_log", "stream_interval",
-    "batch_wait_timeout_ms", "batch_wait_timeout_iters", "scheduler_config",
-    "kv_cache_config.event_buffer_max_size",
-})  # fmt: skip
+HARMLESS_OPTIONS = frozenset(
+    {
+        "cuda_graph_config",
+        "disable_overlap_scheduler",
+        "enable_chunked_prefill",
+        "sampler_type",
+        "enable_iter_perf_stats",
+        "enable_iter_req_stats",
+        "iter_stats_max_iterations",
+        "request_stats_max_iterations",
+        "return_perf_metrics",
+        "print_iter_log",
+        "stream_interval",
+        "batch_wait_timeout_ms",
+        "batch_wait_timeout_iters",
+        "scheduler_config",
+        "kv_cache_config.event_buffer_max_size",
+    }
+)
 
 # Beside config.json, where a checkpoint has them: which tensors are quantised, KV among them.
 QUANTISATION_FILES = ("hf_quant_config.json", "quant_cfg.json", "dtypes.json")

@@ -260,9 +260,14 @@ class LlmThread:
 
 
 FIELDS = (
-    "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "disagg_request_id",
-    "ctx_dp_rank", "ctx_info_endpoint",
-)  # fmt: skip
+    "first_gen_tokens",
+    "ctx_request_id",
+    "opaque_state",
+    "draft_tokens",
+    "disagg_request_id",
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+)
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 
 

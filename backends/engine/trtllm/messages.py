@@ -79,9 +79,15 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
 
     @classmethod
     def of(
-        cls, request_id: str, token_ids: Tokens, block_tokens: int, chain_seed: bytes,
-        cache_salt: str, places: Sequence[int], loaded_tokens: int,
-    ) -> Stage:  # fmt: skip
+        cls,
+        request_id: str,
+        token_ids: Tokens,
+        block_tokens: int,
+        chain_seed: bytes,
+        cache_salt: str,
+        places: Sequence[int],
+        loaded_tokens: int,
+    ) -> Stage:
         packed = bytes(packed_tokens(token_ids))
         keys = block_keys(unpacked_tokens(packed), block_tokens, chain_seed)
         return cls(request_id, packed, cache_salt, chain_seed, keys, list(places), loaded_tokens)

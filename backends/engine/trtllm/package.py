@@ -148,16 +148,20 @@ def load() -> Package:
 
 LEFTOVER_NAMES = frozenset({"OMPI_UNIVERSE_SIZE"})
 LEFTOVER_PREFIXES = (
-    "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "OMPI_MCA_orte_", "ORTE_", "OMPI_MCA_ess_",
-)  # fmt: skip
+    "OMPI_COMM_WORLD_",
+    "PMIX_",
+    "PMI_",
+    "OMPI_MCA_orte_",
+    "ORTE_",
+    "OMPI_MCA_ess_",
+)
 
 
 def remove_mpi_leftovers(environment: MutableMapping[str, str]) -> list[str]:
     """Returns the names that were removed."""
     leftover = sorted(
-        name for name in environment
-        if name in LEFTOVER_NAMES or name.startswith(LEFTOVER_PREFIXES)
-    )  # fmt: skip
+        name for name in environment if name in LEFTOVER_NAMES or name.startswith(LEFTOVER_PREFIXES)
+    )
     for name in leftover:
         del environment[name]
     return leftover
@@ -228,9 +232,10 @@ def llm_arguments(
     """Raises PackageProblem for what this release does not know."""
     rest, batch = dict(options), _batch(spec)
     unknown = [
-        f"{option}.{key}" for option, name in OBJECT_CLASSES.items()
+        f"{option}.{key}"
+        for option, name in OBJECT_CLASSES.items()
         for key in package.unknown(name, options.get(option, {}))
-    ]  # fmt: skip
+    ]
     arguments: dict[str, Any] = {
         "model": str(folder),
         # Tokens in, tokens out: text is the workers'. Only a grammar wants the vocabulary.
@@ -264,8 +269,9 @@ def llm_arguments(
     if config.handoff == "native":
         arguments["cache_transceiver_config"] = package.config(
             "CacheTransceiverConfig",
-            backend=config.transceiver, max_tokens_in_buffer=context_tokens_max,
-        )  # fmt: skip
+            backend=config.transceiver,
+            max_tokens_in_buffer=context_tokens_max,
+        )
     if spec.dtype != checkpoint_dtype:
         rest["model_kwargs"] = _asked_dtype(package, spec.dtype, checkpoint_dtype, rest)
     arguments |= rest
@@ -279,9 +285,12 @@ def llm_arguments(
 
 
 def _kv_cache(
-    package: Package, spec: EngineSpec, config: TrtllmConfig, batch: Mapping[str, Any],
+    package: Package,
+    spec: EngineSpec,
+    config: TrtllmConfig,
+    batch: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     return package.config(
         "KvCacheConfig",
         **{

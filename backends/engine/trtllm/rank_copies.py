@@ -55,9 +55,12 @@ class Batch(NamedTuple):
 
 class RankCopies:
     def __init__(
-        self, pages: BlockPages, tokens_per_block: int, copier: Copier,
+        self,
+        pages: BlockPages,
+        tokens_per_block: int,
+        copier: Copier,
         send: Callable[[m.ToWorker], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pages = pages
         self._tokens_per_block = tokens_per_block
         self._copier = copier

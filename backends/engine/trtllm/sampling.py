@@ -40,9 +40,14 @@ NEVER = -1  # an end id that no token has
 
 
 def llm_sampling(
-    cls: Any, sampler: Sampler, params: SamplingParams, position: int, tokens: int,
-    prompt_tokens: int, guided: Any = None,
-) -> Any:  # fmt: skip
+    cls: Any,
+    sampler: Sampler,
+    params: SamplingParams,
+    position: int,
+    tokens: int,
+    prompt_tokens: int,
+    guided: Any = None,
+) -> Any:
     """`cls` (tensorrt_llm.SamplingParams) for the next `tokens` tokens after `position` of them.
 
     Each worker draws from a seed of its own position: with one seed for both, prefill's token and
@@ -70,8 +75,10 @@ def llm_sampling(
     if params.min_tokens > position:
         wanted["min_tokens"] = min(params.min_tokens - position, tokens)
     for name, neutral in (
-        ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0),
-    ):  # fmt: skip
+        ("repetition_penalty", 1.0),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+    ):
         if getattr(params, name) != neutral:
             wanted[name] = getattr(params, name)
     if guided is not None:
@@ -123,9 +130,12 @@ HEEDED_SINCE: dict[str, Release] = {  # by TorchSampler
     "min_p": (1, 3, 0, 24.0),
 }
 NEUTRAL = {
-    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
     "seed": 0,
-}  # fmt: skip
+}
 WHEN_DRAWN = ("min_p", "seed")  # where tokens are greedy these change nothing
 
 

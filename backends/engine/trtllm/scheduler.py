@@ -48,9 +48,13 @@ class RequestData(Protocol):
 
 class StageScheduler:
     def __init__(
-        self, block_tokens: int, tokens_per_block: int, send: Callable[[m.ToWorker], None],
-        salt_id: Callable[[str], int] | None = None, aside_pages_min: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        block_tokens: int,
+        tokens_per_block: int,
+        send: Callable[[m.ToWorker], None],
+        salt_id: Callable[[str], int] | None = None,
+        aside_pages_min: int = 0,
+    ) -> None:
         """`salt_id` is TensorRT-LLM's own: some versions show connectors only its result.
 
         Loads of `aside_pages_min` pages or more are asynchronous; 0: none are.

@@ -24,15 +24,23 @@ GUIDED_BACKEND = "guided_decoding_backend"  # of llm_options; where it is not se
 
 # What another parameter of config.pbtxt says.
 SAID_ELSEWHERE = {
-    "model": "checkpoint", "tokenizer": "checkpoint", "skip_tokenizer_init": GUIDED_BACKEND,
-    "dtype": "dtype", "tensor_parallel_size": "tp_size", "max_batch_size": "slots",
-    "max_num_tokens": "chunk_tokens", "max_seq_len": "context_tokens_max",
-    "kv_connector_config": "nothing: it is ours", "cache_transceiver_config": "handoff",
-    "kv_cache_config.tokens_per_block": "page_tokens", "kv_cache_config.max_tokens": "kv_pages",
+    "model": "checkpoint",
+    "tokenizer": "checkpoint",
+    "skip_tokenizer_init": GUIDED_BACKEND,
+    "dtype": "dtype",
+    "tensor_parallel_size": "tp_size",
+    "max_batch_size": "slots",
+    "max_num_tokens": "chunk_tokens",
+    "max_seq_len": "context_tokens_max",
+    "kv_connector_config": "nothing: it is ours",
+    "cache_transceiver_config": "handoff",
+    "kv_cache_config.tokens_per_block": "page_tokens",
+    "kv_cache_config.max_tokens": "kv_pages",
     "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_fraction",
-    "model_kwargs.torch_dtype": "dtype", "model_kwargs.dtype": "dtype",
+    "model_kwargs.torch_dtype": "dtype",
+    "model_kwargs.dtype": "dtype",
     "kv_cache_config.dtype": "kv_dtype",
-}  # fmt: skip
+}
 
 OBJECTS = ("kv_cache_config", "scheduler_config")  # whose keys are put together with ours
 

@@ -63,8 +63,9 @@ class IterationStats:
         """(metric, labels, value) of everything that TensorRT-LLM's own Triton model shows."""
         for (metric, label, value), path in SERIES.items():
             yield metric, {label: value}, _number(self.raw, path)
-        used, most = (_number(self.raw, ("kvCacheStats", key)) for key in
-                      ("usedNumBlocks", "maxNumBlocks"))  # fmt: skip
+        used, most = (
+            _number(self.raw, ("kvCacheStats", key)) for key in ("usedNumBlocks", "maxNumBlocks")
+        )
         labels = {"kv_cache_block_type": "fraction"}
         yield "nv_trt_llm_kv_cache_block_metrics", labels, used / most if most else 0.0
 

@@ -72,14 +72,20 @@ class LatestDecisions:
     ) -> None:
         keys = request.block_keys
         record = DecisionRecord(
-            at_s=now_s, request_id=request.request_id, tenant=request.tenant,
-            prompt_tokens=request.prompt_tokens, output_tokens_max=request.output_tokens_max,
-            priority=request.priority, is_resumed=request.is_resumed, blocks=len(keys),
-            prefix=short_hash(keys[-1]) if len(keys) else "", decision=decision,
+            at_s=now_s,
+            request_id=request.request_id,
+            tenant=request.tenant,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens_max=request.output_tokens_max,
+            priority=request.priority,
+            is_resumed=request.is_resumed,
+            blocks=len(keys),
+            prefix=short_hash(keys[-1]) if len(keys) else "",
+            decision=decision,
             candidates=explained.candidates[:CANDIDATES_MAX],
             candidates_left_out=explained.left_out
             + max(0, len(explained.candidates) - CANDIDATES_MAX),
-        )  # fmt: skip
+        )
         with self._lock:
             self._records.pop(request.request_id, None)
             self._records[request.request_id] = record

@@ -38,8 +38,9 @@ def overview(reading: ClusterReading, config: ConductorConfig) -> dict[str, obje
     served = None
     if reading.block_tokens:
         served = {
-            "block_tokens": reading.block_tokens, "context_tokens_max": reading.context_tokens_max,
-        }  # fmt: skip
+            "block_tokens": reading.block_tokens,
+            "context_tokens_max": reading.context_tokens_max,
+        }
     return {
         "served": served,
         "limits": {"ttft_slo_s": config.ttft_slo_s, "tbt_slo_s": config.tbt_slo_s},

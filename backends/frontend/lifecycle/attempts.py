@@ -164,9 +164,13 @@ class Attempts:
         # 60 of them are more than any pause: what is too long for a float is never made.
         pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(doublings, 60))
         return replace(
-            self, losses=(*self.losses, loss), in_a_row=in_a_row, sent_tokens=sent_tokens,
-            decoded_at_s=decoded_at_s, pause_s_wanted=pause_s if doublings >= 0 else 0.0,
-        )  # fmt: skip
+            self,
+            losses=(*self.losses, loss),
+            in_a_row=in_a_row,
+            sent_tokens=sent_tokens,
+            decoded_at_s=decoded_at_s,
+            pause_s_wanted=pause_s if doublings >= 0 else 0.0,
+        )
 
     @property
     def deadline_s(self) -> float:

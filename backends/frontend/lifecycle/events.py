@@ -147,10 +147,22 @@ class TimePassed(NamedTuple):
 
 
 LifecycleEvent = (
-    Understood | Described | Failed | Unwanted | Routed | NotRouted | PauseOver | FirstTokenArrived
-    | PrefillReplied | TokensArrived | DecodeReplied | CallFailed | WorkerLost | WorkerSilent
+    Understood
+    | Described
+    | Failed
+    | Unwanted
+    | Routed
+    | NotRouted
+    | PauseOver
+    | FirstTokenArrived
+    | PrefillReplied
+    | TokensArrived
+    | DecodeReplied
+    | CallFailed
+    | WorkerLost
+    | WorkerSilent
     | TimePassed
-)  # fmt: skip
+)
 
 # --- actions
 
@@ -264,7 +276,20 @@ class End(NamedTuple):
 
 
 LifecycleAction = (
-    Pause | Decide | CallPrefill | CallDecode | Send | NotePrefill | NoteLoss | NoteFailed
-    | NoteUnreached | NoteRefused | StopWorkers | CancelCall | AbandonCall | ReleaseKv | EndAttempt
+    Pause
+    | Decide
+    | CallPrefill
+    | CallDecode
+    | Send
+    | NotePrefill
+    | NoteLoss
+    | NoteFailed
+    | NoteUnreached
+    | NoteRefused
+    | StopWorkers
+    | CancelCall
+    | AbandonCall
+    | ReleaseKv
+    | EndAttempt
     | End
-)  # fmt: skip
+)

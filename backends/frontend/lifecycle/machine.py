@@ -167,9 +167,11 @@ def due_s(state: State) -> float | None:
 
 def _understood(state: State, event: Understood) -> Result:
     state = state._replace(
-        phase=Phase.ROUTING, attempts=event.attempts, is_paced=event.is_paced,
+        phase=Phase.ROUTING,
+        attempts=event.attempts,
+        is_paced=event.is_paced,
         started_s=event.now_s,
-    )  # fmt: skip
+    )
     return state, [_decide(state)]
 
 
@@ -395,9 +397,14 @@ def _again(
     elif RULES[loss].avoids and lost.worker is not None:
         avoided |= {lost.worker}
     state = state._replace(
-        phase=Phase.ROUTING, attempts=attempts, avoided=avoided, error=error, fields=NO_FIELDS,
-        waiting=(), attempt=Attempt(lost.number + 1, sent_before=state.sent_tokens),
-    )  # fmt: skip
+        phase=Phase.ROUTING,
+        attempts=attempts,
+        avoided=avoided,
+        error=error,
+        fields=NO_FIELDS,
+        waiting=(),
+        attempt=Attempt(lost.number + 1, sent_before=state.sent_tokens),
+    )
     actions = [NoteLoss(lost.number, loss, error), *actions]
     pause_s = attempts.pause_s(now_s)
     if pause_s > 0:
@@ -426,9 +433,12 @@ def _worker_silent(state: State, event: WorkerSilent) -> Result:
 
 
 def _taken_away(
-    state: State, event: WorkerLost | WorkerSilent, leave: LifecycleAction, loss: Loss,
+    state: State,
+    event: WorkerLost | WorkerSilent,
+    leave: LifecycleAction,
+    loss: Loss,
     error: ServingError,
-) -> Result:  # fmt: skip
+) -> Result:
     """From a worker that does not answer. A call that is under way releases at its end."""
     if state.attempt.worker != event.worker:
         return state, []

@@ -32,12 +32,17 @@ def headers() -> dict[str, str]:
         for kind, text in PARTS.findall(content().decode())
     }
     policy = (
-        "default-src 'none'", f"script-src 'sha256-{hashes['script']}'",
-        f"style-src 'sha256-{hashes['style']}'", "connect-src 'self'",
-        "img-src data:", "base-uri 'none'",
-        "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
+        "default-src 'none'",
+        f"script-src 'sha256-{hashes['script']}'",
+        f"style-src 'sha256-{hashes['style']}'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
         "trusted-types 'none'",
-    )  # fmt: skip
+    )
     return {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",

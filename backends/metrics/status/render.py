@@ -27,9 +27,16 @@ def render(view: View, where: str, columns: int = COLUMNS_WANTED) -> RenderableT
         first = Table.grid(padding=(0, 6))
         first.add_row(latency_table(view), ended_table(view))
     return Group(
-        Text.from_markup(head), Text(), first, Text(), workers_table(view, is_narrow), Text(),
-        store_table(view), Text.from_markup(transfers(view)), Text(roles(view)),
-    )  # fmt: skip
+        Text.from_markup(head),
+        Text(),
+        first,
+        Text(),
+        workers_table(view, is_narrow),
+        Text(),
+        store_table(view),
+        Text.from_markup(transfers(view)),
+        Text(roles(view)),
+    )
 
 
 def unreachable(problem: str) -> RenderableType:
@@ -48,8 +55,11 @@ def latency_table(view: View) -> Table:
     table.add_row("mean per token", duration(recent.token_s), duration(total.token_s))
     table.add_row("prompt tokens cached", share(recent.hit_rate), share(total.hit_rate))
     for path in total.prompt_tokens:
-        table.add_row(f"  {path}", per_s(recent, recent.prompt_tokens[path]),
-                      number(total.prompt_tokens[path]))  # fmt: skip
+        table.add_row(
+            f"  {path}",
+            per_s(recent, recent.prompt_tokens[path]),
+            number(total.prompt_tokens[path]),
+        )
     return table
 
 
@@ -72,8 +82,9 @@ def ended_table(view: View) -> Table:
 
 def workers_table(view: View, is_narrow: bool = False) -> Table:
     bars = () if is_narrow else ("",)
-    table = _table("worker", "node", "running", "waiting", "pages", *bars, "KV", "tokens", "step",
-                   "busy")  # fmt: skip
+    table = _table(
+        "worker", "node", "running", "waiting", "pages", *bars, "KV", "tokens", "step", "busy"
+    )
     for role in ROLES:
         of_role = [worker for worker in view.workers if worker.role == role]
         live = view.workers_live.get(role, 0)
@@ -81,12 +92,17 @@ def workers_table(view: View, is_narrow: bool = False) -> Table:
         table.add_row(Text(f"{role}, {live} live", f"dim {style}"))
         for worker in of_role:
             table.add_row(
-                f"  {worker.name}", worker.node, str(worker.running), str(worker.waiting),
+                f"  {worker.name}",
+                worker.node,
+                str(worker.running),
+                str(worker.waiting),
                 f"{worker.pages_used}/{worker.pages_max}",
                 *(bar(worker.pages_used, worker.pages_max) for _ in bars),
-                size(worker.kv_bytes_used), f"{number(round(worker.tokens_per_s))}/s",
-                duration(worker.step_s), share(worker.busy),
-            )  # fmt: skip
+                size(worker.kv_bytes_used),
+                f"{number(round(worker.tokens_per_s))}/s",
+                duration(worker.step_s),
+                share(worker.busy),
+            )
     return table
 
 
@@ -103,10 +119,13 @@ def store_table(view: View) -> Table:
     table = _table("storage node", "used", "of", "", "blocks", "evictions")
     for node in view.nodes:
         table.add_row(
-            node.name, size(node.bytes_used), size(node.bytes_max),
-            bar(node.bytes_used, node.bytes_max), number(node.blocks),
+            node.name,
+            size(node.bytes_used),
+            size(node.bytes_max),
+            bar(node.bytes_used, node.bytes_max),
+            number(node.blocks),
             f"{node.evictions_per_s:.1f}/s",
-        )  # fmt: skip
+        )
     if not view.nodes:
         table.add_row(Text("none; the directory does not answer", "bold red"))
     return table

@@ -180,11 +180,10 @@ def view(now: Page, before: Page, unix_s: float) -> View:
     return View(
         up_s=max(0.0, unix_s - min(started)) if started else 0.0,
         live=int(now.total("mooncake_requests_live")),
-        workers_live={
-            role: int(now.total("mooncake_workers_live", role=role)) for role in ROLES
-        },
+        workers_live={role: int(now.total("mooncake_workers_live", role=role)) for role in ROLES},
         workers_wanted={
-            role: max(found.values()) for role in ROLES
+            role: max(found.values())
+            for role in ROLES
             if (found := now.by("mooncake_workers_wanted", "model", role=role))
         },
         flips_proposed=_counts(now.by("mooncake_role_flips_proposed_total", "role")),
@@ -195,7 +194,7 @@ def view(now: Page, before: Page, unix_s: float) -> View:
         transfer_bytes_per_s=recent.rates("mooncake_transfer_bytes_total", "transport"),
         transfer_failures=int(now.total("mooncake_transfer_failures_total")),
         nodes=nodes(recent),
-    )  # fmt: skip
+    )
 
 
 def span(change: Change) -> PeriodView:
@@ -243,14 +242,19 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
     steps = change.total("mooncake_steps_total", model=name)
     in_steps_s = change.total("mooncake_step_seconds_total", model=name)
     return WorkerView(
-        name=name, role=role, node=node,
-        running=gauge("requests_running"), waiting=gauge("requests_waiting"),
-        pages_used=gauge("pages_used"), pages_max=gauge("pages_max"),
-        kv_bytes_used=gauge("kv_bytes_used"), kv_bytes_max=gauge("kv_bytes_max"),
+        name=name,
+        role=role,
+        node=node,
+        running=gauge("requests_running"),
+        waiting=gauge("requests_waiting"),
+        pages_used=gauge("pages_used"),
+        pages_max=gauge("pages_max"),
+        kv_bytes_used=gauge("kv_bytes_used"),
+        kv_bytes_max=gauge("kv_bytes_max"),
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         step_s=in_steps_s / steps if steps else None,
         busy=min(1.0, in_steps_s / seconds) if seconds > 0 else 0.0,
-    )  # fmt: skip
+    )
 
 
 def nodes(change: Change) -> list[Node]:
@@ -260,10 +264,16 @@ def nodes(change: Change) -> list[Node]:
     blocks = change.now.by("mooncake_store_blocks", "node")
     evictions = change.rates("mooncake_store_evictions_total", "node")
     return [
-        Node(name, int(used.get(name, 0)), int(size), int(blocks.get(name, 0)),
-             evictions.get(name, 0.0))
-        for name, size in sorted(sizes.items()) if size
-    ]  # fmt: skip
+        Node(
+            name,
+            int(used.get(name, 0)),
+            int(size),
+            int(blocks.get(name, 0)),
+            evictions.get(name, 0.0),
+        )
+        for name, size in sorted(sizes.items())
+        if size
+    ]
 
 
 def _counts(counts: dict[str, float]) -> dict[str, int]:

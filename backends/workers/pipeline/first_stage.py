@@ -214,9 +214,14 @@ class PipelinePrefill(StagePrefill):
             if self._group.epoch != epoch or not self._group.is_whole:
                 return  # its requests have failed with the group
             sent = SentStep(
-                number=self._window.next_number, chunks=chunks, jobs=jobs, finished=finished,
-                started_s=started_s, sent_s=time.monotonic(), predicted_s=predicted_s,
-            )  # fmt: skip
+                number=self._window.next_number,
+                chunks=chunks,
+                jobs=jobs,
+                finished=finished,
+                started_s=started_s,
+                sent_s=time.monotonic(),
+                predicted_s=predicted_s,
+            )
             self._window.sent(sent)
             worker.batching.computed(chunks)
             step = StageStep(epoch, sent.number, plans)

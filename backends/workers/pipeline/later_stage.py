@@ -77,18 +77,31 @@ class StageWorker:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
         self.process = WorkerProcess(
-            "prefill", worker_id, config, repository, config.queue_requests_max, driver, {},
-            self._on_message, self._report_and_beat, self.check,
-        )  # fmt: skip
+            "prefill",
+            worker_id,
+            config,
+            repository,
+            config.queue_requests_max,
+            driver,
+            {},
+            self._on_message,
+            self._report_and_beat,
+            self.check,
+        )
         store = self.process.store
         store.expect_threads(LOADERS)
         self._estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         pages = PageLayout(engine.layout, engine.layers)
         self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
         self._writer = KvWriter(
-            store, pages, engine.kv_pool, self.process.outbox, config.lease_s,
-            config.transfer_s_max, engine.export_pages,
-        )  # fmt: skip
+            store,
+            pages,
+            engine.kv_pool,
+            self.process.outbox,
+            config.lease_s,
+            config.transfer_s_max,
+            engine.export_pages,
+        )
         group.refuse_mistakes(self.process.info, self.process.directory.workers())
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -169,8 +182,10 @@ class StageWorker:
         if begins.chunk_tokens != self.config.chunk_tokens:
             log.error(
                 "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages",
-                self._name, self.config.chunk_tokens, begins.chunk_tokens,
-            )  # fmt: skip
+                self._name,
+                self.config.chunk_tokens,
+                begins.chunk_tokens,
+            )
             return
         if begins.epoch != self._epoch:
             self._end_epoch()
@@ -319,10 +334,16 @@ class StageWorker:
 def _put(work: StageWork) -> BlockPut:
     """The blocks of this chunk; the slots and their leases are stage 0's."""
     return BlockPut(
-        work.request_id, work.kv_tokens, work.pages, keys=[], first_block=0,
-        decode_inbox=work.decode_inbox, reserve_tokens=work.reserve_tokens,
-        slots=dict(work.slots), is_owner=False,
-    )  # fmt: skip
+        work.request_id,
+        work.kv_tokens,
+        work.pages,
+        keys=[],
+        first_block=0,
+        decode_inbox=work.decode_inbox,
+        reserve_tokens=work.reserve_tokens,
+        slots=dict(work.slots),
+        is_owner=False,
+    )
 
 
 def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn, str]:

@@ -49,9 +49,12 @@ MakeWorker = Callable[[LastingParts], ActiveWorker]
 
 class FlippingWorker:
     def __init__(
-        self, role: str, parts: LastingParts, makers: Mapping[str, MakeWorker],
+        self,
+        role: str,
+        parts: LastingParts,
+        makers: Mapping[str, MakeWorker],
         close_engine: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`makers`: a worker of each role, which registers when it is made."""
         self.on_change: Callable[[ActiveWorker], None] = lambda worker: None
         self._parts, self._makers, self._close_engine = parts, makers, close_engine
@@ -149,13 +152,18 @@ class FlippingWorker:
             if report.is_draining
         }
         others = [
-            info.worker_id for info in snapshot.workers
-            if info.role == process.info.role and info.worker_id != process.worker_id
+            info.worker_id
+            for info in snapshot.workers
+            if info.role == process.info.role
+            and info.worker_id != process.worker_id
             and (info.worker_id, info.incarnation) not in leaving
-        ]  # fmt: skip
+        ]
         if not others:
-            log.warning("%s keeps its role: nobody else is a %s worker",
-                        process.worker_id, process.info.role)  # fmt: skip
+            log.warning(
+                "%s keeps its role: nobody else is a %s worker",
+                process.worker_id,
+                process.info.role,
+            )
         return bool(others)
 
     def _drained(self, worker: ActiveWorker) -> bool:

@@ -167,10 +167,18 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         with self._worker.lock:
             answer.is_staged = True
             self._staged_jobs[job.request_id] = job
-        self._staged.stage(Stage(
-            job.request_id, bytes(packed_tokens(ids)), salt, seed,
-            block_keys(ids, self._block_tokens, seed), places, loaded_tokens, uses,
-        ))  # fmt: skip
+        self._staged.stage(
+            Stage(
+                job.request_id,
+                bytes(packed_tokens(ids)),
+                salt,
+                seed,
+                block_keys(ids, self._block_tokens, seed),
+                places,
+                loaded_tokens,
+                uses,
+            )
+        )
 
     def _order(self, job: DecodeJob) -> Order:
         sampling, done = job.request.sampling, len(job.output_ids)
@@ -298,9 +306,11 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
     def _let_go(self, now_s: float) -> None:
         """Those whose blocks all came out, or that took too long; with the lock held."""
         over = [
-            answer for answer in self._answers.values() if answer.ended_s
+            answer
+            for answer in self._answers.values()
+            if answer.ended_s
             and (not answer.job.filled or now_s - answer.ended_s > LAST_BLOCK_S_MAX)
-        ]  # fmt: skip
+        ]
         for answer in over:
             job = answer.job
             del self._answers[job]

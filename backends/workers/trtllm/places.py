@@ -85,10 +85,12 @@ class Regions:
 
     def _change_to(self, now: NodeInfo | None) -> None:
         over = [
-            region for region in self._regions.values()
-            if region.attached.done() and not self._used[region.number]
+            region
+            for region in self._regions.values()
+            if region.attached.done()
+            and not self._used[region.number]
             and (now is None or region.incarnation != now.incarnation)
-        ]  # fmt: skip
+        ]
         for region in over:
             del self._regions[region.incarnation]
             self._host.detach(region.number)
@@ -145,9 +147,13 @@ class PlacedLoader(KvLoader):
     """A KvLoader that leaves blocks of the own node where they are, and knows where that is."""
 
     def __init__(
-        self, store: Store, pages: PageLayout, pool: np.ndarray, deadline_s: float,
+        self,
+        store: Store,
+        pages: PageLayout,
+        pool: np.ndarray,
+        deadline_s: float,
         regions: Regions,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(store, pages, pool, deadline_s)
         self._regions = regions
         self._slots: dict[int, InSlot] = {}  # by page

@@ -84,9 +84,14 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         self._step_began_s = self._step_ended_s = 0.0
         self._staging = threading.Lock()
         super().__init__(
-            "prefill", worker_id, worker, config, repository, worker.queue_requests_max,
+            "prefill",
+            worker_id,
+            worker,
+            config,
+            repository,
+            worker.queue_requests_max,
             worker.chunk_tokens,
-        )  # fmt: skip
+        )
 
     def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_prefill(budget_s)
@@ -148,11 +153,19 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             places, uses = self._places.places(put.pages, put.first_block)
             with self._worker.lock:
                 self._prompts[job] = prompt  # whatever comes of it, it is to be unstaged
-            self._staged.stage(Stage(
-                job.request_id, bytes(packed_tokens(job.token_ids)), salt,
-                chain_seed(self._worker.process.fingerprint, cache_salt=salt), list(put.keys),
-                places, put.first_block * self._block_tokens, uses, whole_tokens,
-            ))  # fmt: skip
+            self._staged.stage(
+                Stage(
+                    job.request_id,
+                    bytes(packed_tokens(job.token_ids)),
+                    salt,
+                    chain_seed(self._worker.process.fingerprint, cache_salt=salt),
+                    list(put.keys),
+                    places,
+                    put.first_block * self._block_tokens,
+                    uses,
+                    whole_tokens,
+                )
+            )
         return prompt
 
     def _take_slots(self, put: BlockPut, unsaved: range) -> None:
@@ -172,9 +185,8 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             self._sampling(job),
             request.cache_salt,
             is_streaming=False,
-            disaggregated_params=self.engine.native_params(job.request_id, b"")
-            if native else None,
-        )  # fmt: skip
+            disaggregated_params=self.engine.native_params(job.request_id, b"") if native else None,
+        )
 
     def _sampling(self, job: PrefillJob) -> Any:
         """Of the one token behind its tokens."""

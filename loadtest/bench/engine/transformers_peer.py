@@ -71,9 +71,11 @@ class Transformers:
         """Seconds from token to token of continuous batching, once all prompts are in."""
         pages = sum(-(-(len(prompt) + steps) // PAGE_TOKENS) for prompt in prompts)
         config = self._library.ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS, num_blocks=pages + len(prompts),
-            max_batch_tokens=BATCH_TOKENS_MAX, allow_block_sharing=False,
-        )  # fmt: skip
+            page_size=PAGE_TOKENS,
+            num_blocks=pages + len(prompts),
+            max_batch_tokens=BATCH_TOKENS_MAX,
+            allow_block_sharing=False,
+        )
         with contextlib.redirect_stderr(io.StringIO()):
             outputs = self._model.generate_batch(
                 prompts,

@@ -45,9 +45,14 @@ from mooncake_store.errors import StoreError
 PAIRS, MIB = 5, 2**20  # of the hand-over
 CHAOS_MARGIN_S = 400.0  # beside its strikes: start, undisturbed run, recovery, stop
 CANNOT = (
-    CannotMeasure, SimulationRefused, ServerError, StoreError, subprocess.TimeoutExpired, OSError,
+    CannotMeasure,
+    SimulationRefused,
+    ServerError,
+    StoreError,
+    subprocess.TimeoutExpired,
+    OSError,
     ValueError,
-)  # fmt: skip
+)
 GOALS = {
     "frontends_ttft_4_over_1": ("<=", 1.05),
     "leader_change_s": ("<=", 5.0),
@@ -123,13 +128,24 @@ class FleetNumbers:
         require_namespaces()
         if not (PROJECT / "tests" / "chaos_serve").is_dir():
             raise CannotMeasure("tests/chaos_serve is not here: run this in a checkout")
-        command = [sys.executable, "-m", "tests.chaos_serve",
-                   "--seconds", f"{seconds:g}", "--seed", str(seed)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tests.chaos_serve",
+            "--seconds",
+            f"{seconds:g}",
+            "--seed",
+            str(seed),
+        ]
         with console.status(f"{seconds:g} s of strikes on a fleet ..."):
             done = subprocess.run(
-                command, cwd=PROJECT, capture_output=True, text=True, check=False,
+                command,
+                cwd=PROJECT,
+                capture_output=True,
+                text=True,
+                check=False,
                 timeout=seconds + CHAOS_MARGIN_S,
-            )  # fmt: skip
+            )
         lines = done.stdout.splitlines()
         if not lines or not lines[-1].startswith("{"):
             raise CannotMeasure(f"chaos: {(done.stdout + done.stderr)[-500:]}")
@@ -170,13 +186,14 @@ def main(
         FleetPart.FRONTENDS: ((frontends.TARGET,), lambda: numbers.frontends(traces)),
         FleetPart.HANDOVER: ((cross_host.TARGET,), lambda: numbers.handover(seed)),
         FleetPart.LEADER: (
-            ("leader_change_s", "leader_change_s_worst"), lambda: numbers.leader(rounds, seed)
+            ("leader_change_s", "leader_change_s_worst"),
+            lambda: numbers.leader(rounds, seed),
         ),
         FleetPart.CHAOS: (
             ("chaos_finished_share", "chaos_wrong_tokens"),
             lambda: numbers.chaos(chaos_seconds, seed),
         ),
-    }  # fmt: skip
+    }
     with benchmark("fleet") as run:
         for part, (names, way) in parts.items():
             if only and part not in only:

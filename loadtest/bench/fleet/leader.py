@@ -80,9 +80,12 @@ async def _one(fleet: ServedFleet, chance: random.Random) -> LeaderChange:
 
 
 async def _ask(
-    change: LeaderChange, client: TritonClient, prefix: list[int], chance: random.Random,
+    change: LeaderChange,
+    client: TritonClient,
+    prefix: list[int],
+    chance: random.Random,
     killed_s: float,
-) -> None:  # fmt: skip
+) -> None:
     try:
         cached_tokens = await _cached_tokens(client, prefix, chance)
     except ServerError as error:
@@ -105,9 +108,11 @@ async def _is_cached(client: TritonClient, prefix: list[int], chance: random.Ran
 async def _cached_tokens(client: TritonClient, prefix: list[int], chance: random.Random) -> int:
     tail = [chance.choice(VOCABULARY) for _ in range(TAIL_TOKENS)]
     request = GenerateRequest(
-        request_id=f"leader-{chance.randrange(2**31)}", max_tokens=1, end_id=-1,
+        request_id=f"leader-{chance.randrange(2**31)}",
+        max_tokens=1,
+        end_id=-1,
         input_ids=np.array([*prefix, *tail], np.int32),
-    )  # fmt: skip
+    )
     cached_tokens = 0
     async for event in client.generate(request, CHANGE_S_MAX):
         cached_tokens = event.cached_tokens or cached_tokens

@@ -61,9 +61,14 @@ def keyed() -> Iterator[Keyed]:
     key = make_key()
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         path = Path(folder) / "tenants.json"
-        path.write_text(json.dumps({
-            "tenants": {"bench": {}}, "keys": [{"sha256": sha256_of(key), "tenant": "bench"}],
-        }))  # fmt: skip
+        path.write_text(
+            json.dumps(
+                {
+                    "tenants": {"bench": {}},
+                    "keys": [{"sha256": sha256_of(key), "tenant": "bench"}],
+                }
+            )
+        )
         path.chmod(0o600)
         yield Keyed(path, key)
 
@@ -105,9 +110,7 @@ def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, see
     for turn in range(WARM_ROUNDS + ROUNDS):
         for name, route in (("direct", routes.direct), ("gateway", routes.gateway)):
             before_s = cpu_of(processes[name])
-            load = asyncio.run(
-                loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, chance)
-            )  # fmt: skip
+            load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, chance))
             if turn < WARM_ROUNDS:
                 continue
             rates[name].append(load.tokens / load.seconds)
@@ -115,11 +118,15 @@ def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, see
             messages[name] += load.messages
     direct, through = (statistics.median(rates[name]) for name in ("direct", "gateway"))
     reader_us, gateway_us = (cpu_s[name] / messages[name] * 1e6 for name in ("direct", "gateway"))
-    run.rows.append({
-        "streams": STREAMS, "direct_tokens_per_s": round(direct, 1),
-        "gateway_tokens_per_s": round(through, 1), "messages": messages["gateway"],
-        "bare_reader_cpu_us_per_message": round(reader_us, 1),
-    })  # fmt: skip
+    run.rows.append(
+        {
+            "streams": STREAMS,
+            "direct_tokens_per_s": round(direct, 1),
+            "gateway_tokens_per_s": round(through, 1),
+            "messages": messages["gateway"],
+            "bare_reader_cpu_us_per_message": round(reader_us, 1),
+        }
+    )
     why = f"{gateway_us / reader_us:.2f} of a client that reads over gRPC and does no more"
     run.targets += [
         Target("stream_throughput_over_direct", through / direct, ">=", 0.95),
@@ -138,9 +145,13 @@ def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Proc
     frontend, port = own_ports(2)
     with contextlib.ExitStack() as stack:
         ModuleProcess(
-            stack, "loadtest.harness.replayed_frontend", "--address", f"127.0.0.1:{frontend}",
-            "--interval-s", str(interval_s),
-        )  # fmt: skip
+            stack,
+            "loadtest.harness.replayed_frontend",
+            "--address",
+            f"127.0.0.1:{frontend}",
+            "--interval-s",
+            str(interval_s),
+        )
         gateway = ModuleProcess(
             stack, "backends.gateway", "--frontend", f"127.0.0.1:{frontend}", "--port", str(port)
         )
@@ -160,9 +171,13 @@ def measure_burst(run: BenchmarkRun, seed: int) -> None:
 
 
 def measure_soak(
-    run: BenchmarkRun, route: GatewayWay, process: psutil.Process, seconds: float, users: int,
+    run: BenchmarkRun,
+    route: GatewayWay,
+    process: psutil.Process,
+    seconds: float,
+    users: int,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     if seconds < 3 * WINDOW_S:
         why = f"not measured: {seconds:.0f} s are less than {3 * WINDOW_S:.0f} s"
         run.targets.append(Target("rss_growth_share", None, "<=", 0.03, why))
@@ -172,12 +187,18 @@ def measure_soak(
             loads.soak(
                 route, users, seconds, lambda: process.memory_info().rss, random.Random(seed)
             )
-        )  # fmt: skip
+        )
     first, last = soak.between(WINDOW_S, 2 * WINDOW_S), soak.between(seconds - WINDOW_S, seconds)
-    run.rows.append({
-        "users": users, "answered": soak.answered, "left": soak.left, "refused": soak.refused,
-        "first_mb": round(first / 1e6, 2), "last_mb": round(last / 1e6, 2),
-    })  # fmt: skip
+    run.rows.append(
+        {
+            "users": users,
+            "answered": soak.answered,
+            "left": soak.left,
+            "refused": soak.refused,
+            "first_mb": round(first / 1e6, 2),
+            "last_mb": round(last / 1e6, 2),
+        }
+    )
     why = f"{users} users, {soak.left} of {soak.answered + soak.left} left early"
     run.targets.append(Target("rss_growth_share", last / first - 1, "<=", 0.03, why))
 

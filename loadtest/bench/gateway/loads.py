@@ -59,8 +59,13 @@ class GatewayWay:
     key: str
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-                "stream": True}  # fmt: skip
+        body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         answer = await sse_client.ask(self.address, PATH, body, self.key)
         if answer.status != 200 or not answer.is_done:
             raise CannotMeasure(f"the gateway answered {answer.status}: {answer.body[:300]!r}")
@@ -134,21 +139,30 @@ async def until_ready(address: str) -> None:
 
 
 async def soak(
-    route: GatewayWay, users: int, seconds: float, rss_bytes: Callable[[], int],
+    route: GatewayWay,
+    users: int,
+    seconds: float,
+    rss_bytes: Callable[[], int],
     chance: random.Random,
-) -> SoakRun:  # fmt: skip
+) -> SoakRun:
     """Users ask one after the other; some go away in the middle of their answer."""
     found, begin_s = SoakRun(), time.monotonic()
 
     async def user() -> None:
         while time.monotonic() - begin_s < seconds:
-            body = {"prompt": "hi", "max_tokens": chance.randint(2, 2 * USER_TOKENS),
-                    "stream": True}  # fmt: skip
+            body = {
+                "prompt": "hi",
+                "max_tokens": chance.randint(2, 2 * USER_TOKENS),
+                "stream": True,
+            }
             if chance.random() < LEAVING_SHARE:
                 answer = await sse_client.ask(
-                    route.address, PATH, body | {"max_tokens": 1000}, route.key,
+                    route.address,
+                    PATH,
+                    body | {"max_tokens": 1000},
+                    route.key,
                     events_max=chance.randint(1, USER_TOKENS),
-                )  # fmt: skip
+                )
                 if answer.status == REJECTED:
                     await turned_away()
                     continue

@@ -54,8 +54,10 @@ FREE_S_GOAL = 1.0
 WATCHED_S = 4.0  # in which somebody else asks, one request after the other
 OTHERS_TOKENS = 16
 TOKENS, PAGES, RUNNING = (
-    "mooncake_output_tokens_total", "mooncake_pages_used", "mooncake_requests_running"
-)  # fmt: skip
+    "mooncake_output_tokens_total",
+    "mooncake_pages_used",
+    "mooncake_requests_running",
+)
 
 
 class LeavingClient:
@@ -71,8 +73,12 @@ class LeavingClient:
 
     def ask(self, path: str, body: Mapping[str, Any], key: str = "") -> None:
         content = json.dumps(body).encode()
-        lines = [f"POST {path} HTTP/1.1", "Host: bench", f"Content-Length: {len(content)}",
-                 "Content-Type: application/json"]  # fmt: skip
+        lines = [
+            f"POST {path} HTTP/1.1",
+            "Host: bench",
+            f"Content-Length: {len(content)}",
+            "Content-Type: application/json",
+        ]
         lines += [f"Authorization: Bearer {key}"] if key else []
         self._writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
 
@@ -150,13 +156,19 @@ class LostBench:
                 raise CannotMeasure("no page came into use")
 
     def body(self, tokens: int, is_stream: bool = True) -> dict[str, Any]:
-        return {"prompt": fresh(self.chance, tokens), "max_tokens": ANSWER_TOKENS,
-                "temperature": 0, "ignore_eos": True, "stream": is_stream}  # fmt: skip
+        return {
+            "prompt": fresh(self.chance, tokens),
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": is_stream,
+        }
 
     async def free_s(self, what: str) -> float:
         """Seconds until all is free after one client, or `QUEUED` of them, left."""
-        clients = [await LeavingClient.of(self.gateway)
-                   for _ in range(QUEUED if what == "queued" else 1)]  # fmt: skip
+        clients = [
+            await LeavingClient.of(self.gateway) for _ in range(QUEUED if what == "queued" else 1)
+        ]
         client = clients[0]
         if what == "keep-alive":
             client.ask(COMPLETIONS, {"prompt": "hi", "max_tokens": 2}, self.key)
@@ -238,20 +250,24 @@ ROUTES = ("nobody", "gateway", "conductor, gRPC", "conductor, HTTP", "ensemble, 
 
 def left_row(what: str, seconds: Sequence[float]) -> dict[str, Cell]:
     return {
-        "left": what, "times": len(seconds), "free_s_median": round(statistics.median(seconds), 3),
+        "left": what,
+        "times": len(seconds),
+        "free_s_median": round(statistics.median(seconds), 3),
         "free_s_p90": round(float(np.percentile(seconds, 90)), 3),
         "free_s_max": round(max(seconds), 3),
-    }  # fmt: skip
+    }
 
 
 def lost_row(route: str, lost: int, use: UseIntegral, others: OthersTimes) -> dict[str, Cell]:
     return {
-        "lost": f"{lost} of {route}", "free_s": round(use.free_s, 2),
-        "tokens": round(use.tokens), "slot_s": round(use.slot_s, 2),
+        "lost": f"{lost} of {route}",
+        "free_s": round(use.free_s, 2),
+        "tokens": round(use.tokens),
+        "slot_s": round(use.slot_s, 2),
         "page_s": round(use.page_s, 1),
         "others_ttft_ms": round(statistics.median(others.ttft_s) * 1e3, 1),
         "others_tbt_ms": round(statistics.median(others.tbt_s) * 1e3, 2),
-    }  # fmt: skip
+    }
 
 
 def main(

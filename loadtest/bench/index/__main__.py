@@ -77,11 +77,15 @@ def lookups(
                 one.round()
         if peers:
             hash_rows = [
-                {"what": "hashing", "input": f"list, Dynamo {peers[0].version}",
-                 "prompt_tokens": 131_072, "block_tokens": int(block_tokens),
-                 "million_tokens_per_s": round(rate / 1e6, 1)}
+                {
+                    "what": "hashing",
+                    "input": f"list, Dynamo {peers[0].version}",
+                    "prompt_tokens": 131_072,
+                    "block_tokens": int(block_tokens),
+                    "million_tokens_per_s": round(rate / 1e6, 1),
+                }
                 for block_tokens, rate in peers[0].hashing.items()
-            ]  # fmt: skip
+            ]
     return [one.measured for one in turns], hash_rows
 
 
@@ -100,12 +104,18 @@ def lookup_rows(
 
 def lookup_row(load: IndexedTrace, one: LookupTimes) -> dict[str, Cell]:
     return {
-        "what": "lookup", "index": one.index, "keys": one.keys, "placement": load.placement,
-        "workers": load.workers, "store_blocks_per_s": round(one.store_blocks_per_s),
-        "find_us": round(one.median("find_us"), 2), "p50_us": round(one.median("p50_us"), 2),
-        "p99_us": round(one.median("p99_us"), 2), "mean_us": round(one.median("mean_us"), 2),
+        "what": "lookup",
+        "index": one.index,
+        "keys": one.keys,
+        "placement": load.placement,
+        "workers": load.workers,
+        "store_blocks_per_s": round(one.store_blocks_per_s),
+        "find_us": round(one.median("find_us"), 2),
+        "p50_us": round(one.median("p50_us"), 2),
+        "p99_us": round(one.median("p99_us"), 2),
+        "mean_us": round(one.median("mean_us"), 2),
         "best_us": round(one.best_us, 2),
-    }  # fmt: skip
+    }
 
 
 def lookup_targets(by_load: dict[tuple[str, int], list[LookupTimes]]) -> list[Target]:
@@ -143,12 +153,18 @@ def memory_rows(loads: Sequence[IndexedTrace]) -> tuple[Rows, list[Target]]:
         for load in loads:
             for way in ("ours", "pydict"):
                 found = memory_per_block(load, way, Path(folder))
-                rows.append({
-                    "what": "memory", "index": way, "keys": "16 bytes",
-                    "placement": load.placement, "workers": load.workers, "blocks": load.keys,
-                    "copies": load.blocks,
-                    **{f"{name}_per_block": round(value, 1) for name, value in found.items()},
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "what": "memory",
+                        "index": way,
+                        "keys": "16 bytes",
+                        "placement": load.placement,
+                        "workers": load.workers,
+                        "blocks": load.keys,
+                        "copies": load.blocks,
+                        **{f"{name}_per_block": round(value, 1) for name, value in found.items()},
+                    }
+                )
     worst = max(float(row["rss_bytes_per_block"] or 0) for row in rows if row["index"] == "ours")
     why = "resident set, per different block with its key; the worst placement"
     return rows, [Target("rss_bytes_per_block", worst, "<=", BYTES_PER_BLOCK, why)]
@@ -170,11 +186,14 @@ def hashing_rows(rounds: int, seed: int) -> tuple[Rows, list[Target]]:
                     worst[block_tokens] = min(worst.get(block_tokens, rate), rate)
     targets = [
         Target(
-            f"hashing_tokens_per_s_{block_tokens}", round(worst[block_tokens]), ">=",
-            HASHED_TOKENS_PER_S, "from a numpy int32 array, the slower of two prompt lengths",
+            f"hashing_tokens_per_s_{block_tokens}",
+            round(worst[block_tokens]),
+            ">=",
+            HASHED_TOKENS_PER_S,
+            "from a numpy int32 array, the slower of two prompt lengths",
         )
         for block_tokens in PROMISED_BLOCKS_TOKENS
-    ]  # fmt: skip
+    ]
     beside_rows, beside = beside_blake2b(rounds, seed)
     return rows + beside_rows, [*targets, beside]
 
@@ -183,9 +202,12 @@ def hashing_row(
     name: str, prompt_tokens: int, block_tokens: int, tokens_per_s: float
 ) -> dict[str, Cell]:
     return {
-        "what": "hashing", "input": name, "prompt_tokens": prompt_tokens,
-        "block_tokens": block_tokens, "million_tokens_per_s": round(tokens_per_s / 1e6, 1),
-    }  # fmt: skip
+        "what": "hashing",
+        "input": name,
+        "prompt_tokens": prompt_tokens,
+        "block_tokens": block_tokens,
+        "million_tokens_per_s": round(tokens_per_s / 1e6, 1),
+    }
 
 
 def beside_blake2b(rounds: int, seed: int) -> tuple[Rows, Target]:
@@ -221,9 +243,13 @@ def hashed(pieces: Sequence[bytes], key: bytes) -> list[bytes]:
 
 
 def decision_rows(
-    trace: Path, sizes: Sequence[int], policies: Sequence[str], rounds: int, decisions: int,
+    trace: Path,
+    sizes: Sequence[int],
+    policies: Sequence[str],
+    rounds: int,
+    decisions: int,
     peer_python: Path | None,
-) -> tuple[Rows, list[Target]]:  # fmt: skip
+) -> tuple[Rows, list[Target]]:
     rows, requests = [], read_trace(trace)
     targets: list[Target] = []
     with contextlib.ExitStack() as stack:
@@ -323,10 +349,16 @@ def main(
         if IndexPart.HASHING in parts:
             found.append(hashing_rows(rounds * 3, seed))
         if IndexPart.DECISIONS in parts:
-            found.append(decision_rows(
-                trace, workers or list(DECISION_P50_US), policy or ["kvcache_centric", "adaptive"],
-                max(1, rounds // 3), decisions, peer_python,
-            ))  # fmt: skip
+            found.append(
+                decision_rows(
+                    trace,
+                    workers or list(DECISION_P50_US),
+                    policy or ["kvcache_centric", "adaptive"],
+                    max(1, rounds // 3),
+                    decisions,
+                    peer_python,
+                )
+            )
         run.rows = [row for rows, _ in found for row in rows]
         run.targets = [target for _, targets in found for target in targets]
 

@@ -126,11 +126,23 @@ class PredictedFleet:
 
 def _worker(worker_id: str, role: str, node_id: str) -> WorkerInfo:
     return WorkerInfo(
-        worker_id, "w1", role, node_id, "print", "", "", TRACE_BLOCK_TOKENS, BLOCK_BYTES,
-        context_tokens_max=200_000, pages_max=4_000, slots_max=256,
-        prefill_coefficients=PREFILL, decode_coefficients=DECODE,
-        transfer_bytes_per_s={}, transfer_latency_s={},
-    )  # fmt: skip
+        worker_id,
+        "w1",
+        role,
+        node_id,
+        "print",
+        "",
+        "",
+        TRACE_BLOCK_TOKENS,
+        BLOCK_BYTES,
+        context_tokens_max=200_000,
+        pages_max=4_000,
+        slots_max=256,
+        prefill_coefficients=PREFILL,
+        decode_coefficients=DECODE,
+        transfer_bytes_per_s={},
+        transfer_latency_s={},
+    )
 
 
 def gap_s(rows: Sequence[TraceRow], workers: int) -> float:
@@ -199,12 +211,16 @@ class OurDecisions:
         cpu = [sorted(took.cpu_us for took in one) for one in self._rounds]
         p50, p99 = _median_at(wall, 50), _median_at(wall, 99)
         return {
-            "what": "decision", "policy": self.policy, "workers": self._workers,
+            "what": "decision",
+            "policy": self.policy,
+            "workers": self._workers,
             "decisions": len(self._rounds[0]),
-            "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
+            "p50_us": round(p50, 1),
+            "p99_us": round(p99, 1),
+            "p99_over_p50": round(p99 / p50, 2),
             "cpu_p50_us": round(_median_at(cpu, 50), 1),
             "cpu_p99_us": round(_median_at(cpu, 99), 1),
-        }  # fmt: skip
+        }
 
 
 class DynamoSelections:
@@ -221,10 +237,13 @@ class DynamoSelections:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         (folder / "load.json").write_text(json.dumps(load))
         self._process = PeerProcess(
-            stack, python, Path(__file__).with_name("dynamo_client.py"),
-            "select", str(folder / "load.json"),
+            stack,
+            python,
+            Path(__file__).with_name("dynamo_client.py"),
+            "select",
+            str(folder / "load.json"),
             variables={"DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "false"},
-        )  # fmt: skip
+        )
         self._version, self._timed = self._process.answer()["version"], len(load["timed"])
         self._rounds: dict[int, list[dict[str, float]]] = {}
 
@@ -238,10 +257,14 @@ class DynamoSelections:
             for name in ("p50_us", "p99_us")
         )
         return {
-            "what": "decision", "policy": f"Dynamo {self._version}, select_and_reserve",
-            "workers": workers, "decisions": self._timed,
-            "p50_us": round(p50, 1), "p99_us": round(p99, 1), "p99_over_p50": round(p99 / p50, 2),
-        }  # fmt: skip
+            "what": "decision",
+            "policy": f"Dynamo {self._version}, select_and_reserve",
+            "workers": workers,
+            "decisions": self._timed,
+            "p50_us": round(p50, 1),
+            "p99_us": round(p99, 1),
+            "p99_over_p50": round(p99 / p50, 2),
+        }
 
 
 def _median_at(rounds: Sequence[Sequence[float]], percent: int) -> float:

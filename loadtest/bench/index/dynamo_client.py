@@ -85,9 +85,12 @@ async def selections(service: Any, requests: list[list[int]]) -> list[int]:
     clock, taken_ns = time.perf_counter_ns, []
     for number, ids in enumerate(requests):
         query = {
-            "selection_id": f"r{number}", "model_name": MODEL, "block_hashes": ids,
-            "sequence_hashes": ids, "isl_tokens": len(ids) * BLOCK_TOKENS,
-        }  # fmt: skip
+            "selection_id": f"r{number}",
+            "model_name": MODEL,
+            "block_hashes": ids,
+            "sequence_hashes": ids,
+            "isl_tokens": len(ids) * BLOCK_TOKENS,
+        }
         began = clock()
         await service.select_and_reserve(query)
         taken_ns.append(clock() - began)
@@ -100,11 +103,18 @@ async def selections(service: Any, requests: list[list[int]]) -> list[int]:
 async def selection_round(make: Any, workers: int, load: dict[str, Any]) -> dict[str, float]:
     service = make(indexer_threads=1)
     for number in range(workers):
-        await service.upsert_worker({
-            "worker_id": number, "model_name": MODEL, "endpoint": f"http://w{number}:8000",
-            "block_size": BLOCK_TOKENS, "total_kv_blocks": 16_384, "max_num_batched_tokens": 8_192,
-            "data_parallel_start_rank": 0, "data_parallel_size": 1,
-        })  # fmt: skip
+        await service.upsert_worker(
+            {
+                "worker_id": number,
+                "model_name": MODEL,
+                "endpoint": f"http://w{number}:8000",
+                "block_size": BLOCK_TOKENS,
+                "total_kv_blocks": 16_384,
+                "max_num_batched_tokens": 8_192,
+                "data_parallel_start_rank": 0,
+                "data_parallel_size": 1,
+            }
+        )
     taken_ns = await selections(service, load["before"] + load["timed"])
     service.shutdown()
     ordered = sorted(taken_ns[len(load["before"]) :])
@@ -135,11 +145,13 @@ def serve_index() -> None:
     answers = [
         [(worker, depth) for (worker, _), depth in tree.find_matches(ids, False).scores.items()]
         for ids in some
-    ]  # fmt: skip
+    ]
     first = {
-        "version": version("ai-dynamo-runtime"), "store_s": store_s, "answers": answers,
+        "version": version("ai-dynamo-runtime"),
+        "store_s": store_s,
+        "answers": answers,
         "hashing": hashing(compute_block_hash_for_seq),
-    }  # fmt: skip
+    }
     print(json.dumps(first), flush=True)
     best_ns: list[int] = []
     for _ in sys.stdin:

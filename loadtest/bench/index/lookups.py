@@ -111,10 +111,8 @@ class Contender:
 def contenders(load: IndexedTrace) -> list[Contender]:
     """RuntimeError when they do not give the same answers."""
     made = [
-        Contender(index, load, keys)
-        for keys in (IDS, BYTES)
-        for index in (PyDict(), OurIndex())
-    ]  # fmt: skip
+        Contender(index, load, keys) for keys in (IDS, BYTES) for index in (PyDict(), OurIndex())
+    ]
     first = made[0].answers()
     if any(other.answers() != first for other in made[1:]):
         raise RuntimeError(f"the indexes disagree: {load.placement}, {load.workers} workers")
@@ -130,9 +128,14 @@ class DynamoIndex:
         load.save(folder / "load.json")
         script = Path(__file__).with_name("dynamo_client.py")
         self._process = PeerProcess(
-            stack, python, script, "index", str(folder / "load.json"), str(COMPARED),
+            stack,
+            python,
+            script,
+            "index",
+            str(folder / "load.json"),
+            str(COMPARED),
             variables={"DYN_LOG": "error"},
-        )  # fmt: skip
+        )
         first = self._process.answer()
         self.version = str(first["version"])
         self.hashing: dict[str, float] = first["hashing"]

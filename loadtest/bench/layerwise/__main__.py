@@ -92,9 +92,13 @@ class LayerwiseSite:
             worker.wait_ready()
 
     def _start(
-        self, stack: contextlib.ExitStack, store: BenchStore, checkpoint: Path, name: str,
+        self,
+        stack: contextlib.ExitStack,
+        store: BenchStore,
+        checkpoint: Path,
+        name: str,
         more: dict[str, str],
-    ) -> PrefillProcess:  # fmt: skip
+    ) -> PrefillProcess:
         parameters = {
             "checkpoint": str(checkpoint),
             "threads": "1",
@@ -105,9 +109,13 @@ class LayerwiseSite:
             **more,
         }
         return PrefillProcess(
-            stack, name, parameters, store.address, store.folder,
+            stack,
+            name,
+            parameters,
+            store.address,
+            store.folder,
             functools.partial(throttle, self._rate),
-        )  # fmt: skip
+        )
 
     def throttle(self, bytes_per_s: float) -> None:
         self._rate.value = bytes_per_s
@@ -201,17 +209,29 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
 
     return [
         Target(
-            "ttft_over_max", round(over_longest("on_short"), 4), "<=", TTFT_GOAL,
+            "ttft_over_max",
+            round(over_longest("on_short"), 4),
+            "<=",
+            TTFT_GOAL,
             why=f"over max(load, compute); {over_longest('off_short'):.2f} without layers, "
             f"{statistics.median(of_rounds(rows, 'on_short', 'over_own_max')):.2f} over its own",
         ),
-        Target("page_seconds", round(ratio("on_short", "off_short", "page_seconds"), 4), "<=",
-               PAGE_SECONDS_GOAL, why="with layers over without, one prompt"),
-        Target("queue_of_4x", round(ratio("queue_on_short", "queue_on_all", "tokens_per_s"), 4),
-               ">=", QUEUE_GOAL,
-               why="tokens per second over those with pages for all; without layers "
-               f"{ratio('queue_off_short', 'queue_off_all', 'tokens_per_s'):.2f}"),
-    ]  # fmt: skip
+        Target(
+            "page_seconds",
+            round(ratio("on_short", "off_short", "page_seconds"), 4),
+            "<=",
+            PAGE_SECONDS_GOAL,
+            why="with layers over without, one prompt",
+        ),
+        Target(
+            "queue_of_4x",
+            round(ratio("queue_on_short", "queue_on_all", "tokens_per_s"), 4),
+            ">=",
+            QUEUE_GOAL,
+            why="tokens per second over those with pages for all; without layers "
+            f"{ratio('queue_off_short', 'queue_off_all', 'tokens_per_s'):.2f}",
+        ),
+    ]
 
 
 def main(

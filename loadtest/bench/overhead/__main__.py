@@ -138,14 +138,18 @@ async def ttft_and_tbt(bench: Bench) -> None:
             if bare is None or served is None:
                 raise CannotMeasure("the streams did not run together: ask for more tokens")
             tokens = STREAMS * shape.output_tokens
-            rows.append({
-                "round": index,
-                "engine_ttft_ms": round(statistics.median(bare_s for bare_s, _ in pairs) * 1e3, 3),
-                "ttft_ms": round(statistics.median(its_s for _, its_s in pairs) * 1e3, 3),
-                "engine_tbt_ms": round(bare * 1e3, 3),
-                "tbt_ms": round(served * 1e3, 3),
-                "tokens_per_message": round(tokens / sum(each.messages for each in arrived), 2),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "round": index,
+                    "engine_ttft_ms": round(
+                        statistics.median(bare_s for bare_s, _ in pairs) * 1e3, 3
+                    ),
+                    "ttft_ms": round(statistics.median(its_s for _, its_s in pairs) * 1e3, 3),
+                    "engine_tbt_ms": round(bare * 1e3, 3),
+                    "tbt_ms": round(served * 1e3, 3),
+                    "tokens_per_message": round(tokens / sum(each.messages for each in arrived), 2),
+                }
+            )
     run.rows += rows
     steps = shape.rounds * shape.output_tokens
     run.rows += [
@@ -177,9 +181,10 @@ async def throughput(bench: Bench) -> None:
         TritonClient(grpc, "ensemble", channels=STREAMS) as ensemble,
     ):
         ways: dict[str, AnsweredWay] = {
-            "conductor": ModelWay(conductor), "ensemble": ModelWay(ensemble),
+            "conductor": ModelWay(conductor),
+            "ensemble": ModelWay(ensemble),
             "gateway": OpenAiWay(bench.gateway),
-        }  # fmt: skip
+        }
         for index in range(shape.rounds + 1):  # the first one caches the prompts
             with console.status(f"throughput, round {index} of {shape.rounds} ..."):
                 streams_s = bench.engine.streams_s(prompts, shape.answer_tokens)
@@ -225,9 +230,10 @@ async def interference(bench: Bench) -> None:
                 with console.status(f"interference, round {index} of {shape.rounds} ..."):
                     alone_s, beside_s = await served_intervals(client, streams, long)
                     row: dict[str, Cell] = {
-                        "round": index, "alone_p99_ms": p99_ms(alone_s),
+                        "round": index,
+                        "alone_p99_ms": p99_ms(alone_s),
                         "beside_p99_ms": p99_ms(beside_s),
-                    }  # fmt: skip
+                    }
                     for name, prompt in (("alone", None), ("beside", long)):
                         found_s = bench.engine.intervals_s(
                             streams, BESIDE_PREFILLS * shape.long_steps, prompt, shape.chunk_tokens

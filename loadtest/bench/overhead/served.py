@@ -46,14 +46,22 @@ class TokenArrivals:
 
 
 async def stream(
-    client: TritonClient, name: str, prompt: TokenIds, output_tokens: int,
-    parameters: Mapping[str, str], arrivals: TokenArrivals | None = None,
-) -> TokenArrivals:  # fmt: skip
+    client: TritonClient,
+    name: str,
+    prompt: TokenIds,
+    output_tokens: int,
+    parameters: Mapping[str, str],
+    arrivals: TokenArrivals | None = None,
+) -> TokenArrivals:
     """`arrivals`: what has come so far, for whoever may end it early."""
     request = GenerateRequest(
-        request_id=name, input_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens,
-        end_id=-1, parameters=parameters,
-    )  # fmt: skip
+        request_id=name,
+        input_ids=prompt,
+        max_tokens=output_tokens,
+        min_tokens=output_tokens,
+        end_id=-1,
+        parameters=parameters,
+    )
     arrivals = TokenArrivals() if arrivals is None else arrivals
     arrivals.sent_s = time.perf_counter()
     async for event in client.generate(request):
@@ -65,9 +73,12 @@ async def stream(
 
 
 async def together(
-    client: TritonClient, prompts: Sequence[TokenIds], output_tokens: int,
-    parameters: Mapping[str, str], arrived: Sequence[TokenArrivals] | None = None,
-) -> list[TokenArrivals]:  # fmt: skip
+    client: TritonClient,
+    prompts: Sequence[TokenIds],
+    output_tokens: int,
+    parameters: Mapping[str, str],
+    arrived: Sequence[TokenArrivals] | None = None,
+) -> list[TokenArrivals]:
     """`arrived`, one for each: as in `stream`."""
     arrived = [TokenArrivals() for _ in prompts] if arrived is None else arrived
     each = [
@@ -93,9 +104,13 @@ class ModelWay:
 
     async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
         request = GenerateRequest(
-            request_id=f"{self.client.model}-{hash(text)}", text_input=text, max_tokens=tokens,
-            min_tokens=tokens, end_id=-1, stream=is_streamed,
-        )  # fmt: skip
+            request_id=f"{self.client.model}-{hash(text)}",
+            text_input=text,
+            max_tokens=tokens,
+            min_tokens=tokens,
+            end_id=-1,
+            stream=is_streamed,
+        )
         events = [event async for event in self.client.generate(request)]
         if not events or events[-1].finish_reason != "length":
             raise CannotMeasure(f"{self.client.model} ended before {tokens} tokens")
@@ -106,8 +121,13 @@ class OpenAiWay:
     address: str
 
     async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
-        body = {"prompt": text, "max_tokens": tokens, "ignore_eos": True, "stream": is_streamed,
-                "temperature": 0}  # fmt: skip
+        body = {
+            "prompt": text,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": is_streamed,
+            "temperature": 0,
+        }
         answer = await sse_client.ask(self.address, COMPLETIONS, body)
         if answer.status != 200 or not (answer.is_done or answer.body):
             raise CannotMeasure(f"the gateway answered {answer.status}: {answer.body[:300]!r}")

@@ -53,8 +53,11 @@ WASTED_SHARE_MIN = 0.1
 ROUNDS_MIN = 3
 WITHOUT = ("prefill_1",)
 BEGINS_WITH: Parameters = {
-    "admission": "none", "shedding": "limit", "requests_max": 2048, "ttft_slo_s": 60,
-}  # fmt: skip
+    "admission": "none",
+    "shedding": "limit",
+    "requests_max": 2048,
+    "ttft_slo_s": 60,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,13 @@ class PolicyRun:
             "answered": len(self.phase.of(COMPLETED)),
             "within": self.within,
             "rejected": ", ".join(f"{kind} {count}" for kind, count in rejections.most_common()),
-            "failed": len(self.phase.records) - len(self.phase.of(COMPLETED))
-            - rejections.total(),
+            "failed": len(self.phase.records) - len(self.phase.of(COMPLETED)) - rejections.total(),
             "computed_tokens": round(self.phase.computed_tokens),
             "wasted_tokens": round(self.phase.wasted_tokens),
             "ttft_p90_ms": None if ttft_s is None else round(ttft_s * 1e3, 1),
             "step_mean_ms": round(statistics.mean(known_s) * 1e3, 2) if known_s else None,
             "load_average": round(self.load_average, 1),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +133,16 @@ class DecodeBoundRuns:
         rows = [run.row() for run in self.runs]
         for policy in dict.fromkeys(run.policy for run in self.runs):
             of_policy = [run for run in self.runs if run.policy == policy]
-            rows.append({
-                "round": "median", "policy": policy,
-                "answered": _median(of_policy, lambda run: len(run.phase.of(COMPLETED))),
-                "within": _median(of_policy, lambda run: run.within),
-                "computed_tokens": _median(of_policy, lambda run: run.phase.computed_tokens),
-                "wasted_tokens": _median(of_policy, lambda run: run.phase.wasted_tokens),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "round": "median",
+                    "policy": policy,
+                    "answered": _median(of_policy, lambda run: len(run.phase.of(COMPLETED))),
+                    "within": _median(of_policy, lambda run: run.within),
+                    "computed_tokens": _median(of_policy, lambda run: run.phase.computed_tokens),
+                    "wasted_tokens": _median(of_policy, lambda run: run.phase.wasted_tokens),
+                }
+            )
         for name, number in self.numbers.items():
             rows.append({"round": "number", "policy": name, "value": round(number, 5)})
         return rows
@@ -192,9 +197,14 @@ def order_of(round_number: int, policies: Sequence[str]) -> Sequence[str]:
 
 
 async def measure(
-    addresses: Addresses, repository: Path, shape: OverloadShape, seed: int,
-    policies: Sequence[str], rounds: int, changed: Mapping[str, str],
-) -> DecodeBoundRuns:  # fmt: skip
+    addresses: Addresses,
+    repository: Path,
+    shape: OverloadShape,
+    seed: int,
+    policies: Sequence[str],
+    rounds: int,
+    changed: Mapping[str, str],
+) -> DecodeBoundRuns:
     """`changed`: further parameters of the conductor, for whoever looks for the reason why."""
     load = await OverloadClient.of(addresses, shape, seed)
     with console.status("unloaded ..."):

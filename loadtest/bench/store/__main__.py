@@ -188,9 +188,11 @@ def measure_exist(
 
 
 def rows(
-    seconds: Mapping[int, Seconds], others: Seconds, clients: Mapping[str, float],
+    seconds: Mapping[int, Seconds],
+    others: Seconds,
+    clients: Mapping[str, float],
     ssd: Mapping[str, float],
-) -> list[dict[str, Cell]]:  # fmt: skip
+) -> list[dict[str, Cell]]:
     found: list[dict[str, Cell]] = []
     for size, ways in seconds.items():
         found += moved_rows(size, {way: statistics.median(each) for way, each in ways.items()})

@@ -77,8 +77,11 @@ def measure(rounds: int, seed: int) -> dict[str, float]:
 
             return get
 
-        clients = {(node_id, how): client(node_id, how)
-                   for node_id in ("near", "far") for how in ("directory", "replica")}  # fmt: skip
+        clients = {
+            (node_id, how): client(node_id, how)
+            for node_id in ("near", "far")
+            for how in ("directory", "replica")
+        }
         near = clients["near", "replica"]
         assert all(near.put(keys, blocks, "near"))
         assert all(near.put(small, [b"block"] * EXIST_KEYS, "near"))

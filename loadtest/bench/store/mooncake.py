@@ -38,11 +38,19 @@ class Mooncake:
         port = free_port()
         master = f"127.0.0.1:{port}"
         process = subprocess.Popen(
-            [str(binary), f"--rpc_port={port}", f"--metrics_port={free_port()}",
-             "--rpc_thread_num=4", "--enable_http_metadata_server=true",
-             f"--http_metadata_server_port={free_port()}", "--default_kv_lease_ttl=5000"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
-        )  # fmt: skip
+            [
+                str(binary),
+                f"--rpc_port={port}",
+                f"--metrics_port={free_port()}",
+                "--rpc_thread_num=4",
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_port={free_port()}",
+                "--default_kv_lease_ttl=5000",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+        )
         stack.enter_context(process)
         stack.callback(process.kill)
         wait_for(port)
@@ -51,9 +59,15 @@ class Mooncake:
             PeerProcess(stack, python, script, *node).answer()
         own_mib = NODE_MIB if path == OWN_PROCESS else 0
         self._client = PeerProcess(
-            stack, python, script, "client", master, str(own_mib), str(free_port()),
+            stack,
+            python,
+            script,
+            "client",
+            master,
+            str(own_mib),
+            str(free_port()),
             variables={"MC_STORE_MEMCPY": "1"} if path == OWN_PROCESS else None,
-        )  # fmt: skip
+        )
         self._client.answer()
 
     def ask(self, way: str, *sizes_bytes: int) -> float:

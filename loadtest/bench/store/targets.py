@@ -54,37 +54,49 @@ GOALS = (
     Goal("get_own_node_over_mooncake", GET_TCP, beside_mooncake("get"), (2.0, 2.3), OWN_NODE),
     Goal("put_own_node_over_mooncake", PUT_TCP, beside_mooncake("put"), (1.8, 2.0), OWN_NODE),
     Goal(
-        "get_local_over_mooncake_own_process", GET_OWN, beside_mooncake("get unverified"),
-        (1.0, 1.0), IN_MEMORY,
+        "get_local_over_mooncake_own_process",
+        GET_OWN,
+        beside_mooncake("get unverified"),
+        (1.0, 1.0),
+        IN_MEMORY,
     ),
     Goal(
-        "put_local_over_mooncake_own_process", PUT_OWN, beside_mooncake("put unverified"),
-        (1.0, 1.0), IN_MEMORY,
+        "put_local_over_mooncake_own_process",
+        PUT_OWN,
+        beside_mooncake("put unverified"),
+        (1.0, 1.0),
+        IN_MEMORY,
     ),
     Goal("get_local_over_memcpy", FROM_SEGMENT, "get", (0.70, 0.70), f"verified, {SHARED}"),
     Goal("put_local_over_memcpy", TO_SEGMENT, "put", (0.65, 0.65), f"verified, {SHARED}"),
     Goal("get_local_1_thread_over_memcpy", FROM_SEGMENT, "get, 1 thread", (0.70, 0.70), "verified"),
     Goal("put_local_1_thread_over_memcpy", TO_SEGMENT, "put, 1 thread", (0.65, 0.65), "verified"),
-    Goal(
-        "get_local_unverified_over_memcpy", FROM_SEGMENT, "get unverified", (None, 0.85), SHARED
-    ),
+    Goal("get_local_unverified_over_memcpy", FROM_SEGMENT, "get unverified", (None, 0.85), SHARED),
     Goal("put_local_unverified_over_memcpy", TO_SEGMENT, "put unverified", (None, 0.75), SHARED),
     Goal(
-        "get_nixl_unverified_over_raw_nixl", "raw nixl read, 2 lanes", "get nixl unverified",
-        (0.85, 0.85), LANES,
+        "get_nixl_unverified_over_raw_nixl",
+        "raw nixl read, 2 lanes",
+        "get nixl unverified",
+        (0.85, 0.85),
+        LANES,
     ),
     Goal(
-        "get_nixl_unverified_1_thread_over_raw_nixl", "raw nixl read",
-        "get nixl unverified, 1 thread", (None, 0.85),
+        "get_nixl_unverified_1_thread_over_raw_nixl",
+        "raw nixl read",
+        "get nixl unverified, 1 thread",
+        (None, 0.85),
     ),
-)  # fmt: skip
+)
 ROOM = "how much two processes of memcpy alone get more than one"
 
 
 def targets(
-    seconds: Mapping[int, Seconds], others: Seconds, clients: Mapping[str, float],
-    ssd: Mapping[str, float], why: Mapping[str, str],
-) -> list[Target]:  # fmt: skip
+    seconds: Mapping[int, Seconds],
+    others: Seconds,
+    clients: Mapping[str, float],
+    ssd: Mapping[str, float],
+    why: Mapping[str, str],
+) -> list[Target]:
     """`seconds` of each size, `others` of what has no size; `why` says what could not be measured:
     "peer", "ssd"."""
     found = [

@@ -75,9 +75,14 @@ def dropped(name: str, rules: Sequence[tuple[str, str]]) -> NetworkFault:
         make.append((namespace, f"nft add chain {table} arriving {{ {_CHAIN} }}"))
     make += [(namespace, f"nft add rule {table} arriving {rule} drop") for namespace, rule in rules]
     return NetworkFault(
-        name, make, [(each, f"nft delete table {table}") for each, words in make
-                     if words.startswith("nft add table")],
-    )  # fmt: skip
+        name,
+        make,
+        [
+            (each, f"nft delete table {table}")
+            for each, words in make
+            if words.startswith("nft add table")
+        ],
+    )
 
 
 def slowed(name: str, interfaces: Sequence[tuple[str, str]], bytes_per_s: float) -> NetworkFault:

@@ -32,8 +32,16 @@ READY_S_MAX = 300.0
 END_S_MAX = 10.0
 SEEN_S_MAX = 2.0
 KINDS = (
-    "prefill", "decode", "triton", "frontend", "conductor", "node", "directory", "etcd", "launcher",
-)  # fmt: skip
+    "prefill",
+    "decode",
+    "triton",
+    "frontend",
+    "conductor",
+    "node",
+    "directory",
+    "etcd",
+    "launcher",
+)
 
 
 def kind_of(name: str) -> str:
@@ -151,15 +159,26 @@ class FleetHost(HostProcesses):
     """
 
     def __init__(
-        self, namespaces: Namespaces, host: str, cluster_file: Path, log_path: Path,
+        self,
+        namespaces: Namespaces,
+        host: str,
+        cluster_file: Path,
+        log_path: Path,
         options: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(namespaces, host)
         self.log_path = log_path
         self._command = [
-            sys.executable, "-m", "backends.cli", "serve",
-            "--cluster", str(cluster_file.resolve()), "--host", host, *options,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "backends.cli",
+            "serve",
+            "--cluster",
+            str(cluster_file.resolve()),
+            "--host",
+            host,
+            *options,
+        ]
         self.launcher_pids: list[int] = []  # one for each start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where the log of this incarnation begins
@@ -172,10 +191,14 @@ class FleetHost(HostProcesses):
         guard = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *command], cwd=PROJECT, stdout=log, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                [*guard, *command],
+                cwd=PROJECT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.launcher_pids.append(self._process.pid)
 
     @property

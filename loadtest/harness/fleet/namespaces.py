@@ -162,10 +162,14 @@ class Namespaces:
     ) -> NetworkFault:
         """Of what each first sends to each second."""
         links = self.links if link is None else (link,)
-        return dropped(name, [
-            (self.name(receiver), f"ip saddr {self.address(sender, each)} {match}")
-            for sender, receiver in pairs for each in links
-        ])  # fmt: skip
+        return dropped(
+            name,
+            [
+                (self.name(receiver), f"ip saddr {self.address(sender, each)} {match}")
+                for sender, receiver in pairs
+                for each in links
+            ],
+        )
 
     def close(self) -> None:
         """Ends what still runs on the hosts and removes them. Twice is harmless."""
@@ -203,8 +207,9 @@ class Namespaces:
         """This process's address is the loopback's, and its interface has none: UCX uses every
         interface with an address, and a process that uses one ends when it is removed."""
         own = f"mc{os.getpid()}s{self._subnet}"
-        run_tool(*f"ip link add {own} type veth peer name outside netns "
-                 f"{self.name(SWITCH)}".split())  # fmt: skip
+        run_tool(
+            *f"ip link add {own} type veth peer name outside netns {self.name(SWITCH)}".split()
+        )
         run_tool(*f"ip link set {own} addrgenmode none up".split())
         self._in(SWITCH, "link set outside master e0 up")
         run_tool(*f"ip addr add {self.outside}/32 dev lo label lo:mc{os.getpid()}".split())

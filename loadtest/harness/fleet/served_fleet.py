@@ -58,22 +58,27 @@ def cluster_file(hosts: Namespaces, text: str = CLUSTER_FILE) -> str:
     UCX is kept to TCP on their link: it would find shared memory otherwise."""
     environment = "{UCX_TLS: tcp, UCX_NET_DEVICES: e0}"
     return text.format(
-        name=NAME, all=", ".join(hosts.hosts),
+        name=NAME,
+        all=", ".join(hosts.hosts),
         hosts="\n".join(
             f"  {host}: {{address: {hosts.address(host)}, identity: {host}, "
-            f"environment: {environment}}}" for host in hosts.hosts
+            f"environment: {environment}}}"
+            for host in hosts.hosts
         ),
         nodes="\n".join(f"  {host}0: {{host: {host}, dram: {DRAM}}}" for host in hosts.hosts),
-    )  # fmt: skip
+    )
 
 
 class ServedFleet:
     """Started by the constructor's block, stopped and removed at its end."""
 
     def __init__(
-        self, folder: Path, names: Sequence[str] = ("a", "b", "c"), text: str = CLUSTER_FILE,
+        self,
+        folder: Path,
+        names: Sequence[str] = ("a", "b", "c"),
+        text: str = CLUSTER_FILE,
         options: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self.namespaces = Namespaces(names)
         self.path = folder / "cluster.yaml"
@@ -109,8 +114,9 @@ class ServedFleet:
         """Host -> gRPC address for clients."""
         return {
             name: f"{host.address}:{GRPC_PORT}"
-            for name, host in self.hosts.items() if "conductor" in self._whole.get(name, ())
-        }  # fmt: skip
+            for name, host in self.hosts.items()
+            if "conductor" in self._whole.get(name, ())
+        }
 
     @property
     def launcher_pids(self) -> set[int]:
@@ -128,8 +134,9 @@ class ServedFleet:
         self._workers = frozenset(
             each for each in named if each.startswith(("prefill_", "decode_"))
         )
-        self._nodes = frozenset(each.removeprefix("node ") for each in named
-                                if each.startswith("node "))  # fmt: skip
+        self._nodes = frozenset(
+            each.removeprefix("node ") for each in named if each.startswith("node ")
+        )
         endpoints = ",".join(f"{host.address}:2379" for host in self.hosts.values())
         address = f"etcd://{endpoints}/mooncake/{NAME}/directory"
         self.directory = DirectoryClient(address, timeout_s=LOOK_S_MAX)

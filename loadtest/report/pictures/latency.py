@@ -116,8 +116,11 @@ def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
     axes.step(
         np.concatenate([values[:1], values]),
         np.concatenate([[0.0], shares]),
-        where="post", color=colour, label=name, solid_joinstyle="round",
-    )  # fmt: skip
+        where="post",
+        color=colour,
+        label=name,
+        solid_joinstyle="round",
+    )
 
 
 def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
@@ -125,18 +128,26 @@ def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
     for number, marker in ((50, "o"), (90, "s"), (99, "^")):
         value = float(np.percentile(values, number))
         axes.plot(
-            [max(value, floor_s)], [number / 100], marker, color=NAMED["blue"], markersize=6,
-            label=f"p{number} {duration(value)}", clip_on=False,
-        )  # fmt: skip
+            [max(value, floor_s)],
+            [number / 100],
+            marker,
+            color=NAMED["blue"],
+            markersize=6,
+            label=f"p{number} {duration(value)}",
+            clip_on=False,
+        )
 
 
 def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
     """Of several curves each says itself how much of it is within."""
     within = "" if values is None else f": {np.mean(values <= slo_s):.1%} within"
     axes.axvline(
-        slo_s, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.3,
+        slo_s,
+        color=NAMED["vermilion"],
+        linestyle=(0, (4, 3)),
+        linewidth=1.3,
         label=f"level {duration(slo_s)}{within}",
-    )  # fmt: skip
+    )
 
 
 def prediction(records: Sequence[RequestRecord]) -> Picture:
@@ -164,14 +175,24 @@ def prediction(records: Sequence[RequestRecord]) -> Picture:
             seconds_scale(axes, which, low_s, high_s)
         ends = np.array([low_s, high_s])
         axes.fill_between(
-            ends, ends / FACTOR, ends * FACTOR, color=NAMED["pale"], alpha=0.35, lw=0,
+            ends,
+            ends / FACTOR,
+            ends * FACTOR,
+            color=NAMED["pale"],
+            alpha=0.35,
+            lw=0,
             label="within a factor of 2",
-        )  # fmt: skip
+        )
         axes.plot(ends, ends, color=NAMED["slate"], linewidth=1.0, label="as predicted")
         axes.plot(
-            shown[:, 0], shown[:, 1], "o", color=NAMED["blue"], markersize=3.5, alpha=0.55,
+            shown[:, 0],
+            shown[:, 1],
+            "o",
+            color=NAMED["blue"],
+            markersize=3.5,
+            alpha=0.55,
             markeredgewidth=0,
-        )  # fmt: skip
+        )
         axes.set_xlabel("predicted by the conductor")
         axes.set_ylabel("actual, at the client")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
@@ -251,9 +272,13 @@ def compared(title: str, bars: Mapping[str, Mapping[str, float]], caption: str) 
         for place, phases_s in enumerate(bars.values()):
             total_s = sum(phases_s.values())
             axes.annotate(
-                duration(total_s), (total_s, place), xytext=(5, 0), textcoords="offset points",
-                va="center", fontsize=8.5,
-            )  # fmt: skip
+                duration(total_s),
+                (total_s, place),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+            )
         axes.set_xlim(0.0, 1.12 * max(sum(bar.values()) for bar in bars.values()) or 1.0)
         handles(figure, axes)
 

@@ -48,15 +48,25 @@ def goodput(buckets: Buckets) -> Picture:
         for at, share in enumerate(both):
             if share is not None:
                 axes.annotate(
-                    f"{share:.0%}", (at, share), xytext=(0, 3), ha="center",
-                    textcoords="offset points", fontsize=8,
-                )  # fmt: skip
+                    f"{share:.0%}",
+                    (at, share),
+                    xytext=(0, 3),
+                    ha="center",
+                    textcoords="offset points",
+                    fontsize=8,
+                )
         for name, shares, colour, marker in lines:
             points = [np.nan if share is None else share for share in shares]
             axes.plot(
-                range(len(buckets)), points, marker, color=colour, label=name, markersize=6,
-                clip_on=False, markeredgewidth=0,
-            )  # fmt: skip
+                range(len(buckets)),
+                points,
+                marker,
+                color=colour,
+                label=name,
+                markersize=6,
+                clip_on=False,
+                markeredgewidth=0,
+            )
         _lengths_axis(axes, [b.name for b in buckets])
         percent_axis(axes)
         axes.set_ylim(0.0, 1.1)
@@ -115,8 +125,10 @@ def outcomes(buckets: Buckets) -> Picture:
     title = "Outcomes by prompt length"
     if not buckets:
         return not_measured(title, NO_REQUEST)
-    counts = {name: np.array([getattr(b, name) for b in buckets]) for name in
-              ("answered", "rejected", "failed")}  # fmt: skip
+    counts = {
+        name: np.array([getattr(b, name) for b in buckets])
+        for name in ("answered", "rejected", "failed")
+    }
     totals = sum(counts.values())
     rejected = counts["rejected"]
 
@@ -130,9 +142,13 @@ def outcomes(buckets: Buckets) -> Picture:
         for place, (total, refused) in enumerate(zip(totals, rejected, strict=True)):
             if total and rejected.any():
                 axes.annotate(
-                    f"{refused / total:.0%}", (place, total), xytext=(0, 3), ha="center",
-                    textcoords="offset points", fontsize=8,
-                )  # fmt: skip
+                    f"{refused / total:.0%}",
+                    (place, total),
+                    xytext=(0, 3),
+                    ha="center",
+                    textcoords="offset points",
+                    fontsize=8,
+                )
         _lengths_axis(axes, [b.name for b in buckets])
         axes.margins(y=0.1)
         count_axis(axes.yaxis)

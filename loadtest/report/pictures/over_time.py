@@ -85,18 +85,20 @@ USE = (
 )
 POOLS = {
     "prefill": WorkerPool(
-        "Prefill workers", timeline.prefill_workers,
+        "Prefill workers",
+        timeline.prefill_workers,
         (*QUEUES, Quantity("tokens left", timeline.QUEUE_TOKENS), *USE),
         "Of each prefill worker: requests waiting for pages, requests that have them, tokens of "
         "the prompts of both that are not computed yet",
     ),
     "decode": WorkerPool(
-        "Decode workers", timeline.decode_workers,
+        "Decode workers",
+        timeline.decode_workers,
         (*QUEUES, Quantity("tokens/s", timeline.OUTPUT_TOKENS, is_rate=True), *USE),
         "Of each decode worker: requests waiting to be in the running batch, requests in it, "
         "tokens generated per second",
     ),
-}  # fmt: skip
+}
 
 
 def requests(recording: Recording) -> Picture:
@@ -113,9 +115,14 @@ def requests(recording: Recording) -> Picture:
     def draw_rates(axes: Axes) -> None:
         for name in ("sent", *ended):
             axes.stairs(
-                rates[name], bins.edges_s, baseline=None, color=OUTCOMES[name], label=name,
-                linewidth=1.4, linestyle=(0, (2, 1.2)) if name == "sent" else "-",
-            )  # fmt: skip
+                rates[name],
+                bins.edges_s,
+                baseline=None,
+                color=OUTCOMES[name],
+                label=name,
+                linewidth=1.4,
+                linestyle=(0, (2, 1.2)) if name == "sent" else "-",
+            )
 
     def draw_in_flight(axes: Axes) -> None:
         axes.step(times_s, counts, where="post", color=NAMED["slate"])
@@ -209,20 +216,22 @@ def workers(recording: Recording, role: str) -> Picture:
     measured = [(quantity, quantity.lines(samples, names)) for quantity in pool.quantities]
     panels = [
         Panel(
-            quantity.name, partial(_lines, lines=lines, is_rate=quantity.is_rate, margin=0.1),
+            quantity.name,
+            partial(_lines, lines=lines, is_rate=quantity.is_rate, margin=0.1),
             share_peak=(_peak(lines) or 0.0) if quantity.is_share else None,
         )
         for quantity, lines in measured
-    ]  # fmt: skip
+    ]
 
     def draw(figure: Figure) -> None:
         until_s = max(end_s(recording.requests), samples[-1].time_s)
         axes = _stack(panels, until_s, figure)
         handles = (each.get_legend_handles_labels() for each in axes)
         figure.legend(
-            *max(handles, key=lambda found: len(found[1])), loc="outside upper left",
+            *max(handles, key=lambda found: len(found[1])),
+            loc="outside upper left",
             ncols=LINES_MAX,
-        )  # fmt: skip
+        )
 
     peaks = ", ".join(
         f"{quantity.name} {peak:.0%}" if quantity.is_share else f"{quantity.name} {peak:,.0f}"
@@ -275,10 +284,16 @@ def _lines(
         is_sparse = max(len(line.times_s) for line in lines) <= DOTS_MAX
         for line, colour, style in zip(lines, MANY, STYLES, strict=False):
             axes.plot(
-                line.times_s, line.values, color=colour, linestyle=style, label=label(line.label),
-                marker="o" if is_sparse and not is_rate else "", markersize=2.6,
-                linewidth=1.2, drawstyle="steps-pre" if is_rate else "default",
-            )  # fmt: skip
+                line.times_s,
+                line.values,
+                color=colour,
+                linestyle=style,
+                label=label(line.label),
+                marker="o" if is_sparse and not is_rate else "",
+                markersize=2.6,
+                linewidth=1.2,
+                drawstyle="steps-pre" if is_rate else "default",
+            )
     else:
         times_s, low, mean, high = band(lines)
         axes.fill_between(times_s, low, high, color=NAMED["sky"], alpha=0.4, lw=0, label="range")
@@ -304,9 +319,14 @@ def _dots(
 ) -> None:
     middles_s = (bins.edges_s[:-1] + bins.edges_s[1:]) / 2
     axes.plot(
-        middles_s, rates, marker, color=colour, label=name, markersize=size,
+        middles_s,
+        rates,
+        marker,
+        color=colour,
+        label=name,
+        markersize=size,
         markeredgewidth=1.8 if marker == "_" else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _paths(axes: Axes, lines: Sequence[TimeSeries]) -> None:
@@ -316,12 +336,16 @@ def _paths(axes: Axes, lines: Sequence[TimeSeries]) -> None:
     names = [name for name in PATHS if name in known]
     heights = [np.nan_to_num([known[name].get(s, 0.0) for s in times_s]) for name in names]
     axes.stackplot(
-        times_s, heights, labels=names, colors=[PATHS[name] for name in names], linewidth=0,
+        times_s,
+        heights,
+        labels=names,
+        colors=[PATHS[name] for name in names],
+        linewidth=0,
         step="pre",
-    )  # fmt: skip
+    )
 
 
 def _say(axes: Axes, text: str) -> None:
     axes.text(
         0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=NAMED["muted"]
-    )  # fmt: skip
+    )

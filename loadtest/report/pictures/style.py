@@ -50,13 +50,19 @@ COLOURS = {
 NAMED = {name: colour for colour, name in COLOURS.items()}
 MANY = [NAMED[n] for n in ("blue", "orange", "green", "pink", "sky", "vermilion", "slate")]
 OUTCOMES = {
-    "sent": NAMED["slate"], "answered": NAMED["green"], "rejected": NAMED["orange"],
+    "sent": NAMED["slate"],
+    "answered": NAMED["green"],
+    "rejected": NAMED["orange"],
     "failed": NAMED["vermilion"],
-}  # fmt: skip
+}
 PHASES = {
-    "queue": NAMED["slate"], "transfer": NAMED["sky"], "prefill": NAMED["blue"],
-    "hand-over": NAMED["orange"], "decode": NAMED["pink"], "elsewhere": NAMED["pale"],
-}  # fmt: skip
+    "queue": NAMED["slate"],
+    "transfer": NAMED["sky"],
+    "prefill": NAMED["blue"],
+    "hand-over": NAMED["orange"],
+    "decode": NAMED["pink"],
+    "elsewhere": NAMED["pale"],
+}
 LABEL_CHARACTERS_MAX = 24
 STEPS = (1, 2, 2.5, 5, 10)  # of ticks on ordinary axes
 

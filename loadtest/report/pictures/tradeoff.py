@@ -35,9 +35,12 @@ from loadtest.results.tables import duration
 NUMBERS_MAX = 40  # more points than that have no numbers beside them
 BARS_MAX = 40
 OUTCOMES = {
-    "within both": NAMED["green"], "too late or slow": NAMED["sky"], "answered": NAMED["sky"],
-    "rejected": NAMED["orange"], "failed": NAMED["vermilion"],
-}  # fmt: skip
+    "within both": NAMED["green"],
+    "too late or slow": NAMED["sky"],
+    "answered": NAMED["sky"],
+    "rejected": NAMED["orange"],
+    "failed": NAMED["vermilion"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +101,33 @@ def tradeoff(runs: Sequence[RunDigest], asked: TradeOff, marked: int | None) -> 
         _scales(axes, asked, points, levels)
         if asked.is_ideal_drawn:
             most = max(point.x for point in points)
-            axes.plot([0, most], [0, most], color=NAMED["muted"], linestyle=":", linewidth=1.2,
-                      label="all that were sent")  # fmt: skip
+            axes.plot(
+                [0, most],
+                [0, most],
+                color=NAMED["muted"],
+                linestyle=":",
+                linewidth=1.2,
+                label="all that were sent",
+            )
         for level in sorted(levels)[:3]:
-            axes.axhline(level, color=NAMED["vermilion"], linestyle=(0, (4, 3)), linewidth=1.2,
-                         label=f"level {asked.y.text(level)}")  # fmt: skip
+            axes.axhline(
+                level,
+                color=NAMED["vermilion"],
+                linestyle=(0, (4, 3)),
+                linewidth=1.2,
+                label=f"level {asked.y.text(level)}",
+            )
         _draw_lines(axes, found, is_joined=not unbeaten)
         if len(unbeaten) > 1:
-            axes.plot([p.x for p in unbeaten], [p.y for p in unbeaten], "-", color=NAMED["slate"],
-                      linewidth=1.1, zorder=1.5, label="not beaten by another")  # fmt: skip
+            axes.plot(
+                [p.x for p in unbeaten],
+                [p.y for p in unbeaten],
+                "-",
+                color=NAMED["slate"],
+                linewidth=1.1,
+                zorder=1.5,
+                label="not beaten by another",
+            )
         _mark(axes, points, marked)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
@@ -143,22 +164,40 @@ def _draw_lines(axes: Axes, found: Sequence[RunLine], is_joined: bool) -> None:
         if is_joined and len(best) > 1:
             axes.plot(list(best), list(best.values()), "-", color=colour, linewidth=1.2, alpha=0.7)
         axes.plot(
-            [point.x for point in line.points], [point.y for point in line.points], "o",
-            color=colour, markersize=6, markeredgewidth=0, clip_on=False,
+            [point.x for point in line.points],
+            [point.y for point in line.points],
+            "o",
+            color=colour,
+            markersize=6,
+            markeredgewidth=0,
+            clip_on=False,
             label=label(line.label, 48) if len(found) > 1 else "_",
-        )  # fmt: skip
+        )
 
 
 def _mark(axes: Axes, points: Sequence[RunPoint], marked: int | None) -> None:
     for point in points:
         if point.number == marked:
             axes.plot(
-                [point.x], [point.y], "o", color="none", markersize=12, clip_on=False,
-                markeredgecolor=NAMED["vermilion"], markeredgewidth=1.6, label="best",
-            )  # fmt: skip
+                [point.x],
+                [point.y],
+                "o",
+                color="none",
+                markersize=12,
+                clip_on=False,
+                markeredgecolor=NAMED["vermilion"],
+                markeredgewidth=1.6,
+                label="best",
+            )
         if len(points) <= NUMBERS_MAX:
-            axes.annotate(str(point.number), (point.x, point.y), xytext=(6, 5), fontsize=7.5,
-                          textcoords="offset points", color=NAMED["muted"])  # fmt: skip
+            axes.annotate(
+                str(point.number),
+                (point.x, point.y),
+                xytext=(6, 5),
+                fontsize=7.5,
+                textcoords="offset points",
+                color=NAMED["muted"],
+            )
 
 
 def outcomes(runs: Sequence[RunDigest]) -> Picture:
@@ -209,10 +248,9 @@ def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
     """The share within both limits as a field for each run and each bucket of prompt lengths."""
     title = "Goodput by prompt length"
     shown = [
-        (number, {b.span: share for b in run.lengths
-                  if (share := b.share(b.within)) is not None})
+        (number, {b.span: share for b in run.lengths if (share := b.share(b.within)) is not None})
         for number, run in enumerate(runs, 1)
-    ]  # fmt: skip
+    ]
     shown = [(number, cells) for number, cells in shown if cells][:BARS_MAX]
     if not shown:
         return not_measured(title, "no run has a service level and requests.")
@@ -227,8 +265,15 @@ def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
         for row, (_, cells) in enumerate(shown):
             for span, share in cells.items():
                 at = columns[span]
-                axes.barh(row, 0.96, 0.92, at - 0.48, color=NAMED["green"],
-                          alpha=0.08 + 0.72 * share, linewidth=0)  # fmt: skip
+                axes.barh(
+                    row,
+                    0.96,
+                    0.92,
+                    at - 0.48,
+                    color=NAMED["green"],
+                    alpha=0.08 + 0.72 * share,
+                    linewidth=0,
+                )
                 axes.annotate(f"{share:.0%}", (at, row), ha="center", va="center", fontsize=7.5)
         axes.set_xticks(range(len(columns)), list(names.values()), rotation=90 if is_wide else 0)
         axes.set_yticks(range(len(shown)), [str(number) for number, _ in shown])

@@ -287,11 +287,14 @@ class CoupledFleet(SimulatedCluster):
         self._dispatch, self._chance = settings.dispatch, random.Random(settings.seed)
         self._nodes = [
             CoupledNode(
-                self.clock, gpu, settings, Jitter(settings.jitter, settings.seed, number),
+                self.clock,
+                gpu,
+                settings,
+                Jitter(settings.jitter, settings.seed, number),
                 self._count_over,
             )
             for number in range(settings.nodes)
-        ]  # fmt: skip
+        ]
 
     def _decide(self, job: SimulatedJob) -> None:
         if self._dispatch == "random":

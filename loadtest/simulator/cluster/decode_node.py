@@ -114,7 +114,7 @@ class DecodeNode(SimulatedWorker):
             running_context + sum(other.prompt_tokens for other in waiting),
             [*left, *(other.request.output_tokens_max for other in waiting)],
             self._step_times(self._end_of(done)).speed,
-        )  # fmt: skip
+        )
         refused = refusal(there, job.prompt_tokens, self._estimate, tbt_slo_s)
         return refused.kind if refused is not None else ""
 
@@ -172,9 +172,12 @@ class DecodeNode(SimulatedWorker):
                 site.clock.after(paced_s, self._sent, arrival)
                 continue
             site.network.send(
-                arrival.prefill_node, self.node_id, size_bytes,
-                lambda arrival=arrival: self._sent(arrival), paced_s,  # type: ignore[misc]
-            )  # fmt: skip
+                arrival.prefill_node,
+                self.node_id,
+                size_bytes,
+                lambda arrival=arrival: self._sent(arrival),
+                paced_s,  # type: ignore[misc]
+            )
 
     def _sent(self, arrival: DecodeArrival) -> None:
         arrival.is_here = True
@@ -264,9 +267,10 @@ class DecodeNode(SimulatedWorker):
         self._batching.advance(len(self._ends_s))
         self.busy_s += float(self._log.slice(self._base, self._log.steps).sum())
         ended = [
-            arrival for name, arrival in self._running.items()
+            arrival
+            for name, arrival in self._running.items()
             if arrival.first_step + arrival.job.output_tokens - 1 == self._log.steps
-        ]  # fmt: skip
+        ]
         self._ends_s = NO_STEPS
         for arrival in ended:
             self._finish(arrival)
@@ -318,9 +322,16 @@ class DecodeNode(SimulatedWorker):
         speed = self._step_times(self._end_of(done)).speed
         step_s = speed * self._estimate.step_s(batching.running, context_tokens)
         return WorkerReport(
-            self.worker_id, self.incarnation, asked - batching.running, 0, batching.running,
-            self._pool.used_pages, context_tokens, step_s, self.is_draining,
-        )  # fmt: skip
+            self.worker_id,
+            self.incarnation,
+            asked - batching.running,
+            0,
+            batching.running,
+            self._pool.used_pages,
+            context_tokens,
+            step_s,
+            self.is_draining,
+        )
 
     def _end_of(self, done: int) -> int:
         return self._base + done if len(self._ends_s) else self._log.steps

@@ -123,9 +123,11 @@ class SimulatedCluster:
         """All that come at one moment."""
         for one in came:
             request = Request(
-                f"r{one.number}-1", one.prompt_tokens, one.keys,
+                f"r{one.number}-1",
+                one.prompt_tokens,
+                one.keys,
                 max(self._max_tokens, one.output_tokens),
-            )  # fmt: skip
+            )
             job = SimulatedJob(one.number, request, one.output_tokens, self.clock.now_s)
             self.jobs.append(job)
             self._decide(job)
@@ -172,23 +174,31 @@ class SimulatedFleet(SimulatedCluster):
         nodes = settings.prefills + settings.decodes
         if nodes > PATHS_NODES_MAX:
             config = replace(
-                config, transfer_bytes_per_s=settings.nic_bytes_per_s,
+                config,
+                transfer_bytes_per_s=settings.nic_bytes_per_s,
                 transfer_latency_s=settings.nic_latency_s,
-            )  # fmt: skip
+            )
         super().__init__(settings.max_tokens, config, settings.frontends)
         self.settings = settings
         store = SimulatedStore(
-            self.clock, self._on_events, settings.eviction, nodes,
+            self.clock,
+            self._on_events,
+            settings.eviction,
+            nodes,
             max(settings.node_blocks, settings.pipeline_home_blocks) + settings.ssd_blocks,
-        )  # fmt: skip
+        )
         network = Network(self.clock, settings.nic_bytes_per_s, settings.nic_latency_s)
         self.site = SimulatedSite(
-            self.clock, store, network, gpu, settings,
+            self.clock,
+            store,
+            network,
+            gpu,
+            settings,
             Cores(settings.sharing, settings.workers_at_once),
             SimulatedSsds(
                 self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
             ),
-        )  # fmt: skip
+        )
         self.prefills: dict[str, PrefillNode] = {}  # those that are called
         self.stages: dict[str, PipelineStage] = {}  # the others of pipeline groups
         self.decodes: dict[str, DecodeNode] = {}
@@ -245,11 +255,17 @@ class SimulatedFleet(SimulatedCluster):
             assert isinstance(first, PipelineHead), first
             first.add(follower)
             info = self._info(follower, "prefill")
-        self.site.store.add_worker(replace(
-            info, pipeline_group=f"g{group}", pipeline_stage=stage, pipeline_stages=count,
-            pipeline_hop_s=hop_s(self.site), chunk_tokens=settings.chunk_tokens,
-            prefill_coefficients=stage_estimate(whole, count).coefficients,
-        ))  # fmt: skip
+        self.site.store.add_worker(
+            replace(
+                info,
+                pipeline_group=f"g{group}",
+                pipeline_stage=stage,
+                pipeline_stages=count,
+                pipeline_hop_s=hop_s(self.site),
+                chunk_tokens=settings.chunk_tokens,
+                prefill_coefficients=stage_estimate(whole, count).coefficients,
+            )
+        )
 
     def _add_worker(self, name: str, node_id: str, role: str, incarnation: str) -> None:
         settings, fits = self.settings, self._calibration
@@ -271,18 +287,25 @@ class SimulatedFleet(SimulatedCluster):
         rates = dict.fromkeys(far, settings.nic_bytes_per_s)
         rates[worker.node_id] = settings.host_to_gpu_bytes_per_s
         return WorkerInfo(
-            worker_id=worker.worker_id, incarnation=worker.incarnation, role=role,
-            node_id=worker.node_id, fingerprint="print", description="", inbox=worker.worker_id,
-            block_tokens=settings.block_tokens, block_bytes=site.block_bytes,
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            role=role,
+            node_id=worker.node_id,
+            fingerprint="print",
+            description="",
+            inbox=worker.worker_id,
+            block_tokens=settings.block_tokens,
+            block_bytes=site.block_bytes,
             is_native=True,  # the simulated nodes count blocks, whatever their bytes
-            context_tokens_max=CONTEXT_TOKENS_MAX, pages_max=site.pages_max,
+            context_tokens_max=CONTEXT_TOKENS_MAX,
+            pages_max=site.pages_max,
             slots_max=settings.waiting_max if role == "prefill" else settings.decode_slots,
             prefill_coefficients=fits.prefill.estimate.coefficients,
             decode_coefficients=fits.decode.estimate.coefficients,
             transfer_bytes_per_s=rates,
             transfer_latency_s=dict.fromkeys(far, settings.nic_latency_s),
             can_flip=True,  # where the conductor is told to (role_flips)
-        )  # fmt: skip
+        )
 
     # -- a request's way
 
@@ -374,9 +397,10 @@ class SimulatedFleet(SimulatedCluster):
             job.attempts += 1
             job.lost_compute_s = job.own_compute_s
             job.request = replace(
-                job.request, request_id=f"r{job.number}-{job.attempts}",
+                job.request,
+                request_id=f"r{job.number}-{job.attempts}",
                 excluded_workers=job.request.excluded_workers | {(worker_id, incarnation)},
-            )  # fmt: skip
+            )
             job.started_s = job.prefilled_s = job.first_token_s = job.joined_s = None
             job.load_began_s, job.loading_s = None, 0.0
             self._decide(job)

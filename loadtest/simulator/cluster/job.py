@@ -46,10 +46,15 @@ def offered_of(
     found = []
     for number, row in enumerate(rows):
         lengths = scaled_lengths(row, length_scale)
-        found.append(Offered(
-            number, (row.timestamp_ms - first_ms) / 1e3, lengths.prompt_tokens,
-            lengths.output_tokens, engine_keys(row.hash_ids, lengths, block_tokens),
-        ))  # fmt: skip
+        found.append(
+            Offered(
+                number,
+                (row.timestamp_ms - first_ms) / 1e3,
+                lengths.prompt_tokens,
+                lengths.output_tokens,
+                engine_keys(row.hash_ids, lengths, block_tokens),
+            )
+        )
     return found
 
 

@@ -87,9 +87,16 @@ class PipelineStage(PromptComputer):
 
     def report(self) -> WorkerReport:
         return WorkerReport(
-            self.worker_id, self.incarnation, 0, 0, len(self._queue) + self._is_busy, 0, 0,
-            self._steps.recent_s, False,
-        )  # fmt: skip
+            self.worker_id,
+            self.incarnation,
+            0,
+            0,
+            len(self._queue) + self._is_busy,
+            0,
+            0,
+            self._steps.recent_s,
+            False,
+        )
 
     def take(self, step: PipelinedStep) -> None:
         """Its hidden states have come."""

@@ -74,10 +74,13 @@ class PrefillNode(PromptComputer):
         self._on_begin, self._on_end = on_begin, on_end
         settings = site.settings
         self._batching = PrefillBatching(
-            self._pool, settings.block_tokens, settings.chunk_tokens,
-            slots_max=site.pages_max, waiting_max=settings.waiting_max,
+            self._pool,
+            settings.block_tokens,
+            settings.chunk_tokens,
+            slots_max=site.pages_max,
+            waiting_max=settings.waiting_max,
             overhead_tokens=estimate.overhead_tokens,
-        )  # fmt: skip
+        )
         self._single_flight = SingleFlight()
         self._jobs: dict[str, SimulatedJob] = {}
         self._blocked: dict[bytes, list[SimulatedJob]] = {}  # on a block that another one brings
@@ -101,10 +104,16 @@ class PrefillNode(PromptComputer):
     def report(self) -> WorkerReport:
         batching = self._batching
         return WorkerReport(
-            self.worker_id, self.incarnation, len(self._jobs), batching.queue_tokens,
-            batching.admitted, self._pool.used_pages, 0, self._steps.recent_s,
+            self.worker_id,
+            self.incarnation,
+            len(self._jobs),
+            batching.queue_tokens,
+            batching.admitted,
+            self._pool.used_pages,
+            0,
+            self._steps.recent_s,
             self.is_draining,
-        )  # fmt: skip
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -224,9 +233,13 @@ class PrefillNode(PromptComputer):
             self._bring_from(job, holder, keys, lost, arrived)
 
     def _bring_from(
-        self, job: SimulatedJob, holder: str, keys: Sequence[bytes], lost: set[bytes],
+        self,
+        job: SimulatedJob,
+        holder: str,
+        keys: Sequence[bytes],
+        lost: set[bytes],
         arrived: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`lost` gets those that found no room on the way."""
         node_id, site = holder.removesuffix(SSD_SUFFIX), self._site
 

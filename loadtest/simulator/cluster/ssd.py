@@ -75,9 +75,11 @@ class SimulatedSsds:
             return
         batch = self._batches[node_id] = SpillBatch(owner, spills)
         self._disks.send(
-            node_id + SSD_SUFFIX, f"{node_id} written", len(spills) * self._written_bytes,
+            node_id + SSD_SUFFIX,
+            f"{node_id} written",
+            len(spills) * self._written_bytes,
             lambda: self._written(node_id, batch),
-        )  # fmt: skip
+        )
 
     def _removed(self, key: bytes, holder: str) -> None:
         batch = self._batches.get(holder)

@@ -54,12 +54,16 @@ class SimulatedStore:
         itself. `node_blocks`: of the largest node, DRAM and SSD together."""
         bounds = DirectoryConfig()
         config = DirectoryConfig(
-            node_ttl_s=FOREVER_S, worker_ttl_s=WORKER_TTL_S, lease_s_max=FOREVER_S,
-            eviction=eviction, events_max=EVENTS_MAX + node_blocks + 2 * nodes,
-            nodes_max=max(2 * nodes, bounds.nodes_max), workers_max=max(nodes, bounds.workers_max),
+            node_ttl_s=FOREVER_S,
+            worker_ttl_s=WORKER_TTL_S,
+            lease_s_max=FOREVER_S,
+            eviction=eviction,
+            events_max=EVENTS_MAX + node_blocks + 2 * nodes,
+            nodes_max=max(2 * nodes, bounds.nodes_max),
+            workers_max=max(nodes, bounds.workers_max),
             owners_max=max(nodes * OWNERS_PER_NODE, bounds.owners_max),
             leases_max=max(nodes * LEASES_PER_NODE, bounds.leases_max),
-        )  # fmt: skip
+        )
         self.directory = Directory(1, config)
         self._clock = clock
         self._on_events = on_events
@@ -77,9 +81,17 @@ class SimulatedStore:
             if size:
                 memory_bytes = memory_bytes_for(size, UNIT_BYTES, UNIT_BYTES)
                 info = NodeInfo(
-                    holder, INCARNATION, node_id, "", memory_bytes, "agent", b"", 0,
-                    unit_bytes=UNIT_BYTES, tier=tier,
-                )  # fmt: skip
+                    holder,
+                    INCARNATION,
+                    node_id,
+                    "",
+                    memory_bytes,
+                    "agent",
+                    b"",
+                    0,
+                    unit_bytes=UNIT_BYTES,
+                    tier=tier,
+                )
                 self.directory.register_node(info, self.now_s)
         self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
         self._node_ids.add(node_id)

@@ -86,9 +86,14 @@ class FollowedFleet(SimulatedFleet):
     """`give_up_s`: a request without an end by then is hung."""
 
     def __init__(
-        self, config: ConductorConfig, settings: ClusterSettings, gpu: GpuModel,
-        breakages: Sequence[Breakage] = (), timeout_s: float = math.inf, give_up_s: float = 1e6,
-    ) -> None:  # fmt: skip
+        self,
+        config: ConductorConfig,
+        settings: ClusterSettings,
+        gpu: GpuModel,
+        breakages: Sequence[Breakage] = (),
+        timeout_s: float = math.inf,
+        give_up_s: float = 1e6,
+    ) -> None:
         self._clocks: dict[str, ProcessClock] = {}
         self.requests: dict[int, FollowedRequest] = {}
         self.processes: dict[WorkerKey, BreakableProcess] = {}
@@ -154,10 +159,14 @@ class FollowedFleet(SimulatedFleet):
         job.route = decision
         prefill, decode = decision.prefill, decision.decode
         job.prefill, job.decode = prefill.worker_id, decode.worker_id
-        request.post(events.Routed(
-            action.attempt, (prefill.worker_id, prefill.incarnation),
-            (decode.worker_id, decode.incarnation), now_s,
-        ))  # fmt: skip
+        request.post(
+            events.Routed(
+                action.attempt,
+                (prefill.worker_id, prefill.incarnation),
+                (decode.worker_id, decode.incarnation),
+                now_s,
+            )
+        )
 
     def _call_prefill(self, request: FollowedRequest, action: events.CallPrefill) -> None:
         job = request.attempts[action.attempt]
@@ -208,21 +217,33 @@ class FollowedFleet(SimulatedFleet):
         self._count_over()
 
     DO: ClassVar[Mapping[type, Callable[..., None]]] = {
-        events.Pause: _paused, events.Decide: _decide_on, events.CallPrefill: _call_prefill,
-        events.CallDecode: _call_decode, events.NoteLoss: _note_loss,
-        events.NotePrefill: _note_prefill, events.NoteFailed: _note_failed,
-        events.NoteUnreached: _note_unreached, events.NoteRefused: _note_refused,
-        events.StopWorkers: _stop_workers, events.CancelCall: _cancel_call,
-        events.ReleaseKv: _release_kv, events.EndAttempt: _end_attempt, events.End: _end,
-        events.Send: _nothing, events.AbandonCall: _nothing,
-    }  # fmt: skip
+        events.Pause: _paused,
+        events.Decide: _decide_on,
+        events.CallPrefill: _call_prefill,
+        events.CallDecode: _call_decode,
+        events.NoteLoss: _note_loss,
+        events.NotePrefill: _note_prefill,
+        events.NoteFailed: _note_failed,
+        events.NoteUnreached: _note_unreached,
+        events.NoteRefused: _note_refused,
+        events.StopWorkers: _stop_workers,
+        events.CancelCall: _cancel_call,
+        events.ReleaseKv: _release_kv,
+        events.EndAttempt: _end_attempt,
+        events.End: _end,
+        events.Send: _nothing,
+        events.AbandonCall: _nothing,
+    }
 
     # -- calls, and what comes back
 
     def _call(
-        self, request: FollowedRequest, job: SimulatedJob, worker_id: str,
+        self,
+        request: FollowedRequest,
+        job: SimulatedJob,
+        worker_id: str,
         there: Callable[[BreakableProcess, SimulatedJob], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Whoever has the name now gets it, whichever process was routed to."""
 
         def arrives() -> None:

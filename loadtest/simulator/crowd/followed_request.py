@@ -37,9 +37,13 @@ class FollowedRequest:
     """From its arrival to its one end."""
 
     def __init__(
-        self, offered: Offered, output_tokens_max: int, attempts: Attempts,
-        frontend: LifecycleCarrier, now_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        offered: Offered,
+        output_tokens_max: int,
+        attempts: Attempts,
+        frontend: LifecycleCarrier,
+        now_s: float,
+    ) -> None:
         self.number = offered.number
         self.arrived_s = now_s
         self.state = State()
@@ -123,9 +127,9 @@ class FollowedRequest:
     def replied(self, job: SimulatedJob, worker: WorkerKey, now_s: float) -> None:
         """Decode has made all of them."""
         self.decoded(job, worker, job.output_tokens - 1, now_s)
-        self.post(events.DecodeReplied(
-            job.attempts, job.output_tokens - 1, _tokens(0), LENGTH, {}, now_s
-        ))  # fmt: skip
+        self.post(
+            events.DecodeReplied(job.attempts, job.output_tokens - 1, _tokens(0), LENGTH, {}, now_s)
+        )
 
     def failed(self, job: SimulatedJob, error: Exception, now_s: float) -> None:
         self.post(events.CallFailed(job.attempts, error, now_s))
@@ -137,11 +141,14 @@ class FollowedRequest:
         last = jobs[-1]
         request = replace(last.request, prompt_tokens=self._offered.prompt_tokens)
         found = replace(
-            last, request=request, output_tokens=self._offered.output_tokens,
-            arrived_s=self.arrived_s, attempts=len(jobs),
+            last,
+            request=request,
+            output_tokens=self._offered.output_tokens,
+            arrived_s=self.arrived_s,
+            attempts=len(jobs),
             own_compute_s=sum(job.own_compute_s for job in jobs),
             lost_compute_s=sum(job.own_compute_s for job in jobs[:-1]),
-        )  # fmt: skip
+        )
         found.refused = "" if self.error is None else self.kind
         found.finished_s = self.ended_s if self.error is None else None
         found.first_token_s = self.first_token_s

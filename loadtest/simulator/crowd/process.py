@@ -57,9 +57,13 @@ class ProcessNetwork(Network):
         self.latency_s = network.latency_s
 
     def send(
-        self, sender: str, receiver: str, size_bytes: int, done: Callable[[], None],
+        self,
+        sender: str,
+        receiver: str,
+        size_bytes: int,
+        done: Callable[[], None],
         paced_s: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def ended() -> None:
             self._process.reach(done)
 

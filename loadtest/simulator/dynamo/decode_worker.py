@@ -163,10 +163,17 @@ class DynamoDecodeWorker:
                 break
             self.pending.popleft()
             job.joined_s = now_s
-            self.waiting.append(EngineSequence(
-                job, next(self._numbers), job.prompt_tokens, job.output_tokens, job.keys, blocks,
-                kv_tokens=job.prompt_tokens,
-            ))  # fmt: skip
+            self.waiting.append(
+                EngineSequence(
+                    job,
+                    next(self._numbers),
+                    job.prompt_tokens,
+                    job.output_tokens,
+                    job.keys,
+                    blocks,
+                    kv_tokens=job.prompt_tokens,
+                )
+            )
             came.append(job)
         return came
 

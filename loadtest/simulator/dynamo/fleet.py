@@ -60,22 +60,26 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 def profile_prefill() -> Fit[PrefillEstimate]:
     """Alone and behind a prefix that is cached; this engine computes as if there were none."""
-    return fit_prefill([
-        PrefillSample(new_tokens, prefix, alone_s(new_tokens))
-        for new_tokens in LENGTHS
-        for prefix in (0, new_tokens)
-    ])  # fmt: skip
+    return fit_prefill(
+        [
+            PrefillSample(new_tokens, prefix, alone_s(new_tokens))
+            for new_tokens in LENGTHS
+            for prefix in (0, new_tokens)
+        ]
+    )
 
 
 def profile_decode(blocks: int) -> Fit[DecodeEstimate]:
     """Batches of contexts of several lengths, as far as they fit."""
     room = blocks * BLOCK_TOKENS
-    return fit_decode([
-        DecodeSample(count, count * tokens, Steps.of(count, count * tokens, room).first_s)
-        for count in BATCHES
-        for tokens in LENGTHS
-        if count * tokens <= room
-    ])  # fmt: skip
+    return fit_decode(
+        [
+            DecodeSample(count, count * tokens, Steps.of(count, count * tokens, room).first_s)
+            for count in BATCHES
+            for tokens in LENGTHS
+            if count * tokens <= room
+        ]
+    )
 
 
 class DynamoFleet(SimulatedCluster):
@@ -206,16 +210,33 @@ class DynamoFleet(SimulatedCluster):
         """Every second, as workers do, until the last answer has ended."""
         now_s, said = self.clock.now_s, []
         for prefill in self.prefills.values():
-            said.append(WorkerReport(
-                prefill.name, "1", prefill.requests, prefill.queue_tokens, int(prefill.is_busy),
-                prefill.pool.blocks - prefill.pool.room, 0, 0.0, False,
-            ))  # fmt: skip
+            said.append(
+                WorkerReport(
+                    prefill.name,
+                    "1",
+                    prefill.requests,
+                    prefill.queue_tokens,
+                    int(prefill.is_busy),
+                    prefill.pool.blocks - prefill.pool.room,
+                    0,
+                    0.0,
+                    False,
+                )
+            )
         for decode in self.decodes.values():
-            said.append(WorkerReport(
-                decode.name, "1", len(decode.pending) + len(decode.waiting), 0, len(decode.batch),
-                decode.pool.blocks - decode.pool.room, decode.context_at(now_s), decode.step_s,
-                False,
-            ))  # fmt: skip
+            said.append(
+                WorkerReport(
+                    decode.name,
+                    "1",
+                    len(decode.pending) + len(decode.waiting),
+                    0,
+                    len(decode.batch),
+                    decode.pool.blocks - decode.pool.room,
+                    decode.context_at(now_s),
+                    decode.step_s,
+                    False,
+                )
+            )
         self.flush()
         self.conductor.on_events([WorkerReported(report) for report in said], now_s)
         self.conductor.on_tick(now_s)
@@ -266,11 +287,20 @@ def _worker(
     is_prefill = name.startswith("p")
     rate = RATE_NONE if is_prefill else RATE_FREE
     return WorkerInfo(
-        worker_id=name, incarnation="1", role="prefill" if is_prefill else "decode", node_id=name,
-        fingerprint="dynamo", description="", inbox="", block_tokens=BLOCK_TOKENS,
-        block_bytes=BLOCK_BYTES, context_tokens_max=blocks * BLOCK_TOKENS, pages_max=blocks,
+        worker_id=name,
+        incarnation="1",
+        role="prefill" if is_prefill else "decode",
+        node_id=name,
+        fingerprint="dynamo",
+        description="",
+        inbox="",
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=BLOCK_BYTES,
+        context_tokens_max=blocks * BLOCK_TOKENS,
+        pages_max=blocks,
         slots_max=1_000_000 if is_prefill else SEQUENCES_MAX,
-        prefill_coefficients=prefill.coefficients, decode_coefficients=decode.coefficients,
+        prefill_coefficients=prefill.coefficients,
+        decode_coefficients=decode.coefficients,
         transfer_bytes_per_s=dict.fromkeys(names, rate),
         transfer_latency_s=dict.fromkeys(names, 0.0),
-    )  # fmt: skip
+    )

@@ -126,9 +126,11 @@ def p99_ratio(ours: ReplayTimes, theirs: ReplayTimes) -> float:
 
 
 def run_live(
-    rows: Sequence[TraceRow], runs: Sequence[PeerRun], python: str,
+    rows: Sequence[TraceRow],
+    runs: Sequence[PeerRun],
+    python: str,
     done: Callable[[], None] = lambda: None,
-) -> dict[PeerRun, PeerResult]:  # fmt: skip
+) -> dict[PeerRun, PeerResult]:
     """Every run in the peer's own Python; raises PeerFailed."""
     with tempfile.TemporaryDirectory() as folder:
         plain, spread = Path(folder, "plain.jsonl"), Path(folder, "spread.jsonl")
@@ -148,10 +150,17 @@ def run_live(
             for run in runs
         ]
         complaints = Path(folder, "stderr.txt")
-        with complaints.open("w", encoding="utf-8") as errors, subprocess.Popen(
-            [python, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            text=True, env={**os.environ, "DYN_LOG": "error"},
-        ) as process:  # fmt: skip
+        with (
+            complaints.open("w", encoding="utf-8") as errors,
+            subprocess.Popen(
+                [python, str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "DYN_LOG": "error"},
+            ) as process,
+        ):
             assert process.stdin and process.stdout
             process.stdin.write(json.dumps(asked))
             process.stdin.close()
@@ -185,9 +194,10 @@ def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[S
     that are equal in these may stand for each other."""
     if len(rows) != len(requests):
         raise PeerFailed(f"{len(requests)} of {len(rows)} requests have times")
-    positions = sorted(range(len(rows)), key=lambda i: (
-        rows[i].timestamp_ms, rows[i].input_tokens, max(1, rows[i].output_tokens)
-    ))  # fmt: skip
+    positions = sorted(
+        range(len(rows)),
+        key=lambda i: (rows[i].timestamp_ms, rows[i].input_tokens, max(1, rows[i].output_tokens)),
+    )
     jobs: dict[int, SimulatedJob] = {}
     for position, request in zip(positions, sorted(requests, key=list), strict=True):
         arrived_ms, prompt, output, first_ms, last_ms, held_ms, cached = request
@@ -196,9 +206,15 @@ def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[S
             raise PeerFailed(f"line {row.line} of the trace came back as {prompt} + {output}")
         asked = Request(f"r{position}", prompt, (), output)
         jobs[position] = SimulatedJob(
-            position, asked, output, arrived_ms / 1e3, cached_tokens=int(cached),
-            prefilled_s=held_ms / 1e3, first_token_s=first_ms / 1e3, finished_s=last_ms / 1e3,
-        )  # fmt: skip
+            position,
+            asked,
+            output,
+            arrived_ms / 1e3,
+            cached_tokens=int(cached),
+            prefilled_s=held_ms / 1e3,
+            first_token_s=first_ms / 1e3,
+            finished_s=last_ms / 1e3,
+        )
     return [jobs[position] for position in range(len(rows))]
 
 
@@ -218,25 +234,37 @@ def _figures(outcome: SimulationOutcome) -> dict[str, Any]:
     """What is recorded of an outcome."""
     ttft = outcome.ttft_s
     return {
-        "requests": outcome.offered, "admitted": outcome.finished, "ttft_mean_s": ttft.mean,
-        "ttft_p50_s": ttft.p50, "ttft_p90_s": ttft.p90, "ttft_p99_s": ttft.p99,
-        "ttft_max_s": ttft.most, "wait_max_s": outcome.wait_max_s,
-        "itl_mean_s": outcome.itl_mean_s, "reuse": outcome.hit_share, "good": outcome.good,
+        "requests": outcome.offered,
+        "admitted": outcome.finished,
+        "ttft_mean_s": ttft.mean,
+        "ttft_p50_s": ttft.p50,
+        "ttft_p90_s": ttft.p90,
+        "ttft_p99_s": ttft.p99,
+        "ttft_max_s": ttft.most,
+        "wait_max_s": outcome.wait_max_s,
+        "itl_mean_s": outcome.itl_mean_s,
+        "reuse": outcome.hit_share,
+        "good": outcome.good,
         "good_ttft_p99_s": outcome.good_ttft_p99_s,
         "good_tokens_per_s": outcome.good_tokens_per_s,
         "classes": [asdict(found) for found in outcome.classes],
-    }  # fmt: skip
+    }
 
 
 def _outcome_of_figures(said: dict[str, Any]) -> SimulationOutcome:
     ttft = Quantiles(*(said[f"ttft_{part}_s"] for part in ("mean", "p50", "p90", "p99", "max")))
     return SimulationOutcome(
-        offered=said["requests"], finished=said["admitted"], ttft_s=ttft,
-        hit_share=said["reuse"], itl_mean_s=said["itl_mean_s"], wait_max_s=said["wait_max_s"],
-        good=said["good"], good_ttft_p99_s=said["good_ttft_p99_s"],
+        offered=said["requests"],
+        finished=said["admitted"],
+        ttft_s=ttft,
+        hit_share=said["reuse"],
+        itl_mean_s=said["itl_mean_s"],
+        wait_max_s=said["wait_max_s"],
+        good=said["good"],
+        good_ttft_p99_s=said["good_ttft_p99_s"],
         good_tokens_per_s=said["good_tokens_per_s"],
         classes=tuple(LengthClass(**fields) for fields in said["classes"]),
-    )  # fmt: skip
+    )
 
 
 def write_times(path: Path, runs: Sequence[ReplayTimes]) -> None:

@@ -20,29 +20,43 @@ from typing import Any
 BLOCK_TOKENS = 512
 SUMMARY = ("mean_ttft_ms", "max_ttft_ms", "mean_tpot_ms", "goodput_completed_requests")
 REQUEST = (
-    "arrival_time_ms", "input_length", "output_length", "first_token_ms", "last_token_ms",
-    "source_held_ms", "reused_input_tokens",
-)  # fmt: skip
+    "arrival_time_ms",
+    "input_length",
+    "output_length",
+    "first_token_ms",
+    "last_token_ms",
+    "source_held_ms",
+    "reused_input_tokens",
+)
 
 
 def replay(core: Any, run: dict[str, Any]) -> dict[str, Any]:
     def engine(role: str) -> Any:
-        return core._normalize_mocker_config({
-            "engine": {
-                "worker_type": role,
-                "block_size": BLOCK_TOKENS,
-                "num_gpu_blocks": run["blocks"],
+        return core._normalize_mocker_config(
+            {
+                "engine": {
+                    "worker_type": role,
+                    "block_size": BLOCK_TOKENS,
+                    "num_gpu_blocks": run["blocks"],
+                }
             }
-        })  # fmt: skip
+        )
 
     router = {"router_config": core.KvRouterConfig(**run["router"])} if run.get("router") else {}
     found = core.run_mocker_trace_replay(
-        [run["trace"]], trace_block_size=BLOCK_TOKENS, sla_ttft_ms=30_000.0, sla_itl_ms=100.0,
-        prefill_engine_args=engine("prefill"), decode_engine_args=engine("decode"),
-        num_prefill_workers=run["prefills"], num_decode_workers=run["decodes"],
-        router_mode=run["mode"], arrival_speedup_ratio=run["speed"], capture_per_request=True,
+        [run["trace"]],
+        trace_block_size=BLOCK_TOKENS,
+        sla_ttft_ms=30_000.0,
+        sla_itl_ms=100.0,
+        prefill_engine_args=engine("prefill"),
+        decode_engine_args=engine("decode"),
+        num_prefill_workers=run["prefills"],
+        num_decode_workers=run["decodes"],
+        router_mode=run["mode"],
+        arrival_speedup_ratio=run["speed"],
+        capture_per_request=True,
         **router,
-    )  # fmt: skip
+    )
     return {
         "summary": {name: found.summary[name] for name in SUMMARY},
         "requests": [[request[name] for name in REQUEST] for request in found.per_request],

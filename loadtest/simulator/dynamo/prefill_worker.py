@@ -56,9 +56,12 @@ class DynamoPrefillWorker:
     """`overhead_tokens`: when prompts share a pass; by default a pass is filled, as Dynamo does."""
 
     def __init__(
-        self, name: str, blocks: int, watcher: Watcher | None = None,
+        self,
+        name: str,
+        blocks: int,
+        watcher: Watcher | None = None,
         overhead_tokens: float = ALWAYS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.overhead_tokens = overhead_tokens
         self.pool = BlockPool(blocks, watcher)

@@ -103,11 +103,21 @@ AT_RECORDED_SPEED = (
 IN_OVERLOAD = (
     Promise("good requests", OVERLOAD, attrgetter("good"), ">=", (11_150.0, 11_700.0)),
     Promise("p99 TTFT of the admitted, ms", OVERLOAD, _p99_ms, "<=", (10_000.0, 10_000.0)),
-    Promise("good share of the worst length class / of all", OVERLOAD,
-            attrgetter("least_class_share"), ">=", (0.5, 0.5)),
-    Promise("p99 TTFT of the worst length class, s", OVERLOAD, attrgetter("worst_class_p99_s"),
-            "<=", (11.0, 11.0)),
-)  # fmt: skip
+    Promise(
+        "good share of the worst length class / of all",
+        OVERLOAD,
+        attrgetter("least_class_share"),
+        ">=",
+        (0.5, 0.5),
+    ),
+    Promise(
+        "p99 TTFT of the worst length class, s",
+        OVERLOAD,
+        attrgetter("worst_class_p99_s"),
+        "<=",
+        (11.0, 11.0),
+    ),
+)
 BESIDE_DYNAMO: tuple[tuple[str, Figure], ...] = (
     ("good requests", attrgetter("good")),
     ("good output tokens/s of the arrivals' time", attrgetter("good_tokens_per_s")),
@@ -130,9 +140,12 @@ class _Found:
     """Looks runs up, and makes a target without a value where one is missing."""
 
     def __init__(
-        self, runs: Sequence[DynamoRun], peer: Mapping[PeerRun, PeerResult], why_not: str,
+        self,
+        runs: Sequence[DynamoRun],
+        peer: Mapping[PeerRun, PeerResult],
+        why_not: str,
         why_no_peer: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._runs = {run.case: run for run in runs}
         self._peer = peer
         self._why_not = why_not

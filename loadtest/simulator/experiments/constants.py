@@ -38,13 +38,19 @@ VLLM_CACHED = CoupledSettings(
     "vllm", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX, has_prefix_cache=True
 )
 CHUNKED_SMALL = CoupledSettings(
-    "chunked", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX,
+    "chunked",
+    nodes=NODES,
+    dispatch=DISPATCH,
+    sequences_max=SEQUENCES_MAX,
     chunk_tokens=SMALL_CHUNK_TOKENS,
-)  # fmt: skip
+)
 CHUNKED_LARGE = CoupledSettings(
-    "chunked", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX,
+    "chunked",
+    nodes=NODES,
+    dispatch=DISPATCH,
+    sequences_max=SEQUENCES_MAX,
     chunk_tokens=LARGE_CHUNK_TOKENS,
-)  # fmt: skip
+)
 
 
 def stated(cluster: ClusterSettings = PAPER_NODES) -> dict[str, Cell]:

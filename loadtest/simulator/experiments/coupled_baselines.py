@@ -25,12 +25,16 @@ TRACE, POLICY, TTFT_SLO_S = "conversation", "kvcache_centric", 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)  # FAST'25, Figure 1
 CHUNKED = CoupledSettings("chunked")
 SWEPT = (
-    CoupledSettings("vllm"), CoupledSettings("vllm", has_prefix_cache=True), CHUNKED,
+    CoupledSettings("vllm"),
+    CoupledSettings("vllm", has_prefix_cache=True),
+    CHUNKED,
     replace(CHUNKED, has_prefix_cache=True),
-    replace(CHUNKED, chunk_tokens=512), replace(CHUNKED, chunk_tokens=8_192),
-    replace(CHUNKED, sequences_max=32), replace(CHUNKED, dispatch="random"),
+    replace(CHUNKED, chunk_tokens=512),
+    replace(CHUNKED, chunk_tokens=8_192),
+    replace(CHUNKED, sequences_max=32),
+    replace(CHUNKED, dispatch="random"),
     replace(CHUNKED, dispatch="least_requests"),
-)  # fmt: skip
+)
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
@@ -39,9 +43,11 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     planned: list[PlannedRun[dict[str, Cell]]] = []
     for speed in options.speeds or (1.0,):
         name = f"{shape.prefills}P+{shape.decodes}D {POLICY}"
-        planned.append(PlannedRun(
-            f"{name} {speed:g}x", source, run_own, (name, speed, shape, options.only_changes)
-        ))  # fmt: skip
+        planned.append(
+            PlannedRun(
+                f"{name} {speed:g}x", source, run_own, (name, speed, shape, options.only_changes)
+            )
+        )
         for swept in SWEPT:
             settings = replace(swept, nodes=shape.prefills + shape.decodes, seed=options.seed)
             planned.append(
@@ -51,9 +57,13 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def run_own(
-    offered: Sequence[Offered], name: str, speed: float, shape: ClusterSettings,
-    options: SimulationOptions, on_over: Callable[[], None],
-) -> dict[str, Cell]:  # fmt: skip
+    offered: Sequence[Offered],
+    name: str,
+    speed: float,
+    shape: ClusterSettings,
+    options: SimulationOptions,
+    on_over: Callable[[], None],
+) -> dict[str, Cell]:
     fleet = SimulatedFleet(options.changed(scheduling.config_for(POLICY)), shape, Roofline())
     return _row(name, speed, None, fleet.run(offered, speed, on_over))
 

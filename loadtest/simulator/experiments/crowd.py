@@ -110,9 +110,12 @@ def _why_not(options: SimulationOptions) -> str:
 def config_of_crowd() -> ConductorConfig:
     """As model_repository/conductor/config.pbtxt has it, with the papers' service levels."""
     return ConductorConfig(
-        policy="adaptive", admission="predictive_lengths", ttft_slo_s=30.0, tbt_slo_s=0.1,
+        policy="adaptive",
+        admission="predictive_lengths",
+        ttft_slo_s=30.0,
+        tbt_slo_s=0.1,
         decode_s_expected=30.0,
-    )  # fmt: skip
+    )
 
 
 def run(
@@ -141,10 +144,14 @@ def breakages_of(case: CrowdCase, last_s: float) -> list[Breakage]:
     for role, count in (("p", case.prefills), ("d", case.decodes)):
         broken = round(case.share * count + 0.499) if case.share else 0
         for number, worker in enumerate(chance.sample(range(count), broken)):
-            found.append(Breakage(
-                at_s=chance.uniform(0.0, last_s), worker_id=f"{role}{worker}",
-                kind=KINDS[number % len(KINDS)], seconds=chance.uniform(*FREEZE_S),
-            ))  # fmt: skip
+            found.append(
+                Breakage(
+                    at_s=chance.uniform(0.0, last_s),
+                    worker_id=f"{role}{worker}",
+                    kind=KINDS[number % len(KINDS)],
+                    seconds=chance.uniform(*FREEZE_S),
+                )
+            )
     return found
 
 
@@ -155,17 +162,19 @@ def came_of(fleet: FollowedFleet, case: CrowdCase, broken: Counter[str]) -> Crow
     losses: Counter[str] = Counter()
     for request in requests:
         losses.update(request.losses)
-    ttft = quantiles([
-        (r.first_token_s or 0.0) - r.arrived_s for r in over if r.error is None
-    ])  # fmt: skip
+    ttft = quantiles([(r.first_token_s or 0.0) - r.arrived_s for r in over if r.error is None])
     return CrowdRun(
-        case=case, broken=dict(broken), requests=len(requests),
-        ends=dict(Counter(request.kind for request in over)), hung=len(fleet.hung),
+        case=case,
+        broken=dict(broken),
+        requests=len(requests),
+        ends=dict(Counter(request.kind for request in over)),
+        hung=len(fleet.hung),
         within_deadline=sum(seconds <= STOP_S for seconds in late_s),
-        late_most_s=max(0.0, *late_s), losses=dict(losses),
+        late_most_s=max(0.0, *late_s),
+        losses=dict(losses),
         attempts_most=max(len(request.attempts) for request in requests),
         ttfts_s=(ttft.p50, ttft.p99),
-    )  # fmt: skip
+    )
 
 
 def rows_of(runs: Sequence[CrowdRun]) -> Rows:

@@ -132,11 +132,14 @@ def config_for(
 ) -> ConductorConfig:
     """What the conductor is told: the same limits at every speed and cache size."""
     return ConductorConfig(
-        policy=policy, queue_order=queue_order, admission="predictive",
+        policy=policy,
+        queue_order=queue_order,
+        admission="predictive",
         length_share_min=length_share_min,
-        ttft_slo_s=TTFT_LIMIT_S, tbt_slo_s=TBT_LIMIT_S,
+        ttft_slo_s=TTFT_LIMIT_S,
+        tbt_slo_s=TBT_LIMIT_S,
         replicate=False,  # there is nothing to copy blocks with
-    )  # fmt: skip
+    )
 
 
 def run(
@@ -201,8 +204,12 @@ def _rows(runs: Sequence[DynamoRun], peer: dict[PeerRun, PeerResult]) -> Rows:
 def _row(run: DynamoRun) -> dict[str, Cell]:
     case = run.case
     load = case.of_peer("")
-    who: dict[str, Cell] = {"engine": "here", "policy": case.policy, "queue": case.queue_order,
-                            "passes": case.passes}  # fmt: skip
+    who: dict[str, Cell] = {
+        "engine": "here",
+        "policy": case.policy,
+        "queue": case.queue_order,
+        "passes": case.passes,
+    }
     if case.length_share_min != LENGTH_SHARE_MIN:
         who["policy"] = f"{case.policy}, length_share_min {case.length_share_min:g}"
     refused = ", ".join(f"{count} {kind}" for kind, count in sorted(run.outcome.rejected.items()))
@@ -213,8 +220,12 @@ def _row(run: DynamoRun) -> dict[str, Cell]:
 
 def _peer_row(run: PeerRun, result: PeerResult) -> dict[str, Cell]:
     policy = ROUTERS[run.router].get("router_queue_policy", "fifo")
-    who: dict[str, Cell] = {"engine": f"dynamo {result.version}", "policy": run.router,
-                            "queue": str(policy), "passes": "filled"}  # fmt: skip
+    who: dict[str, Cell] = {
+        "engine": f"dynamo {result.version}",
+        "policy": run.router,
+        "queue": str(policy),
+        "passes": "filled",
+    }
     return who | _figures(run, result.outcome)
 
 

@@ -76,17 +76,24 @@ def runs_of(cases: Sequence[Case], options: SimulationOptions, begin: Begin) -> 
     trace, settings = options.one_trace(TRACE), options.settings()
     source = {name: options.source(trace, is_spread=name == "evenly") for name in ARRIVALS}
     planned = [
-        PlannedRun(f"{case[3]} frontends, notes {case[4]}, {case[0]}", source[case[0]], run,
-                   (case, settings, options.only_changes))
+        PlannedRun(
+            f"{case[3]} frontends, notes {case[4]}, {case[0]}",
+            source[case[0]],
+            run,
+            (case, settings, options.only_changes),
+        )
         for case in cases
-    ]  # fmt: skip
+    ]
     return run_all(planned, begin, options.jobs, options.kept)
 
 
 def run(
-    offered: Sequence[Offered], case: Case, settings: ClusterSettings,
-    options: SimulationOptions = NO_OPTIONS, on_over: Callable[[], None] = lambda: None,
-) -> FrontendsRun:  # fmt: skip
+    offered: Sequence[Offered],
+    case: Case,
+    settings: ClusterSettings,
+    options: SimulationOptions = NO_OPTIONS,
+    on_over: Callable[[], None] = lambda: None,
+) -> FrontendsRun:
     _, policy, speed, frontends, latency_s = case
     settings = replace(settings, frontends=frontends, notes_latency_s=latency_s)
     fleet = SimulatedFleet(options.changed(config_for(policy)), settings, settings.gpu())
@@ -104,21 +111,23 @@ def rows_of(runs: Sequence[FrontendsRun]) -> Rows:
         ttft, outcome = run.outcome.ttft_s, run.outcome
         alone_s = means.get((arrivals, policy, speed, 1, None))
         notes: str | float = "none" if latency_s is None else latency_s
-        rows.append({
-            "arrivals": arrivals,
-            "policy": policy,
-            "speed": speed,
-            "frontends": frontends,
-            "notes_latency_s": notes if frontends > 1 else None,
-            "finished": outcome.finished,
-            "ttft_mean_s": round(ttft.mean, 3),
-            "ttft_p50_s": round(ttft.p50, 3),
-            "ttft_p99_s": round(ttft.p99, 3),
-            "tbt_p50_s": round(outcome.tbt_s.p50, 4),
-            "hit_percent": round(100 * outcome.hit_share, 2),
-            "note_batches": run.note_batches,
-            "of_one_frontend": round(ttft.mean / alone_s, 3) if alone_s else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "arrivals": arrivals,
+                "policy": policy,
+                "speed": speed,
+                "frontends": frontends,
+                "notes_latency_s": notes if frontends > 1 else None,
+                "finished": outcome.finished,
+                "ttft_mean_s": round(ttft.mean, 3),
+                "ttft_p50_s": round(ttft.p50, 3),
+                "ttft_p99_s": round(ttft.p99, 3),
+                "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+                "hit_percent": round(100 * outcome.hit_share, 2),
+                "note_batches": run.note_batches,
+                "of_one_frontend": round(ttft.mean / alone_s, 3) if alone_s else None,
+            }
+        )
     return rows
 
 

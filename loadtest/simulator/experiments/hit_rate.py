@@ -104,19 +104,22 @@ def rows_of(runs: Sequence[HitRateRun]) -> Rows:
         best = percent.get((run.trace, run.blocks, OPTIMUM))
         gain = None if plain is None else here - plain
         room = None if plain is None or best is None else best - plain
-        rows.append({
-            "trace": run.trace,
-            "blocks": run.blocks,
-            "policy": run.policy,
-            "references": run.result.references,
-            "hits": run.result.hits,
-            "hit_percent": round(here, 3),
-            "percent_of_unlimited": round(100 * here / percent[run.trace, None, PLAIN], 2),
-            "gain_points": None if gain is None else round(gain, 3),
-            "percent_of_possible_gain":
-                round(100 * gain / room, 1) if room and gain is not None else None,
-            "behind_holes": run.result.behind_holes,
-        })  # fmt: skip
+        rows.append(
+            {
+                "trace": run.trace,
+                "blocks": run.blocks,
+                "policy": run.policy,
+                "references": run.result.references,
+                "hits": run.result.hits,
+                "hit_percent": round(here, 3),
+                "percent_of_unlimited": round(100 * here / percent[run.trace, None, PLAIN], 2),
+                "gain_points": None if gain is None else round(gain, 3),
+                "percent_of_possible_gain": round(100 * gain / room, 1)
+                if room and gain is not None
+                else None,
+                "behind_holes": run.result.behind_holes,
+            }
+        )
     return rows
 
 
@@ -131,18 +134,24 @@ def targets_of(runs: Sequence[HitRateRun]) -> list[Target]:
         said = UNLIMITED_PERCENT[trace]
         targets.append(
             Target(
-                f"unlimited_{trace}_points_from_{said}", round(abs(unlimited - said), 4), "<=",
-                ROUNDING_POINTS, f"{unlimited:.2f} % of the block references",
+                f"unlimited_{trace}_points_from_{said}",
+                round(abs(unlimited - said), 4),
+                "<=",
+                ROUNDING_POINTS,
+                f"{unlimited:.2f} % of the block references",
             )
-        )  # fmt: skip
+        )
         plain = percent.get((trace, PAPER_BLOCKS, PLAIN))
         share = None if plain is None else round(100 * plain / unlimited, 3)
         targets.append(
             Target(
-                f"lru_{PAPER_BLOCKS}_{trace}_percent_of_unlimited", share, ">=",
-                LRU_OF_UNLIMITED[trace], f"{PAPER_BLOCKS} blocks were not run" * (share is None),
+                f"lru_{PAPER_BLOCKS}_{trace}_percent_of_unlimited",
+                share,
+                ">=",
+                LRU_OF_UNLIMITED[trace],
+                f"{PAPER_BLOCKS} blocks were not run" * (share is None),
             )
-        )  # fmt: skip
+        )
         targets += _gains(trace, percent)
     return targets
 

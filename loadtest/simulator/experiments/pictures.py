@@ -46,10 +46,21 @@ def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
             line[int(number_of(row, "blocks"))] = number_of(row, "hit_percent")
         best = lines.pop("optimum")
         for (policy, points), colour in zip(lines.items(), MANY, strict=False):
-            panel.plot(sizes, [points[blocks] for blocks in sizes], "o-", color=colour,
-                       markersize=4, label=policy)  # fmt: skip
-        panel.plot(sizes, [best[blocks] for blocks in sizes], ":", color=NAMED["slate"],
-                   label="the future known")  # fmt: skip
+            panel.plot(
+                sizes,
+                [points[blocks] for blocks in sizes],
+                "o-",
+                color=colour,
+                markersize=4,
+                label=policy,
+            )
+        panel.plot(
+            sizes,
+            [best[blocks] for blocks in sizes],
+            ":",
+            color=NAMED["slate"],
+            label="the future known",
+        )
         unlimited = next(number_of(row, "hit_percent") for row in of_trace if row not in sized)
         panel.axhline(unlimited, color=NAMED["muted"], linewidth=0.8)
         panel.text(sizes[0], unlimited, f"unlimited {unlimited:.1f} %", va="bottom", fontsize=8)
@@ -163,8 +174,11 @@ def save_scale(path: Path, rows: Sequence[Row]) -> None:
         served.plot(workers, values, "o-", color=colour, label=column.removesuffix("_percent"))
     decision.set_ylim(bottom=0)
     served.set_ylim(0, 102)
-    for panel, title in ((cost, "CPU of a request, ms"), (decision, "one decision, µs"),
-                         (served, "requests within SLO, tokens found, %")):  # fmt: skip
+    for panel, title in (
+        (cost, "CPU of a request, ms"),
+        (decision, "one decision, µs"),
+        (served, "requests within SLO, tokens found, %"),
+    ):
         panel.set_xlabel("workers")
         panel.legend(frameon=False, fontsize=7)
         finish_panel(panel, title)
@@ -200,8 +214,12 @@ def save_roles(path: Path, rows: Sequence[Row]) -> None:
     finish_panel(panels[0], "two phases, TTFT <= 30 s, TBT <= 100 ms", axis="both")
     (ours,) = of["controller"]
     steps = [step.split(":") for step in str(ours["prefills_over_time"]).split()]
-    panels[1].step([float(at) for at, _ in steps], [int(count) for _, count in steps],
-                   where="post", color=MANY[1])  # fmt: skip
+    panels[1].step(
+        [float(at) for at, _ in steps],
+        [int(count) for _, count in steps],
+        where="post",
+        color=MANY[1],
+    )
     panels[1].set_xlabel("s since the first request")
     panels[1].set_ylim(0, 16)
     finish_panel(panels[1], "prefill workers under the controller", axis="both")
@@ -233,8 +251,11 @@ def save_crowd(path: Path, rows: Sequence[Row]) -> None:
     typed = [number_of(row, "typed_error_percent") for row in rows]
     hung = [100 * number_of(row, "hung") / number_of(row, "requests") for row in rows]
     below = [0.0] * len(rows)
-    for label, values, colour in (("finished", finished, MANY[0]), ("typed error", typed, MANY[1]),
-                                  ("hung", hung, MANY[2])):  # fmt: skip
+    for label, values, colour in (
+        ("finished", finished, MANY[0]),
+        ("typed error", typed, MANY[1]),
+        ("hung", hung, MANY[2]),
+    ):
         ends.bar(names, values, BAR_SHARE, below, color=colour, label=label)
         below = [one + value for one, value in zip(below, values, strict=True)]
     dynamo = [

@@ -95,9 +95,11 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
             if groups * stages > shape.prefills:
                 continue
             shape = replace(
-                shape, pipeline_groups=groups, pipeline_stages=stages,
+                shape,
+                pipeline_groups=groups,
+                pipeline_stages=stages,
                 pipeline_home_blocks=stages * shape.node_blocks if is_pooled else 0,
-            )  # fmt: skip
+            )
             plan = PipelinePlan(policy, config, shape)
             name = f"{policy}, {plan.name}"
             planned.append(PlannedRun(name, options.source(trace), run, (plan,)))
@@ -114,8 +116,9 @@ def run(
     tokens = np.array([job.prompt_tokens for job in jobs])
     cached = np.array([job.cached_tokens for job in jobs])
     called = {stage.home for stage in fleet.stages.values()}
-    in_group = np.array([job.route is not None and job.route.prefill.node_id in called
-                         for job in jobs])  # fmt: skip
+    in_group = np.array(
+        [job.route is not None and job.route.prefill.node_id in called for job in jobs]
+    )
     is_long = tokens > LONG_TOKENS
     nodes = [*fleet.prefills.values(), *fleet.stages.values()]
     return PipelineRun(
@@ -147,9 +150,10 @@ def best_of(runs: Sequence[PipelineRun]) -> PipelineRun | None:
     """Of the mixes with groups of 2: the one that is best for long prompts, of those that make the
     mean of all no worse if there are any."""
     pairs = [
-        one for one in runs
+        one
+        for one in runs
         if one.plan.policy == POLICY and one.plan.mix in PAIRS and not one.plan.is_pooled
-    ]  # fmt: skip
+    ]
     whole_s = baseline_of(runs, POLICY).ttft_mean_s if pairs else 0.0
     fair = [r for r in pairs if r.ttft_mean_s <= ALL_MAX * whole_s]
     return min(fair or pairs, key=lambda r: r.ttft_long_mean_s, default=None)
@@ -161,26 +165,28 @@ def rows_of(runs: Sequence[PipelineRun]) -> Rows:
     for one in runs:
         base = baseline_of(runs, one.plan.policy)
         groups, stages = one.plan.mix
-        rows.append({
-            "policy": one.plan.policy,
-            "mix": one.plan.name,
-            "groups": groups,
-            "stages": stages if groups else 1,
-            "is_best_of_pairs": one is best,
-            "ttft_mean_s": round(one.ttft_mean_s, 3),
-            "ttft_p90_s": round(one.ttft_p90_s, 3),
-            "of_baseline": _ratio(one.ttft_mean_s, base.ttft_mean_s),
-            "long_prompts": one.long_prompts,
-            "ttft_long_mean_s": round(one.ttft_long_mean_s, 3),
-            "long_of_baseline": _ratio(one.ttft_long_mean_s, base.ttft_long_mean_s),
-            "others_of_baseline": _ratio(one.ttft_others_mean_s, base.ttft_others_mean_s),
-            "in_groups_percent": round(100 * one.in_groups, 1),
-            "long_in_groups_percent": round(100 * one.long_in_groups, 1),
-            "hit_percent": round(100 * one.hit_share, 2),
-            "hit_long_percent": round(100 * one.hit_share_long, 2),
-            "prefill_busy_percent": round(100 * one.prefill_busy, 1),
-            "ttft_error_percent": round(100 * one.ttft_error, 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": one.plan.policy,
+                "mix": one.plan.name,
+                "groups": groups,
+                "stages": stages if groups else 1,
+                "is_best_of_pairs": one is best,
+                "ttft_mean_s": round(one.ttft_mean_s, 3),
+                "ttft_p90_s": round(one.ttft_p90_s, 3),
+                "of_baseline": _ratio(one.ttft_mean_s, base.ttft_mean_s),
+                "long_prompts": one.long_prompts,
+                "ttft_long_mean_s": round(one.ttft_long_mean_s, 3),
+                "long_of_baseline": _ratio(one.ttft_long_mean_s, base.ttft_long_mean_s),
+                "others_of_baseline": _ratio(one.ttft_others_mean_s, base.ttft_others_mean_s),
+                "in_groups_percent": round(100 * one.in_groups, 1),
+                "long_in_groups_percent": round(100 * one.long_in_groups, 1),
+                "hit_percent": round(100 * one.hit_share, 2),
+                "hit_long_percent": round(100 * one.hit_share_long, 2),
+                "prefill_busy_percent": round(100 * one.prefill_busy, 1),
+                "ttft_error_percent": round(100 * one.ttft_error, 1),
+            }
+        )
     return rows
 
 

@@ -86,10 +86,11 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
     def made(cases: Sequence[tuple[str, float]]) -> list[RejectionRun]:
         planned = [
-            PlannedRun(f"{case[0]} {case[1]:g}x", source, run,
-                       (*case, settings, options.only_changes))
+            PlannedRun(
+                f"{case[0]} {case[1]:g}x", source, run, (*case, settings, options.only_changes)
+            )
             for case in cases
-        ]  # fmt: skip
+        ]
         return run_all(planned, begin, options.jobs, options.kept)
 
     runs: list[RejectionRun] = []
@@ -108,10 +109,14 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 def config_for(admission: str) -> ConductorConfig:
     """What the conductor is told; the same for every row but for the admission."""
     return ConductorConfig(
-        admission=admission, policy="kvcache_centric", queue_order="fifo", shedding="limit",
-        ttft_slo_s=TTFT_SLO_S, tbt_slo_s=STEP_S_MAX,
+        admission=admission,
+        policy="kvcache_centric",
+        queue_order="fifo",
+        shedding="limit",
+        ttft_slo_s=TTFT_SLO_S,
+        tbt_slo_s=STEP_S_MAX,
         decode_s_expected=30.0,  # a first guess; it is measured from then on
-    )  # fmt: skip
+    )
 
 
 def run(
@@ -133,42 +138,49 @@ def run(
         if job.route is not None and job.finished_s is not None and job.tbt_decode_s > 0
     ]
     return RejectionRun(
-        admission, speed, outcome_of(jobs), within(jobs, TTFT_SLO_S, TBT_SLO_S),
-        float(np.std(watch.prefill)), float(np.mean(watch.prefill)), float(np.std(watch.decode)),
+        admission,
+        speed,
+        outcome_of(jobs),
+        within(jobs, TTFT_SLO_S, TBT_SLO_S),
+        float(np.std(watch.prefill)),
+        float(np.mean(watch.prefill)),
+        float(np.std(watch.decode)),
         sum(errors) / max(1, len(errors)),
-    )  # fmt: skip
+    )
 
 
 def rows_of(runs: Sequence[RejectionRun]) -> Rows:
     rows: Rows = []
     for run in runs:
         outcome, paper = run.outcome, PAPER_REJECTED.get(run.admission)
-        rows.append({
-            "admission": run.admission,
-            "speed": run.speed,
-            "offered": outcome.offered,
-            "finished": outcome.finished,
-            "within_slo": run.within_slo,
-            "rejected": outcome.rejected_in_all,
-            "rejected_before": sum(outcome.rejected.values()),
-            "refused_at_decode": outcome.wasted_prefills,
-            "wasted_prefill_percent": round(100 * outcome.wasted_share, 2),
-            "wasted_prefill_s": round(outcome.wasted_prefill_s, 1),
-            "prefill_s": round(outcome.prefill_s, 1),
-            "prefill_load_mean": round(run.prefill_load_mean, 4),
-            "prefill_load_std": round(run.prefill_load_std, 4),
-            "decode_load_std": round(run.decode_load_std, 4),
-            "ttft_mean_s": round(outcome.ttft_s.mean, 3),
-            "ttft_p90_s": round(outcome.ttft_s.p90, 3),
-            "tbt_p50_s": round(outcome.tbt_s.p50, 4),
-            "tbt_p90_s": round(outcome.tbt_s.p90, 4),
-            "tbt_decode_p90_s": round(outcome.tbt_decode_s.p90, 4),
-            "decode_mean_s": round(outcome.decode_s, 2),
-            "tbt_error_percent": round(100 * run.tbt_error, 1),
-            "rejected_percent": round(100 * outcome.rejected_in_all / outcome.offered, 2),
-            "paper_rejected": paper,
-            "paper_rejected_percent": round(100 * paper / PAPER_OFFERED, 2) if paper else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "admission": run.admission,
+                "speed": run.speed,
+                "offered": outcome.offered,
+                "finished": outcome.finished,
+                "within_slo": run.within_slo,
+                "rejected": outcome.rejected_in_all,
+                "rejected_before": sum(outcome.rejected.values()),
+                "refused_at_decode": outcome.wasted_prefills,
+                "wasted_prefill_percent": round(100 * outcome.wasted_share, 2),
+                "wasted_prefill_s": round(outcome.wasted_prefill_s, 1),
+                "prefill_s": round(outcome.prefill_s, 1),
+                "prefill_load_mean": round(run.prefill_load_mean, 4),
+                "prefill_load_std": round(run.prefill_load_std, 4),
+                "decode_load_std": round(run.decode_load_std, 4),
+                "ttft_mean_s": round(outcome.ttft_s.mean, 3),
+                "ttft_p90_s": round(outcome.ttft_s.p90, 3),
+                "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+                "tbt_p90_s": round(outcome.tbt_s.p90, 4),
+                "tbt_decode_p90_s": round(outcome.tbt_decode_s.p90, 4),
+                "decode_mean_s": round(outcome.decode_s, 2),
+                "tbt_error_percent": round(100 * run.tbt_error, 1),
+                "rejected_percent": round(100 * outcome.rejected_in_all / outcome.offered, 2),
+                "paper_rejected": paper,
+                "paper_rejected_percent": round(100 * paper / PAPER_OFFERED, 2) if paper else None,
+            }
+        )
     return rows
 
 
@@ -181,24 +193,53 @@ def targets_of(runs: Sequence[RejectionRun], why_not: str = "") -> list[Target]:
         why_not, found = f"the baseline never wasted {WASTED_SHARE_MIN:.0%} of its prefills", {}
     why_not = why_not or "this admission was not run"
     targets = [
-        ratio_target(f"wasted prefill seconds, {name} / baseline", found, name, "baseline",
-               lambda run: run.outcome.wasted_prefill_s, goal, why_not)
+        ratio_target(
+            f"wasted prefill seconds, {name} / baseline",
+            found,
+            name,
+            "baseline",
+            lambda run: run.outcome.wasted_prefill_s,
+            goal,
+            why_not,
+        )
         for name, goal in WASTED_OF_BASELINE.items()
-    ]  # fmt: skip
-    targets.append(ratio_target(
-        "wasted prefill seconds, predictive_lengths / predictive", found, "predictive_lengths",
-        "predictive", lambda run: run.outcome.wasted_prefill_s, STRICTLY_LESS, why_not,
-    ))  # fmt: skip
+    ]
+    targets.append(
+        ratio_target(
+            "wasted prefill seconds, predictive_lengths / predictive",
+            found,
+            "predictive_lengths",
+            "predictive",
+            lambda run: run.outcome.wasted_prefill_s,
+            STRICTLY_LESS,
+            why_not,
+        )
+    )
     for worse, better in pairwise(ADMISSIONS):
-        targets.append(ratio_target(
-            f"requests within both SLOs, {worse} / {better}", found, worse, better,
-            lambda run: float(run.within_slo), STRICTLY_LESS, why_not,
-        ))  # fmt: skip
+        targets.append(
+            ratio_target(
+                f"requests within both SLOs, {worse} / {better}",
+                found,
+                worse,
+                better,
+                lambda run: float(run.within_slo),
+                STRICTLY_LESS,
+                why_not,
+            )
+        )
     for name, other, goal in (
-        ("predictive", "early", STRICTLY_LESS), ("predictive_lengths", "predictive", 1.0),
-    ):  # fmt: skip
-        targets.append(ratio_target(
-            f"swing of the prefill load, {name} / {other}", found, name, other,
-            lambda run: run.prefill_load_std, goal, why_not,
-        ))  # fmt: skip
+        ("predictive", "early", STRICTLY_LESS),
+        ("predictive_lengths", "predictive", 1.0),
+    ):
+        targets.append(
+            ratio_target(
+                f"swing of the prefill load, {name} / {other}",
+                found,
+                name,
+                other,
+                lambda run: run.prefill_load_std,
+                goal,
+                why_not,
+            )
+        )
     return targets

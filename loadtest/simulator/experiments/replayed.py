@@ -34,9 +34,14 @@ TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1  # of the paper's runs on real traces
 # intervals, so a batch held at the limit itself would miss it.
 STEP_SHARE = 0.9
 SHOWN = (
-    "requests", "offered_per_s", "goodput_share", "rejected_share", "ttft_p90_s", "tbt_p90_s",
+    "requests",
+    "offered_per_s",
+    "goodput_share",
+    "rejected_share",
+    "ttft_p90_s",
+    "tbt_p90_s",
     "hit_rate",
-)  # fmt: skip
+)
 
 
 def recordings(options: SimulationOptions, begin: Begin) -> list[Recording]:
@@ -44,27 +49,35 @@ def recordings(options: SimulationOptions, begin: Begin) -> list[Recording]:
     settings = options.settings()
     trace = options.one_trace(TRACE)
     source = options.source(trace)
-    cases = list(product(
-        options.policies or (POLICY,), options.admissions or (ADMISSION,),
-        options.speeds or (1.0,),
-    ))  # fmt: skip
+    cases = list(
+        product(
+            options.policies or (POLICY,),
+            options.admissions or (ADMISSION,),
+            options.speeds or (1.0,),
+        )
+    )
     for policy, admission, _ in cases:  # a mistake shows before anything runs
         options.changed(config_for(policy, admission))
     planned = [
         PlannedRun(
-            f"{policy} {speed:g}x", source, run,
+            f"{policy} {speed:g}x",
+            source,
+            run,
             (trace, policy, admission, speed, settings, options.only_changes),
         )
         for policy, admission, speed in cases
-    ]  # fmt: skip
+    ]
     return [from_bytes(came) for came in run_all(planned, begin, options.jobs, options.kept)]
 
 
 def config_for(policy: str, admission: str) -> ConductorConfig:
     return ConductorConfig(
-        policy=policy, admission=admission, advisory=admission == "none",
-        ttft_slo_s=TTFT_SLO_S, tbt_slo_s=STEP_SHARE * TBT_SLO_S,
-    )  # fmt: skip
+        policy=policy,
+        admission=admission,
+        advisory=admission == "none",
+        ttft_slo_s=TTFT_SLO_S,
+        tbt_slo_s=STEP_SHARE * TBT_SLO_S,
+    )
 
 
 def run(
@@ -84,12 +97,18 @@ def run(
     fleet.reported = sampler.look
     jobs = fleet.run(offered, speed, on_over)
     described = {
-        "trace": f"{trace}_trace.jsonl", "speed": speed, "requests_max": len(offered),
-        "nodes": settings.prefills + settings.decodes, "prefills": settings.prefills,
-        "decodes": settings.decodes, "node_blocks": settings.node_blocks, "policy": config.policy,
-        "admission": config.admission, "seed": settings.seed,
+        "trace": f"{trace}_trace.jsonl",
+        "speed": speed,
+        "requests_max": len(offered),
+        "nodes": settings.prefills + settings.decodes,
+        "prefills": settings.prefills,
+        "decodes": settings.decodes,
+        "node_blocks": settings.node_blocks,
+        "policy": config.policy,
+        "admission": config.admission,
+        "seed": settings.seed,
         **{change.partition("=")[0]: change.partition("=")[2] for change in options.changes},
-    }  # fmt: skip
+    }
     title = (
         f"Simulated: {trace} at {speed:g}x to {settings.prefills} + {settings.decodes} nodes, "
         f"{config.policy}, {config.admission}"
@@ -108,8 +127,12 @@ def rows_of(runs: Sequence[Recording]) -> Rows:
     for one in runs:
         found = digest_of(one).numbers
         named = {name: one.settings[name] for name in ("policy", "admission", "speed")}
-        rows.append(named | {
-            name: value if value is None else round(value, 5)
-            for name in SHOWN for value in [found[name]]
-        })  # fmt: skip
+        rows.append(
+            named
+            | {
+                name: value if value is None else round(value, 5)
+                for name in SHOWN
+                for value in [found[name]]
+            }
+        )
     return rows

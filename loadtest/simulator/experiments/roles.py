@@ -96,9 +96,8 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     ]
     steady = RolesPlan("steady", flips, even, has_phases=False)
     planned += [
-        PlannedRun(f"{name}, steady", options.source(name), run, (steady,))
-        for name in STEADY
-    ]  # fmt: skip
+        PlannedRun(f"{name}, steady", options.source(name), run, (steady,)) for name in STEADY
+    ]
     runs = run_all(planned, begin, options.jobs, options.kept)
     return rows_of(runs), targets_of(runs, why_not)
 
@@ -149,19 +148,23 @@ def rows_of(runs: Sequence[RolesRun]) -> Rows:
     rows: Rows = []
     best = best_fixed(runs)
     for one, trace in zip(runs, _traces(runs), strict=True):
-        rows.append({
-            "trace": trace,
-            **one.run.columns(),
-            "prefills": one.plan.shape.prefills,
-            "prefills_then": one.plan.prefills_then or None,
-            "within_percent": round(100 * one.within, 2),
-            "within_first_percent": round(100 * one.within_half(False), 2),
-            "within_second_percent": round(100 * one.within_half(True), 2),
-            "of_best_fixed": round(one.within / best, 4) if one.plan.has_phases else None,
-            "flips": len(one.flips),
-            "drain_max_s": round(max((f.ended_s - f.began_s for f in one.flips), default=0.0), 1),
-            "prefills_over_time": one.prefills_over_time(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "trace": trace,
+                **one.run.columns(),
+                "prefills": one.plan.shape.prefills,
+                "prefills_then": one.plan.prefills_then or None,
+                "within_percent": round(100 * one.within, 2),
+                "within_first_percent": round(100 * one.within_half(False), 2),
+                "within_second_percent": round(100 * one.within_half(True), 2),
+                "of_best_fixed": round(one.within / best, 4) if one.plan.has_phases else None,
+                "flips": len(one.flips),
+                "drain_max_s": round(
+                    max((f.ended_s - f.began_s for f in one.flips), default=0.0), 1
+                ),
+                "prefills_over_time": one.prefills_over_time(),
+            }
+        )
     return rows
 
 
@@ -185,9 +188,10 @@ def targets_of(runs: Sequence[RolesRun], why_not: str = "") -> list[Target]:
     gain = None if why_not else round(ours.within / best, 4)
     why = why_not or f"an oracle reaches {oracle:.2f}"
     targets = [
-        Target("requests within both limits, controller / best fixed split", gain, ">=", GAIN_MIN,
-               why)
-    ]  # fmt: skip
+        Target(
+            "requests within both limits, controller / best fixed split", gain, ">=", GAIN_MIN, why
+        )
+    ]
     for trace, one in zip(STEADY, named["steady"], strict=True):
         flips = None if why_not else len(one.flips)
         targets.append(Target(f"flips on {trace} as recorded", flips, "<=", 0, why_not))

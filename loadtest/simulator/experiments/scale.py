@@ -45,8 +45,13 @@ CPU_S_MAX = 600.0
 COPY_BYTES = 2  # of a block's key: which copy of the trace it is from
 
 DECISIONS, CONDUCTOR, DIRECTORY, NETWORK, CHECKS, REST = (
-    "decisions", "conductor_hears", "directory", "network", "checks", "workers_and_clock",
-)  # fmt: skip
+    "decisions",
+    "conductor_hears",
+    "directory",
+    "network",
+    "checks",
+    "workers_and_clock",
+)
 PARTS = (DECISIONS, CONDUCTOR, DIRECTORY, NETWORK, CHECKS, REST)
 
 
@@ -111,8 +116,10 @@ class MeteredFleet(SimulatedFleet):
     def __init__(self, config: ConductorConfig, settings: ClusterSettings, meter: CpuMeter) -> None:
         super().__init__(config, settings, Roofline())
         owners = {
-            "conductor": self.conductor, "store": self.site.store, "network": self.site.network,
-        }  # fmt: skip
+            "conductor": self.conductor,
+            "store": self.site.store,
+            "network": self.site.network,
+        }
         for part, owner, names in self.METERED:
             for name in names:
                 setattr(owners[owner], name, meter.measured(part, getattr(owners[owner], name)))
@@ -142,12 +149,14 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     cases = (ScaleCase(options.prefills),) if options.prefills else CASES
     planned = [
         PlannedRun(
-            f"{case.workers} + {case.workers} workers, {policy}", source, run,
+            f"{case.workers} + {case.workers} workers, {policy}",
+            source,
+            run,
             (case, options.changed(config_for(policy)), options.seed),
         )
         for policy in policies
         for case in cases
-    ]  # fmt: skip
+    ]
     runs = run_all(planned, begin, options.jobs, options.kept)
     why_not = options.is_shortened
     if options.one_trace(TRACE) != TRACE:
@@ -171,9 +180,12 @@ def run(
     decisions_s = np.array(meter.decisions_s)
     p50, p99 = np.percentile(decisions_s, (50, 99))
     return ScaleRun(
-        case, outcome_of(jobs), within(jobs, TTFT_SLO_S, ITL_SLO_S), meter.seconds,
+        case,
+        outcome_of(jobs),
+        within(jobs, TTFT_SLO_S, ITL_SLO_S),
+        meter.seconds,
         (float(decisions_s.mean()), float(p50), float(p99)),
-    )  # fmt: skip
+    )
 
 
 def _every(count: int, call: Callable[[], None]) -> Iterator[None]:
@@ -204,24 +216,26 @@ def rows_of(runs: Sequence[ScaleRun]) -> Rows:
     rows: Rows = []
     for run in runs:
         outcome, (mean_s, p50_s, p99_s) = run.outcome, run.decision_s
-        rows.append({
-            "workers": 2 * run.case.workers,
-            "copies": run.case.copies,
-            "speed": run.case.speed,
-            "requests": outcome.offered,
-            "finished": outcome.finished,
-            "cpu_s": round(run.all_cpu_s, 1),
-            "requests_per_cpu_s": round(outcome.offered / run.all_cpu_s, 1),
-            **{f"{part}_cpu_s": round(run.cpu_s[part], 2) for part in PARTS},
-            "decision_mean_us": round(1e6 * mean_s, 1),
-            "decision_p50_us": round(1e6 * p50_s, 1),
-            "decision_p99_us": round(1e6 * p99_s, 1),
-            "hit_percent": round(100 * outcome.hit_share, 2),
-            "ttft_mean_s": round(outcome.ttft_s.mean, 3),
-            "ttft_p90_s": round(outcome.ttft_s.p90, 3),
-            "tbt_p90_s": round(outcome.tbt_s.p90, 4),
-            "within_slo_percent": round(100 * run.within_slo / max(1, outcome.offered), 2),
-        })  # fmt: skip
+        rows.append(
+            {
+                "workers": 2 * run.case.workers,
+                "copies": run.case.copies,
+                "speed": run.case.speed,
+                "requests": outcome.offered,
+                "finished": outcome.finished,
+                "cpu_s": round(run.all_cpu_s, 1),
+                "requests_per_cpu_s": round(outcome.offered / run.all_cpu_s, 1),
+                **{f"{part}_cpu_s": round(run.cpu_s[part], 2) for part in PARTS},
+                "decision_mean_us": round(1e6 * mean_s, 1),
+                "decision_p50_us": round(1e6 * p50_s, 1),
+                "decision_p99_us": round(1e6 * p99_s, 1),
+                "hit_percent": round(100 * outcome.hit_share, 2),
+                "ttft_mean_s": round(outcome.ttft_s.mean, 3),
+                "ttft_p90_s": round(outcome.ttft_s.p90, 3),
+                "tbt_p90_s": round(outcome.tbt_s.p90, 4),
+                "within_slo_percent": round(100 * run.within_slo / max(1, outcome.offered), 2),
+            }
+        )
     return rows
 
 

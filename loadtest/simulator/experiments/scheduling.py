@@ -28,8 +28,11 @@ from loadtest.simulator.runs import PlannedRun, run_all
 POLICIES = ("random", "load_balance", "cache_aware", "kvcache_centric", "adaptive")
 SPEEDS = (1.0, 1.5, 2.0)
 PAPER_TTFT_S = {  # FAST'25, Figure 5: speed 1
-    "random": 19.65, "load_balance": 5.27, "cache_aware": 3.58, "kvcache_centric": 3.07,
-}  # fmt: skip
+    "random": 19.65,
+    "load_balance": 5.27,
+    "cache_aware": 3.58,
+    "kvcache_centric": 3.07,
+}
 CENTRIC_OF_AWARE = {1.0: 0.91, 1.5: 0.86}
 ADAPTIVE_OF_CENTRIC = {1.0: 0.96, 1.5: 0.92, 2.0: 0.6}
 P99_RATIO_MAX = 1.1
@@ -101,28 +104,31 @@ def rows_of(runs: Sequence[SchedulingRun]) -> Rows:
         ttft, outcome = run.outcome.ttft_s, run.outcome
         centric_s = means.get(("kvcache_centric", run.speed))
         paper_s = PAPER_TTFT_S.get(run.policy) if run.speed == 1.0 else None
-        rows.append({
-            "policy": run.policy,
-            "queue": run.queue_order,
-            "speed": run.speed,
-            "finished": outcome.finished,
-            "ttft_mean_s": round(ttft.mean, 3),
-            "ttft_p50_s": round(ttft.p50, 3),
-            "ttft_p90_s": round(ttft.p90, 3),
-            "ttft_p99_s": round(ttft.p99, 3),
-            "ttft_max_s": round(ttft.most, 3),
-            "ttft_prefill_mean_s": round(outcome.ttft_prefill_s.mean, 3),
-            "tbt_p50_s": round(outcome.tbt_s.p50, 4),
-            "tbt_decode_p50_s": round(outcome.tbt_decode_s.p50, 4),
-            "hit_percent": round(100 * outcome.hit_share, 2),
-            "fetched_blocks": outcome.fetched_blocks,
-            "prefill_busy_percent": round(100 * run.prefill_busy, 1),
-            "ttft_error_percent": round(100 * run.ttft_error, 1),
-            "of_kvcache_centric": round(ttft.mean / centric_s, 3) if centric_s else None,
-            "paper_ttft_s": paper_s,
-            "paper_of_kvcache_centric":
-                round(paper_s / PAPER_TTFT_S["kvcache_centric"], 3) if paper_s else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": run.policy,
+                "queue": run.queue_order,
+                "speed": run.speed,
+                "finished": outcome.finished,
+                "ttft_mean_s": round(ttft.mean, 3),
+                "ttft_p50_s": round(ttft.p50, 3),
+                "ttft_p90_s": round(ttft.p90, 3),
+                "ttft_p99_s": round(ttft.p99, 3),
+                "ttft_max_s": round(ttft.most, 3),
+                "ttft_prefill_mean_s": round(outcome.ttft_prefill_s.mean, 3),
+                "tbt_p50_s": round(outcome.tbt_s.p50, 4),
+                "tbt_decode_p50_s": round(outcome.tbt_decode_s.p50, 4),
+                "hit_percent": round(100 * outcome.hit_share, 2),
+                "fetched_blocks": outcome.fetched_blocks,
+                "prefill_busy_percent": round(100 * run.prefill_busy, 1),
+                "ttft_error_percent": round(100 * run.ttft_error, 1),
+                "of_kvcache_centric": round(ttft.mean / centric_s, 3) if centric_s else None,
+                "paper_ttft_s": paper_s,
+                "paper_of_kvcache_centric": round(paper_s / PAPER_TTFT_S["kvcache_centric"], 3)
+                if paper_s
+                else None,
+            }
+        )
     return rows
 
 

@@ -73,8 +73,9 @@ def targets_of(found: Found, why_not: str = "") -> list[Target]:
             hits = tiered.hit_share / max(1e-9, plain.hit_share)
             time = tiered.ttft_s.mean / plain.ttft_s.mean
             for what, value, op, goal in (
-                ("hit rate", hits, ">=", STRICTLY), ("mean TTFT", time, "<=", 2 - STRICTLY)
-            ):  # fmt: skip
+                ("hit rate", hits, ">=", STRICTLY),
+                ("mean TTFT", time, "<=", 2 - STRICTLY),
+            ):
                 name = f"{trace}, {blocks:,} blocks a node: {what} with an SSD / without"
                 is_known = not why_not
                 targets.append(

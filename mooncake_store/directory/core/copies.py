@@ -127,9 +127,16 @@ class CopyTable:
         return slot
 
     def grant(
-        self, holder: Holder, keys: Sequence[bytes], there: Sequence[HeldCopy | None], owner: str,
-        size_bytes: int, is_ephemeral: bool, first: int, until_s: float,
-    ) -> list[Slot | None]:  # fmt: skip
+        self,
+        holder: Holder,
+        keys: Sequence[bytes],
+        there: Sequence[HeldCopy | None],
+        owner: str,
+        size_bytes: int,
+        is_ephemeral: bool,
+        first: int,
+        until_s: float,
+    ) -> list[Slot | None]:
         """A slot, leased, for each key that is not `there` and nobody writes; up to the first that
         finds no room. Nobody has a quota. `first`: how deep the first key is."""
         writing, epoch = holder.writing, self.epoch
@@ -190,9 +197,13 @@ class CopyTable:
         return copies
 
     def _take_over(
-        self, size_class: SizeClass, keys: Sequence[bytes], owner: str, size_bytes: int,
+        self,
+        size_class: SizeClass,
+        keys: Sequence[bytes],
+        owner: str,
+        size_bytes: int,
         kind: CopyKind,
-    ) -> list[HeldCopy]:  # fmt: skip
+    ) -> list[HeldCopy]:
         """For as many of these keys as there are idle blocks of their size: the coldest of those is
         evicted, and its slot and its row are the new copy's at once. In a full memory this is the
         usual way."""
@@ -225,9 +236,17 @@ class CopyTable:
         return made
 
     def grant_by_quota(
-        self, holder: Holder, keys: Sequence[bytes], there: Sequence[HeldCopy | None], owner: str,
-        size_bytes: int, is_ephemeral: bool, first: int, until_s: float, tenant: str,
-    ) -> list[Slot | None]:  # fmt: skip
+        self,
+        holder: Holder,
+        keys: Sequence[bytes],
+        there: Sequence[HeldCopy | None],
+        owner: str,
+        size_bytes: int,
+        is_ephemeral: bool,
+        first: int,
+        until_s: float,
+        tenant: str,
+    ) -> list[Slot | None]:
         """`grant` where some tenant has a quota: one key after the other. QuotaExceeded only when
         it has no room for the very first key."""
         payers = [tenant] * len(keys)
@@ -317,8 +336,10 @@ class CopyTable:
         in_slab: dict[int, list[HeldCopy]] = {}  # start of a slab -> its idle copies
         every = holder.size_classes.values()
         classes = sorted(every, key=lambda each: -len(each.idle) * each.units)
-        for keys in (*(each.idle.keys() for each in classes),
-                     *(each.soft.keys() for each in classes)):  # fmt: skip
+        for keys in (
+            *(each.idle.keys() for each in classes),
+            *(each.soft.keys() for each in classes),
+        ):
             for key in keys:
                 copy = self._on(key, holder)
                 in_slab.setdefault(pool.slab_of(copy.slot).start, []).append(copy)
@@ -377,11 +398,15 @@ class CopyTable:
             self.leases.write(owner, depth, target, until_s)
             spills.append(
                 Spill(
-                    key=copy.key, slot=copy.slot, generation=copy.generation,
-                    checksum=copy.record.checksum, size_bytes=copy.size_bytes,
-                    ssd_slot=target.slot, ssd_generation=target.generation,
+                    key=copy.key,
+                    slot=copy.slot,
+                    generation=copy.generation,
+                    checksum=copy.record.checksum,
+                    size_bytes=copy.size_bytes,
+                    ssd_slot=target.slot,
+                    ssd_generation=target.generation,
                 )
-            )  # fmt: skip
+            )
         return spills
 
     def _spillable(self, dram: Holder, ssd: Holder, blocks_max: int) -> list[HeldCopy]:

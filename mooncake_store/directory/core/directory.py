@@ -37,17 +37,12 @@ from mooncake_store.directory.core import inventory, reservations
 from mooncake_store.directory.core.block_index import Held, IndexPage, copies_of, records_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable
-from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy, Pin
+from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy
 from mooncake_store.directory.core.leases import PinTable
 from mooncake_store.directory.core.nodes import NodeTable
 from mooncake_store.directory.core.tenants import TenantTable
 from mooncake_store.directory.core.workers import WorkerTable
-from mooncake_store.errors import (
-    EpochPassed,
-    NodeUnknown,
-    RequestInvalid,
-    StoreUnavailable,
-)
+from mooncake_store.errors import EpochPassed, NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, Geometry
 from mooncake_store.records.blocks import REFUSED, Allocation, Copy, ReservedCommit, Slot, Spill
 from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
@@ -212,9 +207,17 @@ class Directory:
         return done
 
     def commit_reserved(
-        self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]], owner: str,
-        size_bytes: int, slots: int, lease_s: float, now_s: float, epoch: int = 0, tenant: str = "",
-    ) -> ReservedCommit:  # fmt: skip
+        self,
+        node_id: str,
+        blocks: Sequence[tuple[bytes, int, int, int]],
+        owner: str,
+        size_bytes: int,
+        slots: int,
+        lease_s: float,
+        now_s: float,
+        epoch: int = 0,
+        tenant: str = "",
+    ) -> ReservedCommit:
         """(key, slot, generation, checksum) are written into slots that `owner` has reserved.
 
         They are ready now, and not leased. Then up to `slots` more of `size_bytes` each are
@@ -438,13 +441,20 @@ class Directory:
         table.advance(now_s)
         nodes = tuple(holder.stats() for holder in self._nodes)
         return DirectoryStats(
-            epoch=self.epoch, sequence=self.sequence, blocks=len(table.blocks) - table.ephemeral,
+            epoch=self.epoch,
+            sequence=self.sequence,
+            blocks=len(table.blocks) - table.ephemeral,
             ephemeral=table.ephemeral,
             copies=sum(node.ready_blocks for node in nodes) - table.ephemeral,
-            used_bytes=sum(node.used_bytes for node in nodes), leases=len(table.leases),
-            owners=table.leases.owners, workers=len(self._workers), pins=len(table.pins),
-            tenants=tuple(table.tenants.usage()), nodes=nodes, **asdict(table.totals),
-        )  # fmt: skip
+            used_bytes=sum(node.used_bytes for node in nodes),
+            leases=len(table.leases),
+            owners=table.leases.owners,
+            workers=len(self._workers),
+            pins=len(table.pins),
+            tenants=tuple(table.tenants.usage()),
+            nodes=nodes,
+            **asdict(table.totals),
+        )
 
     # ---- admin
     # Storage nodes and operators ask these, requests never do: rare, so they may look at more.
@@ -550,22 +560,12 @@ class Directory:
         """
         table = self._copies
         table.advance(now_s)
-        pin = self.check_pin(keys, kind, ttl_s)
+        pin = table.pins.checked(keys, kind, ttl_s)
         done = []
         for key in keys:
             table.pins.set(key, pin, now_s + ttl_s)
             done.append(table.set_pin(key, pin))
         return done
-
-    def check_pin(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
-        """RequestInvalid or StoreFull when `pin` would raise it; nothing changes."""
-        if kind not in {pin.value for pin in Pin}:
-            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
-        pin = Pin(kind)
-        if pin is Pin.SOFT and ttl_s <= 0:
-            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
-        self._copies.pins.refuse_too_many(len(keys) if pin is not Pin.NONE else 0)
-        return pin
 
     @property
     def pins(self) -> PinTable:

@@ -310,11 +310,17 @@ class Holder:
         take = self.columns.take
         held = [
             HeldCopy(
-                key, size_class, take(slot, generation + number), size_bytes, CopyState.WRITING,
-                kind, Pin.NONE, 1,
+                key,
+                size_class,
+                take(slot, generation + number),
+                size_bytes,
+                CopyState.WRITING,
+                kind,
+                Pin.NONE,
+                1,
             )
             for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
-        ]  # fmt: skip
+        ]
         self.begin(held, owner, generation)
         return held
 

@@ -43,10 +43,15 @@ def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
     """Those that can be true of this memory, each taken by itself."""
-    return [block for block in blocks
-            if block.state in (STATE_READY, STATE_WRITING, STATE_EPHEMERAL) and block.size_bytes > 0
-            and 0 <= block.generation < GENERATION_MAX and block.slot >= 0
-            and block.slot + pool.units_for(block.size_bytes) <= pool.units]  # fmt: skip
+    return [
+        block
+        for block in blocks
+        if block.state in (STATE_READY, STATE_WRITING, STATE_EPHEMERAL)
+        and block.size_bytes > 0
+        and 0 <= block.generation < GENERATION_MAX
+        and block.slot >= 0
+        and block.slot + pool.units_for(block.size_bytes) <= pool.units
+    ]
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
@@ -68,5 +73,8 @@ def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[Invento
     for block in whole:
         if block.state == STATE_READY:
             newest[block.key] = max(block.generation, newest.get(block.key, 0))
-    return [block for block in whole
-            if block.state != STATE_READY or newest[block.key] == block.generation]  # fmt: skip
+    return [
+        block
+        for block in whole
+        if block.state != STATE_READY or newest[block.key] == block.generation
+    ]

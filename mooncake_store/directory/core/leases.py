@@ -22,7 +22,7 @@ from itertools import repeat
 
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Pin, leave_idle
-from mooncake_store.errors import StoreFull
+from mooncake_store.errors import RequestInvalid, StoreFull
 
 PINS_MAX = 1_000_000
 
@@ -250,9 +250,16 @@ class PinTable:
         self._heap = [(t, k) for k, (kind, t) in self._pins.items() if kind is Pin.SOFT]
         heapify(self._heap)
 
-    def refuse_too_many(self, more: int) -> None:
-        if len(self._pins) + more > PINS_MAX:
+    def checked(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
+        """RequestInvalid or StoreFull when these keys cannot be pinned so; nothing changes."""
+        if kind not in {pin.value for pin in Pin}:
+            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
+        pin = Pin(kind)
+        if pin is Pin.SOFT and ttl_s <= 0:
+            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
+        if pin is not Pin.NONE and len(self._pins) + len(keys) > PINS_MAX:
             raise StoreFull(f"{len(self._pins)} keys are pinned; the limit is {PINS_MAX}")
+        return pin
 
     def set(self, key: bytes, pin: Pin, until_s: float) -> None:
         if pin is Pin.NONE:

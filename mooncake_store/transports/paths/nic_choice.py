@@ -80,9 +80,10 @@ def data_network(
     if any(each.rdma_devices for each in interfaces):
         return DataNetwork()
     usable = [
-        each for each in interfaces
+        each
+        for each in interfaces
         if each.is_up and each.addresses and not each.is_part and not each.is_bridge
-    ]  # fmt: skip
+    ]
     usable = [each for each in usable if each.is_physical] or usable
     return DataNetwork(tuple(usable)) if len(usable) > 1 else DataNetwork()
 

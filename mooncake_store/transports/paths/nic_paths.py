@@ -177,9 +177,10 @@ def next_path(
     A path that rests is taken as `is_last_resort` only.
     """
     free = [
-        at for at, path in enumerate(paths)
+        at
+        for at, path in enumerate(paths)
         if parts_under_way[at] < PARTS_PER_PATH_MAX and (is_last_resort or not path.is_resting)
-    ]  # fmt: skip
+    ]
     if not free:
         return None
     return min(

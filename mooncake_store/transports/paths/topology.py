@@ -19,8 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 NODES, NETS, RDMAS, PCIS = (
-    "devices/system/node/", "class/net/", "class/infiniband/", "bus/pci/devices/",
-)  # fmt: skip
+    "devices/system/node/",
+    "class/net/",
+    "class/infiniband/",
+    "bus/pci/devices/",
+)
 LINK = "-> "
 _PCI = re.compile(r"^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _BRIDGE = re.compile(r"^pci[0-9a-f]{4,}:[0-9a-f]{2}$")
@@ -126,10 +129,15 @@ class Topology:
             for node in self.numa_nodes
         ]
         nics = [
-            {"name": nic.name, "numa": nic.numa_node, "bits_per_s": nic.bits_per_s,
-             "rdma": nic.has_rdma, "up": nic.is_up}
+            {
+                "name": nic.name,
+                "numa": nic.numa_node,
+                "bits_per_s": nic.bits_per_s,
+                "rdma": nic.has_rdma,
+                "up": nic.is_up,
+            }
             for nic in self.nics
-        ]  # fmt: skip
+        ]
         gpus = [
             {"pci": gpu.address, "numa": gpu.numa_node, "nics": self.near_gpu(gpu).preferred}
             for gpu in self.gpus

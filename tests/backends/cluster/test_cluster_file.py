@@ -32,22 +32,31 @@ def test_every_section_is_read() -> None:
     assert found.etcd is not None and found.etcd.hosts == ("a", "b", "c")
     assert found.directories.hosts == ("a", "b") and found.directories.ttl_s == 3
     assert [(n.name, n.host, n.dram_bytes, n.ssd_bytes) for n in found.storage_nodes] == [
-        ("a0", "a", 256 << 20, 0), ("a1", "a", 1 << 30, 2 << 30), ("b0", "b", 256 << 20, 0),
+        ("a0", "a", 256 << 20, 0),
+        ("a1", "a", 1 << 30, 2 << 30),
+        ("b0", "b", 256 << 20, 0),
         ("c0", "c", 256 << 20, 0),
-    ]  # fmt: skip
+    ]
     assert found.conductor == {
-        "admission": "reserved", "ttft_slo_s": "20", "tbt_slo_s": "0.1", "checkpoint": "demo",
-    }  # fmt: skip
+        "admission": "reserved",
+        "ttft_slo_s": "20",
+        "tbt_slo_s": "0.1",
+        "checkpoint": "demo",
+    }
     assert found.keys_folder == "keys" and found.trusted_data_network == ("e0",)
 
 
 def test_workers_are_named_after_pool_host_and_number_and_get_a_port_each() -> None:
     found = parse(THREE_HOSTS)
     assert [(w.model, w.grpc_port, w.store_node) for w in found.workers] == [
-        ("prefill_a_0", 7100, "a0"), ("prefill_a_1", 7101, "a1"), ("prefill_a_2", 7102, "a0"),
-        ("prefill_b_0", 7100, "b0"), ("decode_b_0", 7200, "b0"),
-        ("decode_c_0", 7200, "c0"), ("decode_c_1", 7201, "c0"),
-    ]  # fmt: skip
+        ("prefill_a_0", 7100, "a0"),
+        ("prefill_a_1", 7101, "a1"),
+        ("prefill_a_2", 7102, "a0"),
+        ("prefill_b_0", 7100, "b0"),
+        ("decode_b_0", 7200, "b0"),
+        ("decode_c_0", 7200, "c0"),
+        ("decode_c_1", 7201, "c0"),
+    ]
     prefill, decode = found.pools
     assert prefill.parameters == {"checkpoint": "demo", "dtype": "float32", "threads": "2"}
     assert decode.workers[2].parameters == {"threads": "3"}, "a list gives each worker its own"
@@ -119,19 +128,26 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("address: 10.77.0.1", "address: 0.0.0.0"), "an IPv4 address or a DNS name"),
         (("address: 10.77.0.1", "address: 10.77.0.300"), "an IPv4 address or a DNS name"),
         (("address: 10.77.0.1", "address: 'a b'"), "an IPv4 address or a DNS name"),
-        (("address: 10.77.0.1", "address: 'fd00::1'"),
-         "line 3: hosts.a.address: is 'fd00::1'; use an IPv4 address or a DNS name that has one "
-         "(nothing here listens on IPv6)"),
+        (
+            ("address: 10.77.0.1", "address: 'fd00::1'"),
+            "line 3: hosts.a.address: is 'fd00::1'; use an IPv4 address or a DNS name that has one "
+            "(nothing here listens on IPv6)",
+        ),
         (("10.77.0.1}", "10.77.0.1, listen: '::'}"), "an IPv4 address of the host"),
         (("address: 0.0.0.0", "address: '::'"), "frontends.address: is '::'; use an IPv4 address"),
         (("address: 0.0.0.0", "metrics_address: '::1'"), "use an IPv4 address, or 0.0.0.0"),
         (("hosts: [a, b, c], client", "endpoints: ['[::1]:2379'], client"), "is no HOST:PORT"),
         (("address: 10.77.0.1", "address: 10.77.0.2"), "port 2379 of 10.77.0.2 is wanted by"),
-        (("frontends: {hosts: [a, b]", "frontends: {hosts: [a, a]"), "a is there twice: a second "
-         "frontend of a machine is another host with its address"),
+        (
+            ("frontends: {hosts: [a, b]", "frontends: {hosts: [a, a]"),
+            "a is there twice: a second frontend of a machine is another host with its address",
+        ),
         (("  b: {address: 10.77.0.2", "  b: {address: 10.77.0.1"), "is wanted by"),
-        (("frontends: {hosts: [a, b]", "frontends: {http_port: 7002, hosts: [a, b]"),
-         "port 7002 of 10.77.0.1 is wanted by the directory's events of host a and the frontend's"),
+        (
+            ("frontends: {hosts: [a, b]", "frontends: {http_port: 7002, hosts: [a, b]"),
+            "port 7002 of 10.77.0.1 is wanted by the directory's events of host a and the "
+            "frontend's",
+        ),
         (("peer_port: 2380", "peer_port: 2379"), "etcd's clients of host a and etcd's peers"),
         (("etcd: {hosts: [a, b, c], client_port: 2379, peer_port: 2380}\n", ""), "elect a leader"),
         (("hosts: [a, b, c]", "hosts: [a], endpoints: [x:1]"), "either hosts"),
@@ -163,7 +179,7 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("admission: reserved", "ttft_slo_s: 3"), "is said by conductor.ttft_slo_s too"),
         (("admission: reserved", "checkpoint: other"), "is not that of the workers"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_gets_its_remedy(change: tuple[str, str], said: str) -> None:
     assert change[0] in THREE_HOSTS
     found = problems(THREE_HOSTS.replace(*change, 1))
@@ -187,19 +203,23 @@ def test_a_mistake_gets_its_remedy(change: tuple[str, str], said: str) -> None:
         ("a: *b\n", "this is no YAML"),
         ("<<: [1, 2]\n", "<< takes a mapping"),
         ("name: a\0b\n", "cannot be in a YAML file"),
-        (f"a0: &a0 [{'x,' * 10}]\n" + "".join(
-            f"a{n}: &a{n} [{f'*a{n - 1},' * 10}]\n" for n in range(1, 9)), "entries once aliases"),
+        (
+            f"a0: &a0 [{'x,' * 10}]\n"
+            + "".join(f"a{n}: &a{n} [{f'*a{n - 1},' * 10}]\n" for n in range(1, 9)),
+            "entries once aliases",
+        ),
         ("[" * 5_000, "nested"),
         ("x" * (CHARACTERS_MAX + 1), "is it another file?"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_tree_of_keys_is_refused_with_a_clear_word(text: str, said: str) -> None:
     assert any(said in line for line in problems(text)), problems(text)
 
 
 def test_a_second_frontend_of_a_machine_needs_ports_that_exist() -> None:
-    text = ONE_HOST.replace("{address: 127.0.0.1}\n", "{address: 127.0.0.1}\n"
-                            "  too: {address: 127.0.0.1}\n")  # fmt: skip
+    text = ONE_HOST.replace(
+        "{address: 127.0.0.1}\n", "{address: 127.0.0.1}\n  too: {address: 127.0.0.1}\n"
+    )
     text += "frontends: {hosts: [here, too], http_port: 65526}\n"
     said = "line 10: frontends: port 65536 of 127.0.0.1, for the frontend's HTTP of host too, is"
     assert problems(text)[0].startswith(said)
@@ -207,9 +227,11 @@ def test_a_second_frontend_of_a_machine_needs_ports_that_exist() -> None:
 
 
 def test_anchors_and_merge_keys_mean_what_yaml_says() -> None:
-    text = THREE_HOSTS.replace("hosts:\n", "hosts:\n", 1).replace(
-        "a0: {host: a, dram: 256M}", "a0: &node {host: a, dram: 256M}"
-    ).replace("b0: {host: b, dram: 256M}", "b0: {<<: *node, host: b}")  # fmt: skip
+    text = (
+        THREE_HOSTS.replace("hosts:\n", "hosts:\n", 1)
+        .replace("a0: {host: a, dram: 256M}", "a0: &node {host: a, dram: 256M}")
+        .replace("b0: {host: b, dram: 256M}", "b0: {<<: *node, host: b}")
+    )
     node = parse(text).storage_nodes[2]
     assert (node.host, node.dram_bytes) == ("b", 256 << 20)
 
@@ -225,22 +247,41 @@ TRTLLM = THREE_HOSTS.replace("dtype: float32", "engine: tensorrt_llm, dtype: bfl
         (THREE_HOSTS, SHIPPED, ""),
         (TRTLLM, ON_GPUS, ""),
         (TRTLLM.replace("engine: tensorrt_llm, ", "tp_size: 2, "), ON_GPUS, ""),
-        (THREE_HOSTS.replace("dtype: float32", "engine: torch, dtype: float32"), ON_GPUS,
-         "line 15: pools.prefill: the model that it is rendered from sets aside_load_mib"),
-        (TRTLLM.replace("threads: 2", "block_tokens: 16"), ON_GPUS,
-         "line 15: pools.prefill.block_tokens: (16) must be a multiple of page_tokens (32)"),
-        (TRTLLM.replace("dtype: bfloat16", "tp_size: 2, gpus: '0'"), ON_GPUS,
-         "line 17: defaults.gpus: names 1 devices, tp_size is 2"),
-        (TRTLLM.replace("engine: tensorrt_llm, ", "").replace("threads: 2",
-         "engine: tensorrt_llm"), {}, "all workers need the same engine"),
-        (THREE_HOSTS.replace("dtype: float32", "dtype: float32, tp_size: 2"), SHIPPED,
-         "line 17: defaults.tp_size: unknown parameter"),
-        (TRTLLM.replace("{threads: 3}", "{threads: 3, transfer_s_max: 40}"),
-         {name: text.replace('"30"', '"20"') for name, text in ON_GPUS.items()},
-         "line 16: pools.decode.workers.c[1].transfer_s_max: (40.0) must be positive and below "
-         "lease_s (20.0)"),
+        (
+            THREE_HOSTS.replace("dtype: float32", "engine: torch, dtype: float32"),
+            ON_GPUS,
+            "line 15: pools.prefill: the model that it is rendered from sets aside_load_mib",
+        ),
+        (
+            TRTLLM.replace("threads: 2", "block_tokens: 16"),
+            ON_GPUS,
+            "line 15: pools.prefill.block_tokens: (16) must be a multiple of page_tokens (32)",
+        ),
+        (
+            TRTLLM.replace("dtype: bfloat16", "tp_size: 2, gpus: '0'"),
+            ON_GPUS,
+            "line 17: defaults.gpus: names 1 devices, tp_size is 2",
+        ),
+        (
+            TRTLLM.replace("engine: tensorrt_llm, ", "").replace(
+                "threads: 2", "engine: tensorrt_llm"
+            ),
+            {},
+            "all workers need the same engine",
+        ),
+        (
+            THREE_HOSTS.replace("dtype: float32", "dtype: float32, tp_size: 2"),
+            SHIPPED,
+            "line 17: defaults.tp_size: unknown parameter",
+        ),
+        (
+            TRTLLM.replace("{threads: 3}", "{threads: 3, transfer_s_max: 40}"),
+            {name: text.replace('"30"', '"20"') for name, text in ON_GPUS.items()},
+            "line 16: pools.decode.workers.c[1].transfer_s_max: (40.0) must be positive and below "
+            "lease_s (20.0)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_parameters_are_checked_with_those_of_the_model_that_a_worker_is_rendered_from(
     text: str, templates: dict[str, str], said: str
 ) -> None:

@@ -40,9 +40,14 @@ def key(number: int) -> bytes:
 def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StoreProcesses]:
     ssd_bytes = getattr(request, "param", 0)
     processes = StoreProcesses(
-        tmp_path / "s", list(THREE_NODES), 16 << 20, tmp_path / "ssd", ssd_bytes, [],
+        tmp_path / "s",
+        list(THREE_NODES),
+        16 << 20,
+        tmp_path / "ssd",
+        ssd_bytes,
+        [],
         ["--mapped-only"] if not ssd_bytes else ["--mapped-only", "--ssd-io", "threads"],
-    )  # fmt: skip
+    )
     for each in processes.processes[1:]:  # nodes pull from each other by their control sockets
         assert "--control" in each.command
     try:

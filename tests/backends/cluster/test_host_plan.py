@@ -20,14 +20,17 @@ def test_a_host_of_a_fleet_runs_its_part() -> None:
     )
     assert b.directory is not None
     assert (b.directory.listen, b.directory.listen_events, b.directory.etcd) == (
-        "tcp://10.77.0.2:7001", "tcp://10.77.0.2:7002", ELECTION,
-    )  # fmt: skip
+        "tcp://10.77.0.2:7001",
+        "tcp://10.77.0.2:7002",
+        ELECTION,
+    )
     (node,) = b.storage_nodes
     assert (node.control, node.data) == ("tcp://10.77.0.2:7010", "10.77.0.2:7011")
     assert b.frontend is not None and b.frontend.grpc == "0.0.0.0:8001"
     assert [(w.model, w.grpc) for w in b.workers] == [
-        ("prefill_b_0", "10.77.0.2:7100"), ("decode_b_0", "10.77.0.2:7200"),
-    ]  # fmt: skip
+        ("prefill_b_0", "10.77.0.2:7100"),
+        ("decode_b_0", "10.77.0.2:7200"),
+    ]
     assert c.directory is None and c.frontend is None and c.etcd is not None
     assert [w.parameters["threads"] for w in c.workers] == ["1", "3"]
     assert (c.folder, c.model_repository) == ("/fleet", "rendered/c/model_repository")
@@ -36,19 +39,24 @@ def test_a_host_of_a_fleet_runs_its_part() -> None:
 def test_the_nodes_of_a_host_differ_in_their_ports() -> None:
     plan = host_plan(parse(THREE_HOSTS), "a")
     assert [node.control for node in plan.storage_nodes] == [
-        "tcp://10.77.0.1:7010", "tcp://10.77.0.1:7012",
-    ]  # fmt: skip
+        "tcp://10.77.0.1:7010",
+        "tcp://10.77.0.1:7012",
+    ]
     assert [node.data for node in plan.storage_nodes] == ["10.77.0.1:7011", "10.77.0.1:7013"]
 
 
 def test_the_environment_says_where_everything_is() -> None:
     deployment = parse(THREE_HOSTS, "/fleet/cluster.yaml")
     assert host_plan(deployment, "b").environment == {
-        "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0", "MOONCAKE_DIRECTORY": ELECTION,
-        "MOONCAKE_EVENTS": "", "MOONCAKE_ADDRESS": "10.77.0.2",
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "e0",
+        "MOONCAKE_DIRECTORY": ELECTION,
+        "MOONCAKE_EVENTS": "",
+        "MOONCAKE_ADDRESS": "10.77.0.2",
         "MOONCAKE_PEERS": "10.77.0.1,10.77.0.2,10.77.0.3",
-        "MOONCAKE_KEYS": "/fleet/keys", "MOONCAKE_TRUSTED_NICS": "e0",
-    }  # fmt: skip
+        "MOONCAKE_KEYS": "/fleet/keys",
+        "MOONCAKE_TRUSTED_NICS": "e0",
+    }
     assert host_plan(deployment, "c").environment["MOONCAKE_HOST_IDENTITY"] == "c"
 
 
@@ -119,8 +127,14 @@ def test_hosts_of_one_address_have_ports_of_their_own_for_clients_and_metrics() 
     )
     deployment = parse(text)
     plans = {name: host_plan(deployment, name) for name in ("a", "a2", "b")}
-    found = {name: (plan.frontend and plan.frontend.http, plan.frontend and plan.frontend.grpc,
-                    plan.metrics) for name, plan in plans.items()}  # fmt: skip
+    found = {
+        name: (
+            plan.frontend and plan.frontend.http,
+            plan.frontend and plan.frontend.grpc,
+            plan.metrics,
+        )
+        for name, plan in plans.items()
+    }
     assert found == {
         "a": ("0.0.0.0:8000", "0.0.0.0:8001", "127.0.0.1:8002"),
         "a2": ("0.0.0.0:8010", "0.0.0.0:8011", "127.0.0.1:8012"),

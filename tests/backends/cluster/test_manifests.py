@@ -38,6 +38,7 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 CHECKER = KUBERNETES / "check_manifests.py"
 VALIDATOR = ROOT / ".venv-kubernetes" / "bin" / "python"
 POD_FILE = (KUBERNETES / "base" / "cluster.yaml").read_text()
+GROUPS = ("directory", "storage", "frontend", "prefill", "decode")
 
 
 def options_of_serve() -> set[str]:
@@ -102,9 +103,11 @@ def program(hosts: Namespaces, host: str, *command: str) -> Iterator[subprocess.
     """Runs on that host until the block ends."""
     python = shutil.which("python3") or "python3"
     started = subprocess.Popen(
-        hosts.command(host, [python, "-c", *command]), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        hosts.command(host, [python, "-c", *command]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield started
     finally:
@@ -169,8 +172,9 @@ def test_two_hosts_of_one_machine_have_one_table_and_two_units() -> None:
     assert a.splitlines()[1:] == a2.splitlines()[1:], "the second load replaces the first"
     assert "tcp dport 8000 accept" in a and "tcp dport 8010 accept" in a
     assert [unit_name(deployment, name) for name in ("a", "a2")] == [
-        "mooncake-demo.service", "mooncake-demo-a2.service",
-    ]  # fmt: skip
+        "mooncake-demo.service",
+        "mooncake-demo-a2.service",
+    ]
     with pytest.raises(ClusterFileInvalid, match="an address of its own"):
         compose(deployment)
 
@@ -246,25 +250,36 @@ def volumes_of(text: str, host: str = "b") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "inside", "outside"),
     [
-        (("checkpoint: demo", "checkpoint: models/q"), "/var/lib/mooncake/models/q",
-         "../../models/q"),
+        (
+            ("checkpoint: demo", "checkpoint: models/q"),
+            "/var/lib/mooncake/models/q",
+            "../../models/q",
+        ),
         (("checkpoint: demo", "checkpoint: ../q"), "/var/lib/q", "../../../q"),
         (("checkpoint: demo", "checkpoint: /models/q"), "/models/q", "/models/q"),
-        (("checkpoint: demo", "llm_options: fast.json, engine: tensorrt_llm"),
-         "/var/lib/mooncake/fast.json", "../../fast.json"),
+        (
+            ("checkpoint: demo", "llm_options: fast.json, engine: tensorrt_llm"),
+            "/var/lib/mooncake/fast.json",
+            "../../fast.json",
+        ),
         (("folder: keys", "folder: /etc/keys"), "/etc/keys/b", "/etc/keys/b"),
-        (("folder: keys", "folder: ./own/keys/"), "/var/lib/mooncake/own/keys/b",
-         "../../own/keys/b"),
+        (
+            ("folder: keys", "folder: ./own/keys/"),
+            "/var/lib/mooncake/own/keys/b",
+            "../../own/keys/b",
+        ),
     ],
-)  # fmt: skip
+)  # fmt: skip)
 def test_containers_see_keys_and_checkpoint_where_the_cluster_file_says(
     change: tuple[str, str], inside: str, outside: str
 ) -> None:
     assert change[0] in THREE_HOSTS
     assert volumes_of(THREE_HOSTS.replace(*change))[inside] == outside
     assert set(volumes_of(THREE_HOSTS)) == {
-        "/var/lib/mooncake", "/var/lib/mooncake/cluster.yaml", "/var/lib/mooncake/keys/b",
-    }  # fmt: skip
+        "/var/lib/mooncake",
+        "/var/lib/mooncake/cluster.yaml",
+        "/var/lib/mooncake/keys/b",
+    }
     with pytest.raises(ClusterFileInvalid, match="a path that begins with /"):
         compose(parse(THREE_HOSTS.replace("checkpoint: demo", "checkpoint: ~/q")))
 
@@ -282,9 +297,10 @@ def test_containers_run_as_who_may_read_their_keys(tmp_path: Path) -> None:
     users = {name: each["user"] for name, each in made["services"].items()}
     b = 4321 if os.getuid() == 0 else os.getuid()
     assert users == {
-        "a": f"${{MOONCAKE_USER:-{os.getuid()}}}", "b": f"${{MOONCAKE_USER:-{b}}}",
+        "a": f"${{MOONCAKE_USER:-{os.getuid()}}}",
+        "b": f"${{MOONCAKE_USER:-{b}}}",
         "c": "${MOONCAKE_USER:-1000}",
-    }  # fmt: skip
+    }
     # Nobody by such a number is known in the image: its folder must be anybody's.
     assert made["services"]["b"]["environment"] == {"HOME": "/var/lib/mooncake", "USER": "mooncake"}
     assert "chmod 1777 /var/lib/mooncake" in (ROOT / "deploy" / "Dockerfile").read_text()
@@ -293,16 +309,20 @@ def test_containers_run_as_who_may_read_their_keys(tmp_path: Path) -> None:
 def containers(documents: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [
         (each["metadata"]["name"], container)
-        for each in documents if each["kind"] in ("StatefulSet", "Deployment")
+        for each in documents
+        if each["kind"] in ("StatefulSet", "Deployment")
         for container in each["spec"]["template"]["spec"]["containers"]
-    ]  # fmt: skip
+    ]
 
 
 def base_documents(text: str = POD_FILE) -> list[Any]:
     files = kustomize_base(parse(text), text)
-    return [document for name, content in files.items()
-            if name not in ("cluster.yaml", "kustomization.yaml")
-            for document in yaml.safe_load_all(content)]  # fmt: skip
+    return [
+        document
+        for name, content in files.items()
+        if name not in ("cluster.yaml", "kustomization.yaml")
+        for document in yaml.safe_load_all(content)
+    ]
 
 
 def test_the_committed_base_is_what_its_cluster_file_renders() -> None:
@@ -330,9 +350,10 @@ def test_pods_start_what_exists_and_all_hosts_of_the_file_are_pods() -> None:
     assert drain.startswith('exec mooncake cluster drain "$POD_NAME" --cluster ')
     pods = {
         f"{each['metadata']['name']}-{number}"
-        for each in documents if each["kind"] == "StatefulSet"
+        for each in documents
+        if each["kind"] == "StatefulSet"
         for number in range(each["spec"]["replicas"])
-    }  # fmt: skip
+    }
     assert pods == set(deployment.hosts)
 
 
@@ -340,11 +361,8 @@ def test_pods_are_lent_the_gpus_of_their_workers_and_memory_for_what_lies_in_it(
     text = (KUBERNETES / "overlays" / "rdma" / "cluster.yaml").read_text()
     text = text.replace("engine: tensorrt_llm,", "engine: tensorrt_llm, tp_size: 2,")
     found = dict(containers(base_documents(text)))
-    gpus = {name: each["resources"]["limits"].get("nvidia.com/gpu")
-            for name, each in found.items()}  # fmt: skip
-    assert gpus == {
-        "directory": None, "storage": None, "frontend": None, "prefill": "2", "decode": "2",
-    }  # fmt: skip
+    gpus = {name: each["resources"]["limits"].get("nvidia.com/gpu") for name, each in found.items()}
+    assert gpus == {each: "2" if each in ("prefill", "decode") else None for each in GROUPS}
     memory = int(found["storage"]["resources"]["limits"]["memory"])
     assert memory < 4 << 30, "its segment is in huge pages, which are counted apart"
 
@@ -355,13 +373,16 @@ def test_pods_with_rdma_have_what_their_cluster_file_asks_for() -> None:
     built = subprocess.run(
         ["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True
     )
-    documents = [each for each in yaml.safe_load_all(built.stdout)
-                 if each["kind"] in ("StatefulSet", "Deployment")]  # fmt: skip
+    documents = [
+        each
+        for each in yaml.safe_load_all(built.stdout)
+        if each["kind"] in ("StatefulSet", "Deployment")
+    ]
     asked = {
         each["metadata"]["name"]: each["spec"]["template"]["spec"]
         for each in base_documents((folder / "cluster.yaml").read_text())
         if each["kind"] in ("StatefulSet", "Deployment")
-    }  # fmt: skip
+    }
     images = {}
     for document in documents:
         name, spec = document["metadata"]["name"], document["spec"]["template"]["spec"]
@@ -377,9 +398,7 @@ def test_pods_with_rdma_have_what_their_cluster_file_asks_for() -> None:
             assert not spec["securityContext"]["runAsNonRoot"]
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
     trtllm, cpu = "mooncake-trtllm", "mooncake"
-    assert images == {
-        "directory": cpu, "storage": trtllm, "frontend": cpu, "prefill": trtllm, "decode": trtllm,
-    }  # fmt: skip
+    assert images == {each: cpu if each in ("directory", "frontend") else trtllm for each in GROUPS}
     assert "etcd-server" in (ROOT / "deploy" / "Dockerfile").read_text(), "directories' pods run it"
 
 
@@ -396,12 +415,14 @@ def test_every_group_and_pool_has_a_budget_and_a_selector_that_finds_its_pods() 
     documents = base_documents()
     pods = {
         each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
-        for each in documents if each["kind"] in ("StatefulSet", "Deployment")
-    }  # fmt: skip
+        for each in documents
+        if each["kind"] in ("StatefulSet", "Deployment")
+    }
     budgets = {
         each["metadata"]["name"]: each["spec"]["selector"]["matchLabels"]
-        for each in documents if each["kind"] == "PodDisruptionBudget"
-    }  # fmt: skip
+        for each in documents
+        if each["kind"] == "PodDisruptionBudget"
+    }
     assert budgets == pods
     for each in documents:
         chosen = each["spec"].get("selector") or each["spec"].get("podSelector")
@@ -414,8 +435,9 @@ def test_pools_scale_by_metrics_that_are_on_our_page() -> None:
     scalers = list(yaml.safe_load_all(files["autoscaling.yaml"]))
     names = {
         metric[metric["type"].lower()]["metric"]["name"]
-        for scaler in scalers for metric in scaler["spec"]["metrics"]
-    }  # fmt: skip
+        for scaler in scalers
+        for metric in scaler["spec"]["metrics"]
+    }
     assert names == {autoscaling.LIVE, autoscaling.WAITING}
     assert names <= set(METRICS)
     assert [(s["spec"]["minReplicas"], s["spec"]["maxReplicas"]) for s in scalers] == [(2, 8)] * 2
@@ -452,10 +474,11 @@ def test_a_group_of_pods_gets_the_keys_of_its_own_hosts_only(tmp_path: Path) -> 
     for name in (*deployment.hosts, "prefill", "decode", "authority"):
         (keys / name).mkdir(parents=True)
         (keys / name / "host.key").write_text(f"secret of {name}")
-    made = {each["metadata"]["name"]: each["data"]
-            for each in yaml.safe_load_all(secrets(deployment, keys))}  # fmt: skip
-    assert set(made) == {f"keys-{g}" for g in ("directory", "storage", "frontend", "prefill",
-                                               "decode")}  # fmt: skip
+    made = {
+        each["metadata"]["name"]: each["data"]
+        for each in yaml.safe_load_all(secrets(deployment, keys))
+    }
+    assert set(made) == {f"keys-{group}" for group in GROUPS}
     assert set(made["keys-storage"]) == {"storage-0.host.key", "storage-1.host.key"}
     assert base64.b64decode(made["keys-prefill"]["host.key"]) == b"secret of prefill"
 
@@ -470,8 +493,11 @@ def test_a_group_of_pods_gets_the_keys_of_its_own_hosts_only(tmp_path: Path) -> 
 def test_the_keys_of_a_pod_are_copied_out_of_its_secret_readable_by_nobody_else(
     tmp_path: Path, pod: str, files: tuple[str, ...], taken: str
 ) -> None:
-    document = next(each for each in base_documents() if each["metadata"]["name"] == "storage"
-                    and each["kind"] == "StatefulSet")  # fmt: skip
+    document = next(
+        each
+        for each in base_documents()
+        if each["metadata"]["name"] == "storage" and each["kind"] == "StatefulSet"
+    )
     (copier,) = document["spec"]["template"]["spec"]["initContainers"]
     script = copier["command"][2].replace("/secret", str(tmp_path / "secret"))
     script = script.replace("/keys/", f"{tmp_path}/keys/")
@@ -533,14 +559,30 @@ def test_kubernetes_takes_the_base_and_every_overlay() -> None:
 @pytest.mark.parametrize(
     ("resource", "said"),
     [
-        ({"apiVersion": "example.com/v1", "kind": "Wonder", "metadata": {"name": "x"}},
-         "nobody knows the kind Wonder"),
-        ({"apiVersion": "monitoring.coreos.com/v1", "kind": "ServiceMonitor",
-          "metadata": {"name": "x"}, "spec": {"selector": {}, "endpoint": []}}, "endpoint"),
-        ({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"},
-          "spec": {"port": []}}, "port"),
+        (
+            {"apiVersion": "example.com/v1", "kind": "Wonder", "metadata": {"name": "x"}},
+            "nobody knows the kind Wonder",
+        ),
+        (
+            {
+                "apiVersion": "monitoring.coreos.com/v1",
+                "kind": "ServiceMonitor",
+                "metadata": {"name": "x"},
+                "spec": {"selector": {}, "endpoint": []},
+            },
+            "endpoint",
+        ),
+        (
+            {
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": {"name": "x"},
+                "spec": {"port": []},
+            },
+            "port",
+        ),
     ],
-)  # fmt: skip
+)  # fmt: skip)
 def test_an_unknown_kind_or_field_fails(
     tmp_path: Path, resource: dict[str, Any], said: str
 ) -> None:

@@ -38,8 +38,11 @@ def test_the_reference_has_every_key_that_the_file_may_have(
         parts = path.split(".")
         if parts[0] in NAMED and len(parts) > 1:
             parts[1] = "*"
-        if parts[0] == "pools" and parts[2:] and parts[2] not in ("role", "workers", "grpc_port",
-                                                                  "elastic"):  # fmt: skip
+        if (
+            parts[0] == "pools"
+            and parts[2:]
+            and parts[2] not in ("role", "workers", "grpc_port", "elastic")
+        ):
             continue  # a parameter of config.pbtxt
         name = ".".join(parts)
         is_section = any(other.startswith(name + ".") for other in known)
@@ -91,6 +94,9 @@ def test_every_command_on_the_pages_exists_with_its_options() -> None:
                 if name is None or name[0] == "render":
                     continue
                 assert set(re.findall(r"--[a-z-]+", words)) <= options(name[0]) | {
-                    "--program", "--folder", "--user"} , line  # fmt: skip
+                    "--program",
+                    "--folder",
+                    "--user",
+                }, line
                 seen += 1
     assert seen > 10

@@ -31,8 +31,12 @@ GATEWAY = PodGateway(openai_port=9000, has_api_keys=True)
 
 def test_frontends_alone_mount_the_api_keys_and_serve_clients_on_the_port_of_openai() -> None:
     files = kustomize_base(parse(POD_FILE), POD_FILE, GATEWAY)
-    documents = [each for name, text in files.items() if name.endswith(".yaml")
-                 for each in yaml.safe_load_all(text)]  # fmt: skip
+    documents = [
+        each
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for each in yaml.safe_load_all(text)
+    ]
     found = dict(containers([each for each in documents if "kind" in each]))
     for name, container in found.items():
         assert_serves(container["args"])
@@ -40,14 +44,18 @@ def test_frontends_alone_mount_the_api_keys_and_serve_clients_on_the_port_of_ope
         assert (
             (name == "frontend") == ("api-keys" in mounted) == ("--api-keys" in container["args"])
         )
-        assert (name == "frontend") == ({"name": "openai", "containerPort": 9000} in
-                                        container["ports"])  # fmt: skip
+        assert (name == "frontend") == (
+            {"name": "openai", "containerPort": 9000} in container["ports"]
+        )
     frontend = found["frontend"]
     path = frontend["args"][frontend["args"].index("--api-keys") + 1]
     mount = next(each for each in frontend["volumeMounts"] if each["name"] == "api-keys")
     assert mount["mountPath"] == os.path.dirname(path) and "subPath" not in mount, "edits arrive"
-    named = {(each["kind"], each["metadata"]["name"]): each for each in documents if "kind" in each
-             and "metadata" in each}  # fmt: skip
+    named = {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in documents
+        if "kind" in each and "metadata" in each
+    }
     spec = named["StatefulSet", "frontend"]["spec"]["template"]["spec"]
     [volume] = [each for each in spec["volumes"] if each["name"] == "api-keys"]
     secret = yaml.safe_load(api_keys_secret(parse(POD_FILE), b"{}"))
@@ -75,17 +83,21 @@ def test_with_api_keys_clients_reach_no_port_that_serves_without_one(
 ) -> None:
     files = kustomize_base(parse(POD_FILE), POD_FILE, gateway)
     documents = [
-        document for name, text in files.items() if name != "cluster.yaml"
+        document
+        for name, text in files.items()
+        if name != "cluster.yaml"
         for document in yaml.safe_load_all(text)
-    ]  # fmt: skip
+    ]
     [service] = [
-        each for each in documents
+        each
+        for each in documents
         if each["kind"] == "Service" and each["metadata"]["name"].endswith("-clients")
-    ]  # fmt: skip
+    ]
     [policy] = [
-        each for each in documents
+        each
+        for each in documents
         if each["kind"] == "NetworkPolicy" and each["metadata"]["name"].endswith("-clients")
-    ]  # fmt: skip
+    ]
     assert [port["name"] for port in service["spec"]["ports"]] == names
     numbers = [port["port"] for port in service["spec"]["ports"]]
     [rule] = policy["spec"]["ingress"]

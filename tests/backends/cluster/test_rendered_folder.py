@@ -40,8 +40,7 @@ def config(folder: RenderedFolder, model: str) -> ModelConfig:
 
 
 def raw(folder: RenderedFolder, model: str) -> dict[str, str]:
-    return {name: value.string_value
-            for name, value in config(folder, model).parameters.items()}  # fmt: skip
+    return {name: value.string_value for name, value in config(folder, model).parameters.items()}
 
 
 def edit(folder: RenderedFolder, model: str, before: str, after: str) -> None:
@@ -54,8 +53,13 @@ def test_a_host_gets_its_models_and_their_parameters(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.write(keeps_edits=True)
     assert {path.parent.name for path in folder.repository.glob("*/1")} == {
-        "conductor", "ensemble", "preprocessing", "postprocessing", "prefill_b_0", "decode_b_0",
-    }  # fmt: skip
+        "conductor",
+        "ensemble",
+        "preprocessing",
+        "postprocessing",
+        "prefill_b_0",
+        "decode_b_0",
+    }
     (prefill,) = read_worker_configs("prefill", "prefill_b_0", raw(folder, "prefill_b_0"), 1)
     assert (prefill.threads, prefill.store_node, prefill.kv_pages) == (2, "b0", 256)
     (decode,) = read_worker_configs("decode", "decode_b_0", raw(folder, "decode_b_0"), 1)
@@ -68,10 +72,15 @@ def test_a_host_gets_its_models_and_their_parameters(tmp_path: Path) -> None:
     shipped = text_format.Parse((BASE / "prefill_0" / "config.pbtxt").read_text(), ModelConfig())
     ours = config(folder, "prefill_b_0")
     assert (ours.input, ours.output, ours.backend) == (
-        shipped.input, shipped.output, shipped.backend,
-    )  # fmt: skip
-    comments = [line for line in (BASE / "prefill_0" / "config.pbtxt").read_text().splitlines()
-                if line.startswith("# ")]  # fmt: skip
+        shipped.input,
+        shipped.output,
+        shipped.backend,
+    )
+    comments = [
+        line
+        for line in (BASE / "prefill_0" / "config.pbtxt").read_text().splitlines()
+        if line.startswith("# ")
+    ]
     rendered = (folder.repository / "prefill_b_0" / "config.pbtxt").read_text().splitlines()
     assert set(comments) <= set(rendered), "what a parameter means stays beside it"
 
@@ -140,8 +149,9 @@ def test_a_changed_cluster_file_reaches_what_nobody_edited(tmp_path: Path) -> No
         tmp_path, "b", THREE_HOSTS.replace("threads: 2", "threads: 4").replace("16", "24")
     )
     assert {d.model: d.kind for d in changed.differences()} == {
-        "prefill_b_0": "outdated", "decode_b_0": "edited",
-    }  # fmt: skip
+        "prefill_b_0": "outdated",
+        "decode_b_0": "edited",
+    }
     assert changed.write(keeps_edits=True) == ["prefill_b_0"]
     assert raw(changed, "prefill_b_0")["threads"] == "4"
     assert raw(changed, "decode_b_0")["slots"] == "8"
@@ -154,8 +164,9 @@ def test_a_worker_that_left_the_file_goes_and_a_copied_folder_stays(tmp_path: Pa
     (folder.repository / "copied" / "config.pbtxt").write_text('backend: "prefill"\n')
     fewer = folder_of(tmp_path, "a", THREE_HOSTS.replace("a: 3", "a: 2"))
     assert {d.model: d.kind for d in fewer.differences()} == {
-        "copied": "added", "prefill_a_2": "added",
-    }  # fmt: skip
+        "copied": "added",
+        "prefill_a_2": "added",
+    }
     fewer.write(keeps_edits=True)
     assert {d.model: d.kind for d in fewer.differences()} == {"copied": "added"}
 

@@ -124,9 +124,15 @@ def test_a_directory_that_waited_for_its_turn_is_missed_when_it_dies(tmp_path: P
             plan = host_plan(deployment, host).directory
             assert plan is not None
             command = directory_command(
-                plan.listen, plan.listen_events, "--etcd", plan.etcd, "--ttl-s", "1",
-                "--advertise", f"{plan.advertised},{plan.advertised_events}",
-            )  # fmt: skip
+                plan.listen,
+                plan.listen_events,
+                "--etcd",
+                plan.etcd,
+                "--ttl-s",
+                "1",
+                "--advertise",
+                f"{plan.advertised},{plan.advertised_events}",
+            )
             started = subprocess.Popen(command, stdout=subprocess.DEVNULL)
             running.callback(started.wait)
             running.callback(started.kill)

@@ -24,10 +24,20 @@ def test_a_port_that_openais_interface_cannot_have_is_found_before_the_start() -
         taken = other.getsockname()[1]
         http, grpc, metrics, unused = free_ports(4, (taken,))
         arguments = [
-            "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
-            "--metrics-url", f"http://127.0.0.1:{unused}/metrics", "--store-bytes", "16M",
-            "--openai-port", str(taken), "--json",
-        ]  # fmt: skip
+            "--http-port",
+            str(http),
+            "--grpc-port",
+            str(grpc),
+            "--metrics-port",
+            str(metrics),
+            "--metrics-url",
+            f"http://127.0.0.1:{unused}/metrics",
+            "--store-bytes",
+            "16M",
+            "--openai-port",
+            str(taken),
+            "--json",
+        ]
         answer = CliRunner().invoke(made, arguments)
     found = [each for each in json.loads(answer.stdout)["findings"] if each["subject"] == "start"]
     assert [each["state"] for each in found] == [BROKEN]

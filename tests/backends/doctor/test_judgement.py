@@ -17,18 +17,32 @@ from backends.model_settings.running_system import LOADED, REFUSED, EditState, R
 
 GIB = 2**30
 WELL = HostFacts(
-    python=(3, 11, 7), packages=(PackageFacts("torch", "2.13.0+cpu", "torch>=2.6", True),),
-    triton="/somewhere/tritonserver", torch="2.13.0+cpu", devices={"prefill_0": "cpu"},
-    shm_bytes=8 * GIB, shm_free_bytes=8 * GIB, shm_needed_bytes=2 * GIB, memory_free_bytes=16 * GIB,
-    files_max=65536, locked_bytes_max=2**16, cores=8, threads=4, is_clock_synchronised=True,
+    python=(3, 11, 7),
+    packages=(PackageFacts("torch", "2.13.0+cpu", "torch>=2.6", True),),
+    triton="/somewhere/tritonserver",
+    torch="2.13.0+cpu",
+    devices={"prefill_0": "cpu"},
+    shm_bytes=8 * GIB,
+    shm_free_bytes=8 * GIB,
+    shm_needed_bytes=2 * GIB,
+    memory_free_bytes=16 * GIB,
+    files_max=65536,
+    locked_bytes_max=2**16,
+    cores=8,
+    threads=4,
+    is_clock_synchronised=True,
     shm_huge="advise",
-)  # fmt: skip
+)
 WAYS = [ProbedWay("mapped", 2e10, 5e-6), ProbedWay("nixl", 6e9, 4e-5), ProbedWay("tcp", 2e9, 6e-5)]
 SETTINGS = RunningSettings("r", {}, {}, [], ["s0"], models={"prefill_0": EditState("d", LOADED)})
 RUNNING = RunningFacts(
-    SETTINGS, {"conductor": True}, parse("", 0.0), 0.3, {"prefill_0": {"s0": 9e9, "s1": 3e9}},
+    SETTINGS,
+    {"conductor": True},
+    parse("", 0.0),
+    0.3,
+    {"prefill_0": {"s0": 9e9, "s1": 3e9}},
     FirstTokenTimed(0.02),
-)  # fmt: skip
+)
 
 
 def states(facts: HostFacts, ways: list[ProbedWay] = WAYS) -> dict[str, Finding]:
@@ -43,24 +57,27 @@ def test_a_host_that_is_well_has_nothing_to_say_but_ok() -> None:
     assert {each.state for each in running_findings(RUNNING)} == {OK}
 
 
-@pytest.mark.parametrize(("facts", "subject", "state"), [
-    (replace(WELL, python=(3, 9, 1)), "python", BROKEN),
-    (replace(WELL, python=(3, 14, 0)), "python", BROKEN),
-    (replace(WELL, triton_problem="no tritonserver"), "triton", BROKEN),
-    (replace(WELL, torch_cuda="13.0"), "torch build", WARNING),
-    (replace(WELL, gpus=2), "torch build", WARNING),
-    (replace(WELL, torch=""), "torch", BROKEN),
-    (replace(WELL, devices={"prefill_0": "cuda:1"}), "device", BROKEN),
-    (replace(WELL, shm_bytes=64 * 2**20), "/dev/shm", WARNING),
-    (replace(WELL, memory_free_bytes=GIB), "memory", WARNING),
-    (replace(WELL, files_max=1024), "open files", NOTE),
-    (replace(WELL, files_max=64), "open files", BROKEN),
-    (replace(WELL, has_rdma=True), "locked memory", BROKEN),
-    (replace(WELL, threads=16), "cores", NOTE),
-    (replace(WELL, numa_nodes=2), "NUMA", NOTE),
-    (replace(WELL, is_clock_synchronised=False), "clock", NOTE),
-    (replace(WELL, native_problem="no C compiler"), "compiled code", WARNING),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "subject", "state"),
+    [
+        (replace(WELL, python=(3, 9, 1)), "python", BROKEN),
+        (replace(WELL, python=(3, 14, 0)), "python", BROKEN),
+        (replace(WELL, triton_problem="no tritonserver"), "triton", BROKEN),
+        (replace(WELL, torch_cuda="13.0"), "torch build", WARNING),
+        (replace(WELL, gpus=2), "torch build", WARNING),
+        (replace(WELL, torch=""), "torch", BROKEN),
+        (replace(WELL, devices={"prefill_0": "cuda:1"}), "device", BROKEN),
+        (replace(WELL, shm_bytes=64 * 2**20), "/dev/shm", WARNING),
+        (replace(WELL, memory_free_bytes=GIB), "memory", WARNING),
+        (replace(WELL, files_max=1024), "open files", NOTE),
+        (replace(WELL, files_max=64), "open files", BROKEN),
+        (replace(WELL, has_rdma=True), "locked memory", BROKEN),
+        (replace(WELL, threads=16), "cores", NOTE),
+        (replace(WELL, numa_nodes=2), "NUMA", NOTE),
+        (replace(WELL, is_clock_synchronised=False), "clock", NOTE),
+        (replace(WELL, native_problem="no C compiler"), "compiled code", WARNING),
+    ],
+)
 def test_one_thing_that_is_wrong_is_one_finding(facts: HostFacts, subject: str, state: str) -> None:
     found = states(facts)
     assert list(found) == [subject] and found[subject].state == state
@@ -84,10 +101,15 @@ def test_small_pages_matter_where_a_card_locks_them() -> None:
     assert (found.subject, found.state) == ("huge pages", NOTE) and "524288 pages" in found.what
 
 
-@pytest.mark.parametrize(("options", "huge"), [
-    ("rw,relatime,size=4g", ""), ("rw,huge=advise", "advise"), ("rw,huge=never,size=4g", ""),
-    ("rw,huge=within_size", "within_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "huge"),
+    [
+        ("rw,relatime,size=4g", ""),
+        ("rw,huge=advise", "advise"),
+        ("rw,huge=never,size=4g", ""),
+        ("rw,huge=within_size", "within_size"),
+    ],
+)
 def test_the_last_mount_says_which_pages_there_are(tmp_path: Path, options: str, huge: str) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
@@ -103,13 +125,22 @@ def test_what_suits_a_gpu_is_no_finding() -> None:
     assert states(replace(WELL, torch="", devices={})) == {}, "no worker has the engine torch"
 
 
-@pytest.mark.parametrize(("requirement", "version", "wrong"), [
-    ("numpy>=1.26,<2", "2.1.0", "<2"), ("numpy>=1.26,<2", "1.26.4", ""),
-    ("torch>=2.6", "2.5.9", ">=2.6"), ("torch>=2.6", "2.13.0+cpu", ""), ("torch>=2.6", "2.6", ""),
-    ("pytriton==0.7.0", "0.7", ""), ("pytriton==0.7.0", "0.7.1", "==0.7.0"),
-    ("tritonclient[grpc,http]>=2.51", "2.50.1", ">=2.51"), ("typer>=0.12", "0.9", ">=0.12"),
-    ("pyzmq", "1", ""), ("a>=1", "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("requirement", "version", "wrong"),
+    [
+        ("numpy>=1.26,<2", "2.1.0", "<2"),
+        ("numpy>=1.26,<2", "1.26.4", ""),
+        ("torch>=2.6", "2.5.9", ">=2.6"),
+        ("torch>=2.6", "2.13.0+cpu", ""),
+        ("torch>=2.6", "2.6", ""),
+        ("pytriton==0.7.0", "0.7", ""),
+        ("pytriton==0.7.0", "0.7.1", "==0.7.0"),
+        ("tritonclient[grpc,http]>=2.51", "2.50.1", ">=2.51"),
+        ("typer>=0.12", "0.9", ">=0.12"),
+        ("pyzmq", "1", ""),
+        ("a>=1", "", ""),
+    ],
+)
 def test_a_version_is_compared_by_its_numbers(requirement: str, version: str, wrong: str) -> None:
     name = requirement.split(">")[0].split("=")[0].split("[")[0]
     assert unmet(PackageFacts(name, version, requirement)) == wrong
@@ -117,13 +148,16 @@ def test_a_version_is_compared_by_its_numbers(requirement: str, version: str, wr
 
 def test_a_package_that_lacks_or_is_too_old_is_broken_and_a_missing_extra_a_note() -> None:
     packages = (
-        PackageFacts("pyzmq", "", "pyzmq>=25"), PackageFacts("nixl", "0.9", "nixl>=1.0"),
+        PackageFacts("pyzmq", "", "pyzmq>=25"),
+        PackageFacts("nixl", "0.9", "nixl>=1.0"),
         PackageFacts("nvidia-pytriton", "", "nvidia-pytriton==0.7.0", True),
-    )  # fmt: skip
+    )
     found = states(replace(WELL, packages=packages))
     assert {name: each.state for name, each in found.items()} == {
-        "pyzmq": BROKEN, "nixl": BROKEN, "nvidia-pytriton": NOTE,
-    }  # fmt: skip
+        "pyzmq": BROKEN,
+        "nixl": BROKEN,
+        "nvidia-pytriton": NOTE,
+    }
     assert found["nixl"].remedy == "pip install 'nixl>=1.0'"
 
 
@@ -147,26 +181,37 @@ def test_only_a_skew_that_whole_seconds_can_tell_is_one() -> None:
 
 
 def test_what_a_running_system_says_of_itself_is_heard() -> None:
-    page = parse('mooncake_worker_unreached{worker="decode_0"} 1\n'
-                 "mooncake_nixl_agents_given_up_total 2\n", 0.0)  # fmt: skip
+    page = parse(
+        'mooncake_worker_unreached{worker="decode_0"} 1\nmooncake_nixl_agents_given_up_total 2\n',
+        0.0,
+    )
     settings = replace(SETTINGS, models={"prefill_0": EditState("d", REFUSED, "threads is 0")})
     facts = RunningFacts(
-        settings, {"conductor": True, "decode_0": False}, page, 0.0, {"prefill_0": {"s1": 5e7}},
+        settings,
+        {"conductor": True, "decode_0": False},
+        page,
+        0.0,
+        {"prefill_0": {"s1": 5e7}},
         FirstTokenTimed(problem="status 400: rejected"),
-    )  # fmt: skip
+    )
     found = {each.subject: each for each in running_findings(facts)}
     assert {name: each.state for name, each in found.items()} == {
-        "models": BROKEN, "settings": WARNING, "worker": BROKEN, "nixl": WARNING, "path": WARNING,
+        "models": BROKEN,
+        "settings": WARNING,
+        "worker": BROKEN,
+        "nixl": WARNING,
+        "path": WARNING,
         "request": BROKEN,
-    }  # fmt: skip
+    }
     assert "threads is 0" in found["settings"].what and "decode_0" in found["models"].what
     slow = replace(RUNNING, request=FirstTokenTimed(7.5))
     assert [each.what for each in running_findings(slow) if each.state == WARNING] == [
         "first token after 7.50 s"
     ]
     closed = replace(RUNNING, request=FirstTokenTimed(problem="status 400: forbidden: no key"))
-    assert [(each.subject, each.state) for each in running_findings(closed)
-            if each.state != OK] == [("request", NOTE)]  # fmt: skip
+    assert [
+        (each.subject, each.state) for each in running_findings(closed) if each.state != OK
+    ] == [("request", NOTE)]
     storage_only = replace(RUNNING, request=None)
     assert "request" not in {each.subject for each in running_findings(storage_only)}
 

@@ -154,8 +154,10 @@ def test_a_short_step_is_whole_blocks_and_no_more_than_a_step(
 def test_a_short_prompt_that_waits_gets_its_pages_before_a_long_one() -> None:
     pool, batching = prefill(pages=4)
     for name, arrived_s, work_s, tokens in (
-        ("running", 0.0, 0.1, 64), ("long", 0.1, 2.0, 64), ("short", 0.2, 0.1, 64),
-    ):  # fmt: skip
+        ("running", 0.0, 0.1, 64),
+        ("long", 0.1, 2.0, 64),
+        ("short", 0.2, 0.1, 64),
+    ):
         batching.add(name, tokens, ORDER.key_s(arrived_s, work_s))
         batching.admit()
     pool.release(batching.remove("running"))

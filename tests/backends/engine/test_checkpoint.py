@@ -336,9 +336,14 @@ def test_all_that_is_wrong_with_latent_attention_and_experts_is_listed(tmp_path:
     make_checkpoint("deepseek_v3", tmp_path)
     assert read_kv_layout(tmp_path, "float32", 64) == KvLayout(3, 1, 40, "float32", 64, kv_factor=1)
     edit_config(
-        tmp_path, scoring_func="softmax", topk_method="greedy", moe_layer_freq=2, n_group=3,
-        num_key_value_heads=2, qk_rope_head_dim=7,
-    )  # fmt: skip
+        tmp_path,
+        scoring_func="softmax",
+        topk_method="greedy",
+        moe_layer_freq=2,
+        n_group=3,
+        num_key_value_heads=2,
+        qk_rope_head_dim=7,
+    )
     words = "scoring_func", "topk_method", "moe_layer_freq", "3 groups", "heads must", "qk_rope_"
     problems = problems_of(tmp_path)
     assert len(problems) == len(words)

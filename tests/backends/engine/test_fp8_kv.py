@@ -41,9 +41,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
 }
 KV_ONLY = {
-    "quant_method": "compressed-tensors", "config_groups": {},
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
-}  # fmt: skip
+}
 
 
 class RoundedCache(transformers.DynamicCache):
@@ -53,7 +54,7 @@ class RoundedCache(transformers.DynamicCache):
         super().__init__(**arguments)
         self._scales = scales
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]  # fmt: skip
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
         rounded = [
             (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
             for states, scale in zip(
@@ -260,8 +261,10 @@ def test_one_scale_may_be_of_both(tmp_path: Path) -> None:
     work = [Work(list(range(30)), 0, [0, 1])]
     names = "model.layers.0.self_attn.{}"
     found = []
-    for tensors in ({names.format("kv_scale"): 0.03},
-                    {names.format("k_scale"): 0.03, names.format("v_scale"): 0.03}):  # fmt: skip
+    for tensors in (
+        {names.format("kv_scale"): 0.03},
+        {names.format("k_scale"): 0.03, names.format("v_scale"): 0.03},
+    ):
         with_scales(path, tensors)
         found.append(TorchEngine.load(path, 8, 16, kv_dtype="fp8").forward(work))
     np.testing.assert_array_equal(*found)
@@ -269,8 +272,9 @@ def test_one_scale_may_be_of_both(tmp_path: Path) -> None:
 
 def test_scales_and_what_is_computed_in_are_in_the_fingerprint(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
-    engines = [TorchEngine.load(path, 8, 16, dtype, kv_dtype="fp8")
-               for dtype in ("float32", "bfloat16")]  # fmt: skip
+    engines = [
+        TorchEngine.load(path, 8, 16, dtype, kv_dtype="fp8") for dtype in ("float32", "bfloat16")
+    ]
     assert len({engine.tp_shape for engine in engines}) == 2
     with_scales(path, scale_tensors())
     assert TorchEngine.load(path, 8, 16, kv_dtype="fp8").weights_id != engines[0].weights_id

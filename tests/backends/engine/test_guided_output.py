@@ -47,8 +47,11 @@ def answers(engine: TorchEngine, asked: list[dict[str, Any]]) -> tuple[int, int]
             check_refusal(error, schema)
             continue
         temperature = 0.0 if index % 2 else 1.2
-        params.append(SamplingParams(TOKENS_MAX, temperature=temperature, seed=index,
-                                     end_ids=END_IDS, guided_json=text))  # fmt: skip
+        params.append(
+            SamplingParams(
+                TOKENS_MAX, temperature=temperature, seed=index, end_ids=END_IDS, guided_json=text
+            )
+        )
         followed.append(schema)
     outputs = generate(engine, [PROMPT] * len(params), params, slots_max=TOGETHER, guides=guides)
     ended = [

@@ -45,10 +45,15 @@ def of_transformers(path: Path, ids: list[int], dtype: Any) -> np.ndarray:
 def differences(found: list[TokenLogprobs], path: Path, ids: list[int], dtype: Any) -> np.ndarray:
     """[tokens, 1 + TOP]: of the token itself and of the best ones, to what transformers says."""
     theirs = of_transformers(path, ids, dtype)
-    return np.array([
-        [each.log_prob - row[token_id], *(np.array(each.top_log_probs) - row[list(each.top_ids)])]
-        for each, row, token_id in zip(found, theirs, ids[1:], strict=False)
-    ])  # fmt: skip
+    return np.array(
+        [
+            [
+                each.log_prob - row[token_id],
+                *(np.array(each.top_log_probs) - row[list(each.top_ids)]),
+            ]
+            for each, row, token_id in zip(found, theirs, ids[1:], strict=False)
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", *MODELS])

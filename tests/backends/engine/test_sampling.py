@@ -237,16 +237,24 @@ def test_a_good_request_has_no_problems() -> None:
 def test_the_largest_logits_of_all_rows_are_what_greedy_requests_draw() -> None:
     logits = np.stack([np.round(random_logits(seed)) for seed in range(40)])  # many are equal
     asked = [(params(temperature=0.0, end_ids=(3,)), position, None) for position in range(40)]
-    drawn = [draw(row, given, at, [], []).token_id
-             for row, (given, at, _) in zip(logits, asked, strict=True)]  # fmt: skip
+    drawn = [
+        draw(row, given, at, [], []).token_id
+        for row, (given, at, _) in zip(logits, asked, strict=True)
+    ]
     assert largest_rows(logits, asked) == drawn
 
 
 @pytest.mark.parametrize(
     "values",
-    [{"temperature": 1.0}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5},
-     {"frequency_penalty": 0.5}, {"top_logprobs": 0}, {"min_tokens": 5, "end_ids": (3,)}],
-)  # fmt: skip
+    [
+        {"temperature": 1.0},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"top_logprobs": 0},
+        {"min_tokens": 5, "end_ids": (3,)},
+    ],
+)
 def test_one_row_that_wants_more_than_its_largest_logit_is_drawn_by_itself(
     values: dict[str, Any],
 ) -> None:

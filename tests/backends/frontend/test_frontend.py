@@ -56,10 +56,14 @@ class Site:
         self.stopped: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
         cluster = SimpleNamespace(
-            served=self._wait, inboxes=lambda worker_id: [], grpc_addresses=set,
-            finished=lambda *_: None, worker_failed=lambda *_: None, release=lambda _: None,
+            served=self._wait,
+            inboxes=lambda worker_id: [],
+            grpc_addresses=set,
+            finished=lambda *_: None,
+            worker_failed=lambda *_: None,
+            release=lambda _: None,
             config=ConductorConfig(),
-        )  # fmt: skip
+        )
         calls = SimpleNamespace(
             cancel=self.cancelled.append, keep=lambda addresses: None, probe=lambda address: None
         )
@@ -69,9 +73,11 @@ class Site:
         )
         config = {"cancel_poll_s": 1.0, **config}
         self.frontend = Frontend(
-            FrontendConfig(**config), TOKENIZER, *cast(Any, (cluster, calls, streams, outbox)),
+            FrontendConfig(**config),
+            TOKENIZER,
+            *cast(Any, (cluster, calls, streams, outbox)),
             keys=keys,
-        )  # fmt: skip
+        )
 
     def _wait(self) -> None:
         assert self.is_over.wait(30.0)

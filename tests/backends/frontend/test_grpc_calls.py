@@ -22,9 +22,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers with its own number; a request called "slow" waits until `go`."""
 
     def __init__(
-        self, number: int, address: str = "127.0.0.1:0",
+        self,
+        number: int,
+        address: str = "127.0.0.1:0",
         credentials: grpc.ServerCredentials | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number = number
         self.begun, self.go = threading.Event(), threading.Event()
         self.server = grpc.server(ThreadPoolExecutor(4))

@@ -28,12 +28,16 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "minLength": 4, "maxLength": 20},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["old", "new", "odd"]}, "minItems": 2,
-                 "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["old", "new", "odd"]},
+            "minItems": 2,
+            "maxItems": 3,
+        },
     },
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 GUIDED: dict[str, Any] = {"guided_json": json.dumps(PERSON), "end_id": TOKENIZER.eos_ids[0]}
 
 
@@ -46,8 +50,9 @@ def value_of(client: Client) -> Any:
 def test_an_answer_that_is_not_cut_short_validates(site: Site, is_stream: bool) -> None:  # noqa: F811
     sampled = {"temperature": 1.0, "repetition_penalty": 1.1, "top_p": 0.9}
     for seed, more in enumerate(({}, sampled, sampled | {"top_k": 5}, sampled | {"min_p": 0.1})):
-        client = site.ask(prompt(seed, 100), stream=is_stream, max_tokens=200, seed=seed, **GUIDED,
-                          **more)  # fmt: skip
+        client = site.ask(
+            prompt(seed, 100), stream=is_stream, max_tokens=200, seed=seed, **GUIDED, **more
+        )
         client.wait()
         jsonschema.validate(value_of(client), PERSON)
     site.check_idle()
@@ -104,8 +109,9 @@ def test_an_empty_schema_text_asks_for_nothing(site: Site) -> None:  # noqa: F81
 
 
 def test_where_the_frontend_lacks_the_package_it_names_keywords_and_a_worker_says_the_rest(
-    site: Site, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:  # fmt: skip
+    site: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(guides, "is_installed", lambda: False)
     assert client_sampling.guide_problems(TOKENIZER, "{}", (0,)) == []
     assert "not at #" in refusal(site, guided_json='{"not": {}}')

@@ -40,8 +40,9 @@ def test_the_target_node_pulls_the_blocks_and_a_wrong_suggestion_ends_nothing(
         copies.carry_out(Replicate(keys, "a", "b", "hot"))
         wait_until(
             lambda: all(len(places) == 2 for places in client.stat(keys)),
-            "every block to be on both nodes", 10.0,
-        )  # fmt: skip
+            "every block to be on both nodes",
+            10.0,
+        )
     copies.close()
 
 
@@ -57,6 +58,7 @@ def test_the_target_pulls_from_the_node_that_the_conductor_named(site: SiteProce
         copies.carry_out(Replicate(keys, "b", "c", "hot"))
         wait_until(
             lambda: all("c" in {copy.node_id for copy in places} for places in client.stat(keys)),
-            "every block to be on c", 10.0,
-        )  # fmt: skip
+            "every block to be on c",
+            10.0,
+        )
     copies.close()

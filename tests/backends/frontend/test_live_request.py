@@ -53,7 +53,7 @@ from backends.workers.protocol import (
 )
 from conductor.config import ConductorConfig
 from conductor.messages import Prediction, Reject, Request, Route, WorkerRef
-from tests.backends.asking import TOKENIZER, array
+from tests.backends.asking import TOKENIZER, Client, array
 
 SERVED = Served("print", 64, 4096, ("prefill_0", "decode_0"))
 PROMPT, TOKENS = [1, 2, 3], 40
@@ -128,9 +128,13 @@ class Calls:
         self.cancelled.append(request_id)
 
     def __call__(
-        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        self,
+        address: str,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
         request_id: str,
-    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    ) -> Iterator[dict[str, np.ndarray]]:
         kind = PrefillRequest if model.startswith("prefill") else DecodeRequest
         self.bodies.append(msgspec.msgpack.decode(inputs[REQUEST_BODY][0], type=kind))
         self.on_call(model)
@@ -169,45 +173,19 @@ class Streams:
         return self.silent_since_s
 
 
-@dataclass
-class Client:
-    """Remembers its messages and how they ended."""
-
-    outputs: frozenset[str] = frozenset({"output_ids", "decision"})
-    ids: list[int] = field(default_factory=list)
-    decisions: list[bytes] = field(default_factory=list)
-    ends: list[Exception | str] = field(default_factory=list)
-    is_gone: bool = False
-    error: Exception | None = None  # of every message
-
-    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
-        if self.error is not None:
-            raise self.error
-        self.ids += outputs["output_ids"].tolist()
-        self.decisions.append(outputs["decision"][0])
-        if is_final:
-            self.ends.append("answered")
-
-    def finish(self) -> None:
-        if self.ends != ["answered"]:
-            self.ends.append("finished")
-
-    def fail(self, error: Exception) -> None:
-        self.ends.append(error)
-
-    def is_cancelled(self) -> bool:
-        return self.is_gone
-
-
 class Case:
     """One request among those stand-ins. What would block runs in `run`, and pauses are none."""
 
     def __init__(
-        self, outcomes: dict[str, list[ServingError | None]], request_s_max: float = 600.0,
+        self,
+        outcomes: dict[str, list[ServingError | None]],
+        request_s_max: float = 600.0,
         decisions: list[Reject | None] | None = None,
-        on_call: Callable[[str], None] = lambda model: None, asker: Asker | None = None,
-        parameters: dict[str, Any] | None = None, **inputs: Any,
-    ) -> None:  # fmt: skip
+        on_call: Callable[[str], None] = lambda model: None,
+        asker: Asker | None = None,
+        parameters: dict[str, Any] | None = None,
+        **inputs: Any,
+    ) -> None:
         config = ConductorConfig(request_s_max=request_s_max)
         self.cluster = Cluster(list(decisions or []), config)
         self.calls, self.streams, self.client = Calls(outcomes, on_call), Streams(), Client()

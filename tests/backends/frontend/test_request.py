@@ -41,15 +41,38 @@ def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
 
 def test_everything_that_may_be_said_arrives() -> None:
     request = ask(
-        {"tenant": "blue", "request_priority": -3, "prefill_worker": "prefill_1",
-         "decode_worker": "d", "timeout_ms": 2500,
-         "triton_enable_empty_final_response": True},
-        max_tokens=9, min_tokens=2, stream=True, stream_interval=4, temperature=0.7, top_k=5,
-        top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.5,
-        seed=2**64 - 1, stop_words=["a", "日本"], end_id=3, pad_id=2, return_decision=True,
-        exclude_input_in_output=True, return_perf_metrics=True, return_num_input_tokens=True,
-        beam_width=1, bad_words=[""], num_return_sequences=1, length_penalty=1.0,
-    )  # fmt: skip
+        {
+            "tenant": "blue",
+            "request_priority": -3,
+            "prefill_worker": "prefill_1",
+            "decode_worker": "d",
+            "timeout_ms": 2500,
+            "triton_enable_empty_final_response": True,
+        },
+        max_tokens=9,
+        min_tokens=2,
+        stream=True,
+        stream_interval=4,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        seed=2**64 - 1,
+        stop_words=["a", "日本"],
+        end_id=3,
+        pad_id=2,
+        return_decision=True,
+        exclude_input_in_output=True,
+        return_perf_metrics=True,
+        return_num_input_tokens=True,
+        beam_width=1,
+        bad_words=[""],
+        num_return_sequences=1,
+        length_penalty=1.0,
+    )
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k) == (9, 2, 5)
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.7, 0.9, 0.1)
@@ -138,7 +161,7 @@ LONG_CHAT = json.dumps([{"role": "user", "content": "hello " * 2000}])
         ({"messages": '[{"role": "a", "content": [{"type": "image"}]}]'}, "only parts of type"),
         ({"messages": '[{"role": "a", "content": [{"type": "text"}]}]'}, "text is None"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_prompt_is_refused_with_the_reason(inputs: dict[str, Any], expected: str) -> None:
     assert_matches(expected, refusal(**inputs))
 
@@ -188,17 +211,36 @@ def test_a_parameter_that_means_nothing_is_refused_with_a_hint(
 
 def test_all_problems_are_told_at_once() -> None:
     message = refusal(
-        {"max_tokenz": 5}, text_input=b"\xff", temperature=float("nan"), top_p=2.0, beam_width=2,
-        stop_words=["a", ""], seed=1, random_seed=2, stream_interval=-1,
-    )  # fmt: skip
-    for part in ("max_tokenz", "UTF-8", "temperature", "top_p", "beam_width", "] is empty",
-                 "random_seed", "stream_interval"):  # fmt: skip
+        {"max_tokenz": 5},
+        text_input=b"\xff",
+        temperature=float("nan"),
+        top_p=2.0,
+        beam_width=2,
+        stop_words=["a", ""],
+        seed=1,
+        random_seed=2,
+        stream_interval=-1,
+    )
+    for part in (
+        "max_tokenz",
+        "UTF-8",
+        "temperature",
+        "top_p",
+        "beam_width",
+        "] is empty",
+        "random_seed",
+        "stream_interval",
+    ):
         assert part in message, part
 
 
 def test_a_tensor_of_another_type_or_name_is_refused() -> None:
-    inputs = {"text_input": array("text_input", "a"), "max_tokens": np.array([1.5], np.float32),
-              "stream": np.array([1], np.int32), "temperatur": np.array([1.0])}  # fmt: skip
+    inputs = {
+        "text_input": array("text_input", "a"),
+        "max_tokens": np.array([1.5], np.float32),
+        "stream": np.array([1], np.int32),
+        "temperatur": np.array([1.0]),
+    }
     with pytest.raises(InvalidRequest) as caught:
         parse(inputs, {}, "", TOKENIZER, LIMITS)
     assert_matches("max_tokens has type float32; send it as INT32", str(caught.value))
@@ -214,18 +256,28 @@ def test_an_overlong_request_id_is_refused() -> None:
 # --- anything at all
 
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=8),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.binary(max_size=8),
     st.text(st.characters(codec=None), max_size=8),
-)  # fmt: skip
+)
 JSON_TEXTS = st.recursive(
     SCALARS.filter(lambda value: not isinstance(value, bytes)),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(["role", "content", "max_tokens", "top_k", "stop", "seed", "type", "text"])
-        | st.text(max_size=3), inner, max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["role", "content", "max_tokens", "top_k", "stop", "seed", "type", "text"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=8,
-).map(lambda value: json.dumps(value).encode())  # fmt: skip
+).map(lambda value: json.dumps(value).encode())
 OBJECTS = st.lists(SCALARS | JSON_TEXTS, max_size=3).map(
     lambda values: np.array([*values, None], np.object_)[:-1]
 )

@@ -72,8 +72,10 @@ def asked(site: Site, ids: list[int], **inputs: Any) -> LogprobsClient:  # noqa:
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_every_token_from_the_first_has_those_of_transformers(
-    site: Site, engine: TorchEngine, is_stream: bool  # noqa: F811
-) -> None:  # fmt: skip
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+    is_stream: bool,
+) -> None:
     ids = prompt(1, 100)
     client = asked(site, ids, max_tokens=20, stream=is_stream)
     assert client.wait() == wanted(engine, ids, 20)
@@ -93,8 +95,9 @@ def test_an_answer_of_one_token_has_them_too(site: Site) -> None:  # noqa: F811
 
 
 def test_tokens_that_are_held_back_for_a_stop_word_come_with_theirs(
-    site: Site, engine: TorchEngine  # noqa: F811
-) -> None:  # fmt: skip
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+) -> None:
     """Also the first one, which prefill computed and decode releases; and where the word comes,
     what it begins in is cut."""
     tokenizer, ids = Tokenizer.load(DEMO), prompt(2, 90)
@@ -111,8 +114,9 @@ def test_tokens_that_are_held_back_for_a_stop_word_come_with_theirs(
 
 
 def test_what_the_client_has_is_neither_lost_nor_doubled_by_a_further_attempt(
-    site: Site, engine: TorchEngine  # noqa: F811
-) -> None:  # fmt: skip
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+) -> None:
     ids, client = prompt(3, 130), LogprobsClient()
     site.lose_decode_at(client, 3)
     site.submit(client, ids, max_tokens=60, return_log_probs=True, top_logprobs=2)
@@ -143,8 +147,10 @@ def test_who_asks_for_none_gets_empty_ones_where_it_names_them(site: Site) -> No
     ],
 )
 def test_what_cannot_be_given_is_refused_by_name(
-    site: Site, inputs: dict[str, Any], words: str  # noqa: F811
-) -> None:  # fmt: skip
+    site: Site,  # noqa: F811
+    inputs: dict[str, Any],
+    words: str,
+) -> None:
     client = site.ask([1, 2], **inputs)
     with pytest.raises(AssertionError):
         client.wait()

@@ -20,9 +20,14 @@ from conductor.messages import Prediction
 from loadtest.results import metrics as loadtest_metrics
 
 PREDICTED = Prediction(
-    queue_s=0.1, transfer_s=0.0, prefill_s=0.2, handover_s=0.5, ttft_s=0.8, tbt_s=0.02,
+    queue_s=0.1,
+    transfer_s=0.0,
+    prefill_s=0.2,
+    handover_s=0.5,
+    ttft_s=0.8,
+    tbt_s=0.02,
     decode_sequences=3,
-)  # fmt: skip
+)
 
 
 def observed(observations: Observations) -> dict[str, list[float]]:
@@ -111,9 +116,13 @@ def test_a_message_without_tokens_is_no_token() -> None:
 
 @pytest.mark.parametrize(
     ("ttft_s_max", "tbt_s_max", "is_stream", "is_within"),
-    [(0.5, 0.2, True, True), (0.49, 0.2, True, False), (0.5, 0.09, True, False),
-     (0.5, 0.09, False, True)],
-)  # fmt: skip
+    [
+        (0.5, 0.2, True, True),
+        (0.49, 0.2, True, False),
+        (0.5, 0.09, True, False),
+        (0.5, 0.09, False, True),
+    ],
+)
 def test_goodput_is_what_met_both_limits(
     ttft_s_max: float, tbt_s_max: float, is_stream: bool, is_within: bool
 ) -> None:

@@ -33,17 +33,34 @@ from tests.mooncake_store.processes import DirectoryProcess
 
 WAIT_S = 30.0
 ROUTED = RoutedNote(
-    number=3, at_s=99.5, prefill=("p0", "w1"), decode=("d0", "w1"), new_tokens=70,
-    cached_tokens=64, output_tokens_max=10, order_key_s=99.75, queue_s=0.0, transfer_s=0.25,
-    prefill_s=0.5, tbt_s=0.125, send_s=0.0, fetch_node="s1", tenant="t",
-)  # fmt: skip
+    number=3,
+    at_s=99.5,
+    prefill=("p0", "w1"),
+    decode=("d0", "w1"),
+    new_tokens=70,
+    cached_tokens=64,
+    output_tokens_max=10,
+    order_key_s=99.75,
+    queue_s=0.0,
+    transfer_s=0.25,
+    prefill_s=0.5,
+    tbt_s=0.125,
+    send_s=0.0,
+    fetch_node="s1",
+    tenant="t",
+)
 BATCH = NoteBatch(
-    frontend="f", number=7, sent_s=100.0, routed=(ROUTED,),
-    prefilled=(PrefilledNote(1, 99.0, 64, 0.5),), ended=(EndedNote(2, 99.0, 12),), is_last=True,
+    frontend="f",
+    number=7,
+    sent_s=100.0,
+    routed=(ROUTED,),
+    prefilled=(PrefilledNote(1, 99.0, 64, 0.5),),
+    ended=(EndedNote(2, 99.0, 12),),
+    is_last=True,
     wanted_per_s=1.5,
     wanted_of={"": 1.0, "tenant": 0.25},
     usage=(UsageNote(99.25, "t", 1, 300), UsageNote(98.0, "t", 0, -100)),
-)  # fmt: skip
+)
 
 
 class Listener(ClusterView):
@@ -194,8 +211,13 @@ def test_a_frozen_directory_delays_no_decision(
 
 def test_a_batch_of_the_longest_names_that_clients_and_operators_may_choose_fits() -> None:
     longest = chr(0x10FFFF) * 256  # four bytes each
-    routed = replace(ROUTED, prefill=(longest, longest), decode=(longest, longest),
-                     fetch_node=longest, tenant=longest)  # fmt: skip
+    routed = replace(
+        ROUTED,
+        prefill=(longest, longest),
+        decode=(longest, longest),
+        fetch_node=longest,
+        tenant=longest,
+    )
     tenants = {longest[:-2] + f"{number:02}": 1.0 for number in range(TENANTS_NOTED)}
     batch = replace(BATCH, routed=(routed,) * NOTES_MAX, wanted_of=tenants)
     packed = pack_notes(batch)
@@ -211,12 +233,18 @@ def test_notes_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"new_tokens": 0}, {"cached_tokens": -1}, {"prefill_s": math.nan}, {"at_s": math.inf},
-        {"queue_s": -1.0}, {"order_key_s": math.nan}, {"tenant": "t" * 300}, {"number": -1},
+        {"new_tokens": 0},
+        {"cached_tokens": -1},
+        {"prefill_s": math.nan},
+        {"at_s": math.inf},
+        {"queue_s": -1.0},
+        {"order_key_s": math.nan},
+        {"tenant": "t" * 300},
+        {"number": -1},
         {"output_tokens_max": 2**40},
     ],
     ids=lambda change: next(iter(change)),
-)  # fmt: skip
+)
 def test_notes_that_break_a_bound_are_not_taken(change: dict[str, Any]) -> None:
     bad = replace(BATCH, routed=(replace(ROUTED, **change),))
     assert unpack_notes(FrontendNoted("f", 7, pack_notes(bad))) is None

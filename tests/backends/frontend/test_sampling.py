@@ -107,11 +107,22 @@ def test_one_empty_stop_word_is_none_as_in_the_examples_of_tensorrt_llm() -> Non
 
 
 def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
-    text = json.dumps({
-        "max_tokens": "6", "min_tokens": "2", "temperature": "0.5", "top_p": 0.9, "top_k": -1,
-        "min_p": "0.1", "seed": "8", "stop": "END", "presence_penalty": 0.5,
-        "frequency_penalty": "0.25", "repetition_penalty": 1.5, "ignore_eos": None,
-    })  # fmt: skip
+    text = json.dumps(
+        {
+            "max_tokens": "6",
+            "min_tokens": "2",
+            "temperature": "0.5",
+            "top_p": 0.9,
+            "top_k": -1,
+            "min_p": "0.1",
+            "seed": "8",
+            "stop": "END",
+            "presence_penalty": 0.5,
+            "frequency_penalty": "0.25",
+            "repetition_penalty": 1.5,
+            "ignore_eos": None,
+        }
+    )
     sampling = ask(sampling_parameters=text, max_tokens=7).sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (7, 2, 8)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)

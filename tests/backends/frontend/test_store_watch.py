@@ -44,9 +44,13 @@ def test_a_node_or_directory_that_begins_anew_counts_on() -> None:
 
 def looked_up(epoch: int, asked: int, hits: int, on_ssd: int) -> DirectoryStats:
     return replace(
-        stats(epoch=epoch), lookup_blocks=asked, hit_blocks=hits, hit_ssd_blocks=on_ssd,
-        spills=on_ssd, bad_copies=hits,
-    )  # fmt: skip
+        stats(epoch=epoch),
+        lookup_blocks=asked,
+        hit_blocks=hits,
+        hit_ssd_blocks=on_ssd,
+        spills=on_ssd,
+        bad_copies=hits,
+    )
 
 
 def test_lookups_are_counted_by_tier_from_the_first_look_on_over_epochs() -> None:

@@ -68,9 +68,10 @@ def test_names_without_end_do_not_fill_the_memory() -> None:
 
 
 @given(
-    st.integers(1, 50), st.floats(0.01, 1.0),
+    st.integers(1, 50),
+    st.floats(0.01, 1.0),
     st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=300),
-)  # fmt: skip
+)
 def test_nobody_gets_a_place_above_its_share_while_others_are_there(
     requests_max: int, share: float, moves: list[tuple[str, bool]]
 ) -> None:

@@ -188,9 +188,10 @@ def test_any_word_of_a_worker_is_a_sign_of_life_of_the_requests_that_it_speaks_o
     streams.listen("r", Receiver(), 1)
     before = streams.heard_s("r")
     for message in (
-        FirstToken("r", 1, 0), Heartbeat(INCARNATION, ["q", "r"]),
+        FirstToken("r", 1, 0),
+        Heartbeat(INCARNATION, ["q", "r"]),
         Tokens(INCARNATION, [update("r", 0, 5)]),
-    ):  # fmt: skip
+    ):
         hear(message)
         assert streams.heard_s("r") >= before  # type: ignore[operator]
     hear(Heartbeat(INCARNATION, ["q"]))

@@ -69,9 +69,13 @@ class PromptWorkers:
     def cancel(self, request_id: str) -> None: ...
 
     def __call__(
-        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        self,
+        address: str,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
         request_id: str,
-    ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    ) -> Iterator[dict[str, np.ndarray]]:
         raw = msgspec.msgpack.decode(inputs[REQUEST_BODY][0])
         if model.startswith("prefill"):
             msgspec.convert(raw, PrefillRequest)
@@ -85,9 +89,13 @@ class PromptWorkers:
 
 def frontend_with(recorder: TrafficRecorder | None, cluster: Cluster | None = None) -> Frontend:
     streams = SimpleNamespace(
-        address="ipc://frontend", messages_per_s_max=500.0, listen=lambda *_: None,
-        called=lambda _: None, forget=lambda _: None, heard_s=lambda _: None,
-    )  # fmt: skip
+        address="ipc://frontend",
+        messages_per_s_max=500.0,
+        listen=lambda *_: None,
+        called=lambda _: None,
+        forget=lambda _: None,
+        heard_s=lambda _: None,
+    )
     outbox = SimpleNamespace(send=lambda *_: None)
     parts = cast(Any, (cluster or LongCluster(), PromptWorkers(), streams, outbox))
     return Frontend(FrontendConfig(), TOKENIZER, *parts, recorder)
@@ -152,8 +160,11 @@ def test_a_trace_that_is_served_is_recorded_with_the_same_lengths_and_sharing(
     assert len({one for row in rows for one in row.hash_ids}) < sum(len(r.hash_ids) for r in rows)
     times_ms = [row.timestamp_ms for row in recorded]
     assert times_ms == sorted(times_ms) and times_ms[-1] < 600_000
-    shared = [[offered[0].keys.index(key) for key in one.keys if key in offered[0].keys]
-              for offered in (offered_of(recorded),) for one in offered]  # fmt: skip
+    shared = [
+        [offered[0].keys.index(key) for key in one.keys if key in offered[0].keys]
+        for offered in (offered_of(recorded),)
+        for one in offered
+    ]
     assert shared[0] == list(range(len(shared[0])))
 
 

@@ -89,9 +89,13 @@ class Calls:
     def probe(self, address: str) -> None: ...
 
     def __call__(
-        self, address: str, model: str, inputs: Mapping[str, np.ndarray], outputs: list[str],
+        self,
+        address: str,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
         request_id: str,
-    ) -> Iterator[Outputs]:  # fmt: skip
+    ) -> Iterator[Outputs]:
         self.models.append(model)
         self.before(model)
         kind = PrefillRequest if model == "prefill_0" else DecodeRequest
@@ -165,9 +169,13 @@ class Site:
         self.calls, self.outbox = Calls(pair), open_outbox()
         self.streams = TokenStreams(f"ipc://{tmp_path}/s/frontend", 4_000)
         self.frontend = Frontend(
-            FrontendConfig(cancel_poll_s=0.01), Tokenizer.load(DEMO), self.cluster,
-            cast(Any, self.calls), self.streams, self.outbox,
-        )  # fmt: skip
+            FrontendConfig(cancel_poll_s=0.01),
+            Tokenizer.load(DEMO),
+            self.cluster,
+            cast(Any, self.calls),
+            self.streams,
+            self.outbox,
+        )
 
     def _decide(self, *asked: Any, **named: Any) -> Any:
         """Nobody feeds events: what the directory knows is read when somebody asks."""
@@ -182,9 +190,12 @@ class Site:
         return client
 
     def submit(
-        self, client: Client, ids: list[int], parameters: dict[str, Any] | None = None,
+        self,
+        client: Client,
+        ids: list[int],
+        parameters: dict[str, Any] | None = None,
         **inputs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = {"input_ids": ids, "max_tokens": 8, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in given.items()}
         self.frontend.submit(arrays, parameters or {}, client)

@@ -21,9 +21,11 @@ from loadtest.harness.replayed_frontend import ReplayedFrontend
 SECRET = "a-secret"
 KEYS = {
     "tenants": {"acme": {}, "other": {}},
-    "keys": [{"sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), "tenant": name}
-             for name in ("acme", "other")],
-}  # fmt: skip
+    "keys": [
+        {"sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), "tenant": name}
+        for name in ("acme", "other")
+    ],
+}
 BODY_BYTES_MAX = 4000
 WAIT_S_MAX = 20.0
 LOOPBACK = Listening("127.0.0.1", 0)
@@ -138,9 +140,10 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def run(
-    test: Callable[[Rig], Awaitable[None]], keys: ApiKeys | None = None,
+    test: Callable[[Rig], Awaitable[None]],
+    keys: ApiKeys | None = None,
     listening: Listening = LOOPBACK,
-) -> None:  # fmt: skip
+) -> None:
     async def within() -> None:
         async with rig(keys, listening) as made:
             await test(made)

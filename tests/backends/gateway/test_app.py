@@ -27,6 +27,9 @@ from loadtest.client import sse_client
 from loadtest.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 from tests.backends.gateway.rig import BODY_BYTES_MAX, KEYS, PROMPT, SECRET, Rig, run, until
 
+NO_REQUESTS = b'{ [] null "x" \xff {} {"prompt":NaN} {"prompt":"\\ud800"}'.split(b" ")
+NO_REQUESTS += [b"", b"[" * 3000]
+
 
 def test_a_chat_is_streamed_as_openais_clients_read_it() -> None:
     async def check(rig: Rig) -> None:
@@ -46,9 +49,11 @@ def test_a_chat_is_streamed_as_openais_clients_read_it() -> None:
         assert [each["usage"] for each in chunks] == [None] * 4
         assert usage["choices"] == []
         assert usage["usage"] == {
-            "prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
+            "prompt_tokens": 5,
+            "completion_tokens": 3,
+            "total_tokens": 8,
             "prompt_tokens_details": {"cached_tokens": 2},
-        }  # fmt: skip
+        }
 
     run(check)
 
@@ -89,10 +94,14 @@ def test_a_whole_answer_has_its_counts() -> None:
     async def check(rig: Rig) -> None:
         chat = (await rig.post(CHAT, max_tokens=2)).json
         assert chat["object"] == "chat.completion" and chat["model"] == "demo"
-        assert chat["choices"] == [{
-            "index": 0, "logprobs": None, "finish_reason": "length",
-            "message": {"role": "assistant", "content": " word word", "refusal": None},
-        }]  # fmt: skip
+        assert chat["choices"] == [
+            {
+                "index": 0,
+                "logprobs": None,
+                "finish_reason": "length",
+                "message": {"role": "assistant", "content": " word word", "refusal": None},
+            }
+        ]
         assert chat["usage"]["completion_tokens"] == 2
         text = (await rig.post(COMPLETION, max_tokens=2)).json
         assert text["choices"][0]["text"] == " word word"
@@ -310,8 +319,7 @@ def test_too_large_a_body_is_refused_whether_its_length_is_said_or_not() -> None
 
 def test_a_body_that_is_no_request_is_400() -> None:
     async def check(rig: Rig) -> None:
-        for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"{}", b"[" * 3000,
-                     b'{"prompt": NaN}', b'{"prompt": "\\ud800"}'):  # fmt: skip
+        for body in NO_REQUESTS:
             for path in PATHS.values():
                 answer = await rig.send("POST", path, body)
                 assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
@@ -396,9 +404,9 @@ def test_a_key_is_asked_for_where_there_are_some(monkeypatch: pytest.MonkeyPatch
             assert (await rig.send("GET", path)).status == 200
         for key in ("", "key-of-nobody", "x" * 1000):
             rig.key = key
-            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing"),
-                                 ("POST", PATHS[CHAT]), ("POST", "/tokenize")):  # fmt: skip
-                answer = await rig.send(method, path, PROMPT[CHAT])
+            for path in ("/v1/models", "/metrics", "/nothing", PATHS[CHAT], "/tokenize"):
+                is_post = path in (PATHS[CHAT], "/tokenize")
+                answer = await rig.send("POST" if is_post else "GET", path, PROMPT[CHAT])
                 assert (answer.status, answer.error["type"]) == (401, "authentication_error")
                 assert answer.headers["www-authenticate"] == "Bearer"
         assert not rig.frontend.requests
@@ -524,9 +532,10 @@ def test_a_body_is_not_kept_for_as_long_as_its_answer_takes(
 
     def holders() -> list[object]:
         return [
-            each for each in gc.get_objects()
+            each
+            for each in gc.get_objects()
             if isinstance(each, Request) and mark.encode() in getattr(each, "_body", b"")
-        ]  # fmt: skip
+        ]
 
     async def check(rig: Rig) -> None:
         async with asyncio.TaskGroup() as group:

@@ -250,9 +250,14 @@ def test_silent_handshakes_are_counted_and_end(
 
 @pytest.mark.parametrize(
     ("host", "network"),
-    [("10.0.0.7", "10.0.0.7"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-     ("::ffff:10.0.0.7", "10.0.0.7"), ("fe80::1%eth0", "fe80::/64"), ("", "")],
-)  # fmt: skip
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
 def test_a_client_of_ipv6_counts_by_its_network(host: str, network: str) -> None:
     assert connections.network_of(host) == network
 
@@ -444,10 +449,13 @@ def test_what_is_written_is_sent_at_once_and_silent_clients_are_probed() -> None
 def test_methods_that_a_path_does_not_take_are_named() -> None:
     async def check(rig: Rig) -> None:
         for method, path, allowed in (
-            ("GET", PATHS[CHAT], "POST"), ("HEAD", PATHS[CHAT], "POST"),
-            ("OPTIONS", PATHS[COMPLETION], "POST"), ("POST", "/health", "GET"),
-            ("DELETE", "/v1/models/demo", "GET"), ("PUT", "/tokenize", "POST"),
-        ):  # fmt: skip
+            ("GET", PATHS[CHAT], "POST"),
+            ("HEAD", PATHS[CHAT], "POST"),
+            ("OPTIONS", PATHS[COMPLETION], "POST"),
+            ("POST", "/health", "GET"),
+            ("DELETE", "/v1/models/demo", "GET"),
+            ("PUT", "/tokenize", "POST"),
+        ):
             answer = await rig.send(method, path)
             assert (answer.status, answer.headers["allow"]) == (405, allowed), (method, path)
             assert bool(answer.body) == (method != "HEAD")

@@ -78,17 +78,41 @@ def as_the_conductor_reads(request: GatewayRequest, tokenizer: Tokenizer) -> Cli
 
 def test_every_field_reaches_the_conductor(tokenizer: Tokenizer) -> None:
     asked = chat(
-        model="demo", max_tokens=40, min_tokens=3, temperature=0.7, top_p=0.9, top_k=20,
-        min_p=0.05, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, seed=-1,
-        stop=["a", "b"], stream=True, stream_options={"include_usage": True}, timeout=2.5,
-        priority=-3, user="me", metadata={"a": "b"}, n=1,
-    )  # fmt: skip
+        model="demo",
+        max_tokens=40,
+        min_tokens=3,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.05,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        seed=-1,
+        stop=["a", "b"],
+        stream=True,
+        stream_options={"include_usage": True},
+        timeout=2.5,
+        priority=-3,
+        user="me",
+        metadata={"a": "b"},
+        n=1,
+    )
     read = as_the_conductor_reads(asked, tokenizer)
     assert read.sampling == SamplingParams(
-        max_tokens=40, min_tokens=3, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05,
-        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-0.5, seed=2**64 - 1,
-        end_ids=tokenizer.eos_ids, stop_words=("a", "b"),
-    )  # fmt: skip
+        max_tokens=40,
+        min_tokens=3,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=2**64 - 1,
+        end_ids=tokenizer.eos_ids,
+        stop_words=("a", "b"),
+    )
     assert (read.is_stream, read.timeout_ms, read.priority) == (True, 2500, -3)
     assert read.is_paced, "the frontend may join tokens when it has too many to send"
     assert asked.includes_usage and asked.model == "demo"
@@ -109,9 +133,7 @@ def test_fields_that_are_null_say_nothing() -> None:
 
 def test_every_field_of_the_openai_package_is_known_by_name() -> None:
     """Taken, or refused by its own name: none is a stranger with a likely other one."""
-    for route, create in (
-        (CHAT, Completions.create), (COMPLETION, completions.Completions.create)
-    ):  # fmt: skip
+    for route, create in ((CHAT, Completions.create), (COMPLETION, completions.Completions.create)):
         named = set(inspect.signature(create).parameters) - {"self", *OPTIONS_OF_A_CALL}
         assert len(named) > 15
         assert named <= fields.TABLES[route][0].keys() | fields.TABLES[route][1].keys()
@@ -128,9 +150,13 @@ def test_what_changes_no_answer_is_taken(tokenizer: Tokenizer) -> None:
 def test_a_message_may_have_what_clients_send_back_of_an_answer() -> None:
     said = {"role": "assistant", "content": "yes"}
     more = {
-        "refusal": None, "annotations": [{"type": "url_citation"}], "tool_calls": None,
-        "audio": None, "reasoning_content": "hm", "provider_specific_fields": {"a": 1},
-    }  # fmt: skip
+        "refusal": None,
+        "annotations": [{"type": "url_citation"}],
+        "tool_calls": None,
+        "audio": None,
+        "reasoning_content": "hm",
+        "provider_specific_fields": {"a": 1},
+    }
     assert chat(messages=[*MESSAGES, said | more]) == chat(messages=[*MESSAGES, said])
     for wrong in ({"tool_calls": [{"id": "1"}]}, {"audio": {"id": "1"}}, {"image": "x"}):
         refusal = refused(CHAT, messages=[*MESSAGES, said | wrong])
@@ -160,12 +186,19 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
 
 def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: Tokenizer) -> None:
     conversation = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be"},
-                                          {"type": "text", "text": "kind"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}],
+        },
         {"role": "user", "content": "hi", "name": "me"},
-        {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None,
-         "annotations": []},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": "yes",
+            "refusal": None,
+            "tool_calls": None,
+            "annotations": [],
+        },
+    ]
     asked = chat(messages=conversation)
     assert json.loads(asked.inputs["messages"]) == [
         {"role": "system", "content": conversation[0]["content"]},
@@ -207,8 +240,11 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"response_format": {}}, "response_format.type"),
         (CHAT, {"response_format": {"type": "grammar"}}, "response_format.type"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-         "response_format.json_schema.schema"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
         (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"audio": {}}, "audio"),
@@ -220,12 +256,21 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[1].role"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content[0].image_url"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-         "messages[0].content[0].text"),
-        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
-         "messages[0].tool_calls"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
+            "messages[0].tool_calls",
+        ),
         (COMPLETION, {"prompt": ""}, "prompt"),
         (COMPLETION, {"prompt": []}, "prompt"),
         (COMPLETION, {"prompt": None}, "prompt"),
@@ -240,7 +285,7 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (COMPLETION, {"echo": True}, "echo"),
         (COMPLETION, {"suffix": "x"}, "suffix"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_refused_by_name(route: str, said: dict[str, Any], param: str) -> None:
     refusal = refused(route, **said)
     assert refusal.param == param
@@ -248,8 +293,12 @@ def test_a_wrong_field_is_refused_by_name(route: str, said: dict[str, Any], para
 
 
 def test_logprobs_are_asked_for_in_each_routes_way(tokenizer: Tokenizer) -> None:
-    for asked, top in ((chat(logprobs=True), 0), (chat(logprobs=True, top_logprobs=4), 4),
-                       (completion(logprobs=0), 0), (completion(logprobs=3), 3)):  # fmt: skip
+    for asked, top in (
+        (chat(logprobs=True), 0),
+        (chat(logprobs=True, top_logprobs=4), 4),
+        (completion(logprobs=0), 0),
+        (completion(logprobs=3), 3),
+    ):
         assert as_the_conductor_reads(asked, tokenizer).sampling.top_logprobs == top
         assert set(asked.outputs) >= {"output_ids", "output_log_probs"}
     for asked in (chat(), chat(logprobs=False), completion()):
@@ -258,8 +307,12 @@ def test_logprobs_are_asked_for_in_each_routes_way(tokenizer: Tokenizer) -> None
 
 
 def test_a_response_format_is_the_conductors_schema(tokenizer: Tokenizer) -> None:
-    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}},
-              "required": ["b"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"b": {"type": "integer"}, "a": {"type": "null"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
     named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
     asked = chat(response_format=named)
     assert json.loads(asked.inputs["guided_json"]) == schema
@@ -282,8 +335,12 @@ def test_a_body_that_is_no_object_is_refused(content: object) -> None:
 
 
 def test_neutral_values_of_unsupported_fields_ask_for_nothing() -> None:
-    said = {each.name: value for each in fields.UNSUPPORTED if CHAT in each.routes
-            for value in each.neutral[:1]}  # fmt: skip
+    said = {
+        each.name: value
+        for each in fields.UNSUPPORTED
+        if CHAT in each.routes
+        for value in each.neutral[:1]
+    }
     assert chat(**said) == chat()
 
 
@@ -306,9 +363,17 @@ def test_the_conductors_words_name_openais_field(
 
 def test_every_tensor_that_is_sent_is_one_of_the_conductors() -> None:
     asked = chat(
-        max_tokens=4, min_tokens=1, top_p=0.5, top_k=2, min_p=0.1, presence_penalty=1,
-        frequency_penalty=1, repetition_penalty=1, stop="x", ignore_eos=True,
-    )  # fmt: skip
+        max_tokens=4,
+        min_tokens=1,
+        top_p=0.5,
+        top_k=2,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=1,
+        repetition_penalty=1,
+        stop="x",
+        ignore_eos=True,
+    )
     sent = infer_request(asked, "x").inputs
     known = {each.name: each.dtype.replace("STRING", "BYTES") for each in tensors.SUPPORTED_INPUTS}
     assert {each.name: each.datatype for each in sent}.items() <= known.items()
@@ -326,9 +391,16 @@ def test_tokenize_takes_a_text_or_messages() -> None:
 def test_whole_numbers_may_be_written_as_floats(tokenizer: Tokenizer) -> None:
     """Gson writes every number so."""
     asked = completion(
-        prompt=[5.0, 6], max_tokens=4.0, min_tokens=1.0, seed=42.0, n=1.0, best_of=1.0, top_k=3.0,
-        length_penalty=1.0, priority=2.0,
-    )  # fmt: skip
+        prompt=[5.0, 6],
+        max_tokens=4.0,
+        min_tokens=1.0,
+        seed=42.0,
+        n=1.0,
+        best_of=1.0,
+        top_k=3.0,
+        length_penalty=1.0,
+        priority=2.0,
+    )
     read = as_the_conductor_reads(asked, tokenizer)
     assert read.prompt_ids.tolist() == [5, 6]
     assert (read.sampling.seed, read.sampling.max_tokens, read.sampling.top_k) == (42, 4, 3)

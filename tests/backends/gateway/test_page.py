@@ -26,14 +26,17 @@ from tests.backends.metrics.status.pages import server, text
 SECRET = "a-secret"
 CLUSTER = {
     "decisions": [{"request_id": "1", "tenant": "acme"}, {"request_id": "2", "tenant": "other"}],
-    "hot_prefixes": [{"prefix": "00"}], "workers": [],
-}  # fmt: skip
+    "hot_prefixes": [{"prefix": "00"}],
+    "workers": [],
+}
 TENANTS = {"acme": {}, "other": {}, "ops": {"operator": True}}
 
 
 def keys() -> ApiKeys:
-    known = [{"sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), "tenant": name}
-             for name in TENANTS]  # fmt: skip
+    known = [
+        {"sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), "tenant": name}
+        for name in TENANTS
+    ]
     found = ApiKeys.of(json.dumps({"tenants": TENANTS, "keys": known}))
     assert found is not None
     return found

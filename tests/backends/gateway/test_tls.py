@@ -44,13 +44,15 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway")])
         private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
-        )  # fmt: skip
+        )
         certificate, private_key = folder / "certificate.pem", folder / "key.pem"
         for path, content in (
-            (private_key, private), (certificate, pem(self._signed(name, key.public_key()))),
-        ):  # fmt: skip
+            (private_key, private),
+            (certificate, pem(self._signed(name, key.public_key()))),
+        ):
             path.with_suffix(".new").write_bytes(content)
             path.with_suffix(".new").replace(path)
         return Listening("127.0.0.1", 0, False, str(certificate), str(private_key))
@@ -61,14 +63,17 @@ class Authority:
         now = datetime.datetime.now(datetime.timezone.utc)
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         return (
-            x509.CertificateBuilder().subject_name(name).issuer_name(self._name).public_key(key)
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(hours=1))
             .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
             .add_extension(names, critical=False)
             .sign(self._key, hashes.SHA256())
-        )  # fmt: skip
+        )
 
 
 def pem(certificate: x509.Certificate) -> bytes:

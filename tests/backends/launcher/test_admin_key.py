@@ -42,8 +42,9 @@ def test_dangerous_apis_ask_for_it_on_both_ports_unless_the_operator_opens_them(
     key.write()
     rule = f"shared-memory,model-repository,trace,logging:mooncake-admin-key={path.read_text()}"
     assert key.for_clients(()) == [
-        f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"
-    ]  # fmt: skip
+        f"--http-restricted-api={rule}",
+        f"--grpc-restricted-protocol={rule}",
+    ]
     some = key.for_clients(("trace", "logging"))
     assert all("=shared-memory,model-repository:" in argument for argument in some)
     assert key.for_clients(admin_key.RESTRICTED_APIS) == []

@@ -135,9 +135,7 @@ def test_what_triton_says_is_read_once_though_the_front_goes(tmp_path: Path) -> 
 
 def test_the_last_words_of_a_child_are_found_behind_a_cut(tmp_path: Path) -> None:
     command = Command([sys.executable, "-c", WRITER], os.environ)
-    child = ChildProcess(
-        "it", lambda: command, tmp_path / "it.log", tmp_path, log_bytes_max=16_384
-    )  # fmt: skip
+    child = ChildProcess("it", lambda: command, tmp_path / "it.log", tmp_path, log_bytes_max=16_384)
     try:
         wait_until(lambda: not child.is_alive, "its end")
         assert child.bound_log() > 0

@@ -45,16 +45,22 @@ class Members:
         ports = free_ports(2 * len(names), ())
         self.clients = dict(zip(names, ports[: len(names)], strict=True))
         urls = {name: etcd_url(f"127.0.0.1:{port}") for name, port in self.clients.items()}
-        peers = {name: etcd_url(f"127.0.0.1:{port}")
-                 for name, port in zip(names, ports[len(names) :], strict=True)}  # fmt: skip
+        peers = {
+            name: etcd_url(f"127.0.0.1:{port}")
+            for name, port in zip(names, ports[len(names) :], strict=True)
+        }
         self.members = {
             name: EtcdMember(
-                name=name, listen_client_url=urls[name], advertised_client_url=urls[name],
-                listen_peer_url=peers[name], advertised_peer_url=peers[name],
-                members=peers, token="test",
+                name=name,
+                listen_client_url=urls[name],
+                advertised_client_url=urls[name],
+                listen_peer_url=peers[name],
+                advertised_peer_url=peers[name],
+                members=peers,
+                token="test",
             )
             for name in names
-        }  # fmt: skip
+        }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoints = [f"127.0.0.1:{port}" for port in self.clients.values()]
         self.client = EtcdClient(list(urls.values()))
@@ -69,9 +75,11 @@ class Members:
         keys = None if self.keys is None else Keys(self.keys / name)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                etcd_command(self.members[name], data, is_replaced, keys), stdout=log,
-                stderr=subprocess.STDOUT, env={**os.environ, **etcd_environment()},
-            )  # fmt: skip
+                etcd_command(self.members[name], data, is_replaced, keys),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **etcd_environment()},
+            )
         return is_replaced
 
     def kill(self, name: str) -> None:
@@ -205,9 +213,11 @@ def test_a_member_with_keys_serves_hosts_of_the_cluster(member: Members) -> None
 
 @pytest.mark.parametrize(
     ("folder", "cause"),
-    [("other/stranger", "of another cluster"), ("", "asks for a certificate, and this process has "
-      "none: set MOONCAKE_KEYS")],
-)  # fmt: skip
+    [
+        ("other/stranger", "of another cluster"),
+        ("", "asks for a certificate, and this process has none: set MOONCAKE_KEYS"),
+    ],
+)
 def test_a_stranger_is_refused_by_name_with_the_likely_causes(
     member: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, cause: str
 ) -> None:

@@ -56,14 +56,26 @@ class KeyedHosts:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, host: str) -> None:
-        command = [sys.executable, "-m", "backends.cli", "serve",
-                   "--cluster", str(self.folder / f"{host}.yaml"), "--host", host]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "backends.cli",
+            "serve",
+            "--cluster",
+            str(self.folder / f"{host}.yaml"),
+            "--host",
+            host,
+        ]
         env = {key: value for key, value in os.environ.items() if key != VARIABLE}
         with (self.folder / f"{host}.log").open("ab") as log:
             self.processes[host] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=env | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env | {"PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
 
     def said(self, host: str) -> str:
         return (self.folder / f"{host}.log").read_text(errors="replace")
@@ -137,8 +149,9 @@ def test_members_of_etcd_are_started_again_in_turns_and_the_directory_serves_on(
             if step != "switch":
                 wait_until(
                     lambda before=before: is_served(client) and is_renewed(hosts, before),
-                    f"members that were started after {step}", RENEWED_S_MAX,
-                )  # fmt: skip
+                    f"members that were started after {step}",
+                    RENEWED_S_MAX,
+                )
             else:
                 assert hosts.members() == before
             wait_until(lambda: is_served(client), "all nodes at a directory", READY_S_MAX)

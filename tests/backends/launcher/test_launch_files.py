@@ -48,8 +48,10 @@ def launcher_elsewhere(shm: Path) -> tuple[subprocess.Popen[str], str, Path]:
     """A launcher in a process of its own, what it is called, and its folder of sockets."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(shm)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     name, _, folder = process.stdout.readline().strip().partition(" ")
     return process, name, Path(folder)
@@ -92,8 +94,13 @@ def test_a_killed_launcher_leaves_files_and_sockets_that_the_next_one_removes(sh
 def test_what_has_no_lock_or_only_looks_like_a_launchers_stays(shm: Path, tmp_path: Path) -> None:
     victim = tmp_path / "precious"
     victim.touch()
-    for name in ("mooncake-17-s0", "mooncake-node-0-s0", "mooncake-17.lock", "mooncake-17-s0-pool",
-                 "mooncake-node-0-s0.lock"):  # fmt: skip
+    for name in (
+        "mooncake-17-s0",
+        "mooncake-node-0-s0",
+        "mooncake-17.lock",
+        "mooncake-17-s0-pool",
+        "mooncake-node-0-s0.lock",
+    ):
         (shm / name).touch()
     (shm / "mooncake-17-0123abcd.lock").symlink_to(victim)
     before = names(shm)

@@ -12,7 +12,12 @@ from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.manifests.doors import FREE_PORTS
 from backends.launcher import launch
 from backends.launcher.environment import TritonInstall, problems
-from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
+from backends.launcher.launch_plan import (
+    HostOptions,
+    ServeOptions,
+    command_of_directory,
+    fixed_ports,
+)
 
 CLUSTER = """
 name: three
@@ -60,19 +65,21 @@ def test_one_machine_has_unix_sockets_and_no_etcd_and_its_folders_are_as_ever(
         assert plan.etcd is None and plan.deployment == ""
         assert plan.environment == {"MOONCAKE_TRUSTED_NICS": ""}, "NIXL keeps to the loopback"
         assert [node.control for node in plan.storage_nodes] == [
-            f"ipc://{sockets}/s0", f"ipc://{sockets}/s1",
-        ]  # fmt: skip
+            f"ipc://{sockets}/s0",
+            f"ipc://{sockets}/s1",
+        ]
         assert launcher.log_dir == tmp_path / "state" / "logs-9000"
         assert fixed_ports(plan) == {
-            "http": ("127.0.0.1", 9_000), "grpc": ("127.0.0.1", 8_001),
+            "http": ("127.0.0.1", 9_000),
+            "grpc": ("127.0.0.1", 8_001),
             "metrics": ("127.0.0.1", 8_002),
-        }  # fmt: skip
+        }
         command = launcher._node_command(plan.storage_nodes[0])
         assert value_of(command, "--directory") == f"ipc://{sockets}/directory"
         assert value_of(command, "--events") == f"ipc://{sockets}/events"
         assert value_of(command, "--control") == f"ipc://{sockets}/s0"
         assert not {"--data", "--advertise", "--ssd-path"} & set(command)
-        assert "--etcd" not in launcher._directory_command()
+        assert "--etcd" not in command_of_directory(launcher.plan)
     finally:
         launcher.stop()
 
@@ -92,10 +99,17 @@ def test_one_machine_keeps_its_inboxes_to_itself_whatever_the_shell_has(
 
 def test_a_host_s_ports_are_those_of_its_part(tmp_path: Path) -> None:
     assert {name: port for name, (_, port) in fixed_ports(plan_of("a", tmp_path)).items()} == {
-        "metrics": 8_002, "http": 8_000, "grpc": 8_001, "etcd": 2_379, "etcd peer": 2_380,
-        "directory": 7_001, "directory events": 7_002, "a0 control": 7_010, "a0 data": 7_011,
+        "metrics": 8_002,
+        "http": 8_000,
+        "grpc": 8_001,
+        "etcd": 2_379,
+        "etcd peer": 2_380,
+        "directory": 7_001,
+        "directory events": 7_002,
+        "a0 control": 7_010,
+        "a0 data": 7_011,
         "prefill_a_0": 7_100,
-    }  # fmt: skip
+    }
     named = fixed_ports(plan_of("b", tmp_path))
     assert named["directory"] == ("0.0.0.0", 7_001), "what is bound, not the name that others use"
     assert set(fixed_ports(plan_of("c", tmp_path))) == {"metrics", "etcd", "etcd peer"}
@@ -112,7 +126,7 @@ def test_nodes_and_directories_of_a_host_listen_where_others_reach_them(
     assert value_of(command, "--control") == "tcp://10.77.0.1:7010"
     assert value_of(command, "--advertise") == "tcp://10.77.0.1:7010,10.77.0.1:7011"
     assert value_of(command, "--ssd-path") == str(launcher.state_dir / "ssd" / "a0")
-    command = launcher._directory_command()
+    command = command_of_directory(launcher.plan)
     assert value_of(command, "--etcd") == election
     assert value_of(command, "--advertise") == "tcp://10.77.0.1:7001,tcp://10.77.0.1:7002"
 

@@ -43,9 +43,10 @@ def read(page: MergedPage) -> dict[tuple[str, frozenset[tuple[str, str]]], float
 
 def value(page: MergedPage, name: str, **labels: str) -> float | None:
     found = {
-        key: value for key, value in read(page).items()
+        key: value
+        for key, value in read(page).items()
         if key[0] == name and labels.items() <= dict(key[1]).items()
-    }  # fmt: skip
+    }
     return sum(found.values()) if found else None
 
 

@@ -68,9 +68,11 @@ class Tritons:
         self.url = f"http://127.0.0.1:{port}"
         self.serves_models = True
         self.server = MetricsServer(
-            ("127.0.0.1", port), lambda: self.sources, lambda: self.states,
+            ("127.0.0.1", port),
+            lambda: self.sources,
+            lambda: self.states,
             lambda: self.serves_models,
-        )  # fmt: skip
+        )
 
     def get(self, path: str) -> tuple[int, str]:
         try:

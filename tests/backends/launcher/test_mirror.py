@@ -185,7 +185,7 @@ GOOD = b'backend: "prefill"\nmax_batch_size: 1\n'
         (b"max_batch_size: 1\n", ('backend: "prefill"', "put it back")),
         (b"#" * (repository_files.CONFIG_BYTES_MAX + 1), ("bytes: at most",)),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_read_keeps_the_old_copy_and_is_reported_once(
     source: Path, tmp_path: Path, raw: bytes, parts: tuple[str, ...]
 ) -> None:

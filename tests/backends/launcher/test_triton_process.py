@@ -177,9 +177,13 @@ def test_a_worker_that_is_drained_leaves_no_process_that_hangs(tmp_path: Path) -
     (folder / "config.pbtxt").write_text('backend: "decode"\n')
     log = tmp_path / "it.log"
     worker = WorkerTriton(
-        "decode_0", tmp_path / "source", tmp_path / "mirror", log, tmp_path,
+        "decode_0",
+        tmp_path / "source",
+        tmp_path / "mirror",
+        log,
+        tmp_path,
         lambda *_: Command([sys.executable, "-c", LEAVES_A_STUB], os.environ),
-    )  # fmt: skip
+    )
     worker.mirror.sync(is_first=True)
     worker.start()
     wait_until(lambda: "stub " in log.read_text(), "its stub to be there")

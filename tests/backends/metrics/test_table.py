@@ -67,8 +67,16 @@ def test_every_query_in_the_docs_asks_for_declared_metrics() -> None:
 
 
 def test_every_way_a_request_ends_and_is_rejected_is_in_the_table() -> None:
-    errors = [None, Overloaded("x", "y", 1.0), InvalidRequest("x"), WorkerUnavailable("x"),
-              Forbidden("x"), KvMissing("x"), Cancelled("x"), RuntimeError("x")]  # fmt: skip
+    errors = [
+        None,
+        Overloaded("x", "y", 1.0),
+        InvalidRequest("x"),
+        WorkerUnavailable("x"),
+        Forbidden("x"),
+        KvMissing("x"),
+        Cancelled("x"),
+        RuntimeError("x"),
+    ]
     assert {outcome_of(error) for error in errors} == set(OUTCOMES)
 
 

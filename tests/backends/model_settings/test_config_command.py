@@ -135,12 +135,16 @@ def system_that_says(
     def ask() -> RunningSettings:
         if on_ask and path.read_bytes() != before:
             path.write_text(on_ask)
-        said = {} if on_ask else {
-            each.parent.name: EditState(
-                digest(each.read_bytes()), outcome, "why" if outcome == REFUSED else ""
-            )
-            for each in repository.glob("*/config.pbtxt")
-        }  # fmt: skip
+        said = (
+            {}
+            if on_ask
+            else {
+                each.parent.name: EditState(
+                    digest(each.read_bytes()), outcome, "why" if outcome == REFUSED else ""
+                )
+                for each in repository.glob("*/config.pbtxt")
+            }
+        )
         return RunningSettings(str(repository), {}, {}, ["decode_1"], ["s0", "s1"], models=said)
 
     monkeypatch.setattr(command, "ask_at", lambda url: ask)

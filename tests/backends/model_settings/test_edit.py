@@ -50,9 +50,11 @@ def test_a_pattern_leaves_out_models_that_would_have_the_parameter_in_another_ro
     edit = planned(["*.chunk_tokens=256", "*.slots=8"])
     meant = {(each.model, each.parameter) for each in edit.changes}
     assert meant == {
-        ("prefill_0", "chunk_tokens"), ("prefill_1", "chunk_tokens"),
-        ("decode_0", "slots"), ("decode_1", "slots"),
-    }  # fmt: skip
+        ("prefill_0", "chunk_tokens"),
+        ("prefill_1", "chunk_tokens"),
+        ("decode_0", "slots"),
+        ("decode_1", "slots"),
+    }
 
 
 @pytest.mark.parametrize("is_role_last", [False, True])
@@ -76,10 +78,17 @@ def test_what_is_so_already_is_no_change() -> None:
 
 def test_every_mistake_of_every_assignment_is_named() -> None:
     found = problems(
-        "conductor.polcy=x", "nobody.threads=1", "threads=1", "prefill_0.threads", "ensemble.a=1",
-        "*.nothing=1", "prefill_0.threads=0", "prefill_0.slots=3", "prefill_0.kv_pages=8",
+        "conductor.polcy=x",
+        "nobody.threads=1",
+        "threads=1",
+        "prefill_0.threads",
+        "ensemble.a=1",
+        "*.nothing=1",
+        "prefill_0.threads=0",
+        "prefill_0.slots=3",
+        "prefill_0.kv_pages=8",
         "prefill_0.kv_pages=9",
-    )  # fmt: skip
+    )
     for wanted in (
         "conductor has no parameter 'polcy'; did you mean policy",
         "there is no model 'nobody'",
@@ -137,15 +146,23 @@ def test_mistakes_that_were_there_before_do_not_stop_others_from_being_mended() 
 
 
 def test_only_the_state_of_the_file_that_was_written_counts() -> None:
-    running = replace(RUNNING, models={
-        "a": EditState("old", LOADED), "b": EditState("b", REFUSED, "why"),
-        "c": EditState("c", PENDING), "d": EditState("d", LOADED),
-    })  # fmt: skip
+    running = replace(
+        RUNNING,
+        models={
+            "a": EditState("old", LOADED),
+            "b": EditState("b", REFUSED, "why"),
+            "c": EditState("c", PENDING),
+            "d": EditState("d", LOADED),
+        },
+    )
     wanted = {"a": "new", "b": "b", "c": "c", "d": "d", "e": "e"}
     assert outcomes(wanted, running) == [
-        ReloadOutcome("a", PENDING), ReloadOutcome("b", REFUSED, "why"),
-        ReloadOutcome("c", PENDING), ReloadOutcome("d", LOADED), ReloadOutcome("e", PENDING),
-    ]  # fmt: skip
+        ReloadOutcome("a", PENDING),
+        ReloadOutcome("b", REFUSED, "why"),
+        ReloadOutcome("c", PENDING),
+        ReloadOutcome("d", LOADED),
+        ReloadOutcome("e", PENDING),
+    ]
     assert {each.outcome for each in outcomes(wanted, None)} == {PENDING}
 
 

@@ -22,8 +22,11 @@ IDS = [f"{section.config.__name__}-{row.name}" for section, row in ROWS]
 # Limits that are checked against a checkpoint or the host, or that are texts.
 IN_WORDS = {"checkpoint", "store_node", "gpus", "llm_options", "recording_folder", "pipeline_group"}
 # What must be set beside a parameter so that only its own limit is tried.
-BESIDE = {"pipeline_stage": {"pipeline_group": "g"}, "pipeline_stages": {"pipeline_group": "g"},
-          "lease_s": {"transfer_s_max": "0.5"}}  # fmt: skip
+BESIDE = {
+    "pipeline_stage": {"pipeline_group": "g"},
+    "pipeline_stages": {"pipeline_group": "g"},
+    "lease_s": {"transfer_s_max": "0.5"},
+}
 
 
 def test_the_page_is_what_the_generator_prints() -> None:
@@ -38,10 +41,14 @@ def test_every_parameter_has_one_row_and_no_row_is_of_nothing() -> None:
         assert len(names) == len(set(names)) and set(names) <= set(fields), section.title
         if not (section.config in (PrefillConfig, DecodeConfig) or "Workers" in section.title):
             assert set(names) == set(fields), section.title
-    rows = {role: {row.name for section in SECTIONS if role in section.backends
-                   for row in section.rows} for role in FOR_WORKERS}  # fmt: skip
-    prefill, decode = ({field.name for field in dataclasses.fields(config)}
-                       for config in (PrefillConfig, DecodeConfig))  # fmt: skip
+    rows = {
+        role: {row.name for section in SECTIONS if role in section.backends for row in section.rows}
+        for role in FOR_WORKERS
+    }
+    prefill, decode = (
+        {field.name for field in dataclasses.fields(config)}
+        for config in (PrefillConfig, DecodeConfig)
+    )
     assert prefill <= rows["prefill"], prefill - rows["prefill"]
     assert decode <= rows["decode"] | rows["prefill"], decode - rows["decode"]
 

@@ -41,10 +41,13 @@ def test_what_we_ship_is_right() -> None:
 
 def test_mistakes_of_several_models_are_all_named() -> None:
     texts = with_values(
-        prefill_0__threads="zero", prefill_1__store_node="s7", decode_0__dtype="bfloat16",
-        decode_1__context_tokens_max="9000", conductor__policy="best",
+        prefill_0__threads="zero",
+        prefill_1__store_node="s7",
+        decode_0__dtype="bfloat16",
+        decode_1__context_tokens_max="9000",
+        conductor__policy="best",
         postprocessing__checkpoint="x",
-    )  # fmt: skip
+    )
     texts["preprocessing"] += "max_batch: 1\n"
     texts["ensemble"] = texts["ensemble"].replace('model_name: "conductor"', 'model_name: "gone"')
     texts["decode_1"] = texts["decode_1"].replace("count: 1", "count: 2")

@@ -16,8 +16,12 @@ from backends.model_settings.serve_settings import ServeSettings, made_problems,
 from tests.backends.launcher.test_mirror import Clock, poll
 from tests.backends.model_settings.repositories import NODES, any_checkpoint, copied
 
-FOLDERS = {"prefill_0": "prefill", "prefill_2": "prefill", "prefill_10": "prefill",
-           "decode_0": "decode"}  # fmt: skip
+FOLDERS = {
+    "prefill_0": "prefill",
+    "prefill_2": "prefill",
+    "prefill_10": "prefill",
+    "decode_0": "decode",
+}
 
 
 def folders(repository: Path, settings: ServeSettings) -> WorkerFolders:
@@ -25,8 +29,9 @@ def folders(repository: Path, settings: ServeSettings) -> WorkerFolders:
 
 
 def mirrored(repository: Path, target: Path, settings: ServeSettings) -> RepositoryMirror:
-    mirror = RepositoryMirror(repository, target, lambda name: True, folders(repository, settings),
-                              Clock())  # fmt: skip
+    mirror = RepositoryMirror(
+        repository, target, lambda name: True, folders(repository, settings), Clock()
+    )
     mirror.sync(is_first=True)
     return mirror
 
@@ -40,8 +45,11 @@ def test_fewer_workers_are_the_first_ones_by_number_and_more_get_free_names() ->
     assert served.left_out == {"prefill_10"} and served.made == {}
     served = served_workers(ServeSettings(workers={"prefill": 5, "decode": 2}), FOLDERS)
     assert served.left_out == frozenset()
-    assert served.made == {"prefill_1": ("prefill", 3), "prefill_3": ("prefill", 4),
-                           "decode_1": ("decode", 1)}  # fmt: skip
+    assert served.made == {
+        "prefill_1": ("prefill", 3),
+        "prefill_3": ("prefill", 4),
+        "decode_1": ("decode", 1),
+    }
     assert served.source_of("prefill_3", FOLDERS) == "prefill_0"
 
 
@@ -61,8 +69,10 @@ def test_options_stand_above_every_file_and_the_rest_is_as_the_files_say(tmp_pat
     for model in workers:
         found = parameters(mirror, model)
         assert (found["checkpoint"], found["dtype"], found["device"]) == (
-            "/a/llama", "bfloat16", "cpu"
-        )  # fmt: skip
+            "/a/llama",
+            "bfloat16",
+            "cpu",
+        )
         assert (mirror.target / model / "1").is_dir()
     for model in public - {"ensemble"}:
         assert parameters(mirror, model)["checkpoint"] == "/a/llama"

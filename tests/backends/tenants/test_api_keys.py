@@ -132,7 +132,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tenants": {"a": {}}, "keys": [{"sha256": "F" * 64, "tenant": "a"}]}, "64 hex digits"),
     ({"tenants": {"a": {}}, "keys": [{"sha256": "0" * 64, "tenant": "a"}] * 2}, "the same key"),
     ({"tenants": []}, "Expected `object`"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "said"), MISTAKES, ids=[said for _, said in MISTAKES])

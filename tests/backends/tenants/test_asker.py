@@ -35,9 +35,14 @@ def test_only_the_gateway_itself_is_told_of_all_tenants_where_there_are_keys() -
     check_is_gateway({}, None, SECRET, NOW_S)
     check_is_gateway(proven(GATEWAY), keys(), SECRET, NOW_S)
     for parameters in (
-        {}, {"tenant": GATEWAY}, proven("a"), proven("default"), proven(GATEWAY, secret="another"),
-        proven(GATEWAY, NOW_S - 2 * AGE_S_MAX), proven("a") | {"tenant": GATEWAY},
-    ):  # fmt: skip
+        {},
+        {"tenant": GATEWAY},
+        proven("a"),
+        proven("default"),
+        proven(GATEWAY, secret="another"),
+        proven(GATEWAY, NOW_S - 2 * AGE_S_MAX),
+        proven("a") | {"tenant": GATEWAY},
+    ):
         with pytest.raises(Forbidden):
             check_is_gateway(parameters, keys(), SECRET, NOW_S)
     with pytest.raises(Forbidden):
@@ -92,10 +97,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "a flag": {"tenant": "a", "tenant_proof": True},
     "nobody's name": proven("nobody"),
     "not a moment": {
-        "tenant": "a", "tenant_proof": "nan " + prove("a", float("nan"), SECRET).split(" ")[1],
+        "tenant": "a",
+        "tenant_proof": "nan " + prove("a", float("nan"), SECRET).split(" ")[1],
     },
     "surrogates": {"tenant": "\ud800", "tenant_proof": "\ud800 \ud800"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("parameters", WRONG.values(), ids=WRONG.keys())

@@ -25,13 +25,23 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 REFUSED: list[dict[str, Any]] = [
-    {"not": {"type": "null"}}, {"uniqueItems": True}, {"contains": {"const": 1}},
-    {"if": {"type": "string"}, "then": {"minLength": 1}}, {"minProperties": 3},
-    {"propertyNames": {"pattern": "^a"}}, {"dependentRequired": {"a": ["b"]}},
-    {"multipleOf": 0.1}, {"items": [{"type": "null"}]}, {"$ref": "http://localhost/x"},
-    {"unevaluatedProperties": False}, {"minimun": 3}, {"format": "no-such-format"},
-    {"pattern": "(?=a)b"}, {"type": "float"}, {"x-guidance": {"lenient": True}},
-]  # fmt: skip
+    {"not": {"type": "null"}},
+    {"uniqueItems": True},
+    {"contains": {"const": 1}},
+    {"if": {"type": "string"}, "then": {"minLength": 1}},
+    {"minProperties": 3},
+    {"propertyNames": {"pattern": "^a"}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"multipleOf": 0.1},
+    {"items": [{"type": "null"}]},
+    {"$ref": "http://localhost/x"},
+    {"unevaluatedProperties": False},
+    {"minimun": 3},
+    {"format": "no-such-format"},
+    {"pattern": "(?=a)b"},
+    {"type": "float"},
+    {"x-guidance": {"lenient": True}},
+]
 
 
 def bounds(low: str, high: str, numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -52,13 +62,16 @@ NUMBERS = st.one_of(
     st.fixed_dictionaries({"multipleOf": st.integers(1, 7)}, optional={"maximum": SMALL}),
 ).flatmap(lambda parts: st.sampled_from(["integer", "number"]).map(lambda t: {"type": t, **parts}))
 LEAVES: st.SearchStrategy[Any] = st.one_of(
-    STRINGS, NUMBERS, STRINGS, NUMBERS,
+    STRINGS,
+    NUMBERS,
+    STRINGS,
+    NUMBERS,
     st.sampled_from(["null", "boolean", "integer", "number"]).map(lambda name: {"type": name}),
     st.lists(VALUES, min_size=1, max_size=4).map(lambda values: {"enum": values}),
     VALUES.map(lambda value: {"const": value}),
     st.just({"type": ["string", "null"]}),
     st.just({"$ref": "#/$defs/shared"}),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -105,11 +118,17 @@ def joined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 NESTED = st.recursive(
-    LEAVES, lambda inner: st.one_of(objects(inner), objects(inner), arrays(inner), joined(inner)),
+    LEAVES,
+    lambda inner: st.one_of(objects(inner), objects(inner), arrays(inner), joined(inner)),
     max_leaves=5,
-)  # fmt: skip
-DEFS = {"shared": {"type": "object", "properties": {"next": {"$ref": "#/$defs/shared"}, "n": {
-    "type": "integer"}}, "additionalProperties": False}}  # fmt: skip
+)
+DEFS = {
+    "shared": {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/shared"}, "n": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+}
 
 
 def _as_of_old(schema: Any) -> Any:

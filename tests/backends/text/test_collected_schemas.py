@@ -43,8 +43,12 @@ LIKE_REAL_ONES: dict[str, dict[str, Any]] = {
     "function call with a list": {
         "type": "object",
         "properties": {
-            "ingredients": {"type": "array", "minItems": 1, "maxItems": 3,
-                            "items": {"type": "string", "maxLength": 9}},
+            "ingredients": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 3,
+                "items": {"type": "string", "maxLength": 9},
+            },
             "is_vegan": {"type": "boolean"},
             "budget": {"type": "number", "exclusiveMinimum": 0},
         },
@@ -60,16 +64,27 @@ LIKE_REAL_ONES: dict[str, dict[str, Any]] = {
             "kind": {"enum": ["Pod", "Service"]},
             "metadata": {"$ref": "#/definitions/metadata"},
             "spec": {"type": ["object", "null"], "maxProperties": 0, "properties": {}},
-            "ports": {"type": ["array", "null"], "maxItems": 2,
-                      "items": {"oneOf": [{"type": "integer"}, {"format": "uuid", "type": "string"}
-                                          ]}},
+            "ports": {
+                "type": ["array", "null"],
+                "maxItems": 2,
+                "items": {"oneOf": [{"type": "integer"}, {"format": "uuid", "type": "string"}]},
+            },
         },
-        "definitions": {"metadata": {
-            "type": "object", "required": ["name"], "additionalProperties": False,
-            "properties": {"name": NAME, "labels": {
-                "type": "object", "additionalProperties": False,
-                "patternProperties": {"^[a-z]{1,5}$": {"type": "string", "maxLength": 5}}}},
-        }},
+        "definitions": {
+            "metadata": {
+                "type": "object",
+                "required": ["name"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": NAME,
+                    "labels": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "patternProperties": {"^[a-z]{1,5}$": {"type": "string", "maxLength": 5}},
+                    },
+                },
+            }
+        },
         "x-kubernetes-group-version-kind": [{"kind": "Pod"}],
     },
     "event": {
@@ -78,8 +93,12 @@ LIKE_REAL_ONES: dict[str, dict[str, Any]] = {
         "type": "object",
         "properties": {
             "at": {"type": "string", "format": "date-time"},
-            "position": {"type": "array", "items": [{"type": "number"}, {"type": "number"}],
-                         "minItems": 2, "additionalItems": False},
+            "position": {
+                "type": "array",
+                "items": [{"type": "number"}, {"type": "number"}],
+                "minItems": 2,
+                "additionalItems": False,
+            },
             "share": {"type": "number", "minimum": 0, "maximum": 1, "exclusiveMaximum": True},
             "count": {"type": ["integer", "null"], "minimum": 0, "maximum": 32767},
         },
@@ -91,49 +110,86 @@ LIKE_REAL_ONES: dict[str, dict[str, Any]] = {
         "$id": "https://example.invalid/configuration",
         "type": "object",
         "minProperties": 1,
-        "properties": {"source": {"oneOf": [
-            {"type": "object", "required": ["kind", "path"], "additionalProperties": False,
-             "properties": {"kind": {"const": "file"}, "path": {"type": "string", "maxLength": 9}}},
-            {"type": "object", "required": ["kind", "port"], "additionalProperties": False,
-             "properties": {"kind": {"const": "tcp"}, "port": {"type": "integer", "minimum": 1,
-                                                             "maximum": 65535}}},
-        ]}},
+        "properties": {
+            "source": {
+                "oneOf": [
+                    {
+                        "type": "object",
+                        "required": ["kind", "path"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "kind": {"const": "file"},
+                            "path": {"type": "string", "maxLength": 9},
+                        },
+                    },
+                    {
+                        "type": "object",
+                        "required": ["kind", "port"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "kind": {"const": "tcp"},
+                            "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+                        },
+                    },
+                ]
+            }
+        },
         "required": ["source"],
         "additionalProperties": False,
     },
     "tree": {
         "$schema": DRAFT_07,
         "$ref": "#/definitions/node",
-        "definitions": {"node": {
-            "type": "object", "required": ["name"], "additionalProperties": False,
-            "properties": {"name": {"type": "string", "maxLength": 4}, "children": {
-                "type": "array", "maxItems": 2, "items": {"$ref": "#/definitions/node"}}},
-        }},
+        "definitions": {
+            "node": {
+                "type": "object",
+                "required": ["name"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": {"type": "string", "maxLength": 4},
+                    "children": {
+                        "type": "array",
+                        "maxItems": 2,
+                        "items": {"$ref": "#/definitions/node"},
+                    },
+                },
+            }
+        },
     },
     "composed": {
         "allOf": [{"$ref": "#/$defs/named"}, {"$ref": "#/$defs/dated"}],
         "$defs": {
-            "named": {"type": "object", "required": ["name"],
-                      "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 5}}},
-            "dated": {"type": "object", "required": ["date"],
-                      "properties": {"date": {"type": "string", "format": "date"}}},
+            "named": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 5}},
+            },
+            "dated": {
+                "type": "object",
+                "required": ["date"],
+                "properties": {"date": {"type": "string", "format": "date"}},
+            },
         },
     },
     "any other keys": {
-        "type": "object", "properties": {"version": {"type": "integer"}},
+        "type": "object",
+        "properties": {"version": {"type": "integer"}},
         "additionalProperties": {"anyOf": [{"type": "boolean"}, {"enum": [1, 2.5, "x", None]}]},
     },
     "names that need escapes": {
-        "type": "object", "required": ['a"b', "c\\d", "größe", "$ref", ""],
+        "type": "object",
+        "required": ['a"b', "c\\d", "größe", "$ref", ""],
         "properties": {name: {"type": "boolean"} for name in ('a"b', "c\\d", "größe", "$ref", "")},
         "additionalProperties": False,
     },
-}  # fmt: skip
+}
 # What they have and no answer can be held to: (schema, keyword that is named).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "condition": ({"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, "if"),
-    "unlike items": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-                     "uniqueItems"),
+    "unlike items": (
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "uniqueItems",
+    ),
     "dependencies": ({"$schema": DRAFT_04, "dependencies": {"a": ["b"]}}, "dependencies"),
     "at least two keys": ({"type": "object", "minProperties": 2}, "minProperties"),
     "required as a flag": ({"properties": {"a": {"type": "string", "required": True}}}, "required"),
@@ -143,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "step of a cent": ({"type": "number", "multipleOf": 0.01}, "multipleOf"),
     "negative look-ahead": ({"type": "string", "pattern": "^(?!x)"}, "pattern"),
     "key of an editor": ({"type": "string", "propertyOrder": 3}, "propertyOrder"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LIKE_REAL_ONES)

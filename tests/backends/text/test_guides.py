@@ -108,9 +108,11 @@ def follow(schema: dict[str, Any], answer: str, end_ids: tuple[int, ...] = END_I
 
 
 ONE_NAME = {
-    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 def test_an_end_id_may_come_where_the_answer_is_complete_and_nowhere_else() -> None:
@@ -186,22 +188,32 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"const": "\\u0001"}', "const at #: control characters"),
         ('{"type": "integer", "enum": ["a"]}', "incompatible types .*enum, type"),
         ('{"$schema": "http://json-schema.org/draft-03/schema#"}', r"\$schema at #: use a draft"),
-        ('{"$schema": "http://json-schema.org/draft-04/schema#", "exclusiveMinimum": 3}',
-         "exclusiveMinimum at #: it must be true or false in draft-04"),
-        ('{"$schema": "http://json-schema.org/draft-04/schema#", "items": {"id": "#x"}}',
-         "id at #/items: "),
+        (
+            '{"$schema": "http://json-schema.org/draft-04/schema#", "exclusiveMinimum": 3}',
+            "exclusiveMinimum at #: it must be true or false in draft-04",
+        ),
+        (
+            '{"$schema": "http://json-schema.org/draft-04/schema#", "items": {"id": "#x"}}',
+            "id at #/items: ",
+        ),
         ('{"exclusiveMinimum": true}', "exclusiveMinimum at #: it must be a number"),
         ('{"items": [{}]}', "items at #: use prefixItems"),
         ('{"items": {}, "additionalItems": {}}', "additionalItems at #: it means nothing in 2020"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf: it cannot be seen that"),
-        ('{"$schema": "http://json-schema.org/draft-04/schema#", '
-         '"oneOf": [{"type": "string"}, {"const": null}]}',
-         "const at #/oneOf/1: with oneOf somewhere it is refused, as draft-04 passes over it"),
-        ('{"$schema": "http://json-schema.org/draft-07/schema#", "$defs": {"text": {}}, '
-         '"oneOf": [{"type": "string"}, {"$ref": "#/$defs/text", "type": "null"}]}',
-         r"\$ref at #/oneOf/1: with oneOf somewhere it is refused, as draft-07 passes over it"),
-        ('{"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}',
-         "prefixItems at #: it means nothing in "),
+        (
+            '{"$schema": "http://json-schema.org/draft-04/schema#", '
+            '"oneOf": [{"type": "string"}, {"const": null}]}',
+            "const at #/oneOf/1: with oneOf somewhere it is refused, as draft-04 passes over it",
+        ),
+        (
+            '{"$schema": "http://json-schema.org/draft-07/schema#", "$defs": {"text": {}}, '
+            '"oneOf": [{"type": "string"}, {"$ref": "#/$defs/text", "type": "null"}]}',
+            r"\$ref at #/oneOf/1: with oneOf somewhere it is refused, as draft-07 passes over it",
+        ),
+        (
+            '{"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}',
+            "prefixItems at #: it means nothing in ",
+        ),
         ("[]", "it is no JSON object"),
         ("true", "it is no JSON object"),
         ("{", "it is not valid JSON"),
@@ -209,7 +221,7 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"items": ' * 5000 + "{}" + "}" * 5000, "it is not valid JSON: .*recursion"),
         ('{"a1": 0, "a2": 0, "a3": 0, "a4": 0, "a5": 0, "a6": 0, "a7": 0}', "and 2 more"),
     ],
-)  # fmt: skip
+)
 def test_what_is_in_the_way_of_a_schema_is_named(schema: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as refusal:
         GUIDES.guide(schema, END_IDS, [])
@@ -218,10 +230,18 @@ def test_what_is_in_the_way_of_a_schema_is_named(schema: str, words: str) -> Non
 
 def test_annotations_and_extensions_of_others_are_no_hindrance() -> None:
     schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#", "$id": "urn:x", "title": "t",
-        "description": "d", "type": "integer", "default": 3, "examples": [1], "x-order": 4,
-        "uniqueItems": False, "minimum": 3, "maximum": 3,
-    }  # fmt: skip
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "urn:x",
+        "title": "t",
+        "description": "d",
+        "type": "integer",
+        "default": 3,
+        "examples": [1],
+        "x-order": 4,
+        "uniqueItems": False,
+        "minimum": 3,
+        "maximum": 3,
+    }
     follow(schema, "3")
 
 
@@ -230,8 +250,12 @@ def test_what_older_drafts_say_otherwise_is_understood() -> None:
     above = {**draft, "type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 4}
     assert not follow(above, "").allowed()[TOKENIZER.encode("3")[0]]
     assert follow({**above, "exclusiveMinimum": False}, "").allowed()[TOKENIZER.encode("3")[0]]
-    pair = {**draft, "type": "array", "items": [{"type": "integer"}, {"type": "null"}],
-            "minItems": 2}  # fmt: skip
+    pair = {
+        **draft,
+        "type": "array",
+        "items": [{"type": "integer"}, {"type": "null"}],
+        "minItems": 2,
+    }
     follow({**pair, "additionalItems": False}, "[3,null]")
     closed = follow({**pair, "additionalItems": False}, "[3,null").allowed()
     assert not closed[TOKENIZER.encode(",")[0]]

@@ -59,25 +59,41 @@ MEET = "patterns and formats may hold for one string"
     ("schema", "words"),
     [
         ({"allOf": MANY}, f"pattern at #: 38 {MEET}"),
-        ({"type": "object", "properties": {"a": {"allOf": MANY[:9], "format": "uri"}}},
-         f"pattern at #/properties/a: 10 {MEET}"),
+        (
+            {"type": "object", "properties": {"a": {"allOf": MANY[:9], "format": "uri"}}},
+            f"pattern at #/properties/a: 10 {MEET}",
+        ),
         ({"allOf": [{"properties": {"a": part}} for part in MANY]}, f"pattern at #: 38 {MEET}"),
         ({"allOf": [{"items": part} for part in MANY]}, f"pattern at #: 38 {MEET}"),
-        ({"allOf": [{"anyOf": [{"type": "null"}, part]} for part in MANY]},
-         f"pattern at #: 38 {MEET}"),
-        ({"allOf": [{"allOf": MANY[:5]}, {"$ref": "#/$defs/more"}],
-          "$defs": {"more": {"allOf": MANY[5:10]}}}, f"pattern at #: 10 {MEET}"),
-        ({"type": "object", "properties": names(3), "patternProperties":
-          {f"^a{number}(b|c)*d$": {} for number in range(200)}},
-         "patternProperties at #: 200 of them may stand beside 3 properties"),
-        ({"allOf": [{"patternProperties": {f"^a{number}$": {}}} for number in range(101)]},
-         "patternProperties at #: 101 of them"),
+        (
+            {"allOf": [{"anyOf": [{"type": "null"}, part]} for part in MANY]},
+            f"pattern at #: 38 {MEET}",
+        ),
+        (
+            {
+                "allOf": [{"allOf": MANY[:5]}, {"$ref": "#/$defs/more"}],
+                "$defs": {"more": {"allOf": MANY[5:10]}},
+            },
+            f"pattern at #: 10 {MEET}",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": names(3),
+                "patternProperties": {f"^a{number}(b|c)*d$": {} for number in range(200)},
+            },
+            "patternProperties at #: 200 of them may stand beside 3 properties",
+        ),
+        (
+            {"allOf": [{"patternProperties": {f"^a{number}$": {}}} for number in range(101)]},
+            "patternProperties at #: 101 of them",
+        ),
         ({"type": "object", "properties": names(1_001)}, "properties at #: one object may have"),
         (chain(LEVELS_MAX + 5), r"\$ref at #/\$defs/d\d+: parts and references lead more than"),
         (chain_behind_its_end(1_300), r"\$ref at #/\$defs/d\d+: parts and references lead more"),
         (chain(40, nested=55), r"\$ref at #/\$defs/d.*: parts and references lead more than"),
     ],
-)  # fmt: skip
+)
 def test_more_than_the_compiler_gets_through_is_refused_by_name(
     schema: dict[str, Any], words: str
 ) -> None:
@@ -88,9 +104,18 @@ def test_more_than_the_compiler_gets_through_is_refused_by_name(
 
 
 def test_what_is_below_the_bounds_is_not_refused_for_its_size() -> None:
-    tree: dict[str, Any] = {"$defs": {"tree": {"type": "object", "properties": {
-        "name": {"type": "string", "pattern": "a"}, "left": {"$ref": "#/$defs/tree"},
-        "right": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}}}}}  # fmt: skip
+    tree: dict[str, Any] = {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": "a"},
+                    "left": {"$ref": "#/$defs/tree"},
+                    "right": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]},
+                },
+            }
+        }
+    }
     for schema in (
         {"allOf": MANY[:PATTERNS_TOGETHER_MAX]},
         {"anyOf": MANY},
@@ -137,8 +162,10 @@ def combined(number: int, properties: int, parts: int, cases: int) -> dict[str, 
     def case(part: int, index: int) -> dict[str, Any]:
         return {"type": "object", "properties": {f"p{part}_{index}": {"type": "integer"}}}
 
-    defs = {f"d{part}": {"anyOf": [case(part, index) for index in range(cases)]}
-            for part in range(parts)}  # fmt: skip
+    defs = {
+        f"d{part}": {"anyOf": [case(part, index) for index in range(cases)]}
+        for part in range(parts)
+    }
     every = [{"$ref": f"#/$defs/d{part}"} for part in range(parts)]
     names = {f"q{number}_{index}": {"allOf": every} for index in range(properties)}
     return {"type": "object", "$defs": defs, "properties": names}
@@ -163,8 +190,10 @@ def test_combinations_of_alternatives_are_counted_and_too_many_are_refused() -> 
     assert schema_nodes(plain) <= 700, "alternatives that meet nothing are no combinations"
     loop = {"$defs": {"d": {"allOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]}}}
     assert schema_nodes({**loop, "$ref": "#/$defs/d"}) < 20
-    shared = {"$defs": {"d": {"properties": names(100)}},
-              "properties": {name: {"$ref": "#/$defs/d"} for name in names(100)}}  # fmt: skip
+    shared = {
+        "$defs": {"d": {"properties": names(100)}},
+        "properties": {name: {"$ref": "#/$defs/d"} for name in names(100)},
+    }
     assert schema_nodes(shared) <= 400, "a definition is compiled once"
     [problem] = size_problems(combined(0, 30, 3, 4))
     assert "parts, with all combinations" in problem and f"{NODES_MAX:,}" in problem
@@ -233,10 +262,16 @@ print(pss_bytes() - before)
 
 @pytest.mark.parametrize(
     "made",
-    ["combined(number, 30, 3, 4)", "combined(number, 10, 3, 4)", "combined(number, 25, 2, 4)",
-     "flat(number, 300)", "flat(number, 450)", "referring(number, 60, 100)",
-     "referring(number, 40, 100)"],
-)  # fmt: skip
+    [
+        "combined(number, 30, 3, 4)",
+        "combined(number, 10, 3, 4)",
+        "combined(number, 25, 2, 4)",
+        "flat(number, 300)",
+        "flat(number, 450)",
+        "referring(number, 60, 100)",
+        "referring(number, 40, 100)",
+    ],
+)
 def test_64_large_schemas_keep_at_most_200_megabytes_in_a_process(made: str) -> None:
     script = HELD.replace("{made}", made)
     done = subprocess.run(

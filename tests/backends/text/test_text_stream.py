@@ -137,9 +137,12 @@ def byte_ids(tokenizer: Tokenizer, wanted: bytes) -> list[int]:
 
 
 def expected_stop(
-    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], words: Sequence[str],
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    words: Sequence[str],
     min_tokens: int,
-) -> tuple[int, int] | None:  # fmt: skip
+) -> tuple[int, int] | None:
     """(begin, tokens) of the stop word that is complete first, by looking at everything.
 
     `begin` in bytes of the output; `tokens` before which it was not complete.

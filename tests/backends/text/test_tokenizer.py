@@ -214,15 +214,14 @@ def test_a_chat_template_renders_as_with_transformers(template: str, tmp_path: P
 
 FORMS = {  # of a template's content: what it reads
     "{{ TEXT }}": "text",
-    "{% for c in CONTENT %}{% if c.type == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}":
-        "parts",
+    "{% for c in CONTENT %}{% if c.type=='text' %}{{ c['text'] }}{% endif %}{% endfor %}": "parts",
     "{% set list = CONTENT %}{% for c in list[0:] %}{{ c.text | trim }};{% endfor %}": "parts",
     "{% for part in CONTENT | list %}{{ part['text'] }}{% endfor %}": "parts",
     "{{ joined(CONTENT) }}": "parts",
     "{{ CONTENT[0]['text'] }}": "parts",
     "{% if CONTENT is string %}{{ CONTENT }}{% else %}{% for part in CONTENT %}[{{ part.text }}]"
     "{% endfor %}{% endif %}": "both",
-}  # fmt: skip
+}
 MACRO = "{% macro joined(list) %}{% for part in list %}{{ part.text }}{% endfor %}{% endmacro %}"
 
 
@@ -288,9 +287,11 @@ def test_any_chat_template_gets_content_in_the_form_that_it_reads(
 def test_a_template_of_parts_loses_no_text(template: str, role: str) -> None:
     tokenizer = Tokenizer(byte_level(), {"chat_template": template})
     said = {"role": role, "content": "qwertz"}
-    messages = [said] if "alternate" not in template or role in ("user", "system") else [
-        {"role": "user", "content": "hi"}, said
-    ]  # fmt: skip
+    messages = (
+        [said]
+        if "alternate" not in template or role in ("user", "system")
+        else [{"role": "user", "content": "hi"}, said]
+    )
     prompt = tokenizer.apply_chat(messages)
     assert "qwertz" in prompt or "ztrewq" in prompt
 

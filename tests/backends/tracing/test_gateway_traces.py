@@ -89,5 +89,6 @@ def test_a_path_is_the_clients_word_and_no_name_of_a_span() -> None:
     assert len(str(span.attributes["url.path"])) <= 256
     _, [served] = asked("/v1/completions", "", 200)
     assert (served.name, served.attributes["url.path"]) == (
-        "POST /v1/completions", "/v1/completions",
-    )  # fmt: skip
+        "POST /v1/completions",
+        "/v1/completions",
+    )

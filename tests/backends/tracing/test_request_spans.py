@@ -38,17 +38,27 @@ def prefilled(**more: float) -> PrefillReply:
 
 def decoded(**more: float) -> DecodeReply:
     return DecodeReply(
-        incarnation="i", tokens_before=3, text="", context_ids=[], cut_bytes=0,
-        finish_reason="length", **{"queue_s": 0.003, "load_s": 0.002, **more},
-    )  # fmt: skip
+        incarnation="i",
+        tokens_before=3,
+        text="",
+        context_ids=[],
+        cut_bytes=0,
+        finish_reason="length",
+        **{"queue_s": 0.003, "load_s": 0.002, **more},
+    )
 
 
 def served() -> RequestTimeline:
     attempt = AttemptTimes(
-        number=1, began_s=0.01, decided_s=0.012, decision={"mooncake.decision.prefill": "p"},
-        prefill=Call("p", 0.012, 0.112), prefill_reply=prefilled(load_at_s=0.01, compute_at_s=0.03),
-        decode=Call("d", 0.113, 0.5), decode_reply=decoded(),
-    )  # fmt: skip
+        number=1,
+        began_s=0.01,
+        decided_s=0.012,
+        decision={"mooncake.decision.prefill": "p"},
+        prefill=Call("p", 0.012, 0.112),
+        prefill_reply=prefilled(load_at_s=0.01, compute_at_s=0.03),
+        decode=Call("d", 0.113, 0.5),
+        decode_reply=decoded(),
+    )
     return RequestTimeline(
         arrived_s=0.0, read_s=0.01, first_token_s=0.1, ended_s=0.6, attempts=[attempt]
     )
@@ -71,12 +81,21 @@ def assert_nested(spans: list[SpanRecord]) -> None:
 def test_each_span_has_the_right_parent() -> None:
     spans = spans_of(served())
     assert parents(spans) == {
-        "request": "", "read": "request", "attempt": "request", "decide": "attempt",
-        "prefill": "attempt", "prefill.queue": "prefill", "prefill.load": "prefill",
-        "prefill.wait": "prefill", "prefill.compute": "prefill", "prefill.put": "prefill",
-        "handover": "attempt", "handover.queue": "handover", "handover.load": "handover",
+        "request": "",
+        "read": "request",
+        "attempt": "request",
+        "decide": "attempt",
+        "prefill": "attempt",
+        "prefill.queue": "prefill",
+        "prefill.load": "prefill",
+        "prefill.wait": "prefill",
+        "prefill.compute": "prefill",
+        "prefill.put": "prefill",
+        "handover": "attempt",
+        "handover.queue": "handover",
+        "handover.load": "handover",
         "decode": "attempt",
-    }  # fmt: skip
+    }
     assert spans[0].parent_span_id == PARENT and spans[0].context == ROOT
     assert {span.context.trace_id for span in spans} == {ROOT.trace_id}
     assert_nested(spans)
@@ -116,9 +135,14 @@ def test_who_did_it_is_said() -> None:
 def test_a_lost_attempt_is_a_span_with_its_reason_and_the_next_one_follows() -> None:
     timeline = served()
     lost = AttemptTimes(
-        number=1, began_s=0.001, decided_s=0.002, prefill=Call("p0", 0.002), ended_s=0.008,
-        loss="worker died", error="p0 is gone",
-    )  # fmt: skip
+        number=1,
+        began_s=0.001,
+        decided_s=0.002,
+        prefill=Call("p0", 0.002),
+        ended_s=0.008,
+        loss="worker died",
+        error="p0 is gone",
+    )
     timeline.attempts[0].number = 2
     timeline.attempts.insert(0, lost)
     spans = spans_of(timeline)
@@ -175,16 +199,22 @@ def test_children_lie_within_their_parents_whatever_the_clocks_say(
     times: list[float], load_at_s: float, compute_at_s: float, is_ended: bool, is_decoded: bool
 ) -> None:
     attempt = AttemptTimes(
-        number=1, began_s=times[0], decided_s=times[1],
+        number=1,
+        began_s=times[0],
+        decided_s=times[1],
         prefill=Call("p", times[2], times[3]),
         prefill_reply=prefilled(
-            queue_s=times[4], load_s=times[5], compute_s=times[6], put_s=times[7],
-            load_at_s=load_at_s, compute_at_s=compute_at_s,
+            queue_s=times[4],
+            load_s=times[5],
+            compute_s=times[6],
+            put_s=times[7],
+            load_at_s=load_at_s,
+            compute_at_s=compute_at_s,
         ),
         decode=Call("d", times[8], times[9]) if is_decoded else None,
         decode_reply=decoded(queue_s=times[4], load_s=times[5]) if is_decoded else None,
         ended_s=times[10] if is_ended else None,
-    )  # fmt: skip
+    )
     timeline = RequestTimeline(0.0, read_s=times[11], ended_s=50.0, attempts=[attempt])
     assert_nested(spans_of(timeline))
     phases = prefill_phases(attempt.prefill_reply)  # type: ignore[arg-type]

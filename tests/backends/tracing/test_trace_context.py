@@ -37,13 +37,28 @@ def test_a_later_version_may_have_more_behind_what_is_known() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "", "x", None, 7, True, b"00", ["00"], f"00-{TRACE}-{SPAN}", f"00-{TRACE}-{SPAN}-1",
-        f"00-{TRACE}-{SPAN}-01-more", f"ff-{TRACE}-{SPAN}-01", f"00-{TRACE.upper()}-{SPAN}-01",
-        f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE[:-1]}g-{SPAN}-01",
-        f" 00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01\n", f"00-{TRACE}-{SPAN}-0\u0661",
-        f"00_{TRACE}_{SPAN}_01", f"00-{TRACE}-{SPAN}-01" * 100,
+        "",
+        "x",
+        None,
+        7,
+        True,
+        b"00",
+        ["00"],
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE[:-1]}g-{SPAN}-01",
+        f" 00-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01\n",
+        f"00-{TRACE}-{SPAN}-0\u0661",
+        f"00_{TRACE}_{SPAN}_01",
+        f"00-{TRACE}-{SPAN}-01" * 100,
     ],
-)  # fmt: skip
+)
 def test_a_bad_one_is_none(given: object) -> None:
     assert parse_traceparent(given) is None
 
@@ -79,7 +94,10 @@ def test_open_telemetrys_own_variables_say_the_share() -> None:
     assert share_sampled({SAMPLER_VARIABLE: "parentbased_always_off"}) == 0.0
     ratio = {SAMPLER_VARIABLE: "parentbased_traceidratio"}
     assert share_sampled({**ratio, SHARE_VARIABLE: "0.1"}) == 0.1
-    for bad in ({**ratio, SHARE_VARIABLE: "2"}, {**ratio, SHARE_VARIABLE: "x"},
-                {SAMPLER_VARIABLE: "jaeger_remote"}):  # fmt: skip
+    for bad in (
+        {**ratio, SHARE_VARIABLE: "2"},
+        {**ratio, SHARE_VARIABLE: "x"},
+        {SAMPLER_VARIABLE: "jaeger_remote"},
+    ):
         with pytest.raises(ValueError, match="OTEL_TRACES_SAMPLER"):
             share_sampled(bad)

@@ -76,9 +76,10 @@ def test_values_that_gave_way_to_others_are_said_in_the_log(
     for _ in range(3):
         observations.observe("mooncake_decode_queue_seconds", 0.1)
     loop = MetricsLoop(
-        lambda: MetricPage("decode", Triton()), lambda page, waiting, _: page.take(waiting),
+        lambda: MetricPage("decode", Triton()),
+        lambda page, waiting, _: page.take(waiting),
         observations,
-    )  # fmt: skip
+    )
     with caplog.at_level(logging.WARNING):
         loop.close()
     assert "some are lost" in caplog.text

@@ -14,9 +14,11 @@ def prefill_spec(**changes: Any) -> EngineSpec:
     config = PrefillConfig(**changes)
     common = {name: getattr(config, name) for name in COMMON}
     return EngineSpec(
-        role="prefill", requests_max=config.queue_requests_max, chunk_tokens=config.chunk_tokens,
+        role="prefill",
+        requests_max=config.queue_requests_max,
+        chunk_tokens=config.chunk_tokens,
         **common,
-    )  # fmt: skip
+    )
 
 
 def decode_spec(**changes: Any) -> EngineSpec:

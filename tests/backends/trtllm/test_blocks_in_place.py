@@ -28,8 +28,12 @@ def pair(
     shm = tmp_path / "shm"
     shm.mkdir()
     monkeypatch.setattr(staging_pool, "SHM", shm)
-    parameters = {"engine": "tensorrt_llm", "page_tokens": "32", "handoff": "store",
-                  "aside_load_mib": "1"}  # fmt: skip
+    parameters = {
+        "engine": "tensorrt_llm",
+        "page_tokens": "32",
+        "handoff": "store",
+        "aside_load_mib": "1",
+    }
     for pair in pairs(tmp_path, monkeypatch, **parameters):
         wait_until_attached(pair)
         yield pair

@@ -184,8 +184,15 @@ def test_an_llm_that_does_not_shut_down_leaves_neither_pool_nor_thread(
 def test_everything_that_is_wrong_is_said_before_anything_is_started(tmp_path: Path) -> None:
     options = '{"pipeline_parallel_size": 2, "dtype": "auto"}'
     with pytest.raises(ConfigError) as caught:
-        TrtllmEngine("w", prefill_spec(), TrtllmConfig(llm_options=options), tmp_path,
-                     "model_repository", Deaf(), lambda stats: None)  # fmt: skip
+        TrtllmEngine(
+            "w",
+            prefill_spec(),
+            TrtllmConfig(llm_options=options),
+            tmp_path,
+            "model_repository",
+            Deaf(),
+            lambda stats: None,
+        )
     said = str(caught.value)
     for word in ("not installed", "pipeline_parallel_size", "said by dtype", "config.json is mis"):
         assert word in said, said
@@ -272,9 +279,14 @@ def test_another_rope_or_attention_backend_is_another_engine_s_kv(
 ) -> None:
     def described(folder: Path, options: str = "") -> tuple[str, str]:
         made = TrtllmEngine(
-            "w", prefill_spec(kv_pages=4), TrtllmConfig(llm_options=options), folder,
-            "model_repository", Deaf(), lambda stats: None,
-        )  # fmt: skip
+            "w",
+            prefill_spec(kv_pages=4),
+            TrtllmConfig(llm_options=options),
+            folder,
+            "model_repository",
+            Deaf(),
+            lambda stats: None,
+        )
         made.close()
         return made.weights_id, made.tp_shape
 

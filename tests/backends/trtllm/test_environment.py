@@ -12,10 +12,16 @@ from backends.engine.trtllm.package import choose_gpus, remove_mpi_leftovers, tu
 
 def test_leftovers_of_mpi_go_and_what_tunes_it_stays() -> None:
     environment = {
-        "OMPI_COMM_WORLD_RANK": "3", "OMPI_UNIVERSE_SIZE": "4", "PMIX_RANK": "3", "PMI_SIZE": "4",
-        "ORTE_PRECONDITION": "1", "OMPI_MCA_orte_ess_num_procs": "4",
-        "OMPI_MCA_btl_tcp_if_include": "eth0", "PATH": "/bin", "TLLM_LOG_LEVEL": "INFO",
-    }  # fmt: skip
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_UNIVERSE_SIZE": "4",
+        "PMIX_RANK": "3",
+        "PMI_SIZE": "4",
+        "ORTE_PRECONDITION": "1",
+        "OMPI_MCA_orte_ess_num_procs": "4",
+        "OMPI_MCA_btl_tcp_if_include": "eth0",
+        "PATH": "/bin",
+        "TLLM_LOG_LEVEL": "INFO",
+    }
     removed = remove_mpi_leftovers(environment)
     assert environment.keys() == {"OMPI_MCA_btl_tcp_if_include", "PATH", "TLLM_LOG_LEVEL"}
     assert len(removed) == 6

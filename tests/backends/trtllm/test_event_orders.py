@@ -42,8 +42,12 @@ class Prefill:
         put = BlockPut("a", TOKENS, pages=[0, 1, 2], keys=[b"0", b"1"], first_block=0)
         put.refs = {0: BlockRef(0, "s0", 1, 1, 0)}
         self.job = PrefillJob(
-            request=request, client=None, submitted_s=0.0, token_ids=np.arange(TOKENS), put=put,  # type: ignore[arg-type]
-        )  # fmt: skip
+            request=request,
+            client=None,
+            submitted_s=0.0,
+            token_ids=np.arange(TOKENS),
+            put=put,  # type: ignore[arg-type]
+        )
         self.said: list[Any] = []
         self.jobs = {"a": self.job}
         said = self.said
@@ -53,7 +57,9 @@ class Prefill:
         driver._block_tokens = BLOCK
         driver._health = SimpleNamespace(went_well=lambda: None, failed=said.append)
         driver._worker = SimpleNamespace(
-            lock=threading.Condition(), jobs=self.jobs, is_closing=False,
+            lock=threading.Condition(),
+            jobs=self.jobs,
+            is_closing=False,
             has_left=lambda job: self.jobs.get("a") is not job,
             settle_behind=lambda job, blocks: None,
             writer=SimpleNamespace(
@@ -66,7 +72,7 @@ class Prefill:
             fail=lambda job, error: said.append(error),
             batching=SimpleNamespace(computed=lambda chunks: None),
             process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
-        )  # fmt: skip
+        )
         self.driver = driver
         self.prompt = StagedPrompt(driver, self.job, TOKENS, range(3))
         driver._prompts = {self.job: self.prompt}
@@ -175,11 +181,13 @@ class Decode:
             give_back=lambda name, pages, then: (said.append(pages), then())
         )
         driver._worker = SimpleNamespace(
-            lock=threading.Condition(), put_saved=self._put_saved,
-            forget=lambda job: said.append("forgotten"), release=said.append,
+            lock=threading.Condition(),
+            put_saved=self._put_saved,
+            forget=lambda job: said.append("forgotten"),
+            release=said.append,
             writer=SimpleNamespace(then=lambda action: action()),
             process=SimpleNamespace(is_lost=False),
-        )  # fmt: skip
+        )
         self.driver = driver
         self.answer = EngineAnswer(driver, self.job, is_staged=True)
         driver._answers = {self.job: self.answer}

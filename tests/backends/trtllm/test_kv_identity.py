@@ -19,9 +19,12 @@ from backends.engine.trtllm.settings import TrtllmConfig
 from tests.backends.trtllm.test_kv_shape import MISTRAL
 
 FULL: dict[str, Any] = MISTRAL | {
-    "rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
-    "rms_norm_eps": 1e-5, "_name_or_path": "here", "transformers_version": "4.57.3",
-}  # fmt: skip
+    "rope_theta": 1e6,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "rms_norm_eps": 1e-5,
+    "_name_or_path": "here",
+    "transformers_version": "4.57.3",
+}
 
 
 def identity(folder: Path, raw: dict[str, Any], **beside: dict[str, Any]) -> KvIdentity:

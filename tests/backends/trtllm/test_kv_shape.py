@@ -14,21 +14,38 @@ from mooncake_store.layout import KvLayout
 from tests.backends.small_tokenizers import DEMO
 
 MISTRAL = {
-    "architectures": ["MistralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768,
-    "max_position_embeddings": 32768, "sliding_window": None, "eos_token_id": 2,
-}  # fmt: skip
+    "architectures": ["MistralForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "eos_token_id": 2,
+}
 
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
-    "max_position_embeddings": 163840, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16", "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
         "weight_block_size": [128, 128],
     },
-}  # fmt: skip
+}
 KIMI_K2 = {"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64}
 
 
@@ -81,13 +98,15 @@ def test_a_window_that_is_written_down_but_not_used_is_no_window(tmp_path: Path)
         ({"architecture": "LlamaForCausalLM", "mapping": {}}, "checkpoint .convert_checkpoint."),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"kv_lora_rank": 512}, "latent attention .kv_lora_rank. of MistralForCausalLM"),
-        (DEEPSEEK_V3 | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
-         "(?s)DeepseekV32ForCausalLM is not supported.*sparse attention"),
+        (
+            DEEPSEEK_V3 | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
+            "(?s)DeepseekV32ForCausalLM is not supported.*sparse attention",
+        ),
         (DEEPSEEK_V3 | {"qk_rope_head_dim": "absent"}, "qk_rope_head_dim must be a positive"),
         ({"mamba_d_state": 16}, "state-space"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers must be a positive integer"),
     ],
-)  # fmt: skip
+)
 def test_kv_that_is_not_one_page_of_equal_layers_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
@@ -133,16 +152,27 @@ FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
         ("bfloat16", None, None, "bfloat16"),
         ("fp8", None, None, "fp8"),
         ("auto", {"quantization": FP8}, None, "fp8"),
-        ("auto", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, None,
-         "bfloat16"),
+        (
+            "auto",
+            {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+            None,
+            "bfloat16",
+        ),
         ("auto", None, FP8 | {"quant_method": "modelopt"}, "fp8"),
-        ("auto", None, {"quant_method": "compressed-tensors",
-                        "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        (
+            "auto",
+            None,
+            {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+            },
+            "fp8",
+        ),
         ("nvfp4", None, None, "KV would be kept in nvfp4"),
         ("auto", {"quantization": {"kv_cache_quant_algo": "INT8"}}, None, "kept in int8"),
         ("fp8", {"quantization": {"kv_cache_quant_algo": "NVFP4"}}, None, "fp8"),
     ],
-)  # fmt: skip
+)
 def test_kv_is_kept_in_what_is_asked_for_or_in_what_the_checkpoint_says(
     tmp_path: Path, asked: str, beside: Any, inline: Any, kept: str
 ) -> None:

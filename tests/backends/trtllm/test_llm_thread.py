@@ -139,8 +139,9 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
     alone = engines.ask(10)
     alone.end()
     cls = engines.package.disaggregated_params
-    context = engines.ask(1, is_streaming=False,
-                          disaggregated_params=llm_thread.for_prefill(cls, "r1"))  # fmt: skip
+    context = engines.ask(
+        1, is_streaming=False, disaggregated_params=llm_thread.for_prefill(cls, "r1")
+    )
     state = context.end().native
     assert context.token_ids == alone.token_ids[:1] and state
     second = Engines()
@@ -157,8 +158,15 @@ def test_sampling_says_what_was_asked_for_and_nothing_else(fake_package: None) -
     params = SamplingParams(max_tokens=9, end_ids=(5,), temperature=0.0)
     greedy = llm_sampling(cls, CXX, params, 1, 8, 20)
     assert (greedy.max_tokens, greedy.end_id, greedy.top_k, greedy.seed) == (8, 5, 1, None)
-    drawn = SamplingParams(max_tokens=9, end_ids=(5, 6), temperature=0.5, top_k=3, seed=7,
-                           min_tokens=4, presence_penalty=1.0)  # fmt: skip
+    drawn = SamplingParams(
+        max_tokens=9,
+        end_ids=(5, 6),
+        temperature=0.5,
+        top_k=3,
+        seed=7,
+        min_tokens=4,
+        presence_penalty=1.0,
+    )
     first = llm_sampling(cls, CXX, drawn, 0, 1, 20)
     later = llm_sampling(cls, CXX, drawn, 1, 8, 20)
     assert (first.seed, later.seed) == (7, (7 + GOLDEN) % 2**64)
@@ -170,8 +178,14 @@ def test_sampling_says_what_was_asked_for_and_nothing_else(fake_package: None) -
 
 
 def test_sampling_that_a_release_lacks_is_refused_not_ignored() -> None:
-    def old(max_tokens: int, end_id: int, temperature: float = 1.0, top_k: int = 0,
-            top_p: float = 1.0, seed: int = 0) -> str:  # fmt: skip
+    def old(
+        max_tokens: int,
+        end_id: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
         return "made"
 
     llm_sampling(old, CXX, SamplingParams(max_tokens=1, end_ids=(1,), temperature=1.0), 0, 1, 1)
@@ -212,8 +226,15 @@ def test_an_option_that_the_release_does_not_know_is_named(fake_package: None) -
 @pytest.mark.parametrize("name", OBJECTS)
 def test_an_unknown_key_inside_an_option_is_named_too(fake_package: None, name: str) -> None:
     with pytest.raises(PackageProblem, match=rf"does not know {name}\.dtyp, {name}\.wrap"):
-        llm_arguments(package.load(), prefill_spec(), TrtllmConfig(), DEMO, 1,
-                      {name: {"wrap": 1, "dtyp": "fp8"}}, "float32")  # fmt: skip
+        llm_arguments(
+            package.load(),
+            prefill_spec(),
+            TrtllmConfig(),
+            DEMO,
+            1,
+            {name: {"wrap": 1, "dtyp": "fp8"}},
+            "float32",
+        )
 
 
 def test_without_the_package_the_reason_says_where_it_lives() -> None:

@@ -11,9 +11,12 @@ from backends.engine.trtllm.sampling import NEUTRAL, Sampler, llm_sampling, rele
 from backends.errors import InvalidRequest
 
 DRAWN: dict[str, Any] = {
-    "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "min_p": 0.1,
     "seed": 7,
-}  # fmt: skip
+}
 
 
 def refusal(version: str, sampler_type: str = "auto", **asked: Any) -> str:
@@ -72,6 +75,15 @@ def test_a_request_with_an_ignored_parameter_is_invalid_and_the_default_seed_is_
 
 
 def test_releases_are_compared_by_number_and_candidate() -> None:
-    order = ["nonsense", "1.2.0rc8", "1.2.0", "1.2.1", "1.3.0rc2", "1.3.0rc14", "1.3.0rc15.post1",
-             "1.3.0", "1.4.0rc0"]  # fmt: skip
+    order = [
+        "nonsense",
+        "1.2.0rc8",
+        "1.2.0",
+        "1.2.1",
+        "1.3.0rc2",
+        "1.3.0rc14",
+        "1.3.0rc15.post1",
+        "1.3.0",
+        "1.4.0rc0",
+    ]
     assert [release(each) for each in order] == sorted(release(each) for each in order)

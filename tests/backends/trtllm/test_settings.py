@@ -35,11 +35,26 @@ def test_the_defaults_are_usable() -> None:
 
 
 def test_all_mistakes_are_said_at_once() -> None:
-    said = refusal(page_tokens="48", handoff="pigeon", gpus="0,1", tp_size="4", dtype="int4",
-                   gpu_memory_fraction="90", transceiver="tcp", chunk_tokens="100")  # fmt: skip
-    for word in ("page_tokens is 48", "handoff is 'pigeon'", "gpus names 2", "dtype is 'int4'",
-                 "gpu_memory_fraction", "transceiver is 'tcp'", "chunk_tokens",
-                 "block_tokens (256) must be a multiple of page_tokens"):  # fmt: skip
+    said = refusal(
+        page_tokens="48",
+        handoff="pigeon",
+        gpus="0,1",
+        tp_size="4",
+        dtype="int4",
+        gpu_memory_fraction="90",
+        transceiver="tcp",
+        chunk_tokens="100",
+    )
+    for word in (
+        "page_tokens is 48",
+        "handoff is 'pigeon'",
+        "gpus names 2",
+        "dtype is 'int4'",
+        "gpu_memory_fraction",
+        "transceiver is 'tcp'",
+        "chunk_tokens",
+        "block_tokens (256) must be a multiple of page_tokens",
+    ):
         assert word in said, said
 
 
@@ -123,5 +138,6 @@ def test_options_come_from_the_text_or_from_a_file_beside_the_repository(tmp_pat
     assert read_options("missing.json", repository, found) == {}
     assert read_options("{", repository, found) == {}
     assert [line.split(":")[0] for line in found] == [
-        "llm_options cannot be read", "llm_options is no JSON",
-    ]  # fmt: skip
+        "llm_options cannot be read",
+        "llm_options is no JSON",
+    ]

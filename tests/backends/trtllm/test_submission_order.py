@@ -55,9 +55,10 @@ def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
     driver._prompts, driver._staging, driver._placed = {}, threading.Lock(), InPool()
     driver._regions = None
     driver._worker = SimpleNamespace(
-        process=SimpleNamespace(fingerprint="print"), lock=threading.Condition(),
+        process=SimpleNamespace(fingerprint="print"),
+        lock=threading.Condition(),
         join_batch=lambda job: True,
-    )  # fmt: skip
+    )
     driver._order = lambda job: job
     first = threading.Thread(target=driver.start, args=[job_of("a")])
     first.start()

@@ -50,13 +50,15 @@ class Heard:
         self.driver._step_began_s = self.driver._step_ended_s = 0.0
         self.driver._health = SimpleNamespace(went_well=lambda: said.append("well"))
         self.driver._worker = SimpleNamespace(
-            lock=threading.Condition(), jobs={"a": job}, has_left=lambda job: False,
+            lock=threading.Condition(),
+            jobs={"a": job},
+            has_left=lambda job: False,
             settle_behind=lambda job, blocks: said.append("others may look again"),
             send_first_token=lambda job, token: said.append(("first", token, job.cached_tokens)),
             answer=lambda job, token: said.append((token, job.reply("me", 8).blocks)),
             batching=SimpleNamespace(computed=lambda chunks: None),
             process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
-        )  # fmt: skip
+        )
         self.prompt = StagedPrompt(self.driver, job, 40, range(1, 3))
         self.driver._prompts = {job: self.prompt}
 
@@ -129,19 +131,26 @@ class Streamed:
             llm=SimpleNamespace(soon=lambda act: act(), post=lambda act: act())
         )
         self.job: Any = HashedNamespace(
-            request_id="a", pages=[0, 1], finish_reason="", output_ids=[], is_stopped=False,
+            request_id="a",
+            pages=[0, 1],
+            finish_reason="",
+            output_ids=[],
+            is_stopped=False,
             tokens_given=30,
-        )  # fmt: skip
+        )
         driver._worker = SimpleNamespace(
-            lock=threading.Condition(), has_left=lambda job: False, is_closing=False,
+            lock=threading.Condition(),
+            has_left=lambda job: False,
+            is_closing=False,
             decoded=lambda tokens_of: said.extend(ids for _, ids in tokens_of),
-            send_news=lambda: None, end=lambda job, error: said.append(error),
+            send_news=lambda: None,
+            end=lambda job, error: said.append(error),
             writer=SimpleNamespace(then=lambda act: None),
             process=SimpleNamespace(
                 watch=SimpleNamespace(progressed=lambda now_s: None),
                 observations=SimpleNamespace(observe=lambda *_, **__: None),
             ),
-        )  # fmt: skip
+        )
         self.answer = EngineAnswer(driver, self.job)
         driver._answers, driver._staged_jobs = {self.job: self.answer}, {"a": self.job}
 

@@ -201,7 +201,7 @@ class Pair:
                 assert worker.lock.wait_for(
                     lambda w=worker: not w.jobs and not w._pages.used_pages and w.driver.is_drained,
                     WAIT_S,
-                ), f"{worker.process.worker_id} is not idle"  # fmt: skip
+                ), f"{worker.process.worker_id} is not idle"
             worker.check()
 
     def restart_node(self) -> None:

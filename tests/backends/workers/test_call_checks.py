@@ -26,9 +26,15 @@ INBOXES = "ipc:///tmp/launch/"
 LIMITS = CallLimits(context_tokens_max=64, vocabulary_tokens=100, inboxes=(INBOXES,))
 IDS = np.arange(10, dtype=np.int32)
 PREFILL = PrefillRequest(
-    "r1", 10, SamplingParams(max_tokens=8), "", 0, f"{INBOXES}decode_0-1", f"{INBOXES}conductor-1",
+    "r1",
+    10,
+    SamplingParams(max_tokens=8),
+    "",
+    0,
+    f"{INBOXES}decode_0-1",
+    f"{INBOXES}conductor-1",
     18,
-)  # fmt: skip
+)
 DECODE = DecodeRequest("r1", 9, SamplingParams(max_tokens=8), "", [], 0, f"{INBOXES}conductor-1")
 NAN = math.nan
 

@@ -111,11 +111,15 @@ class Attempt:
             if active is None:
                 raise WorkerGone("it is changing")
             request = PrefillRequest(
-                request_id=self.request_id, prompt_tokens=len(self.ids),
-                sampling=SamplingParams(max_tokens=MAX_TOKENS), cache_salt="", fetch_blocks=0,
-                decode_inbox=active.process.inbox.address, reply_inbox="",
+                request_id=self.request_id,
+                prompt_tokens=len(self.ids),
+                sampling=SamplingParams(max_tokens=MAX_TOKENS),
+                cache_salt="",
+                fetch_blocks=0,
+                decode_inbox=active.process.inbox.address,
+                reply_inbox="",
                 reserve_tokens=len(self.ids) + MAX_TOKENS,
-            )  # fmt: skip
+            )
             prefill.submit(request, np.array(self.ids, np.int32), self)
         except Exception as error:
             self.fail(error)
@@ -123,10 +127,15 @@ class Attempt:
     def prefilled(self, token_id: int, reply: Any) -> None:
         self.output_ids.append(token_id)
         request = DecodeRequest(
-            request_id=self.request_id, prompt_tokens=len(self.ids),
-            sampling=SamplingParams(max_tokens=MAX_TOKENS), cache_salt="", blocks=reply.blocks,
-            stream_interval=0, reply_inbox="", native=reply.native,
-        )  # fmt: skip
+            request_id=self.request_id,
+            prompt_tokens=len(self.ids),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS),
+            cache_salt="",
+            blocks=reply.blocks,
+            stream_interval=0,
+            reply_inbox="",
+            native=reply.native,
+        )
         try:
             self.decode.submit(request, np.array([*self.ids, token_id], np.int32), self)
         except Exception as error:
@@ -212,10 +221,15 @@ def test_a_call_for_the_other_role_is_refused_by_its_type(fleet: Flipping) -> No
     asked = Attempt(fleet, "r", prompt(0), 0)
     fleet.workers[0], fleet.workers[2] = fleet.workers[2], fleet.workers[0]
     request = PrefillRequest(
-        request_id="r", prompt_tokens=3, sampling=SamplingParams(max_tokens=4), cache_salt="",
+        request_id="r",
+        prompt_tokens=3,
+        sampling=SamplingParams(max_tokens=4),
+        cache_salt="",
         fetch_blocks=0,
-        decode_inbox="", reply_inbox="", reserve_tokens=9,
-    )  # fmt: skip
+        decode_inbox="",
+        reply_inbox="",
+        reserve_tokens=9,
+    )
     with pytest.raises(WrongRole, match="its role is decode, the call is a PrefillRequest") as said:
         fleet.workers[0].submit(request, np.array([3, 4, 5], np.int32), asked)
     assert type(from_wire(said.value.wire_message(), "w0")) is WrongRole

@@ -124,9 +124,14 @@ def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
 def a_writer(store: SteppedStore) -> SteppedWriter:
     pool = np.zeros(LAYOUT.block_bytes, np.uint8)
     return SteppedWriter(
-        store, PageLayout.whole(LAYOUT), pool, Outbox(), 1.0, 1.0,  # type: ignore[arg-type]
+        store,
+        PageLayout.whole(LAYOUT),
+        pool,
+        Outbox(),
+        1.0,
+        1.0,  # type: ignore[arg-type]
         lambda pages: None,
-    )  # fmt: skip
+    )
 
 
 def test_whatever_goes_wrong_in_the_writer_ends_the_put(

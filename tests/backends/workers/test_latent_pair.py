@@ -29,9 +29,13 @@ LENGTHS = (5, CHUNK + 1, 300)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_checkpoint(
-        "deepseek_v3", tmp_path_factory.mktemp("deepseek_v3"), rope_parameters=YARN_ROPE,
-        vocab_size=2048, num_hidden_layers=6, hidden_size=48,
-    )  # fmt: skip
+        "deepseek_v3",
+        tmp_path_factory.mktemp("deepseek_v3"),
+        rope_parameters=YARN_ROPE,
+        vocab_size=2048,
+        num_hidden_layers=6,
+        hidden_size=48,
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(Path(DEMO) / name, folder)
     return folder
@@ -44,9 +48,13 @@ def test_tokens_through_the_store_are_those_of_transformers(
     model, comparison = load_reference(checkpoint), Comparison()
     with tempfile.TemporaryDirectory(prefix="mooncake-") as folder:
         for pair in pairs(
-            Path(folder), monkeypatch, stages, checkpoint=str(checkpoint),
-            chunk_tokens=str(CHUNK), layerwise=layerwise,
-        ):  # fmt: skip
+            Path(folder),
+            monkeypatch,
+            stages,
+            checkpoint=str(checkpoint),
+            chunk_tokens=str(CHUNK),
+            layerwise=layerwise,
+        ):
             if stages > 1:
                 pair.wait_until_whole()
             assert pair.decode.driver.engine.layout.kv_factor == 1
@@ -92,9 +100,14 @@ def test_with_tensorrt_llm_a_block_has_the_latent_once_however_many_ranks_load_i
     monkeypatch.setattr(staging_pool, "SHM", shm)
     monkeypatch.setenv(ENVIRONMENT, "")
     for pair in pairs(
-        tmp_path, monkeypatch, engine="tensorrt_llm", page_tokens="32", handoff="store",
-        tp_size=str(tp_size), checkpoint=str(folder),
-    ):  # fmt: skip
+        tmp_path,
+        monkeypatch,
+        engine="tensorrt_llm",
+        page_tokens="32",
+        handoff="store",
+        tp_size=str(tp_size),
+        checkpoint=str(folder),
+    ):
         assert pair.decode.driver.engine.layout.block_bytes == 4 * BLOCK * 40 * 4
         for length in (1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
             ids = prompt(length, length)

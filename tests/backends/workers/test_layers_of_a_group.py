@@ -42,9 +42,14 @@ class Worker:
         self.outbox = Outbox()
         pages = PageLayout(LAYOUT, layers)
         self.writer = KvWriter(
-            self.stage.store, pages, self.stage.pool, self.outbox, LEASE_S, DEADLINE_S,  # type: ignore[arg-type]
+            self.stage.store,
+            pages,
+            self.stage.pool,
+            self.outbox,
+            LEASE_S,
+            DEADLINE_S,  # type: ignore[arg-type]
             lambda pages: None,
-        )  # fmt: skip
+        )
         self.loader = KvLoader(self.stage.store, pages, self.stage.pool, DEADLINE_S)
 
     def compute(self, put: BlockPut, blocks: range) -> None:
@@ -82,9 +87,16 @@ def begin(group: list[Worker], keys: list[bytes]) -> list[BlockPut]:
     group[0].settle()
     assert put.error is None and len(put.slots) == 3
     other = BlockPut(
-        "r", KV_TOKENS, Worker.PAGES, keys, first_block=0, decode_inbox="decode",
-        slots=dict(put.slots), slot_keys=dict(put.slot_keys), is_owner=False,
-    )  # fmt: skip
+        "r",
+        KV_TOKENS,
+        Worker.PAGES,
+        keys,
+        first_block=0,
+        decode_inbox="decode",
+        slots=dict(put.slots),
+        slot_keys=dict(put.slot_keys),
+        is_owner=False,
+    )
     return [put, other]
 
 

@@ -49,9 +49,12 @@ def pairs_of(
     # With a short name: a Unix socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="mooncake-") as folder:
         yield from pairs(
-            Path(folder), monkeypatch, checkpoint=str(checkpoint), chunk_tokens=str(CHUNK),
+            Path(folder),
+            monkeypatch,
+            checkpoint=str(checkpoint),
+            chunk_tokens=str(CHUNK),
             **parameters,
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture

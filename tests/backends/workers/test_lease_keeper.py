@@ -50,9 +50,11 @@ def test_a_lease_that_the_directory_has_forgotten_is_taken_again(world: World) -
     ],
 )
 def test_a_lease_that_ends_while_it_is_taken_again_is_gone_unless_it_is_kept_for_another(
-    ends: Callable[[LeaseKeeper, str], None], stays: bool, world: World,
+    ends: Callable[[LeaseKeeper, str], None],
+    stays: bool,
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     store, _ = world.store("s0")
     keys = keys_of(1, 1)
     put(store, keys)

@@ -27,16 +27,22 @@ class Silent:
 
 
 def job(
-    prompt_tokens: int, cached_tokens: int, fetched_blocks: int, released_tokens: int = 0,
-    inbox: str = "", **sampling: Any,
-) -> PrefillJob:  # fmt: skip
+    prompt_tokens: int,
+    cached_tokens: int,
+    fetched_blocks: int,
+    released_tokens: int = 0,
+    inbox: str = "",
+    **sampling: Any,
+) -> PrefillJob:
     params = SamplingParams(**({"max_tokens": 1} | sampling))
     request = PrefillRequest("r", prompt_tokens, params, "", 0, "", inbox, 0)
     made = PrefillJob(
-        request=request, client=Silent(), submitted_s=100.0,
+        request=request,
+        client=Silent(),
+        submitted_s=100.0,
         token_ids=np.zeros(prompt_tokens + released_tokens, np.int32),
         put=BlockPut("r", prompt_tokens, [], [], first_block=0),
-    )  # fmt: skip
+    )
     made.cached_tokens, made.fetched_blocks = cached_tokens, fetched_blocks
     made.load_s, made.compute_s, made.computed_at_s = 0.5, 1.0, 102.0
     return made

@@ -57,8 +57,13 @@ class Shop:
 
 def test_a_class_has_a_name_and_its_bounds_belong_to_the_longer_one() -> None:
     assert [length_class(n) for n in (1, 4_095, 4_096, 16_384, 65_535, 65_536)] == [
-        0, 0, 1, 2, 2, 3,
-    ]  # fmt: skip
+        0,
+        0,
+        1,
+        2,
+        2,
+        3,
+    ]
     names = [class_name(number) for number in range(CLASSES)]
     assert names == ["under 4k tokens", "4k-16k tokens", "16k-64k tokens", "over 64k tokens"]
 

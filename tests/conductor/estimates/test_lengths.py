@@ -76,8 +76,12 @@ def test_curves_never_rise_and_stay_between_0_and_1(seed: int) -> None:
     made = OutputLengths(rng.randint(1, 1_000))
     for number in range(1_000):
         key = (rng.randrange(4), rng.choice("abc"))
-        made.learn(key, rng.choice((0, 1, 2, 3, 1e5, 1e6, rng.expovariate(0.01))),
-                   rng.random() < 0.3, number * rng.choice((0.0, 0.1, 50.0)))  # fmt: skip
+        made.learn(
+            key,
+            rng.choice((0, 1, 2, 3, 1e5, 1e6, rng.expovariate(0.01))),
+            rng.random() < 0.3,
+            number * rng.choice((0.0, 0.1, 50.0)),
+        )
         curve = made.curve(key, number * 60.0)
         assert curve[0] == 1.0 and (np.diff(curve) <= 0).all() and curve[-1] > 0
         rest = residual(curve)

@@ -64,9 +64,12 @@ scales = st.lists(st.floats(0.2, 2.0), min_size=1, max_size=6)
 
 
 @given(
-    scales=scales, new=st.integers(1, 40 * CHUNK), prefix=st.integers(0, 100_000),
-    pair_s=st.floats(0, 1e-7), hop_s=st.floats(0, 0.01),
-)  # fmt: skip
+    scales=scales,
+    new=st.integers(1, 40 * CHUNK),
+    prefix=st.integers(0, 100_000),
+    pair_s=st.floats(0, 1e-7),
+    hop_s=st.floats(0, 0.01),
+)
 def test_it_is_never_less_than_the_schedule_says_and_at_most_a_chunk_more(
     scales: list[float], new: int, prefix: int, pair_s: float, hop_s: float
 ) -> None:

@@ -39,9 +39,12 @@ def test_a_compiled_forecast_is_the_one_that_numpy_makes(seed: int) -> None:
             tokens = (rng.randint(1, 5_000), rng.randint(1, 80), rng.choice((0, 1, 50, 4_000)))
             chosen = rng.randrange(len(there)) if there else 0
             said = report(
-                "d0", running=rng.choice((0, 3)), context_tokens=rng.randint(0, 9_000),
-                pages_used=rng.randint(0, 90), step_s=rng.choice((0.0, 0.05)),
-            )  # fmt: skip
+                "d0",
+                running=rng.choice((0, 3)),
+                context_tokens=rng.randint(0, 9_000),
+                pages_used=rng.randint(0, 90),
+                step_s=rng.choice((0.0, 0.05)),
+            )
             if drawn[0] < 0.1:
                 lengths.learn((drawn[3], drawn[2]), tokens[0] / 10, drawn[1] < 0, now_s)
             for batches in workers:

@@ -32,8 +32,9 @@ class Bench:
         batch.forecast = DecodeForecast(self.table, self.lengths, STEP_S)
         return batch
 
-    def reserve(self, name: str, end_s: float, now_s: float = 0.0, tokens_max: int = 4_000,
-               pages: int = 5) -> None:  # fmt: skip
+    def reserve(
+        self, name: str, end_s: float, now_s: float = 0.0, tokens_max: int = 4_000, pages: int = 5
+    ) -> None:
         self.batch.reserve(name, 1_000, pages, end_s, ExpectedAnswer(KEY, tokens_max), now_s)
 
     def join(self, name: str, now_s: float, **changes: int) -> None:
@@ -41,8 +42,9 @@ class Bench:
         self.batch.join(name, now_s, now_s + 10.0)
 
     def report(self, now_s: float, running: int, context_tokens: int = 0, pages: int = 0) -> None:
-        said = report("d0", running=running, context_tokens=context_tokens, pages_used=pages,
-                      step_s=STEP_S)  # fmt: skip
+        said = report(
+            "d0", running=running, context_tokens=context_tokens, pages_used=pages, step_s=STEP_S
+        )
         self.batch.on_report(said, now_s, 0.2)
 
     def at(self, at_s: float) -> DecodeLoad:
@@ -159,8 +161,13 @@ def test_a_long_random_life_keeps_its_sums_and_ends_at_nothing(seed: int) -> Non
         now_s += rng.choice((0.0, 0.01, 0.3))
         step = rng.randrange(5)
         if step == 0:
-            bench.reserve(f"r{number}", now_s + rng.uniform(0, 5), now_s, rng.randint(0, 900),
-                         rng.randint(1, 99))  # fmt: skip
+            bench.reserve(
+                f"r{number}",
+                now_s + rng.uniform(0, 5),
+                now_s,
+                rng.randint(0, 900),
+                rng.randint(1, 99),
+            )
             alive.append(f"r{number}")
         elif step == 1 and alive:
             bench.batch.join(rng.choice(alive), now_s, now_s + 5)

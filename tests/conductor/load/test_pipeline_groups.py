@@ -21,10 +21,13 @@ WHOLE = (0.0, 0.001, 1e-8)  # of all layers
 
 def stage(number: int, of: int = 2, group: str = "g", **changes: object) -> WorkerInfo:
     facts: dict[str, object] = {
-        "pipeline_group": group, "pipeline_stage": number, "pipeline_stages": of,
-        "pipeline_hop_s": 0.002, "chunk_tokens": CHUNK,
+        "pipeline_group": group,
+        "pipeline_stage": number,
+        "pipeline_stages": of,
+        "pipeline_hop_s": 0.002,
+        "chunk_tokens": CHUNK,
         "prefill_coefficients": tuple(part / of for part in WHOLE),
-    }  # fmt: skip
+    }
     made = worker(f"{group}{number}", "prefill", f"s{number}", **facts)
     return replace(made, **changes)  # type: ignore[arg-type]
 

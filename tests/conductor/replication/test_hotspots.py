@@ -131,9 +131,11 @@ def test_memory_is_bounded_and_the_hot_survive(seed: int) -> None:
 
 def test_every_limit_holds_under_random_load(seed: int) -> None:
     config = ConductorConfig(
-        hot_hits_per_s=0.01, hot_blocks_per_tick_max=7, hot_blocks_in_flight_max=20,
+        hot_hits_per_s=0.01,
+        hot_blocks_per_tick_max=7,
+        hot_blocks_in_flight_max=20,
         hot_target_blocks_max=9,
-    )  # fmt: skip
+    )
     rng, hot, index = random.Random(seed), Hotspots(config), PrefixIndex()
     nodes = ["s0", "s1", "s2"]
     for tick in range(300):
@@ -166,9 +168,13 @@ def test_a_silence_of_a_week_cools_everything_and_breaks_nothing() -> None:
 
 def test_a_node_that_joins_others_is_not_flooded_with_copies() -> None:
     hot, index = setup(
-        hot_hits_per_s=0.01, hot_target_blocks_max=64, hot_blocks_per_tick_max=1_000,
-        hot_blocks_in_flight_max=1_000, slow_start_s=30.0, replicate_s_max=5.0,
-    )  # fmt: skip
+        hot_hits_per_s=0.01,
+        hot_target_blocks_max=64,
+        hot_blocks_per_tick_max=1_000,
+        hot_blocks_in_flight_max=1_000,
+        slow_start_s=30.0,
+        replicate_s_max=5.0,
+    )
     for name in "abcdefgh":
         for node_id in ("s0", "s1"):
             hold(index, node_id, f"{name}*20")

@@ -42,8 +42,9 @@ class Pools:
     def __init__(self, prefills: int, decodes: int, config: ConductorConfig = ON) -> None:
         self.controller = RoleController(config)
         self.takers = {
-            "prefill": workers("prefill", prefills), "decode": workers("decode", decodes)
-        }  # fmt: skip
+            "prefill": workers("prefill", prefills),
+            "decode": workers("decode", decodes),
+        }
         self.draining: list[tuple[float, WorkerState, str]] = []
         self.now_s, self.made = 0.0, 0
         self.flips: list[RoleFlip] = []
@@ -52,9 +53,12 @@ class Pools:
         return {role: len(takers) for role, takers in self.takers.items()}
 
     def look(
-        self, wanted: Mapping[str, float], seconds: float = 1.0, drain_s: float = 3.0,
+        self,
+        wanted: Mapping[str, float],
+        seconds: float = 1.0,
+        drain_s: float = 3.0,
         decode_s: float = 1.0,
-    ) -> RoleFlip | None:  # fmt: skip
+    ) -> RoleFlip | None:
         self.now_s += seconds
         for due_s, drained, role in list(self.draining):
             if due_s <= self.now_s:
@@ -237,9 +241,10 @@ def test_a_worker_that_kept_its_role_is_not_counted_on_for_long() -> None:
     takers = {"prefill": workers("prefill", 2), "decode": workers("decode", 2)}
     pools = {role: RolePool(takers[role], 6.0 * (role == "prefill")) for role in OTHER_ROLE}
     told_s = [
-        second for second in range(60)
+        second
+        for second in range(60)
         if controller.propose(pools, [], 1.0, True, float(second)) is not None
-    ]  # fmt: skip
+    ]
     assert len(told_s) >= 2, "somebody is told again, as all of them still take requests"
     assert min(b - a for a, b in pairwise(told_s)) >= ORDER_HEARD_S
 
@@ -260,7 +265,8 @@ def test_a_dry_run_says_it_now_and_then_and_takes_nobody_for_gone() -> None:
     }
     pools = {role: RolePool(takers[role], 6.0 * (role == "prefill")) for role in OTHER_ROLE}
     said = [
-        second for second in range(200)
+        second
+        for second in range(200)
         if dry.propose(pools, [], 1.0, True, float(second)) is not None
-    ]  # fmt: skip
+    ]
     assert len(said) >= 3 and min(b - a for a, b in pairwise(said)) >= DRY_RUN_S

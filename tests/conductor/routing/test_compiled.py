@@ -83,17 +83,26 @@ class Twins:
             changes |= {"load_beside_share": 1 - 1 / 12, "chunk_tokens": rng.choice((512, 2_048))}
         home = rng.choice(self.nodes)
         info = worker(
-            f"{role[0]}{number}", role, home, slots_max=rng.choice((2, 8, 30)),
-            pages_max=rng.choice((60, 400, 2_000)), context_tokens_max=6_000,
+            f"{role[0]}{number}",
+            role,
+            home,
+            slots_max=rng.choice((2, 8, 30)),
+            pages_max=rng.choice((60, 400, 2_000)),
+            context_tokens_max=6_000,
             prefill_coefficients=rng.choice(((0.01, 1e-3, 0.0), (0.005, 2e-4, 1e-8))),
-            decode_coefficients=rng.choice(((0.02, 5e-3, 0.0), (0.01, 1e-3, 1e-7))), **changes,
-        )  # fmt: skip
+            decode_coefficients=rng.choice(((0.02, 5e-3, 0.0), (0.01, 1e-3, 1e-7))),
+            **changes,
+        )
         found = [info]
         if info.pipeline_group:
             second = worker(
-                f"{role[0]}{number}.1", role, rng.choice(self.nodes), pipeline_stage=1,
-                prefill_coefficients=(0.004, 3e-4, 1e-8), **changes,
-            )  # fmt: skip
+                f"{role[0]}{number}.1",
+                role,
+                rng.choice(self.nodes),
+                pipeline_stage=1,
+                prefill_coefficients=(0.004, 3e-4, 1e-8),
+                **changes,
+            )
             found.append(second)
         self.workers += found
         self.on_events([WorkerUp(each) for each in found])
@@ -136,9 +145,14 @@ class Twins:
         waiting = rng.choice((0, 0, 1, 5))
         running = rng.choice((0, 1, 3)) if info.role == "decode" else min(1, waiting)
         return report(
-            info.worker_id, running=running, queue_requests=waiting, step_s=rng.choice((0.0, 0.05)),
-            queue_tokens=waiting * 700, context_tokens=running * 400, pages_used=running * 7,
-        )  # fmt: skip
+            info.worker_id,
+            running=running,
+            queue_requests=waiting,
+            step_s=rng.choice((0.0, 0.05)),
+            queue_tokens=waiting * 700,
+            context_tokens=running * 400,
+            pages_used=running * 7,
+        )
 
     def progress(self) -> None:
         """A request's prefill ends, or the request."""
@@ -164,12 +178,14 @@ class Twins:
         some = rng.sample(self.workers, min(2, len(self.workers)))
         names = {(info.worker_id, "w1") for info in some}
         return Request(
-            f"r{self.number}", blocks * 64 + rng.randint(1, 63),
+            f"r{self.number}",
+            blocks * 64 + rng.randint(1, 63),
             chain(rng.randrange(CHAINS), blocks),
-            rng.choice((1, 20, 400)), priority=rng.choice((0, 0, -1, 1)),
+            rng.choice((1, 20, 400)),
+            priority=rng.choice((0, 0, -1, 1)),
             excluded_workers=frozenset(names if rng.random() < 0.1 else ()),
             is_resumed=rng.random() < 0.1,
-        )  # fmt: skip
+        )
 
     def ask(self) -> Route | Reject:
         request = self.a_request()
@@ -211,14 +227,19 @@ def shown(option: PrefillOption | DecodeOption) -> dict[str, object]:
 
 def drawn_config(rng: random.Random) -> dict[str, object]:
     return {
-        "admission": rng.choice(ADMISSIONS), "fetch_must_pay": rng.random() < 0.7,
-        "finalists_max": rng.choice((1, 2, 4)), "queue_preempts": rng.random() < 0.7,
+        "admission": rng.choice(ADMISSIONS),
+        "fetch_must_pay": rng.random() < 0.7,
+        "finalists_max": rng.choice((1, 2, 4)),
+        "queue_preempts": rng.random() < 0.7,
         "queue_order": rng.choice(("fifo", "shortest_first")),
         "ttft_slo_s": rng.choice((3.0, 60.0)),
-        "tie_ratio": rng.choice((0.0, 0.02)), "tie_s": rng.choice((0.0, 0.001)),
-        "slow_start_s": rng.choice((0.0, 30.0)), "advisory": rng.random() < 0.2,
-        "ssd_bytes_per_s": rng.choice((1e8, 1e9)), "tbt_slo_s": rng.choice((0.05, 1.0)),
-    }  # fmt: skip
+        "tie_ratio": rng.choice((0.0, 0.02)),
+        "tie_s": rng.choice((0.0, 0.001)),
+        "slow_start_s": rng.choice((0.0, 30.0)),
+        "advisory": rng.random() < 0.2,
+        "ssd_bytes_per_s": rng.choice((1e8, 1e9)),
+        "tbt_slo_s": rng.choice((0.05, 1.0)),
+    }
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,13 +24,20 @@ def on_s2(
     """Both workers on s2; s0 and s1 only hold blocks. Computing takes longer than any fetch."""
     events: list[Event] = [NodeUp(node(f"s{n}")) for n in range(3)]
     events += [
-        WorkerUp(worker(
-            f"{role[0]}0", role, "s2", slots_max=99, prefill_coefficients=(0.0, 0.01, 0.0),
-            transfer_bytes_per_s=rates, transfer_latency_s=latency_s or {},
-            **(of_prefill if role == "prefill" else {}),
-        ))
+        WorkerUp(
+            worker(
+                f"{role[0]}0",
+                role,
+                "s2",
+                slots_max=99,
+                prefill_coefficients=(0.0, 0.01, 0.0),
+                transfer_bytes_per_s=rates,
+                transfer_latency_s=latency_s or {},
+                **(of_prefill if role == "prefill" else {}),
+            )
+        )
         for role in ("prefill", "decode")
-    ]  # fmt: skip
+    ]
     return conductor([*events, *held], ttft_slo_s=1e6, admission="none", policy=policy)
 
 
@@ -58,9 +65,13 @@ def test_a_much_slower_sender_is_not_taken_only_because_it_is_idle() -> None:
 
 def test_the_second_choice_lacks_least_of_the_run_and_is_not_the_own_node() -> None:
     made = on_s2(
-        {}, *added("s0", "a*30"), *added("s1", "a*20"), *added("s2", "a*10"),
-        NodeUp(node("s3")), *added("s3", "a*29"),
-    )  # fmt: skip
+        {},
+        *added("s0", "a*30"),
+        *added("s1", "a*20"),
+        *added("s2", "a*10"),
+        NodeUp(node("s3")),
+        *added("s3", "a*29"),
+    )
     found = routed(made, "r1", "a*30", 0.0)
     assert (found.local_blocks, found.fetch_nodes) == (10, ("s0", "s3"))
     made.on_events([NodeDown("s3", "n1")], 0.1)
@@ -128,9 +139,12 @@ def test_a_fetch_costs_what_computing_layer_by_layer_does_not_hide(
     computing_s = 30 * BLOCK_TOKENS * 0.01
     rate = 30 * 1e6 / (0.9 * computing_s)
     made = on_s2(
-        {"s0": rate}, *added(holder, "a*30"), policy="adaptive",
-        load_beside_share=0.75, chunk_tokens=tokens_of_a_step,
-    )  # fmt: skip
+        {"s0": rate},
+        *added(holder, "a*30"),
+        policy="adaptive",
+        load_beside_share=0.75,
+        chunk_tokens=tokens_of_a_step,
+    )
     if not is_compiled:
         made._compiled = None
     found = routed(made, "r1", "a*30+b*30", 0.0)

@@ -20,9 +20,13 @@ class Storm:
     def __init__(self, seed: int, admission: str, shedding: str) -> None:
         self.rng = random.Random(seed)
         config = ConductorConfig(
-            admission=admission, shedding=shedding, ttft_slo_s=2.0, tbt_slo_s=0.04,
-            tenant_shares="a:3", request_s_max=1e6,
-        )  # fmt: skip
+            admission=admission,
+            shedding=shedding,
+            ttft_slo_s=2.0,
+            tbt_slo_s=0.04,
+            tenant_shares="a:3",
+            request_s_max=1e6,
+        )
         self.conductor = Conductor(config)
         self.conductor.on_events(fleet(slots_max=6, pages_max=1_700), 0.0)
         self.now_s, self.alive, self.answers = 0.0, list[str](), list[Route | Reject]()
@@ -30,9 +34,13 @@ class Storm:
     def ask(self, number: int) -> Route | Reject:
         tokens = int(10 ** self.rng.uniform(0, 4.9))
         request = Request(
-            f"r{number}", tokens, [], self.rng.choice((0, 5, 5_000)), self.rng.randint(-2, 2),
+            f"r{number}",
+            tokens,
+            [],
+            self.rng.choice((0, 5, 5_000)),
+            self.rng.randint(-2, 2),
             tenant=self.rng.choice(TENANTS),
-        )  # fmt: skip
+        )
         answer = self.conductor.on_request(request, self.now_s)
         self.answers.append(answer)
         if isinstance(answer, Route):
@@ -58,12 +66,16 @@ class Storm:
     def report(self, running: int) -> None:
         said = [
             report(
-                name, running=running, queue_requests=running, queue_tokens=running * 900,
-                context_tokens=running * 5_000, pages_used=running * 100,
+                name,
+                running=running,
+                queue_requests=running,
+                queue_tokens=running * 900,
+                context_tokens=running * 5_000,
+                pages_used=running * 100,
                 step_s=running * self.rng.uniform(0.01, 0.09),
             )
             for name in ("p0", "p1", "d0", "d1")
-        ]  # fmt: skip
+        ]
         self.conductor.on_events([WorkerReported(one) for one in said], self.now_s)
 
     def calm(self) -> None:

@@ -38,12 +38,15 @@ def a_case(rng: random.Random, nodes_max: int, **config: object) -> Case:
         for number in range(rng.randint(1, 2 * nodes_max)):
             name = f"{role[0]}{number}"
             info = worker(
-                name, role, rng.choice(nodes), slots_max=20,
+                name,
+                role,
+                rng.choice(nodes),
+                slots_max=20,
                 prefill_coefficients=(0.005, rng.uniform(5e-5, 2e-4), 1e-9),
                 decode_coefficients=(rng.uniform(0.01, 0.03), rng.uniform(1e-4, 1e-3), 1e-7),
                 transfer_bytes_per_s={n: link * rng.uniform(0.5, 1.5) for n in nodes},
                 transfer_latency_s={n: rng.uniform(1e-5, 1e-3) for n in nodes},
-            )  # fmt: skip
+            )
             tokens = rng.choice((0, 300, 3_000, 30_000))
             running = rng.randint(0, 20) if role == "decode" else int(tokens > 0)
             said = report(name, running=running, queue_requests=running, queue_tokens=tokens)
@@ -165,13 +168,28 @@ def two_nodes(d0_runs: int, rate: float = 1e8, **config: object) -> Conductor:
     events: list[Event] = [NodeUp(node("s0")), NodeUp(node("s1"))]
     for n, per_token_s in enumerate((0.001, 0.00106)):
         rates = {f"s{1 - n}": rate}
-        events.append(WorkerUp(worker(
-            f"p{n}", "prefill", f"s{n}", prefill_coefficients=(0.0, per_token_s, 0.0),
-            transfer_bytes_per_s=rates,
-        )))  # fmt: skip
-        events.append(WorkerUp(worker(
-            f"d{n}", "decode", f"s{n}", slots_max=99, transfer_bytes_per_s=rates,
-        )))  # fmt: skip
+        events.append(
+            WorkerUp(
+                worker(
+                    f"p{n}",
+                    "prefill",
+                    f"s{n}",
+                    prefill_coefficients=(0.0, per_token_s, 0.0),
+                    transfer_bytes_per_s=rates,
+                )
+            )
+        )
+        events.append(
+            WorkerUp(
+                worker(
+                    f"d{n}",
+                    "decode",
+                    f"s{n}",
+                    slots_max=99,
+                    transfer_bytes_per_s=rates,
+                )
+            )
+        )
     events.append(WorkerReported(report("d0", running=d0_runs)))
     return conductor(events, **{"tbt_slo_s": 9.0, **config})
 

@@ -35,10 +35,13 @@ def test_it_measures_every_target_with_torch_and_numpy_alone() -> None:
     )
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert [target["name"] for target in found["targets"]] == [
-        "decode_1_over_memory_bandwidth", "decode_16_over_memory_bandwidth",
-        "decode_64_over_memory_bandwidth", "prefill_8k_over_matrix_rate",
-        "load_32k_over_host_to_device", "ttft_32k_cached_over_whole",
-    ]  # fmt: skip
+        "decode_1_over_memory_bandwidth",
+        "decode_16_over_memory_bandwidth",
+        "decode_64_over_memory_bandwidth",
+        "prefill_8k_over_matrix_rate",
+        "load_32k_over_host_to_device",
+        "ttft_32k_cached_over_whole",
+    ]
     assert all(target["value"] > 0 for target in found["targets"])
     decodes = [row for row in found["rows"] if row["what"] == "decode"]
     assert [row["recorded"] for row in decodes] == [True] * 3 + [False] * 3

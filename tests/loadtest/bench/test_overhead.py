@@ -61,10 +61,13 @@ def long_prompt_beside_streams(**config: str) -> tuple[Route | Reject, int]:
     """
     events = fleet.fleet(prefills=1, decodes=1, nodes=1, pages_max=512, slots_max=32)
     made = fleet.conductor(
-        events, admission="predictive_lengths", ttft_slo_s=60.0, tbt_slo_s=1.0,
+        events,
+        admission="predictive_lengths",
+        ttft_slo_s=60.0,
+        tbt_slo_s=1.0,
         report_s_max=1_000.0,
         **{name: float(value) for name, value in config.items()},
-    )  # fmt: skip
+    )
 
     def ask(name: str, prompt_tokens: int, output_tokens: int, now_s: float) -> Route | Reject:
         asked = fleet.prompt(name, prompt_tokens=prompt_tokens, output=output_tokens)

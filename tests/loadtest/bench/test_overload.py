@@ -41,8 +41,9 @@ def targets(runs: Sequence[PolicyRun], changes: Sequence[OverloadPhase] = ()) ->
 
 
 def test_a_request_is_within_when_its_mean_step_is_and_not_each_of_them() -> None:
-    slow_once = RequestRecord(0, "r", 0.0, 0.0, 1.0, TOKENS, 3, COMPLETED,
-                              token_times_s=(0.5, 0.535, 0.538))  # fmt: skip
+    slow_once = RequestRecord(
+        0, "r", 0.0, 0.0, 1.0, TOKENS, 3, COMPLETED, token_times_s=(0.5, 0.535, 0.538)
+    )
     assert mean_step_s(slow_once) == pytest.approx(0.019)
     assert LIMITS.keeps(slow_once)
     assert not LIMITS.keeps(record(COMPLETED, ttft_s=1.1))

@@ -43,17 +43,30 @@ def test_a_pair_counts_where_the_server_s_differ_by_more_than_the_margin() -> No
 
 def record(outcome: str, *token_times_s: float) -> RequestRecord:
     return RequestRecord(
-        index=0, request_id="r", due_s=0.0, sent_s=0.0, finished_s=9.0, prompt_tokens=1,
-        output_tokens_asked=2, outcome=outcome, token_times_s=token_times_s, kind="x",
-    )  # fmt: skip
+        index=0,
+        request_id="r",
+        due_s=0.0,
+        sent_s=0.0,
+        finished_s=9.0,
+        prompt_tokens=1,
+        output_tokens_asked=2,
+        outcome=outcome,
+        token_times_s=token_times_s,
+        kind="x",
+    )
 
 
 def test_requests_of_the_server_are_counted_by_both_limits_and_failures_are_no_measurement() -> (
     None
 ):
     levels = ServiceLevels(1.0, 0.1)
-    records = [record(COMPLETED, 0.5, 0.55), record(COMPLETED, 1.5, 1.55),
-               record(COMPLETED, 0.5, 0.9), record(COMPLETED, 0.5), record(REJECTED)]  # fmt: skip
+    records = [
+        record(COMPLETED, 0.5, 0.55),
+        record(COMPLETED, 1.5, 1.55),
+        record(COMPLETED, 0.5, 0.9),
+        record(COMPLETED, 0.5),
+        record(REJECTED),
+    ]
     found = served_count(records, levels)
     assert (found.offered, found.within, found.unanswered) == (5, 2, 1)
     with pytest.raises(ValueError, match="1 of 1 requests failed, one with x"):

@@ -41,8 +41,11 @@ def chat_event(delta: dict[str, str], finish_reason: str | None = None) -> bytes
 
 def usage_event(prompt: int, output: int, cached: int | None) -> bytes:
     details = None if cached is None else {"cached_tokens": cached}
-    counts = {"prompt_tokens": prompt, "completion_tokens": output,
-              "prompt_tokens_details": details}  # fmt: skip
+    counts = {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "prompt_tokens_details": details,
+    }
     return json.dumps({"choices": [], "usage": counts}).encode()
 
 
@@ -59,9 +62,15 @@ def test_token_ids_go_to_completions_exactly_and_ask_for_what_triton_would_do() 
     assert posted.path == "/v1/completions" and "Authorization" not in posted.headers
     assert posted.headers["X-Request-Id"] == "row-1"
     assert body_of(posted) == {
-        "model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "min_tokens": 4, "temperature": 0.0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": "demo",
+        "prompt": [5, 6, 7],
+        "max_tokens": 4,
+        "min_tokens": 4,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def test_text_is_a_prompt_of_completions_and_a_message_of_a_chat() -> None:
@@ -90,9 +99,12 @@ def test_a_tenant_is_named_by_its_key_or_else_in_the_request() -> None:
 
 def test_an_answer_has_a_token_an_event_and_the_counts_of_its_end() -> None:
     answer, reader = heard(
-        (1.0, text_event(" a")), (1.2, text_event(" b")), (1.5, text_event("", "length")),
-        (1.5, usage_event(70, 3, 64)), (1.5, b"[DONE]"),
-    )  # fmt: skip
+        (1.0, text_event(" a")),
+        (1.2, text_event(" b")),
+        (1.5, text_event("", "length")),
+        (1.5, usage_event(70, 3, 64)),
+        (1.5, b"[DONE]"),
+    )
     assert reader.is_finished and answer.finish_reason == "length" and answer.text == " a b"
     assert (answer.input_tokens, answer.cached_tokens) == (70, 64)
     assert answer.token_times_s == [1.0, 1.2, 1.2], "the third had no text of its own"
@@ -104,9 +116,11 @@ def test_an_answer_has_a_token_an_event_and_the_counts_of_its_end() -> None:
 def test_tokens_that_came_together_are_counted_and_tbt_is_that_of_grpc() -> None:
     """Two messages of three tokens each: which of the two had them is not said, and no matter."""
     answer, _ = heard(
-        (1.0, text_event(" a b c")), (1.4, text_event(" d e f", "length")),
-        (1.4, usage_event(9, 6, 0)), (1.4, b"[DONE]"),
-    )  # fmt: skip
+        (1.0, text_event(" a b c")),
+        (1.4, text_event(" d e f", "length")),
+        (1.4, usage_event(9, 6, 0)),
+        (1.4, b"[DONE]"),
+    )
     grpc = [1.0, 1.0, 1.0, 1.4, 1.4, 1.4]
     assert len(answer.token_times_s) == 6 and answer.token_times_s[0] == grpc[0]
     assert tbt_s(answer.token_times_s) == pytest.approx(tbt_s(grpc))
@@ -116,8 +130,10 @@ def test_who_speaks_in_a_chat_is_no_token() -> None:
     answer, reader = heard(
         (1.0, chat_event({"role": "assistant", "content": ""})),
         (1.1, chat_event({"content": "x"})),
-        (1.2, chat_event({}, "stop")), (1.2, usage_event(4, 1, 0)), (1.2, b"[DONE]"),
-    )  # fmt: skip
+        (1.2, chat_event({}, "stop")),
+        (1.2, usage_event(4, 1, 0)),
+        (1.2, b"[DONE]"),
+    )
     assert answer.token_times_s == [1.1] and answer.finish_reason == "stop" and reader.is_finished
 
 

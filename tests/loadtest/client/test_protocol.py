@@ -24,9 +24,14 @@ from loadtest.client.protocol import (
 
 def test_a_request_sends_only_what_was_set_with_the_models_names_and_types() -> None:
     request = GenerateRequest(
-        "r", input_ids=np.array([5, 6, 7]), max_tokens=4, min_tokens=4, end_id=-1, seed=2**63,
+        "r",
+        input_ids=np.array([5, 6, 7]),
+        max_tokens=4,
+        min_tokens=4,
+        end_id=-1,
+        seed=2**63,
         temperature=0.5,
-    )  # fmt: skip
+    )
     found = {name: (datatype, array.tolist()) for name, datatype, array in tensors(request)}
     assert found == {
         "input_ids": ("INT32", [[5, 6, 7]]),
@@ -68,11 +73,16 @@ def test_a_response_becomes_an_event_with_its_time() -> None:
     decision = {"prefill_worker": "prefill_0", "cached_tokens": 64}
     event = parse_response(
         response(
-            output_ids=[1, 70_000], text_output="né", finish_reason="length", cached_tokens=[64],
-            num_input_tokens=[100], num_output_tokens=[2], decision=json.dumps(decision),
+            output_ids=[1, 70_000],
+            text_output="né",
+            finish_reason="length",
+            cached_tokens=[64],
+            num_input_tokens=[100],
+            num_output_tokens=[2],
+            decision=json.dumps(decision),
         ),
         time_s=1.5,
-    )  # fmt: skip
+    )
     assert event == TokenEvent(1.5, (1, 70_000), "né", "length", 64, 100, decision)
 
 
@@ -105,21 +115,33 @@ def test_other_errors_are_told_by_their_prefix(message: str, kind: str) -> None:
 
 def test_over_http_a_request_is_the_same_tensors_as_json_without_its_id() -> None:
     request = GenerateRequest(
-        "r", input_ids=np.array([5, 6, 7]), max_tokens=4, return_decision=True, priority=-1,
+        "r",
+        input_ids=np.array([5, 6, 7]),
+        max_tokens=4,
+        return_decision=True,
+        priority=-1,
         parameters={"tenant": "a"},
-    )  # fmt: skip
+    )
     assert json.loads(json_body(request)) == {
-        "input_ids": [5, 6, 7], "max_tokens": 4, "stream": True, "return_decision": True,
-        "request_priority": -1, "tenant": "a",
-    }  # fmt: skip
+        "input_ids": [5, 6, 7],
+        "max_tokens": 4,
+        "stream": True,
+        "return_decision": True,
+        "request_priority": -1,
+        "tenant": "a",
+    }
     assert json.loads(json_body(GenerateRequest("r", text_input="Grüße")))["text_input"] == "Grüße"
 
 
 def test_an_http_event_says_the_same_as_a_grpc_response() -> None:
     outputs = {
-        "output_ids": [1, 70_000], "text_output": "né", "finish_reason": "length",
-        "cached_tokens": 64, "num_input_tokens": 100, "decision": json.dumps({"prefill": "p0"}),
-    }  # fmt: skip
+        "output_ids": [1, 70_000],
+        "text_output": "né",
+        "finish_reason": "length",
+        "cached_tokens": 64,
+        "num_input_tokens": 100,
+        "decision": json.dumps({"prefill": "p0"}),
+    }
     same = outputs | {"cached_tokens": [64], "num_input_tokens": [100]}
     assert parse_json(outputs, 1.5) == parse_response(response(**same), 1.5)
 

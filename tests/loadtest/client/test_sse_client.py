@@ -247,9 +247,14 @@ def test_a_key_is_for_the_gateways_own_page_however_that_is_written() -> None:
     for own in (gateway.metrics_url, "https://llm.example.org/metrics"):
         assert gateway.key_for(own, "mk-secret") == "mk-secret"
     for other in (
-        "http://llm.example.org/metrics", "https://llm.example.org:444/metrics", "", "x",
-        "https://llm.example.org@a/metrics", "https://llm.example.org/other", "https://[/metrics",
-    ):  # fmt: skip
+        "http://llm.example.org/metrics",
+        "https://llm.example.org:444/metrics",
+        "",
+        "x",
+        "https://llm.example.org@a/metrics",
+        "https://llm.example.org/other",
+        "https://[/metrics",
+    ):
         assert gateway.key_for(other, "mk-secret") == "", other
 
 

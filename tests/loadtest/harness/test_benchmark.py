@@ -25,10 +25,11 @@ from loadtest.harness.server import CannotMeasure, ServerFailed
 def test_a_result_ends_with_one_line_of_json_in_the_common_shape() -> None:
     file = io.StringIO()
     result = Result(
-        "demo", 1.23456,
+        "demo",
+        1.23456,
         [{"step": "cold", "ms": 12.0}, {"step": "hit", "ms": None, "ok": True}],
         [Target("ratio", 0.25, "<=", 0.35), Target("rate", None, ">=", 9.0, "no second node")],
-    )  # fmt: skip
+    )
     result.print(Console(file=file, width=100))
     assert json.loads(file.getvalue().splitlines()[-1]) == {
         "name": "demo",
@@ -48,8 +49,9 @@ def test_rows_that_have_nothing_in_common_stand_in_tables_of_their_own() -> None
     Result("b", 0.0, rows, []).print(console)
     heads = [line.split("┃") for line in console.file.getvalue().splitlines() if "┃" in line]  # type: ignore[attr-defined]
     assert [[cell.strip() for cell in head[1:-1]] for head in heads] == [
-        ["way", "rate"], ["what", "seconds", "lost"],
-    ]  # fmt: skip
+        ["way", "rate"],
+        ["what", "seconds", "lost"],
+    ]
 
 
 def test_a_benchmark_prints_its_result_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +100,11 @@ def test_ways_take_turns_and_warm_rounds_are_thrown_away() -> None:
 
 def test_a_batch_is_shown_in_microseconds_and_in_gb_per_s() -> None:
     assert moved(10**6, 16, 0.002) == {
-        "block_bytes": 10**6, "blocks": 16, "microseconds": 2_000.0, "gb_per_s": 8.0,
-    }  # fmt: skip
+        "block_bytes": 10**6,
+        "blocks": 16,
+        "microseconds": 2_000.0,
+        "gb_per_s": 8.0,
+    }
 
 
 def test_a_counter_is_read_until_it_has_stopped() -> None:
@@ -175,10 +180,18 @@ def reuse_rows(**changes: object) -> list[dict]:
     rows = []
     for prompt in range(5):
         for step, ms, cached, nixl_bytes in (
-            ("cold", 100.0, 0, 0), ("cached", 20.0, 4_095, 0), ("fetched", 30.0, 4_095, 10**6),
-        ):  # fmt: skip
-            row = {"prompt": prompt, "step": step, "ttft_ms": ms + prompt, "cached_tokens": cached,
-                   "fetched_bytes": nixl_bytes, "nixl_bytes": float(nixl_bytes)}  # fmt: skip
+            ("cold", 100.0, 0, 0),
+            ("cached", 20.0, 4_095, 0),
+            ("fetched", 30.0, 4_095, 10**6),
+        ):
+            row = {
+                "prompt": prompt,
+                "step": step,
+                "ttft_ms": ms + prompt,
+                "cached_tokens": cached,
+                "fetched_bytes": nixl_bytes,
+                "nixl_bytes": float(nixl_bytes),
+            }
             rows.append(row | (changes if step == "fetched" else {}))
     return rows
 

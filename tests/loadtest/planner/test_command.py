@@ -23,10 +23,15 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tup
     """What it printed as JSON, its exit status, and what it said beside."""
     command = command_of(EntryPoint("plan", "loadtest.planner.command:plan", GROUP))
     given = {
-        "--trace": str(START), "--hardware": "A800", "--model": "Llama-3-70B", "--slo-ttft": "10",
-        "--slo-tbt": "0.1", "--requests": str(REQUESTS), "--out": str(folder / "plan"),
+        "--trace": str(START),
+        "--hardware": "A800",
+        "--model": "Llama-3-70B",
+        "--slo-ttft": "10",
+        "--slo-tbt": "0.1",
+        "--requests": str(REQUESTS),
+        "--out": str(folder / "plan"),
         "--kept": str(folder / "kept"),
-    } | dict(zip(more[::2], more[1::2], strict=True))  # fmt: skip
+    } | dict(zip(more[::2], more[1::2], strict=True))
     arguments = [part for name, value in given.items() if value for part in (name, value)]
     with pytest.raises(SystemExit) as ended:
         command([*arguments, "--json"])
@@ -92,7 +97,7 @@ def test_with_a_number_of_nodes_the_best_split_of_them_is_chosen(
         (("--trace", "nowhere.jsonl"), "there is no such file"),
         (("--out", str(START)), "File exists"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_refused_with_the_reason(
     more: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

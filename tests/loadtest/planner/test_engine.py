@@ -37,8 +37,10 @@ def test_better_hardware_and_smaller_models_are_faster() -> None:
         steps_s = [gpu.decode_s(32, 32 * 8_000.0) for gpu in (h200, h100, a800)]
         assert steps_s == sorted(steps_s) and steps_s[0] < steps_s[2]
         assert h200.pages_bytes > h100.pages_bytes == a800.pages_bytes
-    small, middle, large = (Roofline(HARDWARE["H100"], MODELS[name])
-                            for name in ("Llama-3-8B", "Qwen3-32B", "Llama-3-70B"))  # fmt: skip
+    small, middle, large = (
+        Roofline(HARDWARE["H100"], MODELS[name])
+        for name in ("Llama-3-8B", "Qwen3-32B", "Llama-3-70B")
+    )
     assert small.prefill_s([(0, 8_192)]) < middle.prefill_s([(0, 8_192)])
     assert middle.prefill_s([(0, 8_192)]) < large.prefill_s([(0, 8_192)])
     assert small.decode_s(8, 9e4) < middle.decode_s(8, 9e4) < large.decode_s(8, 9e4)

@@ -58,10 +58,25 @@ def test_a_plan_from_a_profile_is_written_and_read(
 ) -> None:
     path = write_profile(tmp_path)
     said, code, words = planned(
-        tmp_path, capsys, "--hardware", "", "--model", "", "--profile", str(path),
-        "--length-scale", "0.0625", "--slo-ttft", "1", "--slo-tbt", "0.05", "--nodes", "3",
-        "--node-bytes", "64M",
-    )  # fmt: skip
+        tmp_path,
+        capsys,
+        "--hardware",
+        "",
+        "--model",
+        "",
+        "--profile",
+        str(path),
+        "--length-scale",
+        "0.0625",
+        "--slo-ttft",
+        "1",
+        "--slo-tbt",
+        "0.05",
+        "--nodes",
+        "3",
+        "--node-bytes",
+        "64M",
+    )
     assert code == 0, words
     assert said["constants"]["engine"] == "demo on a machine, 2 cores"
     assert {row["node_blocks"] for row in said["rows"]} >= {2**26 // (64 * 4_096)}
@@ -72,8 +87,11 @@ def test_what_is_no_profile_is_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "profile.json"
-    for text, reason in (("{", "profile.json: "), ("{}", "profile"),
-                         (json.dumps({"version": 1}), "version 1")):  # fmt: skip
+    for text, reason in (
+        ("{", "profile.json: "),
+        ("{}", "profile"),
+        (json.dumps({"version": 1}), "version 1"),
+    ):
         path.write_text(text)
         with pytest.raises(PlanRefused, match=reason):
             MeasuredEngine.read(path)

@@ -41,9 +41,13 @@ def law(
 
 
 def explored(
-    prefills: float, decodes: float, bounds: tuple[float, float], nodes: int | None = None,
-    share: float = 0.9, **more: int | str,
-) -> tuple[Search, FleetRun]:  # fmt: skip
+    prefills: float,
+    decodes: float,
+    bounds: tuple[float, float],
+    nodes: int | None = None,
+    share: float = 0.9,
+    **more: int | str,
+) -> tuple[Search, FleetRun]:
     run = law(prefills, decodes, **more)  # type: ignore[arg-type]
     search = explore(ENGINE, Bounds(*bounds, 1.0, 2.0, 0.03), share, nodes, run)
     return search, choose(search, run)

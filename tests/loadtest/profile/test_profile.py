@@ -44,11 +44,14 @@ def profile() -> Profile:
     prefills = [(64, 0), (512, 0), (2048, 0), (256, 4096)]
     decodes = [(1, 80), (4, 2048), (16, 8192)]
     return Profile(
-        "a machine", {"threads": "1"},
+        "a machine",
+        {"threads": "1"},
         [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
         [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
-        Serving(0.01, 2e-6), Sharing(1.5, 1.25), BurstMeans((64, 512), 16, 0.1, 0.03, 0.004),
-    )  # fmt: skip
+        Serving(0.01, 2e-6),
+        Sharing(1.5, 1.25),
+        BurstMeans((64, 512), 16, 0.1, 0.03, 0.004),
+    )
 
 
 def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> None:
@@ -63,8 +66,11 @@ def test_a_profile_is_one_line_with_what_was_measured_and_what_was_fitted() -> N
     assert found["burst"]["prompt_tokens"] == [64, 512]
     assert found["sources"] == {"node_bytes_per_s": 0.0, "node_path": "", "ssd_bytes_per_s": 0.0}
     assert found["sharing"] == {
-        "prefill": 1.5, "decode": 1.25, "second_prefill": 1.0, "second_decode": 1.0
-    }  # fmt: skip
+        "prefill": 1.5,
+        "decode": 1.25,
+        "second_prefill": 1.0,
+        "second_decode": 1.0,
+    }
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:
@@ -129,8 +135,9 @@ def test_a_long_prompt_pays_the_fixed_part_once_a_step() -> None:
         return sum(step.seconds(min(512, prefix + new - at), at) for at in starts)
 
     samples = [PrefillSample(*length, seconds(*length)) for length in lengths]
-    found = Profile("m", {"chunk_tokens": "512"}, samples, profile().decode_samples,
-                    Serving(0.0, 0.0))  # fmt: skip
+    found = Profile(
+        "m", {"chunk_tokens": "512"}, samples, profile().decode_samples, Serving(0.0, 0.0)
+    )
     assert found.prefill.estimate.coefficients == pytest.approx(step.coefficients, rel=1e-3)
     assert found.prompt_s(4096, 0) == pytest.approx(seconds(4096, 0), rel=1e-3)
 
@@ -197,10 +204,14 @@ def test_a_sample_is_the_median_of_its_rounds_and_one_hiccup_does_not_bend_it() 
 
 
 def test_serving_is_what_ttft_has_on_top_of_the_prefill() -> None:
-    found = serving_of([
-        Prefill(64, 0, 0.02, 0.03, 0.02), Prefill(512, 0, 0.1, 0.11, 0.024),
-        Prefill(64, 1000, 0.02, 0.032, 0.025),
-    ], step_s=0.004)  # fmt: skip
+    found = serving_of(
+        [
+            Prefill(64, 0, 0.02, 0.03, 0.02),
+            Prefill(512, 0, 0.1, 0.11, 0.024),
+            Prefill(64, 1000, 0.02, 0.032, 0.025),
+        ],
+        step_s=0.004,
+    )
     assert found.handover_s == pytest.approx(0.020)
     assert found.base_s == pytest.approx(0.01)
     assert found.per_cached_token_s == pytest.approx(2e-6)
@@ -230,9 +241,13 @@ def test_sharing_is_how_much_longer_steps_take_and_never_less_than_one() -> None
 def test_the_second_worker_of_a_role_is_another_than_the_measured_one() -> None:
     page = "".join(
         f'mooncake_{series}{{model="{model}"}} 1\n'
-        for series, model in (("queue_tokens", "prefill_0"), ("queue_tokens", "prefill_2"),
-                              ("queue_tokens", "prefill_1"), ("context_tokens", "decode_0"))
-    )  # fmt: skip
+        for series, model in (
+            ("queue_tokens", "prefill_0"),
+            ("queue_tokens", "prefill_2"),
+            ("queue_tokens", "prefill_1"),
+            ("context_tokens", "decode_0"),
+        )
+    )
     assert second_workers(page, ("prefill_0", "decode_0")) == SecondWorkers("prefill_1", "")
     assert second_workers(page, ("prefill_1", "decode_9")) == SecondWorkers("prefill_0", "decode_0")
 

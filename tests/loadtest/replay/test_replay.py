@@ -136,11 +136,12 @@ def _records(run: ReplayRun, cached: dict[int, int]):
     return [
         dataclasses.replace(
             record_of(ScriptedClient(TokenEvent(2.0, (1,), finish_reason="length"))),
-            index=request.index, prompt_tokens=len(request.prompt_ids),
+            index=request.index,
+            prompt_tokens=len(request.prompt_ids),
             cached_tokens=cached.get(request.index),
         )
         for request in run.planned
-    ]  # fmt: skip
+    ]
 
 
 def test_a_perfect_cache_reaches_the_ideal_and_the_traces_own_hit_rate() -> None:
@@ -202,10 +203,22 @@ def test_bytes_that_are_no_trace_end_each_command_with_one_line(
     path.write_bytes(data)
     given = {
         "replay": [str(path)],
-        "plan": ["--trace", str(path), "--hardware", "H100", "--model", "Llama-3-8B",
-                 "--slo-ttft", "10", "--slo-tbt", "0.1", "--out", str(tmp_path / "plan")],
+        "plan": [
+            "--trace",
+            str(path),
+            "--hardware",
+            "H100",
+            "--model",
+            "Llama-3-8B",
+            "--slo-ttft",
+            "10",
+            "--slo-tbt",
+            "0.1",
+            "--out",
+            str(tmp_path / "plan"),
+        ],
         "simulate": ["--experiment", "hit-rate", "--traces", str(tmp_path), "--trace", "my"],
-    }  # fmt: skip
+    }
     with pytest.raises(SystemExit) as ended:
         main([name, *given[name]])
     assert ended.value.code in (1, 2)

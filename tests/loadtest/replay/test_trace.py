@@ -46,8 +46,12 @@ def write(folder: Path, *rows: object) -> Path:
 def test_a_row_is_read_in_the_units_of_the_trace(tmp_path: Path) -> None:
     (row,) = read_trace(write(tmp_path, GOOD | {"timestamp": 1500}))
     assert (row.line, row.timestamp_ms, row.input_tokens, row.output_tokens, row.hash_ids) == (
-        1, 1500, 600, 5, (7, 8),
-    )  # fmt: skip
+        1,
+        1500,
+        600,
+        5,
+        (7, 8),
+    )
 
 
 def test_fields_of_other_tools_and_empty_lines_are_left_alone(tmp_path: Path) -> None:
@@ -134,10 +138,23 @@ DIGITS_400 = "9" * 400
         (b'{"timestamp": %s}' % (b"9" * 5_000), 1, "digits", "one JSON object a line"),
         (lines_of(GOOD) + b" " * (LINE_BYTES_MAX + 1), 2, "longer than", "one JSON object a line"),
     ],
-    ids=["empty", "empty-gzip", "utf-16", "utf-16-without-mark", "utf-32", "latin-1",
-         "cut-gzip", "short-gzip", "no-gzip", "gzip-of-noise", "deep-list", "deep-object",
-         "digits", "long-line"],
-)  # fmt: skip
+    ids=[
+        "empty",
+        "empty-gzip",
+        "utf-16",
+        "utf-16-without-mark",
+        "utf-32",
+        "latin-1",
+        "cut-gzip",
+        "short-gzip",
+        "no-gzip",
+        "gzip-of-noise",
+        "deep-list",
+        "deep-object",
+        "digits",
+        "long-line",
+    ],
+)
 def test_bytes_that_are_no_trace_are_one_line_with_place_reason_and_remedy(
     tmp_path: Path, data: bytes, line: int, reason: str, remedy: str
 ) -> None:
@@ -197,11 +214,15 @@ def test_random_bytes_are_rows_or_one_line(
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
     | st.just(int(DIGITS_400)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @given(st.sampled_from([*GOOD]), JSON_VALUES)

@@ -8,29 +8,50 @@ from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord,
 from loadtest.results.recording import Recording, Sample
 
 DECISION = {
-    "prefill": "prefill_0", "decode": "decode_1", "predicted": {"ttft_s": 0.4, "queue_s": 0.0},
-    "queue_s": 0.1, "load_s": 0.05, "prefill_s": 0.2, "put_s": 0.05,
-    "decode_queue_s": 0.02, "decode_load_s": 0.03,
-}  # fmt: skip
+    "prefill": "prefill_0",
+    "decode": "decode_1",
+    "predicted": {"ttft_s": 0.4, "queue_s": 0.0},
+    "queue_s": 0.1,
+    "load_s": 0.05,
+    "prefill_s": 0.2,
+    "put_s": 0.05,
+    "decode_queue_s": 0.02,
+    "decode_load_s": 0.03,
+}
 
 
 def answered(index: int = 0, **changes: Any) -> RequestRecord:
     """Sent at second `index`: TTFT 0.5 s, then two tokens 0.25 s apart; the whole takes 1.1 s."""
     sent_s = float(index)
     values: dict[str, Any] = {
-        "index": index, "request_id": f"r-{index}", "due_s": sent_s, "sent_s": sent_s,
-        "finished_s": sent_s + 1.1, "prompt_tokens": 100, "output_tokens_asked": 3,
-        "outcome": COMPLETED, "finish_reason": "length", "cached_tokens": 64,
-        "token_times_s": (sent_s + 0.5, sent_s + 0.75, sent_s + 1.0), "decision": DECISION,
-    }  # fmt: skip
+        "index": index,
+        "request_id": f"r-{index}",
+        "due_s": sent_s,
+        "sent_s": sent_s,
+        "finished_s": sent_s + 1.1,
+        "prompt_tokens": 100,
+        "output_tokens_asked": 3,
+        "outcome": COMPLETED,
+        "finish_reason": "length",
+        "cached_tokens": 64,
+        "token_times_s": (sent_s + 0.5, sent_s + 0.75, sent_s + 1.0),
+        "decision": DECISION,
+    }
     return RequestRecord(**(values | changes))
 
 
 def unserved(index: int, outcome: str, kind: str, message: str = "") -> RequestRecord:
     return answered(
-        index, outcome=outcome, kind=kind, message=message, token_times_s=(), finish_reason="",
-        cached_tokens=None, decision=None, retry_after_s=2.0 if outcome == REJECTED else None,
-    )  # fmt: skip
+        index,
+        outcome=outcome,
+        kind=kind,
+        message=message,
+        token_times_s=(),
+        finish_reason="",
+        cached_tokens=None,
+        decision=None,
+        retry_after_s=2.0 if outcome == REJECTED else None,
+    )
 
 
 def sample(time_s: float, **totals: float) -> Sample:
@@ -59,9 +80,11 @@ def sample(time_s: float, **totals: float) -> Sample:
 
 def recording(records: list[RequestRecord], **changes: Any) -> Recording:
     values: dict[str, Any] = {
-        "name": "replay", "title": "a run", "started_at": "2025-01-01T00:00:00+00:00",
+        "name": "replay",
+        "title": "a run",
+        "started_at": "2025-01-01T00:00:00+00:00",
         "settings": {"speed": 2.0, "requests_max": None},
-    }  # fmt: skip
+    }
     return Recording(requests=records, **(values | changes))
 
 

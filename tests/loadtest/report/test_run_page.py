@@ -76,11 +76,22 @@ def test_everything_that_was_measured_is_on_the_page(page: ParsedPage) -> None:
     assert len(page.alts) == 12 and all(page.alts)
     assert "Not measured" not in text and "not measured" not in text
     for expected in (
-        "TTFT", "TBT", "Requests over time", "Cache hits over time", "Prefill workers",
-        "Decode workers", "Where the time to the first token went", "Where the whole time went",
-        "Predicted and actual TTFT", "Outcomes by prompt length", "Rejections by reason",
-        "no complete answer in time", "Slowest requests", "chat", "burst",
-    ):  # fmt: skip
+        "TTFT",
+        "TBT",
+        "Requests over time",
+        "Cache hits over time",
+        "Prefill workers",
+        "Decode workers",
+        "Where the time to the first token went",
+        "Where the whole time went",
+        "Predicted and actual TTFT",
+        "Outcomes by prompt length",
+        "Rejections by reason",
+        "no complete answer in time",
+        "Slowest requests",
+        "chat",
+        "burst",
+    ):
         assert expected in text, expected
     assert "8 of 12" in text and "8 met TTFT ≤ 1 s and TBT ≤ 200 ms" not in text
     assert "0 met TTFT ≤ 1 s and TBT ≤ 200 ms" in text  # every TBT is 250 ms
@@ -115,11 +126,21 @@ def test_text_from_a_server_stays_text() -> None:
             unserved(2, FAILED, HOSTILE, HOSTILE),
             unserved(3, REJECTED, HOSTILE + "\x00\x1b[31m\n日本", HOSTILE),
         ],
-        title=HOSTILE, name=HOSTILE, settings={HOSTILE: HOSTILE},
-        samples=[sample(0.0), sample(1.0), Sample(2.0, {
-            f'mooncake_queue_tokens{{model={json.dumps(HOSTILE)}}}': 1.0, HOSTILE: 2.0,
-        })],
-    )  # fmt: skip
+        title=HOSTILE,
+        name=HOSTILE,
+        settings={HOSTILE: HOSTILE},
+        samples=[
+            sample(0.0),
+            sample(1.0),
+            Sample(
+                2.0,
+                {
+                    f"mooncake_queue_tokens{{model={json.dumps(HOSTILE)}}}": 1.0,
+                    HOSTILE: 2.0,
+                },
+            ),
+        ],
+    )
     html = page_of(run)
     found = ParsedPage(html)  # well formed, no handler, nothing loaded
     assert found.scripts == ["application/x-mooncake-recording"]
@@ -140,19 +161,26 @@ def many(count: int) -> Recording:
     return recording(
         [
             answered(
-                i, sent_s=i / 100, prompt_tokens=lengths[i % 6], workload=f"load-{i % 9}",
+                i,
+                sent_s=i / 100,
+                prompt_tokens=lengths[i % 6],
+                workload=f"load-{i % 9}",
                 token_times_s=(i / 100 + 0.01 * (1 + i % 50), i / 100 + 1.0),
             )
             for i in range(count)
         ],
         samples=[
-            Sample(float(s), {
-                f'{name}{{model="p{i}"}}': float(s * i)
-                for i in range(6) for name in ("mooncake_queue_tokens", "mooncake_pages_used")
-            })
+            Sample(
+                float(s),
+                {
+                    f'{name}{{model="p{i}"}}': float(s * i)
+                    for i in range(6)
+                    for name in ("mooncake_queue_tokens", "mooncake_pages_used")
+                },
+            )
             for s in range(300)
         ],
-    )  # fmt: skip
+    )
 
 
 ODD: dict[str, tuple[Recording, list[str]]] = {
@@ -196,19 +224,32 @@ ODD: dict[str, tuple[Recording, list[str]]] = {
         ["This run was interrupted; 3 requests"],
     ),
     "days": (
-        recording([answered(i, sent_s=i * 9_000.0, finished_s=i * 9_000.0 + 2,
-                            token_times_s=(i * 9_000.0 + 1,)) for i in range(30)]),
+        recording(
+            [
+                answered(
+                    i,
+                    sent_s=i * 9_000.0,
+                    finished_s=i * 9_000.0 + 2,
+                    token_times_s=(i * 9_000.0 + 1,),
+                )
+                for i in range(30)
+            ]
+        ),
         ["30 requests in"],
     ),
-    "more than can be drawn": (many(3_000), ["more with fewer requests are left out",
-                                             "the mean of 6 workers", "points are drawn"]),
+    "more than can be drawn": (
+        many(3_000),
+        ["more with fewer requests are left out", "the mean of 6 workers", "points are drawn"],
+    ),
     "answers without an outcome that is known": (
-        recording([answered(0, outcome="lost"), answered(1)]), ["1 of 2"],
+        recording([answered(0, outcome="lost"), answered(1)]),
+        ["1 of 2"],
     ),
     "a prompt of unknown length": (
-        recording([answered(0, prompt_tokens=0), answered(1, prompt_tokens=0)]), ["2 of 2"],
+        recording([answered(0, prompt_tokens=0), answered(1, prompt_tokens=0)]),
+        ["2 of 2"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -39,8 +39,9 @@ def test_a_gauge_is_a_line_for_each_worker() -> None:
 def test_series_that_agree_in_the_label_are_added_up() -> None:
     samples = [sample(2.0, **{'mooncake_prompt_tokens_total{model="prefill_1",path="local"}': 7.0})]
     assert gauge(samples, PROMPT_TOKENS, by="path") == [
-        TimeSeries("computed", (2.0,), (200.0,)), TimeSeries("local", (2.0,), (107.0,)),
-    ]  # fmt: skip
+        TimeSeries("computed", (2.0,), (200.0,)),
+        TimeSeries("local", (2.0,), (107.0,)),
+    ]
 
 
 def test_a_rate_is_growth_per_second_and_unknown_at_the_first_sample() -> None:
@@ -76,7 +77,8 @@ def test_a_worker_is_known_by_what_it_says_and_not_by_its_name() -> None:
 
 def test_a_key_is_read_with_its_labels_whatever_stands_in_them() -> None:
     assert parsed('a_total{model="a, b=\\"c\\"",x="1"}') == (
-        "a_total", {"model": 'a, b="c"', "x": "1"},
-    )  # fmt: skip
+        "a_total",
+        {"model": 'a, b="c"', "x": "1"},
+    )
     assert parsed("plain") == ("plain", {})
     assert parsed("broken{")[1] == {}

@@ -125,10 +125,11 @@ def test_the_pareto_runs_are_what_no_point_beats(seed: int, less_x: bool, less_y
             return a <= b if less else a >= b
 
         return any(
-            at_least(other.x, one.x, less_x) and at_least(other.y, one.y, less_y)
+            at_least(other.x, one.x, less_x)
+            and at_least(other.y, one.y, less_y)
             and (other.x, other.y) != (one.x, one.y)
             for other in points
-        )  # fmt: skip
+        )
 
     expected = {point.number for point in points if not is_beaten(point)}
     assert {point.number for point in pareto(points, less_x, less_y)} == expected
@@ -211,11 +212,16 @@ def odd_runs() -> dict[str, list[RunDigest]]:
         HOSTILE,
     )
     return {
-        "one": [RUNS[0]], "empty": [empty, empty], "refused": [refused, RUNS[0]],
-        "no level": [no_level, no_level], "mixed": [no_level, RUNS[1], empty, refused],
-        "nan": [nan, RUNS[0]], "hostile": [hostile, RUNS[0]], "many": RUNS * 10,
+        "one": [RUNS[0]],
+        "empty": [empty, empty],
+        "refused": [refused, RUNS[0]],
+        "no level": [no_level, no_level],
+        "mixed": [no_level, RUNS[1], empty, refused],
+        "nan": [nan, RUNS[0]],
+        "hostile": [hostile, RUNS[0]],
+        "many": RUNS * 10,
         "other levels": [RUNS[0], digest_of(recording([answered(0)], slo=Slo(9.0, 9.0)))],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -269,8 +275,11 @@ def test_many_pages_become_one_that_can_be_read_again(files, tmp_path: Path, cap
     assert status_of(str(out), files[0], "--json") == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [run["label"] for run in again["runs"]] == [
-        "all: run-1", "all: run-2", "all: run-4", "run-1",
-    ]  # fmt: skip
+        "all: run-1",
+        "all: run-2",
+        "all: run-4",
+        "run-1",
+    ]
     assert status_of(*files, str(out), "--out", str(out)) == 0  # a glob names the page itself
     assert "it is not read" in capsys.readouterr().err
 

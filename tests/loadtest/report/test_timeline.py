@@ -70,9 +70,12 @@ def test_a_long_run_keeps_its_peak_in_flight() -> None:
 
 def test_the_hit_rate_is_of_answers_that_say_what_was_cached() -> None:
     records = [
-        answered(0), answered(1, cached_tokens=None), unserved(2, REJECTED, "x"),
-        unserved(3, FAILED, "y"), answered(4, cached_tokens=0),
-    ]  # fmt: skip
+        answered(0),
+        answered(1, cached_tokens=None),
+        unserved(2, REJECTED, "x"),
+        unserved(3, FAILED, "y"),
+        answered(4, cached_tokens=0),
+    ]
     found = hit_rate(records, bins(6), {0: 80, 4: 0})
     assert found is not None and found.ideal is not None and found.requests == 2
     assert found.rate[[0, 4]].tolist() == [0.64, 0.0]

@@ -20,10 +20,18 @@ from loadtest.results.metrics import (
 
 def record(index: int = 0, **changes: object) -> RequestRecord:
     made = RequestRecord(
-        index=index, request_id=f"r{index}", due_s=1.0, sent_s=1.0, finished_s=2.0,
-        prompt_tokens=100, output_tokens_asked=3, outcome=COMPLETED,
-        token_times_s=(1.5, 1.6, 2.0), output_ids=(7, 8, 9), cached_tokens=64,
-    )  # fmt: skip
+        index=index,
+        request_id=f"r{index}",
+        due_s=1.0,
+        sent_s=1.0,
+        finished_s=2.0,
+        prompt_tokens=100,
+        output_tokens_asked=3,
+        outcome=COMPLETED,
+        token_times_s=(1.5, 1.6, 2.0),
+        output_ids=(7, 8, 9),
+        cached_tokens=64,
+    )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -52,8 +52,15 @@ def test_what_no_run_measured_is_left_out() -> None:
 def test_every_number_of_a_run_has_a_name_of_its_own() -> None:
     names = [number.name for number in numbers(full())]
     assert len(names) == len(set(names))
-    assert {"ttft_p99_s", "tbt_p90_s", "hit_rate", "rejected:ttft_slo", "failed:timeout",
-            "goodput_share", "phase_handover_mean_s"} <= set(names)  # fmt: skip
+    assert {
+        "ttft_p99_s",
+        "tbt_p90_s",
+        "hit_rate",
+        "rejected:ttft_slo",
+        "failed:timeout",
+        "goodput_share",
+        "phase_handover_mean_s",
+    } <= set(names)
 
 
 def test_a_setting_that_only_one_run_has_differs() -> None:

@@ -13,10 +13,16 @@ def test_the_phases_of_a_request_add_up_to_its_whole_time() -> None:
     phases = phases_of(answered())
     assert phases is not None and tuple(phases.all) == PHASES
     assert sum(phases.all.values()) == pytest.approx(1.1)
-    assert phases.all == pytest.approx({
-        "queue": 0.1, "transfer": 0.05, "prefill": 0.2, "hand-over": 0.05 + 0.05,
-        "decode": 0.5 - 0.1, "elsewhere": 1.1 - 0.85,
-    })  # fmt: skip
+    assert phases.all == pytest.approx(
+        {
+            "queue": 0.1,
+            "transfer": 0.05,
+            "prefill": 0.2,
+            "hand-over": 0.05 + 0.05,
+            "decode": 0.5 - 0.1,
+            "elsewhere": 1.1 - 0.85,
+        }
+    )
 
 
 def test_until_the_first_token_they_add_up_to_the_ttft() -> None:
@@ -68,8 +74,9 @@ def test_groups_go_from_the_fastest_to_the_slowest_and_hold_every_request() -> N
 
 def test_a_mean_is_taken_phase_by_phase() -> None:
     assert mean_of([{"queue": 1.0, "decode": 2.0}, {"queue": 3.0, "decode": 0.0}]) == {
-        "queue": 2.0, "decode": 1.0,
-    }  # fmt: skip
+        "queue": 2.0,
+        "decode": 1.0,
+    }
 
 
 def test_a_prediction_is_read_only_where_there_is_one() -> None:

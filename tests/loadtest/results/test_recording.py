@@ -23,10 +23,19 @@ from loadtest.results.recording import (
 
 def record(index: int, outcome: str = COMPLETED, times: tuple[float, ...] = ()) -> RequestRecord:
     return RequestRecord(
-        index=index, request_id=f"r-{index}", due_s=0.0, sent_s=1.0, finished_s=5.0,
-        prompt_tokens=100, output_tokens_asked=4, outcome=outcome, token_times_s=times,
-        output_ids=(1, 2), cached_tokens=64, decision={"prefill": "prefill_0", "queue_s": 0.25},
-    )  # fmt: skip
+        index=index,
+        request_id=f"r-{index}",
+        due_s=0.0,
+        sent_s=1.0,
+        finished_s=5.0,
+        prompt_tokens=100,
+        output_tokens_asked=4,
+        outcome=outcome,
+        token_times_s=times,
+        output_ids=(1, 2),
+        cached_tokens=64,
+        decision={"prefill": "prefill_0", "queue_s": 0.25},
+    )
 
 
 def recording() -> Recording:
@@ -90,9 +99,11 @@ def test_the_workloads_of_a_mix_may_have_levels_of_their_own() -> None:
         dataclasses.replace(record(1, times=(3.5, 3.6)), workload="document"),
     ]
     mixed = msgspec.structs.replace(
-        recording(), requests=records, slo=None,
+        recording(),
+        requests=records,
+        slo=None,
         slo_by_workload={"chat": Slo(ttft_s=0.2), "document": Slo(ttft_s=3.0)},
-    )  # fmt: skip
+    )
     found = goodput_of(from_bytes(to_bytes(mixed)))
     assert found is not None and found.requests == 1
     assert goodput_of(msgspec.structs.replace(mixed, slo_by_workload={})) is None

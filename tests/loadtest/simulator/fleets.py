@@ -48,9 +48,21 @@ def everything(jobs: Sequence[SimulatedJob]) -> list[tuple[object, ...]]:
     """Everything that came of each request, to compare runs to the last bit."""
     return [
         (
-            job.number, job.request_id, job.route, job.reject, job.refused, job.started_s,
-            job.cached_tokens, job.fetched_blocks, job.compute_s, job.prefilled_s,
-            job.first_token_s, job.joined_s, job.finished_s, job.tbt_s, job.tbt_decode_s,
+            job.number,
+            job.request_id,
+            job.route,
+            job.reject,
+            job.refused,
+            job.started_s,
+            job.cached_tokens,
+            job.fetched_blocks,
+            job.compute_s,
+            job.prefilled_s,
+            job.first_token_s,
+            job.joined_s,
+            job.finished_s,
+            job.tbt_s,
+            job.tbt_decode_s,
         )
         for job in jobs
-    ]  # fmt: skip
+    ]

@@ -9,10 +9,13 @@ from loadtest.simulator.book import BookChapter, svg_of, write_book, write_exper
 from tests.loadtest.report.pages import ParsedPage
 
 RESULT = Result(
-    "capacity", 12.0, [{"policy": "<b>", "ttft_s": 1.23456, "met": None}, {"other": 7}],
+    "capacity",
+    12.0,
+    [{"policy": "<b>", "ttft_s": 1.23456, "met": None}, {"other": 7}],
     [Target("share <i>", 0.5, ">=", 0.4), Target("never run", None, "<=", 1.0, "no trace")],
-    constants={"mfu": 0.5}, shortened="only 3 requests",
-)  # fmt: skip
+    constants={"mfu": 0.5},
+    shortened="only 3 requests",
+)
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"><path d="M0 0" style="stroke: #0072b2"/></svg>'
 
 

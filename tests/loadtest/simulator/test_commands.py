@@ -56,8 +56,11 @@ def test_rejection_stops_at_the_speed_that_was_asked_for(
 ) -> None:
     said, drawn = simulated(folder, capsys, "--experiment", "rejection", "--speed", "2")
     assert [row["admission"] for row in said["rows"]] == [
-        "baseline", "early", "predictive", "predictive_lengths",
-    ]  # fmt: skip
+        "baseline",
+        "early",
+        "predictive",
+        "predictive_lengths",
+    ]
     assert all(row["finished"] + row["rejected"] == 40 for row in said["rows"])
     assert said["rows"][0]["paper_rejected"] == 4_183
     assert drawn.startswith(b"\x89PNG")

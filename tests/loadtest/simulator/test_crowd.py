@@ -23,9 +23,12 @@ TIMEOUT_S = 40.0
 
 
 def broken(
-    breakages: Sequence[Breakage], requests: int = 60, timeout_s: float = TIMEOUT_S,
-    settings: ClusterSettings = FEW, config: ConductorConfig = OPEN,
-) -> FollowedFleet:  # fmt: skip
+    breakages: Sequence[Breakage],
+    requests: int = 60,
+    timeout_s: float = TIMEOUT_S,
+    settings: ClusterSettings = FEW,
+    config: ConductorConfig = OPEN,
+) -> FollowedFleet:
     """A run to its end; `run` checks that no lease, page or reservation stayed anywhere."""
     tried = FollowedFleet(config, settings, Roofline(), breakages, timeout_s, give_up_s=2_000.0)
     tried.run(start_of_trace()[:requests])
@@ -53,8 +56,10 @@ def test_where_nothing_breaks_the_machine_leads_each_request_as_the_plain_fleet_
     # Calls take a millisecond there, so times differ by some of those and the rest not at all.
     assert [job.prefill for job in tried.jobs] == [job.prefill for job in jobs]
     assert sum(job.cached_tokens for job in tried.jobs) == sum(job.cached_tokens for job in jobs)
-    ends = [(job.finished_s or 0.0, other.finished_s or 0.0)
-            for job, other in zip(tried.jobs, jobs, strict=True)]  # fmt: skip
+    ends = [
+        (job.finished_s or 0.0, other.finished_s or 0.0)
+        for job, other in zip(tried.jobs, jobs, strict=True)
+    ]
     assert all(abs(one - other) < 1.0 for one, other in ends)
 
 
@@ -63,10 +68,14 @@ def test_whatever_breaks_each_request_ends_in_time_whole_or_with_a_typed_error(s
     for _ in range(6):
         workers = [f"p{n}" for n in range(3)] + [f"d{n}" for n in range(4)]
         breakages = [
-            Breakage(chance.uniform(0.0, 30.0), chance.choice(workers), chance.choice(crowd.KINDS),
-                     chance.uniform(0.5, 60.0))
+            Breakage(
+                chance.uniform(0.0, 30.0),
+                chance.choice(workers),
+                chance.choice(crowd.KINDS),
+                chance.uniform(0.5, 60.0),
+            )
             for _ in range(chance.randrange(1, 7))
-        ]  # fmt: skip
+        ]
         timeout_s = chance.choice((3.0, 15.0, TIMEOUT_S))
         print(f"{breakages} timeout_s={timeout_s}")
         ends = judge(broken(breakages, timeout_s=timeout_s), timeout_s)
@@ -107,8 +116,10 @@ def test_a_reloaded_worker_ends_what_it_has_and_the_new_process_takes_the_next()
     reloads = [Breakage(14.0, "d1", "reload"), Breakage(14.0, "p1", "reload")]
     tried = broken(reloads, timeout_s=1e4)
     assert judge(tried, 1e4) == {"finished": 60}
-    there = {(s.worker.worker_id, s.worker.incarnation)
-             for s in tried.conductor.status(tried.clock.now_s)}  # fmt: skip
+    there = {
+        (s.worker.worker_id, s.worker.incarnation)
+        for s in tried.conductor.status(tried.clock.now_s)
+    }
     again = incarnation_after(INCARNATION)
     assert {("d1", again), ("p1", again)} <= there
     assert ("p1", INCARNATION) not in there, "it had ended what it had long ago"

@@ -58,15 +58,28 @@ def runs(admission: str, machine: Machine) -> tuple[int, int]:
     jobs: list[SimulatedJob] = []
     for seed in SEEDS:
         config = ConductorConfig(
-            admission=admission, shedding="limit", policy="adaptive", ttft_slo_s=TTFT_SLO_S,
-            tbt_slo_s=TBT_SLO_S, decode_s_expected=3.0,
-        )  # fmt: skip
+            admission=admission,
+            shedding="limit",
+            policy="adaptive",
+            ttft_slo_s=TTFT_SLO_S,
+            tbt_slo_s=TBT_SLO_S,
+            decode_s_expected=3.0,
+        )
         settings = ClusterSettings(
-            prefills=1, decodes=2, block_tokens=BLOCK_TOKENS, node_blocks=4_096, chunk_tokens=512,
-            decode_slots=32, max_tokens=1, nic_bytes_per_s=2e9, host_to_gpu_bytes_per_s=5e9,
-            sharing=Sharing(machine.shared, machine.shared), jitter=machine.jitter,
-            seed=seed, report_s=0.5,
-        )  # fmt: skip
+            prefills=1,
+            decodes=2,
+            block_tokens=BLOCK_TOKENS,
+            node_blocks=4_096,
+            chunk_tokens=512,
+            decode_slots=32,
+            max_tokens=1,
+            nic_bytes_per_s=2e9,
+            host_to_gpu_bytes_per_s=5e9,
+            sharing=Sharing(machine.shared, machine.shared),
+            jitter=machine.jitter,
+            seed=seed,
+            report_s=0.5,
+        )
         pages_bytes = 512 * BLOCK_TOKENS * TOKEN_BYTES
         gpu = Table(PREFILL, DECODE, TOKEN_BYTES, pages_bytes)
         jobs += SimulatedFleet(config, settings, gpu).run(offered(seed, machine.per_s))

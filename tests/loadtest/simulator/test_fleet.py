@@ -84,10 +84,12 @@ def test_a_lone_request_takes_what_the_models_say() -> None:
 
 def test_a_prefix_is_computed_once_and_an_answer_of_one_token_needs_no_decode_worker() -> None:
     tried = fleet()
-    first, second = tried.run([
-        prompt(0, 0.0, range(10), output_tokens=1),
-        prompt(1, 30.0, range(10), output_tokens=1, tail_tokens=100),
-    ])  # fmt: skip
+    first, second = tried.run(
+        [
+            prompt(0, 0.0, range(10), output_tokens=1),
+            prompt(1, 30.0, range(10), output_tokens=1, tail_tokens=100),
+        ]
+    )
     assert (first.cached_tokens, second.cached_tokens) == (0, 5_120)
     assert second.compute_s < 0.1 * first.compute_s
     assert first.joined_s is second.joined_s is None
@@ -101,13 +103,15 @@ def test_prompts_of_one_new_prefix_that_come_together_compute_it_once() -> None:
 
 def test_a_busy_nodes_prefix_is_fetched_by_an_idle_one_and_stays_there() -> None:
     tried = fleet(replace(FOUR, jitter=0.0))
-    jobs = tried.run([
-        prompt(0, 0.0, range(60)),
-        prompt(1, 20.0, range(1_000, 1_200)),  # takes one worker, whichever
-        prompt(2, 20.0, range(60), tail_tokens=8),  # now the other one, by name or by need
-        prompt(3, 20.0, range(60), tail_tokens=8),
-        prompt(4, 20.0, range(60), tail_tokens=8),
-    ])  # fmt: skip
+    jobs = tried.run(
+        [
+            prompt(0, 0.0, range(60)),
+            prompt(1, 20.0, range(1_000, 1_200)),  # takes one worker, whichever
+            prompt(2, 20.0, range(60), tail_tokens=8),  # now the other one, by name or by need
+            prompt(3, 20.0, range(60), tail_tokens=8),
+            prompt(4, 20.0, range(60), tail_tokens=8),
+        ]
+    )
     routes = [job.route for job in jobs]
     assert all(job.cached_tokens == 60 * 512 for job in jobs[2:])
     fetched = [job for job in jobs if job.fetched_blocks]
@@ -132,8 +136,10 @@ def test_what_decode_has_no_memory_for_waits_and_its_first_interval_says_so() ->
         [prompt(n, 0.0, range(n * 99, n * 99 + 20), output_tokens=50) for n in range(3)]
     )
     ends = [job.finished_s or 0.0 for job in jobs]
-    assert all(job.joined_s is not None and job.joined_s >= end
-               for job, end in zip(jobs[1:], ends, strict=False))  # fmt: skip
+    assert all(
+        job.joined_s is not None and job.joined_s >= end
+        for job, end in zip(jobs[1:], ends, strict=False)
+    )
     assert all(job.tbt_s > 2 * job.tbt_decode_s for job in jobs[1:])
     handovers_s = [(job.first_token_s or 0.0) - (job.prefilled_s or 0.0) for job in jobs]
     assert max(handovers_s) < 0.1, "waiting for room is no hand-over"

@@ -145,8 +145,19 @@ def test_the_command_prints_one_json_line_and_draws_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "hits.png"
-    given = ["--experiment", "hit-rate", "--traces", str(small_folder(tmp_path)), "--json",
-             "--trace", "conversation", "--blocks", "60", "--plot", str(picture)]  # fmt: skip
+    given = [
+        "--experiment",
+        "hit-rate",
+        "--traces",
+        str(small_folder(tmp_path)),
+        "--json",
+        "--trace",
+        "conversation",
+        "--blocks",
+        "60",
+        "--plot",
+        str(picture),
+    ]
     assert run_command(given) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["name"] == "hit-rate" and len(said["rows"]) == len(POLICIES) + 2
@@ -162,8 +173,22 @@ def test_a_published_trace_may_lie_there_as_gzip(
     for path in list(folder.iterdir()):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
-    assert run_command(["--experiment", "hit-rate", "--traces", str(folder), "--json",
-                        "--trace", "conversation", "--blocks", "60"]) == 0  # fmt: skip
+    assert (
+        run_command(
+            [
+                "--experiment",
+                "hit-rate",
+                "--traces",
+                str(folder),
+                "--json",
+                "--trace",
+                "conversation",
+                "--blocks",
+                "60",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert {row["hits"] for row in said["rows"] if row["blocks"] is None} == {200}
 
@@ -196,7 +221,15 @@ def test_what_cannot_be_run_is_refused_with_a_reason(
 def test_a_cache_smaller_than_a_request_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--experiment", "hit-rate", "--traces", str(small_folder(tmp_path)), "--blocks", "3",
-             "--trace", "conversation"]  # fmt: skip
+    given = [
+        "--experiment",
+        "hit-rate",
+        "--traces",
+        str(small_folder(tmp_path)),
+        "--blocks",
+        "3",
+        "--trace",
+        "conversation",
+    ]
     assert run_command(given) == 2
     assert "a request needs" in capsys.readouterr().err

@@ -35,8 +35,12 @@ def test_a_worker_that_measures_itself_finds_the_model() -> None:
     gpu = Roofline()
     fits = calibrate(gpu, 2_048)
     assert fits.prefill.error_max < 0.1 and fits.decode.error_max < 1e-6
-    table = Table(fits.prefill.estimate.coefficients, fits.decode.estimate.coefficients,
-                  gpu.token_bytes, gpu.pages_bytes)  # fmt: skip
+    table = Table(
+        fits.prefill.estimate.coefficients,
+        fits.decode.estimate.coefficients,
+        gpu.token_bytes,
+        gpu.pages_bytes,
+    )
     for spans in ([(0, 2_048)], [(8_192, 2_048)], [(0, 512), (4_096, 1_536)]):
         assert table.prefill_s(spans) == pytest.approx(gpu.prefill_s(spans), rel=0.1)
     assert table.decode_s(8, 96_000.0) == pytest.approx(gpu.decode_s(8, 96_000.0))
@@ -84,8 +88,9 @@ def test_no_link_ever_carries_more_than_it_can(seed: int) -> None:
     ends = sent(sends)
     for node in "abcde":
         for side in (1, 2):
-            through = [(send, end) for send, end in zip(sends, ends, strict=True)
-                       if send[side] == node]  # fmt: skip
+            through = [
+                (send, end) for send, end in zip(sends, ends, strict=True) if send[side] == node
+            ]
             first = min(send[0] for send, _ in through)
             last = max(end for _, end in through)
             # Paced ones may take up to a tenth more than is left to the others together.

@@ -15,9 +15,11 @@ def job(number: int, compute_s: float, lost_s: float = 0.0, refused: str = "") -
 
 def test_a_prefill_that_was_given_up_on_the_way_is_wasted_as_far_as_it_came() -> None:
     answered, refused, given_up, unseen = (
-        job(0, 2.0), job(1, 3.0, refused="decode_overload"), job(2, 1.5, refused="store_full"),
+        job(0, 2.0),
+        job(1, 3.0, refused="decode_overload"),
+        job(2, 1.5, refused="store_full"),
         job(3, 0.0, refused="prefill_queue_full"),
-    )  # fmt: skip
+    )
     for prefilled in (answered, refused):
         prefilled.prefilled_s = 5.0
     answered.first_token_s, answered.finished_s = 5.0, 9.0

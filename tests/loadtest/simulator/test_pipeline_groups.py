@@ -20,8 +20,13 @@ from tests.loadtest.simulator.fleets import OPEN, everything, fleet, prompt, sta
 CHUNK = 2_048
 GROUP = ClusterSettings(prefills=2, decodes=1, pipeline_groups=1, jitter=0.0)
 # A second for 2,048 tokens of all layers; hidden states of 1 MB a token go at 100 GB/s.
-TABLE = Table((0.0, 1 / CHUNK, 0.0), (0.01, 0.001, 0.0), token_bytes=327_680, pages_bytes=10**12,
-              hidden_bytes=10**6)  # fmt: skip
+TABLE = Table(
+    (0.0, 1 / CHUNK, 0.0),
+    (0.01, 0.001, 0.0),
+    token_bytes=327_680,
+    pages_bytes=10**12,
+    hidden_bytes=10**6,
+)
 HOP_S = 0.001 + CHUNK * 1e6 / 100e9
 KV_S = 0.001 + CHUNK * 327_680 / 2 / 100e9  # of half the layers
 
@@ -38,10 +43,12 @@ def test_three_chunks_and_then_one_pass_two_stages_as_worked_out_by_hand() -> No
     """0.5 s a stage and chunk: stage 0 is busy until 2.0, stage 1 begins when the first chunk has
     come and never waits again."""
     tried = fleet(GROUP, gpu=TABLE)
-    jobs = tried.run([
-        prompt(0, 0.0, blocks(12), output_tokens=1),
-        prompt(1, 0.0, blocks(4, 100), output_tokens=1),
-    ])  # fmt: skip
+    jobs = tried.run(
+        [
+            prompt(0, 0.0, blocks(12), output_tokens=1),
+            prompt(1, 0.0, blocks(4, 100), output_tokens=1),
+        ]
+    )
     first_s = 3 * 0.5 + 0.5 + HOP_S + KV_S
     assert ends_s(jobs) == pytest.approx([first_s, first_s + 0.5])
     passed_s = 4 * 0.5 + HOP_S, 2 * 0.5 + HOP_S  # begin of the first chunk to end of the last
@@ -60,22 +67,24 @@ def test_a_stage_that_is_twice_as_slow_sets_the_pace() -> None:
 def test_short_prompts_share_a_step_of_the_group_as_they_do_on_a_worker_alone() -> None:
     costly = Table((0.5, 1 / CHUNK, 0.0), (0.01, 0.001, 0.0), 327_680, 10**12, 10**6)
     tried = fleet(GROUP, gpu=costly)
-    jobs = tried.run([
-        prompt(number, 0.0, blocks(2, 100 * number), output_tokens=1) for number in range(5)
-    ])  # fmt: skip
-    alone = fleet(replace(GROUP, prefills=1, pipeline_groups=0), gpu=costly).run([
-        prompt(number, 0.0, blocks(2, 100 * number), output_tokens=1) for number in range(5)
-    ])  # fmt: skip
+    jobs = tried.run(
+        [prompt(number, 0.0, blocks(2, 100 * number), output_tokens=1) for number in range(5)]
+    )
+    alone = fleet(replace(GROUP, prefills=1, pipeline_groups=0), gpu=costly).run(
+        [prompt(number, 0.0, blocks(2, 100 * number), output_tokens=1) for number in range(5)]
+    )
     steps = len({round(job.prefilled_s or 0.0, 9) for job in alone})
     assert len({round(end_s, 9) for end_s in ends_s(jobs)}) == steps < 5
 
 
 def test_each_stage_reads_its_layers_of_a_cached_prefix_and_the_rest_is_computed() -> None:
     tried = fleet(GROUP, gpu=TABLE)
-    jobs = tried.run([
-        prompt(0, 0.0, blocks(8), output_tokens=1),
-        prompt(1, 10.0, blocks(12), output_tokens=1),
-    ])  # fmt: skip
+    jobs = tried.run(
+        [
+            prompt(0, 0.0, blocks(8), output_tokens=1),
+            prompt(1, 10.0, blocks(12), output_tokens=1),
+        ]
+    )
     assert jobs[1].cached_tokens == 8 * 512
     read_s = 0.001 + 8 * 512 * 327_680 / 2 / 100e9  # slower than from the own DRAM, at 128
     last_s = jobs[1].prefilled_s or 0.0
@@ -135,9 +144,13 @@ def ran(mix: tuple[int, int], all_s: float, long_s: float, policy: str = POLICY)
 
 def test_the_best_mix_of_pairs_is_the_best_for_long_prompts_that_harms_no_others() -> None:
     runs = [
-        ran((0, 2), 1.0, 10.0), ran((1, 2), 0.9, 8.0), ran((2, 2), 0.95, 5.9),
-        ran((4, 2), 1.1, 5.0), ran((2, 4), 0.8, 3.0), ran((0, 2), 0.1, 0.2, "adaptive"),
-    ]  # fmt: skip
+        ran((0, 2), 1.0, 10.0),
+        ran((1, 2), 0.9, 8.0),
+        ran((2, 2), 0.95, 5.9),
+        ran((4, 2), 1.1, 5.0),
+        ran((2, 4), 0.8, 3.0),
+        ran((0, 2), 0.1, 0.2, "adaptive"),
+    ]
     long, every = pipeline_groups.targets_of(runs)
     assert (long.value, long.is_met) == (0.59, True), "groups of 4 are no pairs"
     assert (every.value, every.is_met) == (0.95, True)

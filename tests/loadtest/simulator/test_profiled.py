@@ -27,25 +27,35 @@ PREFILL = PrefillEstimate(0.01, 1e-4, 1e-7)
 DECODE = DecodeEstimate(0.004, 3e-4, 2e-7)
 SHAPE = ClusterSettings(prefills=1, decodes=1, jitter=0.0)
 SERVING = Serving(base_s=0.02, per_cached_token_s=1e-5, handover_s=0.03)
-WORKER = {"block_tokens": "512", "chunk_tokens": "1024", "slots": "8", "kv_pages": "99",
-          "token_bytes": "1000"}  # fmt: skip
+WORKER = {
+    "block_tokens": "512",
+    "chunk_tokens": "1024",
+    "slots": "8",
+    "kv_pages": "99",
+    "token_bytes": "1000",
+}
 
 
 NOT_MEASURED, NO_BURST = PrefixSources(), BurstMeans()
 
 
 def profile(
-    serving: Serving = SERVING, sources: PrefixSources = NOT_MEASURED,
+    serving: Serving = SERVING,
+    sources: PrefixSources = NOT_MEASURED,
     burst: BurstMeans = NO_BURST,
-) -> Profile:  # fmt: skip
+) -> Profile:
     prefills = [(64, 0), (512, 0), (512, 512), (1_000, 1_000), (256, 4_096)]
     decodes = [(1, 80), (4, 2_048), (16, 8_192)]
     return Profile(
-        "a machine", WORKER,
+        "a machine",
+        WORKER,
         [PrefillSample(new, prefix, PREFILL.seconds(new, prefix)) for new, prefix in prefills],
         [DecodeSample(n, context, DECODE.step_s(n, context)) for n, context in decodes],
-        serving, Sharing(1.0, 1.0), burst, sources,
-    )  # fmt: skip
+        serving,
+        Sharing(1.0, 1.0),
+        burst,
+        sources,
+    )
 
 
 def fleet(found: Profile, shape: ClusterSettings = SHAPE, *faults: Fault) -> SimulatedFleet:
@@ -73,9 +83,11 @@ BURST = BurstMeans((256, 1_024, 64, 512, 768, 128, 1_536, 384), 16)
 
 def test_the_prices_of_a_burst_are_found_again() -> None:
     truth = replace(
-        settings_of(profile(), SHAPE), queued_prompt_s=0.02, handover_beside_s=0.1,
+        settings_of(profile(), SHAPE),
+        queued_prompt_s=0.02,
+        handover_beside_s=0.1,
         sharing=Sharing(1.0, 1.7),
-    )  # fmt: skip
+    )
     measured = burst_on(truth, BURST)
     found = settings_of(profile(burst=measured), SHAPE)
     assert found.queued_prompt_s == pytest.approx(truth.queued_prompt_s, rel=0.02)
@@ -89,8 +101,10 @@ def test_the_prices_of_a_burst_are_found_again() -> None:
 
 def test_a_burst_is_fitted_though_others_would_find_no_room() -> None:
     """And blocks of an engine that no chunk is a multiple of."""
-    odd = replace(profile(burst=burst_on(settings_of(profile(), SHAPE), BURST)),
-                  settings={**WORKER, "kv_pages": "2", "block_tokens": "48"})  # fmt: skip
+    odd = replace(
+        profile(burst=burst_on(settings_of(profile(), SHAPE), BURST)),
+        settings={**WORKER, "kv_pages": "2", "block_tokens": "48"},
+    )
     found = settings_of(odd, SHAPE)
     assert found.chunk_tokens % 48 == 0 and found.gpu().pages_bytes == 2 * 48 * 1_000
 
@@ -108,9 +122,9 @@ def test_a_hand_over_takes_longer_while_other_prompts_are_computed() -> None:
     settings = replace(settings_of(profile(), SHAPE), handover_beside_s=0.2)
     tried = SimulatedFleet(OPEN, settings, settings.gpu())
     gaps_s = sorted(
-        intervals_s(job)[1] for job in tried.run([prompt(n, 0.0, [2 * n, 2 * n + 1], 3)
-                                                  for n in range(3)])
-    )  # fmt: skip
+        intervals_s(job)[1]
+        for job in tried.run([prompt(n, 0.0, [2 * n, 2 * n + 1], 3) for n in range(3)])
+    )
     assert gaps_s[0] == pytest.approx(SERVING.handover_s, abs=1e-3)
     beside_s = SERVING.handover_s + 0.2
     assert gaps_s[1] == pytest.approx(beside_s, abs=1e-3)
@@ -120,8 +134,12 @@ def test_a_hand_over_takes_longer_while_other_prompts_are_computed() -> None:
 def test_a_prefix_comes_from_memory_and_from_the_ssd_at_the_profiles_rates() -> None:
     shape = replace(SHAPE, node_blocks=30, ssd_blocks=100)
     others = [prompt(n, 5.0 * n, range(100 * n, 100 * n + 8)) for n in range(1, 10)]
-    offered = [prompt(0, 0.0, range(8)), *others, prompt(10, 60.0, range(8)),
-               prompt(11, 70.0, range(8))]  # fmt: skip
+    offered = [
+        prompt(0, 0.0, range(8)),
+        *others,
+        prompt(10, 60.0, range(8)),
+        prompt(11, 70.0, range(8)),
+    ]
     rate = 2e6
     jobs = fleet(profile(sources=PrefixSources(ssd_bytes_per_s=rate)), shape).run(offered)
     from_ssd, from_memory = jobs[-2:]

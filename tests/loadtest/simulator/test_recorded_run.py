@@ -60,10 +60,11 @@ def test_every_job_is_one_record_and_the_counts_are_those_of_the_jobs(simulated)
 def test_goodput_of_the_record_is_what_the_jobs_kept(simulated) -> None:
     fleet, run = simulated
     good = sum(
-        job.finished_s is not None and job.prefilled_s - job.arrived_s <= LEVEL.ttft_s
+        job.finished_s is not None
+        and job.prefilled_s - job.arrived_s <= LEVEL.ttft_s
         and job.tbt_s <= LEVEL.tbt_s
         for job in fleet.jobs
-    )  # fmt: skip
+    )
     found = goodput(run.requests, LEVEL).requests
     assert 0 < found == good == sum(bucket.within for bucket in by_length(run))
     assert good >= within(fleet.jobs, LEVEL.ttft_s, LEVEL.tbt_s)  # whose TTFT has the hand-over
@@ -107,10 +108,22 @@ def simulate(folder: Path, *more: str) -> int:
     command = command_of(EntryPoint("simulate", "loadtest.simulator.command:simulate", GROUP))
     (folder / "conversation_trace.jsonl").write_bytes(START.read_bytes())
     with pytest.raises(SystemExit) as ended:
-        command([
-            "--experiment", "replay", "--traces", str(folder), "--requests", "40", "--kept",
-            str(folder / "kept"), "--report", str(folder / "page.html"), "--json", *more,
-        ])  # fmt: skip
+        command(
+            [
+                "--experiment",
+                "replay",
+                "--traces",
+                str(folder),
+                "--requests",
+                "40",
+                "--kept",
+                str(folder / "kept"),
+                "--report",
+                str(folder / "page.html"),
+                "--json",
+                *more,
+            ]
+        )
     return int(ended.value.code or 0)
 
 

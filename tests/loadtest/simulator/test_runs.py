@@ -19,14 +19,22 @@ from tests.loadtest.simulator.fleets import START
 
 # What moves bytes, and is imported beside what decides: no run calls any of it.
 BESIDE = (
-    "mooncake_store/client", "mooncake_store/directory/boot_clock.py",
-    "mooncake_store/directory/client.py", "mooncake_store/keys",
-    "mooncake_store/memory", "mooncake_store/process", "mooncake_store/transports",
+    "mooncake_store/client",
+    "mooncake_store/directory/boot_clock.py",
+    "mooncake_store/directory/client.py",
+    "mooncake_store/keys",
+    "mooncake_store/memory",
+    "mooncake_store/process",
+    "mooncake_store/transports",
     "mooncake_store/wire",
-    "backends/errors.py", "backends/launch_secret.py", "backends/token_logprobs.py",
+    "backends/errors.py",
+    "backends/launch_secret.py",
+    "backends/token_logprobs.py",
     "backends/engine/sampling_params.py",
-    "backends/workers/arrivals.py", "backends/workers/kv_loader.py", "backends/workers/protocol.py",
-)  # fmt: skip
+    "backends/workers/arrivals.py",
+    "backends/workers/kv_loader.py",
+    "backends/workers/protocol.py",
+)
 SMALL = ClusterSettings(prefills=2, decodes=2)
 
 
@@ -63,13 +71,17 @@ def begun_in(names: list[str]) -> runs.Begin:
 def test_runs_in_processes_come_to_the_same_in_the_same_order(source: TraceSource) -> None:
     planned = [
         PlannedRun(f"{policy} {speed}", source, scheduling.run, (policy, speed, SMALL))
-        for policy in ("random", "adaptive") for speed in (1.0, 2.0)
-    ]  # fmt: skip
+        for policy in ("random", "adaptive")
+        for speed in (1.0, 2.0)
+    ]
     alone = run_all(planned, quiet)
     assert run_all(planned, quiet, jobs=2) == alone
     assert [(run.policy, run.speed) for run in alone] == [
-        ("random", 1.0), ("random", 2.0), ("adaptive", 1.0), ("adaptive", 2.0),
-    ]  # fmt: skip
+        ("random", 1.0),
+        ("random", 2.0),
+        ("adaptive", 1.0),
+        ("adaptive", 2.0),
+    ]
 
 
 def test_what_is_kept_is_not_made_again(source: TraceSource, tmp_path: Path) -> None:
@@ -146,7 +158,8 @@ def test_the_code_that_decides_is_all_that_a_cluster_imports() -> None:
     files = [Path(line) for line in said.stdout.splitlines()]
     assert len(files) > 40, files
     forgotten = [
-        file for file in files
+        file
+        for file in files
         if not any(file == known or known in file.parents for known in decide)
-    ]  # fmt: skip
+    ]
     assert not forgotten

@@ -23,8 +23,9 @@ def test_copies_of_a_trace_follow_each_other_and_share_no_block() -> None:
     copied = scale.copied(offered, 3)
     assert [one.number for one in copied] == list(range(120))
     assert [one.at_s for one in copied] == sorted(one.at_s for one in copied)
-    keys = [{key for one in copied[first : first + 40] for key in one.keys}
-            for first in (0, 40, 80)]  # fmt: skip
+    keys = [
+        {key for one in copied[first : first + 40] for key in one.keys} for first in (0, 40, 80)
+    ]
     assert keys[0] == {key for one in offered for key in one.keys}
     assert [len(found) for found in keys] == [len(keys[0])] * 3
     assert len(set.union(*keys)) == 3 * len(keys[0])

@@ -88,9 +88,14 @@ def test_what_only_the_ssd_of_another_node_has_goes_through_its_dram() -> None:
 @pytest.mark.parametrize("kind", ["kill", "host"])
 def test_requests_survive_the_loss_of_a_node_whose_ssd_is_in_use(kind: str, seed: int) -> None:
     settings = ClusterSettings(
-        prefills=3, decodes=3, node_blocks=300, ssd_blocks=1_200, seed=seed,
-        ssd_read_bytes_per_s=2e9, ssd_write_bytes_per_s=1e9,
-    )  # fmt: skip
+        prefills=3,
+        decodes=3,
+        node_blocks=300,
+        ssd_blocks=1_200,
+        seed=seed,
+        ssd_read_bytes_per_s=2e9,
+        ssd_write_bytes_per_s=1e9,
+    )
     faults = [Fault(12.0, "p1", kind)]  # type: ignore[arg-type]
     tried = fleet(settings, faults=faults)
     outcome = outcome_of(tried.run(start_of_trace()[:120]))

@@ -17,10 +17,18 @@ SILENT: Any = None  # nothing is sent here
 
 def record(due_s: float, request_id: str = "r", index: int = 0) -> RequestRecord:
     return RequestRecord(
-        index, request_id, due_s, due_s, due_s + 1, 10, 3, COMPLETED,
-        token_times_s=(due_s + 0.1, due_s + 0.2), decision={"prefill": "prefill_0", "a": {"b": 1}},
+        index,
+        request_id,
+        due_s,
+        due_s,
+        due_s + 1,
+        10,
+        3,
+        COMPLETED,
+        token_times_s=(due_s + 0.1, due_s + 0.2),
+        decision={"prefill": "prefill_0", "a": {"b": 1}},
         workload="chat",
-    )  # fmt: skip
+    )
 
 
 def test_a_report_arrives_as_it_left() -> None:
@@ -65,8 +73,11 @@ def test_a_few_users_of_several_workloads_are_of_several_tenants() -> None:
     run = UserRun("run", settings, facts, RunClock(0.0), SILENT, environment=None)
     users = [run.identify(name) for name in ("chat", "decode", "chat", "decode")]
     assert [user.group for user in users] == [
-        "acme/chat", "batch/decode", "batch/chat", "acme/decode"
-    ]  # fmt: skip
+        "acme/chat",
+        "batch/decode",
+        "batch/chat",
+        "acme/decode",
+    ]
     assert [user.name for user in users] == ["1", "1", "2", "2"]
 
 

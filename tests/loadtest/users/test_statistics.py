@@ -31,9 +31,19 @@ def counted(
     outcome: str, *token_times_s: float, kind: str = "", message: str = ""
 ) -> LocustStatistics:
     record = RequestRecord(
-        0, "r", 1.0, 1.0, 2.0, 10, 3, outcome, kind, message, token_times_s=token_times_s,
+        0,
+        "r",
+        1.0,
+        1.0,
+        2.0,
+        10,
+        3,
+        outcome,
+        kind,
+        message,
+        token_times_s=token_times_s,
         workload="chat",
-    )  # fmt: skip
+    )
     statistics = LocustStatistics()
     count(statistics, record, 77)
     return statistics
@@ -46,8 +56,9 @@ def test_an_answer_is_one_request_with_its_ttft_and_tbt_on_lines_of_their_own() 
     assert (request["response_time"], request["response_length"]) == (1_000.0, 77)
     assert request["exception"] is None
     assert found.measured == {
-        ("chat", "TTFT"): pytest.approx(500.0), ("chat", "TBT"): pytest.approx(300.0),
-    }  # fmt: skip
+        ("chat", "TTFT"): pytest.approx(500.0),
+        ("chat", "TBT"): pytest.approx(300.0),
+    }
 
 
 def test_an_answer_of_one_token_has_no_tbt() -> None:

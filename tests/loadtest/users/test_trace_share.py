@@ -37,8 +37,11 @@ def test_alone_it_sends_what_a_replay_sends_at_the_same_times() -> None:
     taken = list(iter(share().take, None))
     for ours, theirs in zip(taken, plan(ROWS, SOURCE, SCALE, SPEED), strict=True):
         assert (ours.index, ours.line, pytest.approx(ours.due_s), ours.output_tokens) == (
-            theirs.index, theirs.line, theirs.due_s + LEAD_S, theirs.output_tokens,
-        )  # fmt: skip
+            theirs.index,
+            theirs.line,
+            theirs.due_s + LEAD_S,
+            theirs.output_tokens,
+        )
         np.testing.assert_array_equal(ours.prompt_ids, theirs.prompt_ids)
 
 
@@ -99,8 +102,9 @@ def test_users_of_several_processes_share_a_data_set_between_them() -> None:
         return [share.take().prompt_ids.tolist() for _ in range(count)]
 
     whole = ids(0, 1, 6)
-    assert whole == [prompt for pair in zip(ids(0, 2, 3), ids(1, 2, 3), strict=True)
-                     for prompt in pair]  # fmt: skip
+    assert whole == [
+        prompt for pair in zip(ids(0, 2, 3), ids(1, 2, 3), strict=True) for prompt in pair
+    ]
     share = DataSetShare(DATA_SETS["16k"], DEMO, 5, 1 / 16)
     brought = [one.prompt_ids.tolist() for one in share.bringing()]
     assert all(len(prefix) == 512 for prefix in brought)

@@ -9,17 +9,35 @@ from loadtest.users.verdict import RunVerdict, Unloaded, judge, slos
 UNLOADED = {"chat": Unloaded(0.02, 0.005, 3), "document": Unloaded(0.4, 0.005, 3)}
 
 
-def record(workload: str = "chat", ttft_s: float = 0.05, tbt_s: float = 0.01, sent_s: float = 0.0,
-           outcome: str = COMPLETED, kind: str = "", tokens: int = 3) -> RequestRecord:  # fmt: skip
+def record(
+    workload: str = "chat",
+    ttft_s: float = 0.05,
+    tbt_s: float = 0.01,
+    sent_s: float = 0.0,
+    outcome: str = COMPLETED,
+    kind: str = "",
+    tokens: int = 3,
+) -> RequestRecord:
     times = tuple(sent_s + ttft_s + i * tbt_s for i in range(tokens))
     return RequestRecord(
-        0, "r", sent_s, sent_s, times[-1], 10, 3, outcome, kind, f"why {kind}",
-        token_times_s=times if outcome == COMPLETED else (), workload=workload,
-    )  # fmt: skip
+        0,
+        "r",
+        sent_s,
+        sent_s,
+        times[-1],
+        10,
+        3,
+        outcome,
+        kind,
+        f"why {kind}",
+        token_times_s=times if outcome == COMPLETED else (),
+        workload=workload,
+    )
 
 
-def verdict(*records: RequestRecord, goodput: MinGoodput | None = None,
-            **slo_of: Slo) -> RunVerdict:  # fmt: skip
+def verdict(
+    *records: RequestRecord, goodput: MinGoodput | None = None, **slo_of: Slo
+) -> RunVerdict:
     return judge(records, slo_of, UNLOADED, goodput or MinGoodput())
 
 
@@ -30,8 +48,9 @@ def missed(found: RunVerdict) -> list[str]:
 def test_limits_are_multiples_of_each_workloads_own_unloaded_request() -> None:
     limits = (LevelLimit(times_unloaded=10.0), LevelLimit(times_unloaded=5.0))
     assert slos(["chat", "document"], *limits, UNLOADED) == {
-        "chat": Slo(0.2, 0.025), "document": Slo(4.0, 0.025),
-    }  # fmt: skip
+        "chat": Slo(0.2, 0.025),
+        "document": Slo(4.0, 0.025),
+    }
     assert slos(["chat"], LevelLimit(seconds=1.5), LevelLimit(), {}) == {"chat": Slo(1.5, None)}
 
 

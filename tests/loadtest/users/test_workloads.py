@@ -34,8 +34,15 @@ def answer(ask: Ask, text: str = " the quiet garden\n") -> ReceivedAnswer:
     return made
 
 
-def turns(name: str, count: int, user: str = "1", seed: int = 0, sizes: Sizes = SIZES,
-          facts: ServerFacts = FACTS, reply: str = " the quiet garden\n") -> list[Ask]:  # fmt: skip
+def turns(
+    name: str,
+    count: int,
+    user: str = "1",
+    seed: int = 0,
+    sizes: Sizes = SIZES,
+    facts: ServerFacts = FACTS,
+    reply: str = " the quiet garden\n",
+) -> list[Ask]:
     workload = TEXT_WORKLOADS[name](seed, user, sizes, facts)
     asked = []
     for _ in range(count):

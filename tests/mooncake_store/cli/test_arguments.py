@@ -98,10 +98,16 @@ def test_the_folder_that_is_made_for_serving_is_this_users_alone(tmp: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("s0,,s0", "an empty name"), ("", "an empty name"), ("s0,", "an empty name"),
-     ("s0,s1,s0", "names 's0' twice"), ("a/b", "cannot be a name"), ("..", "cannot be a name"),
-     ("x" * 41, "shorten it to 40 bytes")],
-)  # fmt: skip
+    [
+        ("s0,,s0", "an empty name"),
+        ("", "an empty name"),
+        ("s0,", "an empty name"),
+        ("s0,s1,s0", "names 's0' twice"),
+        ("a/b", "cannot be a name"),
+        ("..", "cannot be a name"),
+        ("x" * 41, "shorten it to 40 bytes"),
+    ],
+)
 def test_a_wrong_list_of_nodes_is_named_as_such(text: str, said: str) -> None:
     with pytest.raises(typer.BadParameter, match=said):
         parse_nodes(text)

@@ -60,8 +60,9 @@ def test_a_file_is_put_found_checked_and_got_back(
 def test_the_state_of_the_store_is_a_table_or_a_line_of_json(site: SiteProcesses) -> None:
     shown = typed(site, "stat").output
     assert "s0" in shown and "epoch" in shown
-    assert {node["node_id"] for node in json.loads(typed(site, "stat", "--json").output)["nodes"]} \
-        == {"s0", "s1"}  # fmt: skip
+    assert {
+        node["node_id"] for node in json.loads(typed(site, "stat", "--json").output)["nodes"]
+    } == {"s0", "s1"}
 
 
 def test_a_drained_node_can_be_stopped_without_loss(site: SiteProcesses, file: Path) -> None:
@@ -99,9 +100,17 @@ def test_errors_are_one_line_that_names_the_class(site: SiteProcesses) -> None:
 
 def test_serve_runs_a_store_until_it_is_interrupted(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "mooncake_store.cli.app", "serve", "--store-bytes", "8M",
-        "--folder", str(tmp_path / "run"), "--nodes", "x,y",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mooncake_store.cli.app",
+        "serve",
+        "--store-bytes",
+        "8M",
+        "--folder",
+        str(tmp_path / "run"),
+        "--nodes",
+        "x,y",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[-1]

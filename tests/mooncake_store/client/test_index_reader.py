@@ -54,9 +54,11 @@ def table() -> Iterator[IndexTable]:
 
 @pytest.fixture(params=["near", "nixl", "tcp", "unverified"])
 def store(
-    site: SiteProcesses, table: IndexTable, request: pytest.FixtureRequest,
+    site: SiteProcesses,
+    table: IndexTable,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[StoreClient]:  # fmt: skip
+) -> Iterator[StoreClient]:
     """A client that has the test's table, and reaches node `b` in each of the ways."""
     monkeypatch.setattr(index_reader, "is_wanted", lambda: True)  # in runs without replica, too
     monkeypatch.setattr(index_reader.IndexReader, "_paths", lambda self: [table.path])

@@ -36,8 +36,13 @@ class Stage:
     def __init__(self, world: World, node_id: str, layers: LayerRange) -> None:
         self.layers, self.page_bytes = layers, len(layers) * LAYER
         self.store = Store(
-            world.directory, node_id, "f" * 32, LAYOUT, world.transports, layers  # type: ignore[arg-type]
-        )  # fmt: skip
+            world.directory,
+            node_id,
+            "f" * 32,
+            LAYOUT,
+            world.transports,
+            layers,  # type: ignore[arg-type]
+        )
         world.stores.append(self.store)
         self.pool = np.zeros(PAGES * self.page_bytes, np.uint8)
         self.store.register_buffer(self.pool)

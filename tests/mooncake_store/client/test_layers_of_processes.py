@@ -35,10 +35,21 @@ class StageProcess:
 
     def __init__(self, address: str, transports: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.mooncake_store.layer_stage", address, "s1", transports,
-             str(LAST.first), str(LAST.stop)],
-            cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "tests.mooncake_store.layer_stage",
+                address,
+                "s1",
+                transports,
+                str(LAST.first),
+                str(LAST.stop),
+            ],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self.process.stdout and self.process.stdout.readline() == "ready\n"
 
     def ask(self, key: bytes, slot: Slot, seed: int) -> None:

@@ -29,9 +29,15 @@ class MappedNode:
     def __init__(self, path: str, node_id: str) -> None:
         self.segment = Segment.create(path, SEGMENT_BYTES)
         self.info = NodeInfo(
-            node_id, secrets.token_hex(4), host_id(path), path, SEGMENT_BYTES, "", b"",
+            node_id,
+            secrets.token_hex(4),
+            host_id(path),
+            path,
+            SEGMENT_BYTES,
+            "",
+            b"",
             self.segment.address,
-        )  # fmt: skip
+        )
 
     def kill(self) -> None:
         self.segment.close()

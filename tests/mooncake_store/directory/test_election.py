@@ -40,9 +40,12 @@ def client(etcd: EtcdProcess) -> EtcdClient:
 
 
 def win(
-    client: EtcdClient, prefix: str, leader: Leader = A, patience_s: float = 20.0,
+    client: EtcdClient,
+    prefix: str,
+    leader: Leader = A,
+    patience_s: float = 20.0,
     ttl_s: int = TTL_S,
-) -> Leadership:  # fmt: skip
+) -> Leadership:
     until_s = time.monotonic() + patience_s
     won = campaign(client, prefix, leader, lambda: time.monotonic() > until_s, ttl_s=ttl_s)
     assert won is not None, f"nobody became leader within {patience_s} s"

@@ -180,11 +180,21 @@ def test_more_than_etcd_takes_at_once_is_refused_and_changes_nothing(etcd: EtcdP
 
 
 GRPC = {  # of its codes, with the status that the gateway makes of them (several, by release)
-    (3, 400): EtcdRefused, (5, 404): EtcdRefused, (7, 403): EtcdRefused, (9, 412): EtcdRefused,
-    (11, 400): EtcdRefused, (16, 401): EtcdRefused, (8, 429): EtcdExhausted,
-    (1, 408): EtcdFailed, (1, 499): EtcdFailed, (2, 500): EtcdFailed, (4, 504): EtcdFailed,
-    (10, 409): EtcdFailed, (13, 500): EtcdFailed, (14, 503): EtcdFailed,
-}  # fmt: skip
+    (3, 400): EtcdRefused,
+    (5, 404): EtcdRefused,
+    (7, 403): EtcdRefused,
+    (9, 412): EtcdRefused,
+    (11, 400): EtcdRefused,
+    (16, 401): EtcdRefused,
+    (8, 429): EtcdExhausted,
+    (1, 408): EtcdFailed,
+    (1, 499): EtcdFailed,
+    (2, 500): EtcdFailed,
+    (4, 504): EtcdFailed,
+    (10, 409): EtcdFailed,
+    (13, 500): EtcdFailed,
+    (14, 503): EtcdFailed,
+}
 
 
 @pytest.mark.parametrize(
@@ -258,11 +268,14 @@ def test_garbage_in_etcd_costs_what_it_stands_for_and_never_the_directory(
     damaged = [
         msgspec.msgpack.encode(record)
         for record in (
-            PinRecord("pink", (), bytes(16)), PinRecord("hard", (), bytes(17)),
-            PinRecord("soft", (), bytes(16)), PinRecord("soft", (1, 2, 3), bytes(32)),
-            PinRecord("hard", (1,), bytes(16)), PinRecord("hard", (), b""),
+            PinRecord("pink", (), bytes(16)),
+            PinRecord("hard", (), bytes(17)),
+            PinRecord("soft", (), bytes(16)),
+            PinRecord("soft", (1, 2, 3), bytes(32)),
+            PinRecord("hard", (1,), bytes(16)),
+            PinRecord("hard", (), b""),
         )
-    ] + [msgspec.msgpack.encode(sound)[:-1], b"", b"\xff" * 9, chance.randbytes(200)]  # fmt: skip
+    ] + [msgspec.msgpack.encode(sound)[:-1], b"", b"\xff" * 9, chance.randbytes(200)]
     state = f"{reigns.prefix}/state"
     for number, value in enumerate(damaged, start=50):
         client.write_unless_changed({}, {f"{state}/pins/{number:016x}": value}, {})

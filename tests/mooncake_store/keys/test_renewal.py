@@ -84,8 +84,12 @@ def test_a_port_that_somebody_takes_while_the_key_is_renewed_is_named_until_it_i
         taker = take_port(bound, address)
         again_s = RENEW_S_MAX + RENEW_NOTE_S
         for now_s, lines in (
-            (0.0, 0), (RENEW_S_MAX, 1), (again_s - 1.0, 1), (again_s, 2), (again_s + 1.0, 2),
-        ):  # fmt: skip
+            (0.0, 0),
+            (RENEW_S_MAX, 1),
+            (again_s - 1.0, 1),
+            (again_s, 2),
+            (again_s + 1.0, 2),
+        ):
             wait_for_folder(hosts)
             key.renew(now_s)
             said = [each for each in caplog.messages if "does not listen at" in each]

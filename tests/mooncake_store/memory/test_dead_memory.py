@@ -139,7 +139,11 @@ def test_a_dead_nodes_next_life_gets_the_room_that_workers_and_clients_had_mappe
         f"exec {sys.executable} -m tests.mooncake_store.small_memory {tmp_path} 64"
     )
     ended = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], cwd=ROOT, text=True, capture_output=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        ["unshare", "-m", "sh", "-c", script],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]

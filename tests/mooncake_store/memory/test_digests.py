@@ -40,9 +40,12 @@ def random_bytes(count: int, seed: int) -> np.ndarray:
 @settings(max_examples=150, deadline=None)
 @given(
     part_bytes=st.one_of(st.integers(1, 2_200), st.integers(1, 40).map(lambda n: n * 1_024)),
-    layers=st.integers(0, 5), blocks=st.integers(1, 4), shift=st.integers(0, 70),
-    seed=st.integers(0, 2**32 - 1), threads=st.integers(1, 5),
-)  # fmt: skip
+    layers=st.integers(0, 5),
+    blocks=st.integers(1, 4),
+    shift=st.integers(0, 70),
+    seed=st.integers(0, 2**32 - 1),
+    threads=st.integers(1, 5),
+)
 def test_a_copy_is_whole_and_has_the_digests_of_xxhash(
     part_bytes: int, layers: int, blocks: int, shift: int, seed: int, threads: int
 ) -> None:
@@ -83,9 +86,12 @@ def copy_and_check(seed: int, rounds: int, threads: int) -> None:
         target = np.zeros(blocks * block_bytes, np.uint8)
         places = [at * block_bytes for at in range(blocks)]
         packed = copy_blocks(
-            [(target, at) for at in places], [(source, at) for at in reversed(places)], block_bytes,
-            threads=threads, is_read=False,
-        )  # fmt: skip
+            [(target, at) for at in places],
+            [(source, at) for at in reversed(places)],
+            block_bytes,
+            threads=threads,
+            is_read=False,
+        )
         for at, found in zip(places, packed, strict=True):
             far = places[-1] - at
             wanted = source[far : far + block_bytes]

@@ -56,12 +56,16 @@ def test_headers_of_one_put_are_the_same_in_native_code_and_in_python(
         length_bytes, layers = int(chance.integers(1, 2**40)), int(chance.integers(0, 9))
         headers = [
             SlotHeader(
-                state, int(chance.integers(2**62)), chance.bytes(16),
-                int(chance.integers(2**64, dtype=np.uint64)), length_bytes, bool(layers % 2),
+                state,
+                int(chance.integers(2**62)),
+                chance.bytes(16),
+                int(chance.integers(2**64, dtype=np.uint64)),
+                length_bytes,
+                bool(layers % 2),
                 layers,
             )
             for _ in range(count)
-        ]  # fmt: skip
+        ]
         zero_bytes = int(chance.integers(0, 3)) * HEADER_BYTES
         places = chance.permutation(20)[:count] * (HEADER_BYTES + zero_bytes)
         found = []

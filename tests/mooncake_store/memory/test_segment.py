@@ -45,8 +45,11 @@ def own_elsewhere(path: str) -> subprocess.Popen[str]:
     """Another process that owns a segment at `path` until its stdin closes."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, path, str(SIZE)],
-        cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stdout.readline() == "owned\n"
     return process
 

@@ -112,14 +112,27 @@ sys.stdin.read()
 def test_a_node_ends_when_its_launcher_dies(site: Site) -> None:
     site.start_directory()
     command = [
-        sys.executable, "-m", "mooncake_store.node", "--node-id", "s0", "--directory",
-        site.address, "--segment-bytes", str(SIZE), "--segment-path", f"{site.prefix}-s0",
-        "--mapped-only", "--die-with-parent",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mooncake_store.node",
+        "--node-id",
+        "s0",
+        "--directory",
+        site.address,
+        "--segment-bytes",
+        str(SIZE),
+        "--segment-path",
+        f"{site.prefix}-s0",
+        "--mapped-only",
+        "--die-with-parent",
+    ]
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *command],
-        cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     with launcher:
         assert " ready node_id=s0" in ready_line(launcher)
         site.nodes(one)

@@ -150,14 +150,17 @@ def test_another_version_is_refused_by_name(site: Site) -> None:
         msgspec.msgpack.encode({"type": "ping", "more": 1}),
         msgspec.msgpack.encode({"type": "load", "blocks": [], "deadline_s": 0.0}),
         msgspec.msgpack.encode({"type": "load", "blocks": [], "deadline_s": 1e9}),
-        msgspec.msgpack.encode({"type": "load", "blocks": [[b"short", *range(1, 7)]],
-                                "deadline_s": 1.0}),
-        msgspec.msgpack.encode({"type": "load", "blocks": [[bytes(16), -1, *range(1, 6)]],
-                                "deadline_s": 1.0}),
-        msgspec.msgpack.encode({"type": "load", "deadline_s": 1.0,
-                                "blocks": [[bytes(16), 0, 0, 0, 0, 0, 1]] * 5000}),
+        msgspec.msgpack.encode(
+            {"type": "load", "blocks": [[b"short", *range(1, 7)]], "deadline_s": 1.0}
+        ),
+        msgspec.msgpack.encode(
+            {"type": "load", "blocks": [[bytes(16), -1, *range(1, 6)]], "deadline_s": 1.0}
+        ),
+        msgspec.msgpack.encode(
+            {"type": "load", "deadline_s": 1.0, "blocks": [[bytes(16), 0, 0, 0, 0, 0, 1]] * 5000}
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_and_the_next_request_is_answered(
     site: Site, body: bytes
 ) -> None:
@@ -169,9 +172,14 @@ def test_what_cannot_be_read_is_refused_and_the_next_request_is_answered(
 
 @pytest.mark.parametrize(
     "frames",
-    [(b"",), (b"x" * 16,), (pack_header(MessageKind.REQUEST, 1),),
-     (pack_header(MessageKind.REPLY, 1), b""), (b"a", b"b", b"c")],
-)  # fmt: skip
+    [
+        (b"",),
+        (b"x" * 16,),
+        (pack_header(MessageKind.REQUEST, 1),),
+        (pack_header(MessageKind.REPLY, 1), b""),
+        (b"a", b"b", b"c"),
+    ],
+)
 def test_frames_that_are_no_request_are_refused(site: Site, frames: tuple[bytes, ...]) -> None:
     assert isinstance(failure(site.raw(*frames)), RequestInvalid)
     assert site.client.ping() == "here"

@@ -53,9 +53,16 @@ class Writer(BlockWriter):
         for (key, copy), slot in zip(there.items(), given, strict=True):
             assert slot is not None, "it is in DRAM already"
             blocks.append(
-                Restore(key, copy.slot, copy.generation, slot.slot, slot.generation,
-                        copy.checksum, copy.size_bytes)
-            )  # fmt: skip
+                Restore(
+                    key,
+                    copy.slot,
+                    copy.generation,
+                    slot.slot,
+                    slot.generation,
+                    copy.checksum,
+                    copy.size_bytes,
+                )
+            )
         loaded = dict(zip(there, self.node.load(blocks, 20.0), strict=True))
         for block in blocks:
             if loaded[block.key]:
@@ -203,10 +210,21 @@ def test_a_node_without_room_on_its_disk_serves_from_dram(
 ) -> None:
     site.start_directory("--spill-fraction", "0.001")
     process = site.start(
-        "node", "--node-id", "s0", "--directory", site.address, "--segment-bytes", str(SIZE),
-        "--segment-path", f"{site.prefix}-s0", "--mapped-only", "--ssd-path", str(tmp_path),
-        "--ssd-bytes", str(2**60),
-    )  # fmt: skip
+        "node",
+        "--node-id",
+        "s0",
+        "--directory",
+        site.address,
+        "--segment-bytes",
+        str(SIZE),
+        "--segment-path",
+        f"{site.prefix}-s0",
+        "--mapped-only",
+        "--ssd-path",
+        str(tmp_path),
+        "--ssd-bytes",
+        str(2**60),
+    )
     assert ready_line(process).startswith("ready")
     [info] = site.nodes(lambda found: len(found) == 1)
     with NodeClient(info.control) as node:

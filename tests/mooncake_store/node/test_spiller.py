@@ -43,8 +43,12 @@ class World:
         self.memory = SlotMemory(pages(SEGMENT_BYTES), shape)
         self.tier = SsdTier(str(folder), "s0", SsdShape(4096, SSD_BYTES), self.memory.view)
         self.spiller = Spiller(
-            "s0", "a", self.directory, self.memory, lambda: self.tier  # type: ignore[arg-type]
-        )  # fmt: skip
+            "s0",
+            "a",
+            self.directory,
+            self.memory,
+            lambda: self.tier,  # type: ignore[arg-type]
+        )
 
     def store(self, keys: Sequence[bytes], has_checksum: bool = True) -> list[int]:
         """Blocks as a writer stores them; their slots."""

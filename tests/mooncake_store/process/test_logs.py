@@ -23,9 +23,12 @@ def test_a_line_says_when_who_and_what() -> None:
     made.created, made.msecs = 1_000_000_000.25, 250.0
     line = json.loads(JsonLines().format(made))
     assert line == {
-        "time": "2001-09-09T01:46:40.250Z", "level": "warning", "logger": "a.b",
-        "pid": made.process, "message": "3 of four",
-    }  # fmt: skip
+        "time": "2001-09-09T01:46:40.250Z",
+        "level": "warning",
+        "logger": "a.b",
+        "pid": made.process,
+        "message": "3 of four",
+    }
 
 
 def test_a_line_about_a_request_names_it_and_its_trace() -> None:
@@ -58,9 +61,12 @@ def test_the_environment_chooses_for_every_process(chosen: str, is_json: bool) -
         "start_logging('%(name)s: %(message)s'); logging.getLogger('it').info('said')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], env={FORMAT_VARIABLE: chosen}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={FORMAT_VARIABLE: chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     if is_json:
         assert json.loads(run.stderr)["message"] == "said"
     else:

@@ -75,8 +75,10 @@ def test_a_slot_that_is_written_again_loses_all_that_lay_there(full: Path) -> No
 def test_an_older_use_of_a_slot_may_not_touch_a_newer_one(full: Path) -> None:
     manifest = Manifest(str(full), SHAPE)
     assert manifest.make_room([(12, 2, 4096), (11, 9, 4096), (63, 9, 2 * 4096)]) == [
-        False, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        False,
+    ]
     manifest.drop(2, 1)
     assert manifest.table.find(2) == entry(2, 2), "another generation was meant"
     manifest.check()
@@ -235,9 +237,10 @@ def test_a_random_walk_with_crashes_never_finds_what_was_not_kept(path: Path, se
             if fits:
                 start, end = made.slot, made.slot + SHAPE.units_of(made.size_bytes)
                 expected = {
-                    slot: old for slot, old in expected.items()
+                    slot: old
+                    for slot, old in expected.items()
                     if slot >= end or slot + SHAPE.units_of(old.size_bytes) <= start
-                }  # fmt: skip
+                }
                 if chance.random() < 0.9:  # else it crashed between room and block
                     manifest.put([made])
                     expected[start] = made

@@ -77,11 +77,14 @@ class NicClient:
             found = {name: asdict(counters) for name, counters in nixl.nic_counters().items()}
         moved = {each.name: asdict(each.counters) for each in self.store.nodes.transports()}
         return {
-            "nics": found, "transports": moved, "frozen": frozen_agents(),
-            "pending": len(self.store.pending()), "threads": threading.active_count(),
+            "nics": found,
+            "transports": moved,
+            "frozen": frozen_agents(),
+            "pending": len(self.store.pending()),
+            "threads": threading.active_count(),
             "is_single": isinstance(nixl, NixlTransport),
             "descriptors": len(os.listdir("/proc/self/fd")),
-        }  # fmt: skip
+        }
 
     def fill(self, value: int) -> Answer:
         """All memory that has been read into."""

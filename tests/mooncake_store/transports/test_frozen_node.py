@@ -39,9 +39,13 @@ def test_a_frozen_node_times_out_and_its_targets_stay_pending_until_it(
     values["agent_metadata"] = target.info.agent_metadata.hex()
     client = subprocess.Popen(
         [sys.executable, "-m", "tests.mooncake_store.frozen_client", what],
-        cwd=ROOT, env={**os.environ, **TCP}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, **TCP},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         assert client.stdin and client.stdout and client.stderr
 

@@ -101,9 +101,11 @@ def test_a_client_without_a_node_of_its_own_still_knows_its_host(
     assert nodes.transport(OWN) is nodes.mapped
     assert nodes.transport(NODES[3]) is None
     assert {name: route.distance for name, route in nodes.routes().items()} == {
-        "own": Distance.SAME_HOST, "neighbour": Distance.SAME_HOST, "bare": Distance.SAME_HOST,
+        "own": Distance.SAME_HOST,
+        "neighbour": Distance.SAME_HOST,
+        "bare": Distance.SAME_HOST,
         "own/ssd": Distance.SAME_HOST,
-    }  # fmt: skip
+    }
     nodes.close()
 
 
@@ -235,10 +237,15 @@ def test_a_process_whose_nixl_cannot_start_reads_another_host_by_plain_tcp(targe
     with Segment.open(target.path) as segment:
         segment.view[:4096] = 1
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=ROOT, env={**os.environ, "UCX_TLS": "posix,self"},
+        [sys.executable, "-c", WITHOUT],
+        cwd=ROOT,
+        env={**os.environ, "UCX_TLS": "posix,self"},
         input=as_json(replace(target.info, host_id="elsewhere")) + "\n",
-        text=True, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert "goes on without NIXL" in lines[0] and "UCX_TLS" in lines[0]

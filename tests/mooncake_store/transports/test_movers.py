@@ -11,9 +11,10 @@ from mooncake_store.transports.movers import COPIED_BYTES, copied_parts, parts_o
 
 
 @given(
-    blocks=st.integers(0, 40), block_bytes=st.sampled_from([0, 1, 4_096, 2**20, 3 * 2**20, 2**26]),
+    blocks=st.integers(0, 40),
+    block_bytes=st.sampled_from([0, 1, 4_096, 2**20, 3 * 2**20, 2**26]),
     threads=st.integers(1, 4),
-)  # fmt: skip
+)
 def test_the_clock_is_looked_at_often_and_each_thread_has_a_block(
     blocks: int, block_bytes: int, threads: int
 ) -> None:

@@ -18,8 +18,10 @@ from mooncake_store.transports.paths.nic_choice import (
 
 def card(name: str, network: str = "10.0.0", **more: object) -> Interface:
     values: dict[str, object] = {
-        "addresses": (f"{network}.1",), "networks": (f"{network}.0/24",), **more
-    }  # fmt: skip
+        "addresses": (f"{network}.1",),
+        "networks": (f"{network}.0/24",),
+        **more,
+    }
     return Interface(name=name, **values)  # type: ignore[arg-type]
 
 
@@ -122,9 +124,11 @@ def test_pairs_of_any_two_hosts_are_possible_ones(seed: int) -> None:
             set(a.networks) & set(b.networks) for a in own for b in theirs
         )
         sharing = {
-            (i, j) for i, a in enumerate(own) for j, b in enumerate(theirs)
+            (i, j)
+            for i, a in enumerate(own)
+            for j, b in enumerate(theirs)
             if set(a.networks) & set(b.networks)
-        }  # fmt: skip
+        }
         if len(pairs) < PAIRS_MAX:
             assert {i for i, _ in sharing} <= {i for i, _ in pairs}
             assert {j for _, j in sharing} <= {j for _, j in pairs}

@@ -43,9 +43,14 @@ class Spoken:
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log.open("wb")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, cwd=ROOT,
-            env={**os.environ, **environment}, text=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            text=True,
+        )
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -86,26 +91,43 @@ class TwoHosts:
     def start(self, host: str, name: str, *words: str) -> Spoken:
         command = self.network.command(host, [sys.executable, "-m", *words])
         environment = {
-            "MOONCAKE_HOST_IDENTITY": host, "MOONCAKE_INSECURE": "1", **self.more,
-        }  # fmt: skip
+            "MOONCAKE_HOST_IDENTITY": host,
+            "MOONCAKE_INSECURE": "1",
+            **self.more,
+        }
         made = Spoken(command, environment, self.folder / f"{name}.log")
         self._closers.append(made.close)
         return made
 
     def _start(self) -> None:
         directory = self.start(
-            "b", "directory", "mooncake_store.directory", "--address", self.directory,
-            "--events", self.directory.replace("7001", "7002"),
-        )  # fmt: skip
+            "b",
+            "directory",
+            "mooncake_store.directory",
+            "--address",
+            self.directory,
+            "--events",
+            self.directory.replace("7001", "7002"),
+        )
         directory.line()
         self.segment = f"/dev/shm/mooncake-test-nics-{os.getpid()}-{next(_NUMBERS)}"
         # A node that must be killed leaves it behind.
         self._closers.append(lambda: Path(self.segment).unlink(missing_ok=True))
         self.node = self.start(
-            "b", "node", "mooncake_store.node", "--node-id", "b0", "--directory", self.directory,
-            "--segment-bytes", str(512 * MB), "--segment-path", self.segment,
-            "--data", f"{self.network.address('b')}:7003",
-        )  # fmt: skip
+            "b",
+            "node",
+            "mooncake_store.node",
+            "--node-id",
+            "b0",
+            "--directory",
+            self.directory,
+            "--segment-bytes",
+            str(512 * MB),
+            "--segment-path",
+            self.segment,
+            "--data",
+            f"{self.network.address('b')}:7003",
+        )
         assert self.node.line().startswith("ready")
         self.client = Client(self)
 

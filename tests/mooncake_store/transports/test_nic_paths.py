@@ -45,8 +45,11 @@ def test_every_byte_is_in_one_part_and_in_order(seed: int) -> None:
 def test_equal_spans_stay_equal_unless_they_are_larger_than_a_part() -> None:
     parts = cut([100] * 7, 250)
     assert [[piece.length_bytes for piece in part] for part in parts] == [
-        [100, 100], [100, 100], [100, 100], [100],
-    ]  # fmt: skip
+        [100, 100],
+        [100, 100],
+        [100, 100],
+        [100],
+    ]
 
 
 def test_parts_are_neither_too_small_to_be_worth_it_nor_too_large_to_be_moved_again() -> None:

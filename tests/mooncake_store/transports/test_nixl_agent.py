@@ -46,9 +46,14 @@ print([os.environ.get(name) for name in names], "torch" in sys.modules)
 def test_a_fresh_process_gets_our_settings_a_clean_stdout_and_exits_well() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     ran = subprocess.run(
-        [sys.executable, "-c", FRESH], cwd=ROOT, env={**clean, "UCX_TCP_RX_SEG_SIZE": "64K"},
-        text=True, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", FRESH],
+        cwd=ROOT,
+        env={**clean, "UCX_TCP_RX_SEG_SIZE": "64K"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     modules = None if nixl_agent.has_rdma() else "^ib"
     torch = os.path.exists("/proc/driver/nvidia")
     assert ran.stdout == f"{[modules, '64K', '64K', 'stderr']} {torch}\n", ran.stderr
@@ -70,9 +75,13 @@ os._exit(0)
 
 def test_a_node_that_nobody_asks_leaves_the_cpu_alone() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", IDLE], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        [sys.executable, "-c", IDLE],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
         check=True,
-    )  # fmt: skip
+    )
     assert float(ran.stdout) < 0.3, "the progress thread spins; the stock wrapper's takes 1.0 s"
 
 
@@ -108,9 +117,14 @@ def test_what_the_wrapper_logs_is_raised() -> None:
 def test_a_ucx_that_cannot_start_is_an_error_with_a_remedy() -> None:
     script = "from mooncake_store.transports.nixl_agent import make_agent; make_agent('x', False)"
     ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "UCX_TLS": "posix,self"},
-        text=True, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "UCX_TLS": "posix,self"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == 1
     assert "NixlUnavailable" in ran.stderr and "leave UCX_TLS unset" in ran.stderr
 

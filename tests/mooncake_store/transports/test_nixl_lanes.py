@@ -380,10 +380,13 @@ def test_a_probe_of_a_frozen_node_has_a_deadline_and_is_not_repeated_on_top_of_i
     target, buffer = start("t0"), np.zeros(4096, np.uint8)
     nic = Interface("lo", ("127.0.0.1",), ("127.0.0.0/8",))
     agent = NicAgent(
-        nic="lo", agent_name=target.info.agent_name, agent_metadata=target.info.agent_metadata,
-        addresses=nic.addresses, networks=nic.networks,
+        nic="lo",
+        agent_name=target.info.agent_name,
+        agent_metadata=target.info.agent_metadata,
+        addresses=nic.addresses,
+        networks=nic.networks,
         port=int(target.info.data_address.rpartition(":")[2]),
-    )  # fmt: skip
+    )
     node = replace(target.info, nics=(agent,))
     cards = MultiNicTransport(DataNetwork((nic,)), lambda node: False)
     try:

@@ -48,8 +48,9 @@ def test_one_batch_is_shared_between_equal_holders_in_proportion_to_their_rates(
     routes = {"a": CopyRoute(Distance.SAME_RACK, 1e9), "b": CopyRoute(Distance.SAME_RACK, 3e9)}
     found = [[copy("a", slot), copy("b", slot)] for slot in range(400)]
     chosen = best_copies(found, routes)
-    shares = {name: sum(best is not None and best.node_id == name for best in chosen)
-              for name in routes}  # fmt: skip
+    shares = {
+        name: sum(best is not None and best.node_id == name for best in chosen) for name in routes
+    }
     assert shares == {"a": 100, "b": 300}
 
 
@@ -57,16 +58,22 @@ def test_every_choice_is_the_cheapest_given_the_ones_before_it(seed: int) -> Non
     chance = random.Random(seed)
     for _ in range(100):
         routes = {
-            f"n{i}": CopyRoute(chance.choice(list(Distance)), chance.choice([0.0, 1e8, 1e9, 7e9]),
-                           chance.choice([0, 0, SIZE, 64 * SIZE]), chance.random() < 0.2)
+            f"n{i}": CopyRoute(
+                chance.choice(list(Distance)),
+                chance.choice([0.0, 1e8, 1e9, 7e9]),
+                chance.choice([0, 0, SIZE, 64 * SIZE]),
+                chance.random() < 0.2,
+            )
             for i in range(4)
-        }  # fmt: skip
+        }
         names = [*routes, "gone"]
         found = [
-            [Copy(name, slot, 1, 0, chance.choice([1, 4096, SIZE]))
-             for name in chance.sample(names, chance.randint(0, 4))]
+            [
+                Copy(name, slot, 1, 0, chance.choice([1, 4096, SIZE]))
+                for name in chance.sample(names, chance.randint(0, 4))
+            ]
             for slot in range(30)
-        ]  # fmt: skip
+        ]
         given: dict[str, int] = {}
         for copies, best in zip(found, best_copies(found, routes), strict=True):
             costs = {}

@@ -197,7 +197,7 @@ def test_a_wrong_token_is_refused_and_says_what_to_do(
         (frames.pack(FrameKind.HELLO, 10**6), "begins with its token"),
         (frames.HEADER.pack(frames.MAGIC, frames.VERSION, 77, 0), "kind 77 of frame is unknown"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_hello_of_this_version_is_refused_by_name(
     server: TcpServer, raw: bytes, says: str
 ) -> None:

@@ -64,9 +64,15 @@ def test_each_gpu_of_a_server_prefers_the_card_at_its_own_switch() -> None:
     assert server.problems == ()
     near = {gpu.address[5:7]: server.near_gpu(gpu).preferred for gpu in server.gpus}
     assert near == {
-        "1b": ("mlx5_0",), "43": ("mlx5_3",), "52": ("mlx5_4",), "61": ("mlx5_5",),
-        "9d": ("mlx5_6",), "c3": ("mlx5_9",), "d1": ("mlx5_10",), "df": ("mlx5_11",),
-    }  # fmt: skip
+        "1b": ("mlx5_0",),
+        "43": ("mlx5_3",),
+        "52": ("mlx5_4",),
+        "61": ("mlx5_5",),
+        "9d": ("mlx5_6",),
+        "c3": ("mlx5_9",),
+        "d1": ("mlx5_10",),
+        "df": ("mlx5_11",),
+    }
     others = server.near_gpu(server.gpus[0]).secondary
     assert others[:4] == ("mlx5_1", "mlx5_3", "mlx5_4", "mlx5_5")  # of its socket come first
     assert set(others[4:]) == {"mlx5_6", "mlx5_7", "mlx5_9", "mlx5_10", "mlx5_11"}
@@ -133,11 +139,15 @@ def test_what_is_odd_is_listed_and_the_rest_is_used() -> None:
     broken = parse(recorded("broken"))
     said = "\n".join(broken.problems)
     for what in (
-        "node0/cpulist: invalid literal", "node0/meminfo: no MemTotal", "rate: no rate in Gb/sec",
+        "node0/cpulist: invalid literal",
+        "node0/meminfo: no MemTotal",
+        "rate: no rate in Gb/sec",
         "mlx4_0: its position on the PCI bus is unknown",
         "eth0/device/numa_node: the device counts",
-        "eth1/speed: 'fast' is no number", "eth1/device/numa_node: missing", "'one' is no number",
-    ):  # fmt: skip
+        "eth1/speed: 'fast' is no number",
+        "eth1/device/numa_node: missing",
+        "'one' is no number",
+    ):
         assert what in said, said
     assert broken.near_numa(0).preferred == ("mlx4_0",)  # near nothing is still a card
     assert broken.nics[0].rdma_ports == (1,)
@@ -168,9 +178,11 @@ def test_cpu_lists_expand() -> None:
 def test_this_host_is_read_and_shown() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "mooncake_store.transports.host_topology"],
-        capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     said, read_here = json.loads(ran.stdout), json.loads(host_topology.topology_json())
     if Path("/sys/devices/system/node").exists():
         assert sum(node["cpus"] for node in said["numa"]) >= len(os.sched_getaffinity(0))

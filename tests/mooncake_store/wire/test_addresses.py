@@ -42,9 +42,16 @@ def test_a_name_that_nobody_has_is_named() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp://lo:7001", "tcp://eth0:7001", "tcp://eth0:1:7001", "tcp://:7001", "tcp://[]:7001",
-     "tcp://10.0.0.1:5;127.0.0.1:7001", "tcp://127.0.0.1;lo:7001"],
-)  # fmt: skip
+    [
+        "tcp://lo:7001",
+        "tcp://eth0:7001",
+        "tcp://eth0:1:7001",
+        "tcp://:7001",
+        "tcp://[]:7001",
+        "tcp://10.0.0.1:5;127.0.0.1:7001",
+        "tcp://127.0.0.1;lo:7001",
+    ],
+)
 def test_the_name_of_an_interface_is_refused_by_its_name(address: str) -> None:
     with pytest.raises(NameUnknown, match="names of network interfaces are not taken"):
         bindable(address)

@@ -141,11 +141,21 @@ class StaticStep:
         else:
             groups = [self._group(tables, positions, heads)]
         return StepPlan(
-            tokens=works, token_ids=token_ids, positions=positions,
-            token_rows=first_rows + heads * layout.block_tokens, decode_works=works,
-            decodes=groups, prefills=[], lasts=groups, seen=None, last_rows=None, order=None,
-            pages=[], fresh_pages=[], paged=paged,
-        )  # fmt: skip
+            tokens=works,
+            token_ids=token_ids,
+            positions=positions,
+            token_rows=first_rows + heads * layout.block_tokens,
+            decode_works=works,
+            decodes=groups,
+            prefills=[],
+            lasts=groups,
+            seen=None,
+            last_rows=None,
+            order=None,
+            pages=[],
+            fresh_pages=[],
+            paged=paged,
+        )
 
     def _group(
         self, tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor

@@ -82,11 +82,14 @@ class FlashInferKernels:
             return torch.zeros(count, dtype=torch.int32, device=self._device)
 
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=self._has_tensor_cores,
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=self._has_tensor_cores,
             paged_kv_indptr_buffer=integers(works + 1),
             paged_kv_indices_buffer=integers(works * width),
             paged_kv_last_page_len_buffer=integers(works),
-        )  # fmt: skip
+        )
 
 
 class _Wrapper:

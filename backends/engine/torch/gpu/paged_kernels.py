@@ -152,9 +152,13 @@ class VarlenKernels:
         starts = np.concatenate([[0], np.cumsum(works.counts)]).astype(np.int64)
         parts = [staging.put(array) for array in (works.padded(), works.contexts, starts)]
         return _VarlenAttend(
-            self._attend, works, *parts, int(works.counts.max()), int(works.contexts.max()),
+            self._attend,
+            works,
+            *parts,
+            int(works.counts.max()),
+            int(works.contexts.max()),
             self._has_key_starts,
-        )  # fmt: skip
+        )
 
     def static(self, works: int, width: int) -> StaticAttend:
         return _VarlenStatic(self._attend, self._has_key_starts)
@@ -201,13 +205,20 @@ class _VarlenAttend:
         tables, contexts, starts = self._integers
         keys, values = pages.transpose(2, 3).unbind(1)  # [pages, block_tokens, kv_heads, head_dim]
         return self._attend(
-            queries, keys, values, starts, self._key_starts, self._queries_max,
+            queries,
+            keys,
+            values,
+            starts,
+            self._key_starts,
+            self._queries_max,
             self._context_max or tables.shape[1] * keys.shape[1],
             # A causal mask ends at the last key of each work. A last token sees all, and said so
             # the kernel may share K and V among the queries of a head.
-            window_size=(-1, -1) if self._queries_max == 1 else (-1, 0), enable_gqa=True,
-            seqused_k=contexts, block_table=tables,
-        )  # fmt: skip
+            window_size=(-1, -1) if self._queries_max == 1 else (-1, 0),
+            enable_gqa=True,
+            seqused_k=contexts,
+            block_table=tables,
+        )
 
     def _prepare(self) -> None:
         tables, contexts, starts = (tensor.to(torch.int32) for tensor in self._integers)

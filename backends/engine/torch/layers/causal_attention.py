@@ -96,9 +96,11 @@ def by_torch(
         seen = start + last
         mask = causal_lower_right(last - first, seen)
         target[:, :, first:last] = F.scaled_dot_product_attention(
-            rows[:, :, first:last], keys[:, :, :seen], values[:, :, :seen],
+            rows[:, :, first:last],
+            keys[:, :, :seen],
+            values[:, :, :seen],
             attn_mask=mask if has_kernel else mask._materialize(rows.device),
-        )  # fmt: skip
+        )
 
 
 def _knows_lower_right(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

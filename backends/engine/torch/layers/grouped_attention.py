@@ -82,9 +82,15 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         qkv = layer.qkv(normed).view(-1, rotated_heads + self.kv_heads, self.head_dim)
         if angles is None:
             native_layers.rotate_rows(
-                qkv, self.heads, self.rope, plan.positions, layer.qk_norm, self._norm.epsilon,
-                self.memory.token_rows[place], plan.token_rows,
-            )  # fmt: skip
+                qkv,
+                self.heads,
+                self.rope,
+                plan.positions,
+                layer.qk_norm,
+                self._norm.epsilon,
+                self.memory.token_rows[place],
+                plan.token_rows,
+            )
             return qkv[:, : self.heads]
         rotated = qkv[:, :rotated_heads]
         if layer.qk_norm is not None:

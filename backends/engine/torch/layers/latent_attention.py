@@ -94,9 +94,12 @@ class LatentAttention(PagedAttention[LatentWeights]):
         [pages] = self.gather(place, group.page_rows, group.works)
         seen = pages[:, :, : group.context_tokens]
         return F.scaled_dot_product_attention(
-            rows.unsqueeze(1), seen, seen[..., : self._latent.rank],
-            attn_mask=group.mask(rows.dtype), scale=self._scale,
-        ).squeeze(1)  # fmt: skip
+            rows.unsqueeze(1),
+            seen,
+            seen[..., : self._latent.rank],
+            attn_mask=group.mask(rows.dtype),
+            scale=self._scale,
+        ).squeeze(1)
 
     def prefill(
         self,

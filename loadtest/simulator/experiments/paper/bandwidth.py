@@ -36,13 +36,15 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 def rows_of(runs: Mapping[int, ServedRun]) -> Rows:
     rows: Rows = []
     for gbps, run in runs.items():
-        rows.append({
-            "gbps": gbps,
-            **run.columns(),
-            "ttft_prefill_mean_s": round(run.outcome.ttft_prefill_s.mean, 3),
-            "fetched_blocks": run.outcome.fetched_blocks,
-            "paper": "< 2 s" if gbps > ENOUGH_GBPS else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "gbps": gbps,
+                **run.columns(),
+                "ttft_prefill_mean_s": round(run.outcome.ttft_prefill_s.mean, 3),
+                "fetched_blocks": run.outcome.fetched_blocks,
+                "paper": "< 2 s" if gbps > ENOUGH_GBPS else None,
+            }
+        )
     return rows
 
 

@@ -48,7 +48,7 @@ NEARLY_ALL = {"conversation": 0.95, "synthetic": 0.94}  # of ours, within at 100
 PAPER_GAIN = {
     "conversation": {0.1: 4.98, 0.2: 1.57, 0.3: 0.59},
     "synthetic": {0.1: 0.62, 0.2: 0.40, 0.3: 0.28},
-}  # fmt: skip
+}
 SHARE_GAIN_MIN = {"conversation": {0.1: 4.98, 0.2: 1.57}, "synthetic": PAPER_GAIN["synthetic"]}
 SUSTAINED_GAIN_MIN = {"conversation": {0.1: 2.0, 0.2: 1.5}}
 BEST_OF = (constants.VLLM, constants.VLLM_CACHED, constants.CHUNKED_LARGE)

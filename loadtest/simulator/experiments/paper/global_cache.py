@@ -59,17 +59,19 @@ def rows_of(found: Found) -> Rows:
             if local is not None:
                 hits = round(run.outcome.hit_share / local.outcome.hit_share, 3)
                 time = round(run.prefill_s / local.prefill_s, 3)
-            rows.append({
-                "trace": trace,
-                "policy": policy,
-                "cache": "global" if policy in GLOBAL else "local",
-                **run.columns(),
-                "fetched_blocks": run.outcome.fetched_blocks,
-                "hits_of_load_balance": hits,
-                "time_of_load_balance": time,
-                "paper_hits_of_local": PAPER_HIT_OF_LOCAL if policy == OURS else None,
-                "paper_time_of_local": PAPER_TIME_OF_LOCAL if policy == OURS else None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "trace": trace,
+                    "policy": policy,
+                    "cache": "global" if policy in GLOBAL else "local",
+                    **run.columns(),
+                    "fetched_blocks": run.outcome.fetched_blocks,
+                    "hits_of_load_balance": hits,
+                    "time_of_load_balance": time,
+                    "paper_hits_of_local": PAPER_HIT_OF_LOCAL if policy == OURS else None,
+                    "paper_time_of_local": PAPER_TIME_OF_LOCAL if policy == OURS else None,
+                }
+            )
     return rows
 
 
@@ -80,9 +82,13 @@ def targets_of(found: Found, why_not: str = "") -> list[Target]:
         why = why_not or "this trace or policy was not run"
 
         def add(
-            what: str, numbers: Sequence[float], op: str, goal: float,
-            trace: str = trace, why: str = why,
-        ) -> None:  # fmt: skip
+            what: str,
+            numbers: Sequence[float],
+            op: str,
+            goal: float,
+            trace: str = trace,
+            why: str = why,
+        ) -> None:
             """`numbers`: of ours and of what it is divided by, when both were run."""
             value = round(numbers[0] / numbers[1], 4) if len(numbers) == 2 else None
             targets.append(Target(f"{trace}: {what}", value, op, goal, "" if numbers else why))
@@ -97,6 +103,10 @@ def targets_of(found: Found, why_not: str = "") -> list[Target]:
             times = [mooncake.prefill_s, than.prefill_s] if mooncake and than else []
             add(f"{OURS} / {other}, hit rate", hits, ">=", hits_min)
             add(f"{OURS} / {other}, GPU time", times, "<=", time_max)
-        add(f"hit rate of {OURS}", [mooncake.outcome.hit_share, 1.0] if mooncake else [], ">=",
-            HIT_MIN[trace])  # fmt: skip
+        add(
+            f"hit rate of {OURS}",
+            [mooncake.outcome.hit_share, 1.0] if mooncake else [],
+            ">=",
+            HIT_MIN[trace],
+        )
     return targets

@@ -23,8 +23,11 @@ from loadtest.simulator.experiments.paper.served import (
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 
 BASELINES = (
-    constants.VLLM, constants.VLLM_CACHED, constants.CHUNKED_SMALL, constants.CHUNKED_LARGE
-)  # fmt: skip
+    constants.VLLM,
+    constants.VLLM_CACHED,
+    constants.CHUNKED_SMALL,
+    constants.CHUNKED_LARGE,
+)
 PAPER = {  # others / Mooncake
     "conversation": {"vllm": 1.56, "vllm + prefix cache": 1.43, "chunked 512": 1.90},
     "synthetic": {"vllm": 2.76, "vllm + prefix cache": 2.59, "chunked 512": 3.33},
@@ -46,12 +49,14 @@ def rows_of(found: Mapping[str, Sequence[ServedRun]]) -> Rows:
     rows: Rows = []
     for trace, (mooncake, *others) in found.items():
         for run in (mooncake, *others):
-            rows.append({
-                "trace": trace,
-                **run.columns(),
-                "of_mooncake": round(run.prefill_s / mooncake.prefill_s, 3),
-                "paper_of_mooncake": 1.0 if run is mooncake else PAPER[trace].get(run.system),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "trace": trace,
+                    **run.columns(),
+                    "of_mooncake": round(run.prefill_s / mooncake.prefill_s, 3),
+                    "paper_of_mooncake": 1.0 if run is mooncake else PAPER[trace].get(run.system),
+                }
+            )
     return rows
 
 

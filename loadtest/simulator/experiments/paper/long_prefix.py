@@ -79,17 +79,19 @@ def rows_of(found: Sequence[LongPrompt]) -> Rows:
         prefill_less, ttft_less = less(found, prompt)
         is_bare, is_longest = prompt.where == "nowhere", prompt.tokens == LENGTHS[-1]
         is_paper_s = not is_bare and is_longest
-        rows.append({
-            "prompt_tokens": prompt.tokens,
-            "cached": prompt.where,
-            "prefill_s": round(prompt.prefill_s, 3),
-            "paper_prefill_s": PAPER_PREFILL_S[prompt.tokens] if is_bare else None,
-            "ttft_s": round(prompt.ttft_s, 3),
-            "prefill_less_percent": round(100 * prefill_less, 1),
-            "paper_prefill_less_percent": 100 * PAPER_LESS["prefill"] if is_paper_s else None,
-            "ttft_less_percent": round(100 * ttft_less, 1),
-            "paper_ttft_less_percent": 100 * PAPER_LESS["ttft"] if is_paper_s else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "prompt_tokens": prompt.tokens,
+                "cached": prompt.where,
+                "prefill_s": round(prompt.prefill_s, 3),
+                "paper_prefill_s": PAPER_PREFILL_S[prompt.tokens] if is_bare else None,
+                "ttft_s": round(prompt.ttft_s, 3),
+                "prefill_less_percent": round(100 * prefill_less, 1),
+                "paper_prefill_less_percent": 100 * PAPER_LESS["prefill"] if is_paper_s else None,
+                "ttft_less_percent": round(100 * ttft_less, 1),
+                "paper_ttft_less_percent": 100 * PAPER_LESS["ttft"] if is_paper_s else None,
+            }
+        )
     return rows
 
 
@@ -98,9 +100,11 @@ def targets_of(found: Sequence[LongPrompt]) -> list[Target]:
     for where in WHERE[1:]:
         longest = next(o for o in found if (o.tokens, o.where) == (LENGTHS[-1], where))
         for name, value, goal in zip(
-            ("prefill", "TTFT"), less(found, longest), (PREFILL_LESS_MIN, TTFT_LESS_MIN),
+            ("prefill", "TTFT"),
+            less(found, longest),
+            (PREFILL_LESS_MIN, TTFT_LESS_MIN),
             strict=True,
-        ):  # fmt: skip
+        ):
             what = f"128k tokens, 95 % cached on {where}: {name} is less by"
             targets.append(Target(what, round(value, 4), ">=", goal))
     return targets

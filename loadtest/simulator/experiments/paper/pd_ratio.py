@@ -41,15 +41,17 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 def rows_of(runs: Sequence[tuple[int, ServedRun]]) -> Rows:
     rows: Rows = []
     for prefills, run in runs:
-        rows.append({
-            "prefills": prefills,
-            **run.columns(),
-            "within_percent": round(percent(run), 2),
-            "within_at_best_percent": round(100 * run.within_at_best(TTFT_SLO_S, TBT_SLO_S), 2),
-            "tbt_mean_s": round(run.outcome.tbt_s.mean, 4),
-            "tbt_decode_mean_s": round(float(run.outcome.tbt_decode_s.mean), 4),
-            "paper_tbt_s": PAPER_TBT_S.get(prefills),
-        })  # fmt: skip
+        rows.append(
+            {
+                "prefills": prefills,
+                **run.columns(),
+                "within_percent": round(percent(run), 2),
+                "within_at_best_percent": round(100 * run.within_at_best(TTFT_SLO_S, TBT_SLO_S), 2),
+                "tbt_mean_s": round(run.outcome.tbt_s.mean, 4),
+                "tbt_decode_mean_s": round(float(run.outcome.tbt_decode_s.mean), 4),
+                "paper_tbt_s": PAPER_TBT_S.get(prefills),
+            }
+        )
     return rows
 
 

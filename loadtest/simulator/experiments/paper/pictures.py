@@ -70,8 +70,10 @@ def save_capacity(path: Path, rows: Sequence[Row]) -> None:
 
 def save_global_cache(path: Path, rows: Sequence[Row]) -> None:
     """Hit rate and GPU time of each policy over load balancing with local caches."""
-    columns = (("hits_of_load_balance", "paper_hits_of_local", "hit rate"),
-               ("time_of_load_balance", "paper_time_of_local", "GPU time of prefill"))  # fmt: skip
+    columns = (
+        ("hits_of_load_balance", "paper_hits_of_local", "hit rate"),
+        ("time_of_load_balance", "paper_time_of_local", "GPU time of prefill"),
+    )
     traces = _values(rows, "trace")
     figure, panels = panels_beside(2 * len(traces), 6.4 * len(traces))
     for number, panel in enumerate(panels):
@@ -88,10 +90,15 @@ def save_global_cache(path: Path, rows: Sequence[Row]) -> None:
 def save_pd_ratio(path: Path, rows: Sequence[Row]) -> None:
     """Share within the limits, TTFT and TBT by the number of prefill nodes."""
     figure, panels = panels_beside(3, 10.0)
-    for panel, (column, title) in zip(panels, (
-        ("within_percent", "requests within both, %"), ("ttft_mean_s", "mean TTFT, s"),
-        ("tbt_decode_mean_s", "mean TBT while decoding, s"),
-    ), strict=True):  # fmt: skip
+    for panel, (column, title) in zip(
+        panels,
+        (
+            ("within_percent", "requests within both, %"),
+            ("ttft_mean_s", "mean TTFT, s"),
+            ("tbt_decode_mean_s", "mean TBT while decoding, s"),
+        ),
+        strict=True,
+    ):
         _line(panel, rows, "prefills", column, MANY[0], "ours")
         panel.set_xlabel("prefill nodes of 16")
         finish_panel(panel, title, axis="both")
@@ -118,14 +125,22 @@ def save_long_prefix(path: Path, rows: Sequence[Row]) -> None:
         finish_panel(panel, title, axis="both")
     bare = [row for row in rows if row["paper_prefill_s"] is not None]
     _line(panels[0], bare, "prompt_tokens", "paper_prefill_s", NAMED["ink"], "the paper", "s")
-    for panel, column, paper in ((panels[0], "prefill_s", "paper_prefill_less_percent"),
-                                 (panels[1], "ttft_s", "paper_ttft_less_percent")):  # fmt: skip
+    for panel, column, paper in (
+        (panels[0], "prefill_s", "paper_prefill_less_percent"),
+        (panels[1], "ttft_s", "paper_ttft_less_percent"),
+    ):
         longest = [row for row in rows if row["prompt_tokens"] == rows[-1]["prompt_tokens"]]
         less = next(number_of(row, paper) for row in longest if row[paper] is not None)
         at = number_of(longest[0], column) * (1 - less / 100)
         label = f"the paper: {less:.0f} % less"
-        panel.plot(number_of(longest[0], "prompt_tokens"), at, "D", mfc="none",
-                   color=NAMED["ink"], label=label)  # fmt: skip
+        panel.plot(
+            number_of(longest[0], "prompt_tokens"),
+            at,
+            "D",
+            mfc="none",
+            color=NAMED["ink"],
+            label=label,
+        )
         panel.legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -161,8 +176,12 @@ def save_replicas(path: Path, rows: Sequence[Row]) -> None:
         panel.set_xlabel("s since the first request")
         finish_panel(panel, policy, axis="both")
         if chosen[0]["paper"]:
-            panel.axhline(8, color=NAMED["ink"], linestyle=":",
-                          label=f"the paper, top 100: {chosen[0]['paper']}")  # fmt: skip
+            panel.axhline(
+                8,
+                color=NAMED["ink"],
+                linestyle=":",
+                label=f"the paper, top 100: {chosen[0]['paper']}",
+            )
         panel.legend(frameon=False, fontsize=7)
     panels[0].set_ylabel("prefill nodes with a copy")
     figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -179,8 +198,15 @@ def save_real(path: Path, rows: Sequence[Row]) -> None:
             _line(panel, chosen, column, "percentile", colour, name)
             if column == "tbt_s":
                 paper = number_of(chosen[0], "paper_tbt_met_percent")
-                panel.plot(limit_s, paper, "s", mfc="none", color=colour, markersize=9,
-                           label=f"the paper, {name}: {paper:.0f} %")  # fmt: skip
+                panel.plot(
+                    limit_s,
+                    paper,
+                    "s",
+                    mfc="none",
+                    color=colour,
+                    markersize=9,
+                    label=f"the paper, {name}: {paper:.0f} %",
+                )
         panel.axvline(limit_s, color=NAMED["ink"], linewidth=0.8)
         panel.set_xscale("log")
         panel.legend(frameon=False, fontsize=7)
@@ -199,8 +225,9 @@ def save_poisson(path: Path, rows: Sequence[Row]) -> None:
             number_of(row, "requests_per_s") for row in chosen if row["system"] in PAPER_BASELINES
         )
         values = [number_of(row, "requests_per_s") / (base or 1.0) for row in chosen]
-        draw_bars(panel, [str(row["system"]) for row in chosen], values, [None] * len(chosen),
-                  ".2f")  # fmt: skip
+        draw_bars(
+            panel, [str(row["system"]) for row in chosen], values, [None] * len(chosen), ".2f"
+        )
         panel.axhline(1.0, color=NAMED["muted"], linewidth=0.8)
         finish_panel(panel, f"{workload} (the paper: +{chosen[0]['paper_gain_percent']} %)")
     panels[0].set_ylabel("requests/s over the paper's baseline")
@@ -214,13 +241,21 @@ def save_cache_policies(path: Path, rows: Sequence[Row]) -> None:
     for panel, trace in zip(panels, traces, strict=True):
         for policy, colour in zip(policies, MANY, strict=False):
             chosen = [
-                row for row in rows
+                row
+                for row in rows
                 if row["trace"] == trace and row["policy"] == policy and row["blocks"] is not None
-            ]  # fmt: skip
+            ]
             _line(panel, chosen, "blocks", "hit_percent", colour, policy)
             if chosen[0]["paper_hit_percent"] is not None:
-                _line(panel, chosen, "blocks", "paper_hit_percent", colour,
-                      f"{policy}, the paper's trace", ":")  # fmt: skip
+                _line(
+                    panel,
+                    chosen,
+                    "blocks",
+                    "paper_hit_percent",
+                    colour,
+                    f"{policy}, the paper's trace",
+                    ":",
+                )
         panel.set_xscale("log")
         panel.set_xlabel("blocks of 512 tokens")
         finish_panel(panel, f"{trace} trace", axis="both")
@@ -249,9 +284,14 @@ def _values(rows: Sequence[Row], column: str) -> list[str]:
 
 
 def _line(
-    panel: Axes, rows: Sequence[Row], across: str, column: str, colour: str, label: str,
+    panel: Axes,
+    rows: Sequence[Row],
+    across: str,
+    column: str,
+    colour: str,
+    label: str,
     mark: str = "o-",
-) -> None:  # fmt: skip
+) -> None:
     xs = [number_of(row, across) for row in rows]
     ys = [number_of(row, column) for row in rows]
     panel.plot(xs, ys, mark, color=colour, markersize=4, label=label, markerfacecolor="none")

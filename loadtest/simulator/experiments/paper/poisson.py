@@ -118,19 +118,25 @@ def rates_of(workload: DataSet, options: SimulationOptions, begin: Begin) -> dic
         plans[name] = ServePlan(workload.title, settings)
     planned = [
         PlannedRun(
-            f"{workload.title}, {name}", OwnRequests(), rate_of,
+            f"{workload.title}, {name}",
+            OwnRequests(),
+            rate_of,
             (workload, plan, options.requests, options.seed),
         )
         for name, plan in plans.items()
-    ]  # fmt: skip
+    ]
     rates = run_all(planned, begin, options.jobs, options.kept)
     return dict(zip(plans, rates, strict=True))
 
 
 def rate_of(
-    offered: Sequence[Offered], workload: DataSet, plan: ServePlan, requests: int | None,
-    seed: int, on_over: Callable[[], None] = lambda: None,
-) -> float:  # fmt: skip
+    offered: Sequence[Offered],
+    workload: DataSet,
+    plan: ServePlan,
+    requests: int | None,
+    seed: int,
+    on_over: Callable[[], None] = lambda: None,
+) -> float:
     """The highest rate that this system serves within the limits; `requests`: of each run."""
     assert not offered, "the workload has requests of its own"
     limits = limits_of(workload)
@@ -159,10 +165,15 @@ def gain_targets(
     """`goals`: by workload, of the gain over the paper's baseline."""
     gains = {workload.title: gains_of(rates)[0] for workload, rates in found.items() if not why_not}
     return [
-        Target(f"{name}: gain over the paper's baseline",
-               round(gains[name], 4) if gains else None, ">=", goal, why_not)
+        Target(
+            f"{name}: gain over the paper's baseline",
+            round(gains[name], 4) if gains else None,
+            ">=",
+            goal,
+            why_not,
+        )
         for name, goal in goals.items()
-    ]  # fmt: skip
+    ]
 
 
 def rows_of(found: Mapping[DataSet, Mapping[str, float]], papers: Mapping[str, Cell]) -> Rows:
@@ -170,15 +181,17 @@ def rows_of(found: Mapping[DataSet, Mapping[str, float]], papers: Mapping[str, C
     for workload, rates in found.items():
         of_paper, of_all = gains_of(rates)
         for name, rate in rates.items():
-            rows.append({
-                "workload": workload.title,
-                "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens,
-                "cached_percent": round(100 * workload.cached_share),
-                "system": name,
-                "requests_per_s": round(rate, 4),
-                "gain_over_paper_baseline_percent": round(100 * of_paper, 1),
-                "gain_over_best_baseline_percent": round(100 * of_all, 1),
-                "paper_gain_percent": papers[workload.title],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "workload": workload.title,
+                    "prompt_tokens": workload.prompt_tokens,
+                    "output_tokens": workload.output_tokens,
+                    "cached_percent": round(100 * workload.cached_share),
+                    "system": name,
+                    "requests_per_s": round(rate, 4),
+                    "gain_over_paper_baseline_percent": round(100 * of_paper, 1),
+                    "gain_over_best_baseline_percent": round(100 * of_all, 1),
+                    "paper_gain_percent": papers[workload.title],
+                }
+            )
     return rows

@@ -37,9 +37,10 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Both systems."""
     trace, why_not = options.promised(TRACE)
     shape = replace(
-        options.settings(), prefills=options.prefills or PREFILLS,
+        options.settings(),
+        prefills=options.prefills or PREFILLS,
         decodes=options.decodes or DECODES,
-    )  # fmt: skip
+    )
     baseline = replace(VLLM, nodes=shape.prefills + shape.decodes)
     plans = [ours(trace, shape, options=options), ServePlan(trace, baseline)]
     mooncake, vllm = serve_all(plans, options, begin)
@@ -59,17 +60,19 @@ def rows_of(runs: Sequence[ServedRun]) -> Rows:
                 float(np.quantile(times, percentile / 100, method="higher"))
                 for times in (run.ttfts_s, run.tbts_s)
             )
-            rows.append({
-                "name": name,
-                **run.columns(),
-                "percentile": percentile,
-                "ttft_s": round(ttft_s, 4) if np.isfinite(ttft_s) else None,
-                "tbt_s": round(tbt_s, 4) if np.isfinite(tbt_s) else None,
-                "within_percent": round(100 * run.within(TTFT_SLO_S, TBT_SLO_S), 2),
-                "at_best_percent": round(100 * run.within_at_best(TTFT_SLO_S, TBT_SLO_S), 2),
-                "tbt_met_percent": round(100 * tbt_met(run), 2),
-                "paper_tbt_met_percent": PAPER_TBT_MET[name],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    **run.columns(),
+                    "percentile": percentile,
+                    "ttft_s": round(ttft_s, 4) if np.isfinite(ttft_s) else None,
+                    "tbt_s": round(tbt_s, 4) if np.isfinite(tbt_s) else None,
+                    "within_percent": round(100 * run.within(TTFT_SLO_S, TBT_SLO_S), 2),
+                    "at_best_percent": round(100 * run.within_at_best(TTFT_SLO_S, TBT_SLO_S), 2),
+                    "tbt_met_percent": round(100 * tbt_met(run), 2),
+                    "paper_tbt_met_percent": PAPER_TBT_MET[name],
+                }
+            )
     return rows
 
 
@@ -82,6 +85,7 @@ def targets_of(mooncake: ServedRun, vllm: ServedRun, why_not: str = "") -> list[
     return [
         Target("gain in requests within both service levels over vllm", gain, ">=", GAIN_MIN, why),
         Target("TBT met by ours", met, ">=", TBT_MET_MIN, why_not),
-        Target(f"TBT met by vllm, apart from {PLAIN_MET}", apart, "<=", PLAIN_MET_APART_MAX,
-               why_not),
-    ]  # fmt: skip
+        Target(
+            f"TBT met by vllm, apart from {PLAIN_MET}", apart, "<=", PLAIN_MET_APART_MAX, why_not
+        ),
+    ]

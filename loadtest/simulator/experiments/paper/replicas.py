@@ -120,13 +120,15 @@ def rows_of(counts: Sequence[ReplicaCount]) -> Rows:
         {
             "policy": count.policy,
             "at_s": round(count.at_s, 1),
-            **{f"copies_of_rank_{rank}": copies
-               for rank, copies in zip(RANKS, count.of_rank, strict=True)},
+            **{
+                f"copies_of_rank_{rank}": copies
+                for rank, copies in zip(RANKS, count.of_rank, strict=True)
+            },
             f"copies_mean_of_top_{HOTTEST}": round(count.hottest_mean, 3),
             "paper": "almost every prefill node" if count.policy == POLICIES[1] else None,
         }
         for count in counts
-    ]  # fmt: skip
+    ]
 
 
 def targets_of(
@@ -140,10 +142,16 @@ def targets_of(
     return [
         Target(
             f"copies of the top {HOTTEST}, mean at the end, {POLICIES[1]} / {POLICIES[0]}",
-            ratio, ">=", STRICTLY_MORE, "" if ratio is not None else why,
+            ratio,
+            ">=",
+            STRICTLY_MORE,
+            "" if ratio is not None else why,
         ),
         Target(
-            f"prefill nodes that have the hottest block under {POLICIES[1]}", everywhere, ">=",
-            shape.prefills, "" if ours else why,
+            f"prefill nodes that have the hottest block under {POLICIES[1]}",
+            everywhere,
+            ">=",
+            shape.prefills,
+            "" if ours else why,
         ),
-    ]  # fmt: skip
+    ]

@@ -284,9 +284,16 @@ class Density:
     """An EvictionOrder of two queues and what was learned of both."""
 
     __slots__ = (
-        "_again", "_away", "_clock", "_ghosts", "_once", "_renew_at", "_reuse", "_same_use",
+        "_again",
+        "_away",
+        "_clock",
+        "_ghosts",
+        "_once",
+        "_renew_at",
+        "_reuse",
+        "_same_use",
         "_stamp",
-    )  # fmt: skip
+    )
 
     def __init__(self) -> None:
         self._once = RecencyQueue()

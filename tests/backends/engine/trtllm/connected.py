@@ -27,10 +27,17 @@ class Connected:
     """One engine: its staging pool, its channel, its executor."""
 
     def __init__(
-        self, folder: Path, shape: Any, block_tokens: int = 16, pool_pages: int = 24,
-        connector_module: str = CONNECTOR, block_bytes: int = 0, heard: Heard | None = None,
-        aside_bytes_min: int = 0, **arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        shape: Any,
+        block_tokens: int = 16,
+        pool_pages: int = 24,
+        connector_module: str = CONNECTOR,
+        block_bytes: int = 0,
+        heard: Heard | None = None,
+        aside_bytes_min: int = 0,
+        **arguments: Any,
+    ) -> None:
         from tensorrt_llm._fake.executor import Executor
         from tensorrt_llm.llmapi.llm_args import (
             KvCacheConfig,
@@ -95,9 +102,15 @@ class Connected:
             self.nodes.remove(node)
 
     def stage(
-        self, request_id: str, prompt: Sequence[int], keep: dict[bytes, bytes] | None = None,
-        loaded_tokens: int = 0, more_tokens: int = 0, salt: str = "", in_slots: bool = False,
-    ) -> list[int]:  # fmt: skip
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        keep: dict[bytes, bytes] | None = None,
+        loaded_tokens: int = 0,
+        more_tokens: int = 0,
+        salt: str = "",
+        in_slots: bool = False,
+    ) -> list[int]:
         """Stages `prompt` with the blocks that `keep` has for its first tokens; its pool pages.
 
         `in_slots`: whole ones lie in slots of the storage node instead, and others will be saved
@@ -107,9 +120,14 @@ class Connected:
         pages = [self.free_pages.pop() for _ in range(count)]
         seed = chain_seed("print", cache_salt=salt)
         stage = m.Stage.of(
-            request_id, prompt, self.block_tokens, seed, salt,
-            [page * self.block_bytes for page in pages], loaded_tokens,
-        )  # fmt: skip
+            request_id,
+            prompt,
+            self.block_tokens,
+            seed,
+            salt,
+            [page * self.block_bytes for page in pages],
+            loaded_tokens,
+        )
         for index, page in enumerate(pages):
             self.page(page)[:] = 0xEE  # what nobody wrote
             if keep is not None and index * self.block_tokens < loaded_tokens:

@@ -43,9 +43,12 @@ class Slots:
         if block:
             self.payload(slot)[:] = np.frombuffer(block, np.uint8)
         use = SlotUse(
-            index, place_of(self.region, slot * HEADERS * HEADER_BYTES), HEADERS * HEADER_BYTES,
-            first, HEADER_BYTES,
-        )  # fmt: skip
+            index,
+            place_of(self.region, slot * HEADERS * HEADER_BYTES),
+            HEADERS * HEADER_BYTES,
+            first,
+            HEADER_BYTES,
+        )
         return slot, place_of(self.region, self._payload_at + slot * self._block_bytes), use
 
     def give_back(self, slot: int) -> None:

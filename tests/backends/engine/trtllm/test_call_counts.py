@@ -82,9 +82,7 @@ def test_a_request_without_hits(is_overlapping: bool, executors: list[Any], trtl
 
 
 def test_an_asynchronous_load(is_overlapping: bool, executors: list[Any]) -> None:
-    plan = run(
-        executors, 14, {"disable_overlap_scheduler": not is_overlapping}, matched=(8, True)
-    )  # fmt: skip
+    plan = run(executors, 14, {"disable_overlap_scheduler": not is_overlapping}, matched=(8, True))
     polls = plan.of("get_finished")
     assert len(polls) == N + 1 + int(is_overlapping)
     assert len(polls[0][1]) == 1 and all(not loading for _, loading in polls[1:])
@@ -101,9 +99,7 @@ def test_a_synchronous_load_is_not_in_the_position(executors: list[Any]) -> None
 
 
 def test_an_asynchronous_save(is_overlapping: bool, executors: list[Any]) -> None:
-    plan = run(
-        executors, 14, {"disable_overlap_scheduler": not is_overlapping}, is_saving=True
-    )  # fmt: skip
+    plan = run(executors, 14, {"disable_overlap_scheduler": not is_overlapping}, is_saving=True)
     polls = plan.of("get_finished")
     assert len(polls) == N + int(is_overlapping)
     assert [len(finished) for finished, _ in polls] == [0] * (len(polls) - 1) + [1]
@@ -111,10 +107,14 @@ def test_an_asynchronous_save(is_overlapping: bool, executors: list[Any]) -> Non
 
 def test_a_prompt_in_two_chunks(is_overlapping: bool, executors: list[Any], trtllm: str) -> None:
     plan = run(
-        executors, 256,
-        {"disable_overlap_scheduler": not is_overlapping, "enable_chunked_prefill": True,
-         "max_num_tokens": 128},
-    )  # fmt: skip
+        executors,
+        256,
+        {
+            "disable_overlap_scheduler": not is_overlapping,
+            "enable_chunked_prefill": True,
+            "max_num_tokens": 128,
+        },
+    )
     outputs = plan.of("build_connector_meta")
     (first,), (second,) = outputs[0].new_requests, outputs[1].cached_requests
     assert (first.computed_position, second.computed_position) == (0, 128)

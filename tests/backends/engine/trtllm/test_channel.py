@@ -145,8 +145,9 @@ def test_tokens_are_saved_when_the_slowest_rank_has_them(
     one.send(m.Saved("a", 1, 64))
     heard.wait_for("saved", "a", 64)
     assert [what for what in heard.all if what[:2] == ("saved", "a")] == [
-        ("saved", "a", 48), ("saved", "a", 64)
-    ]  # fmt: skip
+        ("saved", "a", 48),
+        ("saved", "a", 64),
+    ]
 
 
 def test_what_nobody_answers_fails_at_its_deadline(host: ConnectorHost, side: Side) -> None:

@@ -177,9 +177,11 @@ def test_an_aborted_request_leaves_nothing_behind(
     prompt = prompt_of(100)
     store = filled(make(), prompt[:50])
     engine = make(
-        enable_chunked_prefill=True, max_num_tokens=16, max_batch_size=1,
+        enable_chunked_prefill=True,
+        max_num_tokens=16,
+        max_batch_size=1,
         disable_overlap_scheduler=not is_overlapping,
-    )  # fmt: skip
+    )
     pages = engine.stage("a", prompt, store, loaded_tokens=48, more_tokens=20)
     if phase == "waiting":
         blocker = engine.submit(9, prompt_of(10, 3), 3)

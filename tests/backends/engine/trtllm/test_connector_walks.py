@@ -156,15 +156,21 @@ def test_nothing_wrong_is_ever_computed_or_kept(
     chance = random.Random(seed)
     engines = [
         make(
-            tensor_parallel_size=tp_size, disable_overlap_scheduler=not is_overlapping,
-            enable_chunked_prefill=True, max_num_tokens=chance.choice([16, 40, 8192]),
-            max_batch_size=chance.choice([2, 6]), pool_pages=30,
+            tensor_parallel_size=tp_size,
+            disable_overlap_scheduler=not is_overlapping,
+            enable_chunked_prefill=True,
+            max_num_tokens=chance.choice([16, 40, 8192]),
+            max_batch_size=chance.choice([2, 6]),
+            pool_pages=30,
             aside_bytes_min=chance.choice([0, 1, 4096]),
-            cache={"max_tokens": 200, "enable_block_reuse": chance.random() < 0.7,
-                   "enable_partial_reuse": chance.random() < 0.3},
+            cache={
+                "max_tokens": 200,
+                "enable_block_reuse": chance.random() < 0.7,
+                "enable_partial_reuse": chance.random() < 0.3,
+            },
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for engine in engines:
         engine.executor.aborts_are_told = chance.random() < 0.5
     walk = Walk(engines, chance)

@@ -81,8 +81,15 @@ def test_both_places_of_the_api_have_witnesses() -> None:
 def test_we_use_nothing_of_a_request_that_no_witness_uses() -> None:
     """Beyond it only attributes that may be missing (getattr with a default)."""
     ours = {name for file in ("connector.py", "scheduler.py") for name in uses_in(file)}
-    must_be_seen = {"request_id", "get_tokens", "new_requests", "cached_requests",
-                    "new_block_ids", "computed_position", "num_scheduled_tokens"}  # fmt: skip
+    must_be_seen = {
+        "request_id",
+        "get_tokens",
+        "new_requests",
+        "cached_requests",
+        "new_block_ids",
+        "computed_position",
+        "num_scheduled_tokens",
+    }
     assert must_be_seen <= ours, "does our code call TensorRT-LLM's things by other names now?"
     assert ours <= {name for each in WITNESSES for name in each["uses"]}
 
@@ -105,7 +112,10 @@ def test_without_tensorrt_llm_the_connector_can_be_imported_and_loads_no_torch()
         "print(c.MooncakeConnectorWorker.__mro__[1].__module__, 'torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         cwd=DATA.parents[1],
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["backends.engine.trtllm.connector", "False"]

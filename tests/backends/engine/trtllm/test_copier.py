@@ -83,9 +83,17 @@ class HostCuda:
         return 0
 
     def _copy_batch(
-        self, targets: int, sources: int, sizes: int, count: int, attributes: int, firsts: int,
-        attribute_count: int, failed: int, stream: int,
-    ) -> int:  # fmt: skip
+        self,
+        targets: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        attributes: int,
+        firsts: int,
+        attribute_count: int,
+        failed: int,
+        stream: int,
+    ) -> int:
         if not self._takes_batches:
             return NOT_SUPPORTED
         how = CopyAttributes.from_address(attributes)

@@ -50,9 +50,11 @@ def test_it_computes_what_its_model_says(is_overlapping: bool, tp_size: int) -> 
     from tensorrt_llm._fake.kv_model import KvShape, reference_tokens
 
     executor = make_executor(
-        disable_overlap_scheduler=not is_overlapping, tensor_parallel_size=tp_size,
-        max_num_tokens=24, enable_chunked_prefill=True,
-    )  # fmt: skip
+        disable_overlap_scheduler=not is_overlapping,
+        tensor_parallel_size=tp_size,
+        max_num_tokens=24,
+        enable_chunked_prefill=True,
+    )
     prompts = prompts_of([1, 4, 5, 31, 64])
     expected = [reference_tokens(KvShape(), prompt, 6) for prompt in prompts]
     assert generate(executor, prompts, 6) == expected
@@ -104,10 +106,14 @@ def test_native_hand_over_continues_in_another_executor() -> None:
     output: list[int] = []
     decode.submit(
         LlmRequest(
-            2, prompt, 5, kind="generation_only", opaque_state=context.opaque_state,
+            2,
+            prompt,
+            5,
+            kind="generation_only",
+            opaque_state=context.opaque_state,
             on_output=lambda new, _: output.extend(new),
         )
-    )  # fmt: skip
+    )
     decode.run_until_idle()
     assert output == rest
     for executor in (prefill, decode):

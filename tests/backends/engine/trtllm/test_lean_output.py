@@ -45,9 +45,10 @@ def test_a_step_reads_what_is_new(
     make: Make, reads: Counter[str], is_overlapping: bool, chunk: int
 ) -> None:
     engine = make(
-        disable_overlap_scheduler=not is_overlapping, enable_chunked_prefill=True,
+        disable_overlap_scheduler=not is_overlapping,
+        enable_chunked_prefill=True,
         max_num_tokens=chunk,
-    )  # fmt: skip
+    )
     pages = engine.stage("a", PROMPT, more_tokens=TOKENS)
     request = engine.generate(1, PROMPT, TOKENS)
     assert engine.output(request) == expected(engine, PROMPT, TOKENS)
@@ -70,9 +71,10 @@ def test_ranks_that_ask_no_scheduler_describe_nothing(
 ) -> None:
     output = make().executor.connectors._output
     (api,) = [
-        module for name, module in sys.modules.items()
+        module
+        for name, module in sys.modules.items()
         if name.endswith(".kv_cache_connector") and hasattr(module, "mpi_rank")
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(api, "mpi_rank", lambda: 1)
     request = SimpleNamespace(request_id=1)
     assert output.build_scheduler_output([request], {}, None).new_requests == []

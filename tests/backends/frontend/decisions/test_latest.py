@@ -58,8 +58,9 @@ def test_a_decision_has_its_terms_those_of_the_other_pairs_and_what_came(
     assert candidates[0]["verdict"] == "chosen"
     assert candidates[0]["predicted"] == found["predicted"]
     assert (candidates[0]["prefill"], candidates[0]["decode"]) == (
-        found["prefill"], found["decode"],
-    )  # fmt: skip
+        found["prefill"],
+        found["decode"],
+    )
 
 
 def test_other_pairs_are_listed_now_and_then_and_for_who_asks(

@@ -40,9 +40,15 @@ COUNTED = [loss for loss, rule in RULES.items() if rule.counts]
 def test_every_loss_has_a_rule() -> None:
     assert set(RULES) == set(Loss)
     assert set(FREE) == {
-        Loss.WORKER_FULL, Loss.WORKER_GONE, Loss.STORE_LOST, Loss.KV_GONE, Loss.MESSAGES_LOST,
-        Loss.NOBODY, Loss.WORKER_UNREACHED, Loss.WORKER_REFUSED,
-    }  # fmt: skip
+        Loss.WORKER_FULL,
+        Loss.WORKER_GONE,
+        Loss.STORE_LOST,
+        Loss.KV_GONE,
+        Loss.MESSAGES_LOST,
+        Loss.NOBODY,
+        Loss.WORKER_UNREACHED,
+        Loss.WORKER_REFUSED,
+    }
 
 
 @pytest.mark.parametrize("loss", FREE)

@@ -114,9 +114,12 @@ STOPPING = after(DECODING, Unwanted(LEFT))
 DONE = after(ENDING, came(0, 8))
 PAUSING = after(PREFILLING, CallFailed(1, KV_GONE, 3.0), NotRouted(2, REFUSED, 3.0))
 GIVEN_UP = after(  # the client's deadline is in the pause
-    State(), Understood(Attempts(3, 0.0, 600.0, timeout_s=3.01), True, 1.0), ROUTED,
-    CallFailed(1, KV_GONE, 3.0), NotRouted(2, REFUSED, 3.0),
-)  # fmt: skip
+    State(),
+    Understood(Attempts(3, 0.0, 600.0, timeout_s=3.01), True, 1.0),
+    ROUTED,
+    CallFailed(1, KV_GONE, 3.0),
+    NotRouted(2, REFUSED, 3.0),
+)
 ONE_ATTEMPT = Understood(Attempts(1, 0.0, 600.0), True, 1.0)
 LAST_PREFILL = after(READING, ONE_ATTEMPT, ROUTED)
 LAST_DECODE = after(LAST_PREFILL, PREFILLED)
@@ -411,8 +414,12 @@ def test_in_every_order_of_messages_and_replies_each_token_comes_once_and_in_ord
 ) -> None:
     """Messages of one kind keep their order; a message may overtake a reply, or come behind it."""
     happens: list[LifecycleEvent] = [
-        FIRST, PREFILLED, came(0, 8), came(1, 9, gap_s=3.0), replied(10, before=2)
-    ]  # fmt: skip
+        FIRST,
+        PREFILLED,
+        came(0, 8),
+        came(1, 9, gap_s=3.0),
+        replied(10, before=2),
+    ]
     tried = 0
     for order in itertools.permutations(range(5)):
         at = [order.index(number) for number in range(5)]
@@ -439,9 +446,11 @@ def test_a_first_message_that_never_comes_costs_nothing() -> None:
 def test_a_first_token_that_may_begin_a_stop_word_is_held_and_comes_with_the_next() -> None:
     held = FirstText(Emission((), ""), "", 64)
     state, sent = sends(
-        FirstTokenArrived(1, held, 2.5), PrefillReplied(1, held, 0.5, {"prefill": "p"}, 3.0),
-        came(0, 7, 8), replied(9, before=2),
-    )  # fmt: skip
+        FirstTokenArrived(1, held, 2.5),
+        PrefillReplied(1, held, 0.5, {"prefill": "p"}, 3.0),
+        came(0, 7, 8),
+        replied(9, before=2),
+    )
     assert ids(sent) == [7, 8, 9] and sent[0].fields["prefill"] == "p"
     assert state.phase is Phase.DONE
 
@@ -480,10 +489,15 @@ def test_nothing_behind_a_lost_message_is_sent_and_the_next_attempt_goes_on_befo
 
 def test_a_request_taken_from_a_dead_worker_goes_on_from_the_tokens_that_were_sent() -> None:
     state, sent = sends(
-        PREFILLED, came(0, 8), WorkerLost(D, 4.0, 5.0), Routed(2, P, D, 6.0), came(1, 9),
-        PrefillReplied(2, first(9), 0.5, {}, 7.0), CallFailed(1, CRASHED, 8.0),
+        PREFILLED,
+        came(0, 8),
+        WorkerLost(D, 4.0, 5.0),
+        Routed(2, P, D, 6.0),
+        came(1, 9),
+        PrefillReplied(2, first(9), 0.5, {}, 7.0),
+        CallFailed(1, CRASHED, 8.0),
         replied(10, attempt=2),
-    )  # fmt: skip
+    )
     assert ids(sent) == [7, 8, 9, 10] and state.phase is Phase.DONE
 
 
@@ -492,8 +506,14 @@ def test_a_decode_worker_that_was_lost_during_prefill_is_not_called_and_the_toke
     assert state.phase is Phase.PREFILLING and not actions, "its prompt is computed all the same"
     state, actions = step(state, PREFILLED)
     assert [type(action) for action in actions] == [
-        Send, NotePrefill, NoteLoss, StopWorkers, ReleaseKv, EndAttempt, Decide,
-    ]  # fmt: skip
+        Send,
+        NotePrefill,
+        NoteLoss,
+        StopWorkers,
+        ReleaseKv,
+        EndAttempt,
+        Decide,
+    ]
     assert state.phase is Phase.ROUTING and state.sent_tokens == 1
     assert actions[2].loss is Loss.WORKER_GONE and actions[-1] == Decide(2, frozenset({D}), True)
     ended, actions = step(after(PREFILLING, WorkerLost(D, 1.0, 2.7)), COMPLETES)

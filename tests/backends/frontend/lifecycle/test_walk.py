@@ -153,11 +153,16 @@ class World:
         self.attempts[call.attempt].calls -= 1
         if not self.is_calm and self.chance.random() < 0.25:
             errors: list[Exception] = [
-                KvMissing("gone"), StoreLost("down"), WorkerGone("left"), WorkerUnavailable("died"),
-                WorkerRefused("keys"), WorkerUnreached("cut"),
-                Overloaded("store_full", "full", 1.0), Overloaded("decode_slow", "slow", 1.0),
+                KvMissing("gone"),
+                StoreLost("down"),
+                WorkerGone("left"),
+                WorkerUnavailable("died"),
+                WorkerRefused("keys"),
+                WorkerUnreached("cut"),
+                Overloaded("store_full", "full", 1.0),
+                Overloaded("decode_slow", "slow", 1.0),
                 ValueError("a mistake"),
-            ]  # fmt: skip
+            ]
             return CallFailed(call.attempt, self.chance.choice(errors), self.now_s)
         if call.is_decode:
             left = text(self.first_of(call) + call.decoded, self.tokens)
@@ -199,8 +204,9 @@ class World:
     def deliver(self, attempt: int) -> LifecycleEvent:
         count = self.chance.randint(1, len(self.messages[attempt]))
         news, self.messages[attempt] = (
-            self.messages[attempt][:count], self.messages[attempt][count:]
-        )  # fmt: skip
+            self.messages[attempt][:count],
+            self.messages[attempt][count:],
+        )
         gap_s = self.chance.choice([0.0, 0.05, 1.0])
         return TokensArrived(attempt, "d", news, self.now_s, gap_s)
 

@@ -59,20 +59,21 @@ def server(scale: float = 1.0) -> dict[str, float]:
         'mooncake_prompt_tokens_total{model="prefill_0",path="fetched"}': 200 * scale,
         'mooncake_output_tokens_total{model="prefill_0"}': 100 * scale,
         'mooncake_output_tokens_total{model="decode_0"}': 900 * scale,
-        'mooncake_transfer_bytes_total{model="prefill_0",transport="nixl",direction="read"}':
-            1000 * scale,
-        'mooncake_transfer_bytes_total{model="decode_0",transport="nixl",direction="read"}':
-            3000 * scale,
+        'mooncake_transfer_bytes_total{model="prefill_0",transport="nixl",direction="read"}': 1000
+        * scale,
+        'mooncake_transfer_bytes_total{model="decode_0",transport="nixl",direction="read"}': 3000
+        * scale,
         'mooncake_transfer_failures_total{model="decode_0",transport="nixl"}': 3,
         'mooncake_store_bytes_used{model="conductor",node="s0"}': 2.5 * 2**20,
         'mooncake_store_bytes_max{model="conductor",node="s0"}': 5 * 2**20,
         'mooncake_store_bytes_max{model="conductor",node="s1"}': 0,  # is gone
         'mooncake_store_blocks{model="conductor",node="s0"}': 20,
         'mooncake_store_evictions_total{model="conductor",node="s0"}': 5 * scale,
-        **histogram("mooncake_ttft_seconds", {"0.1": 90 * scale, "0.2": 100 * scale,
-                                              "+Inf": 100 * scale}),
+        **histogram(
+            "mooncake_ttft_seconds", {"0.1": 90 * scale, "0.2": 100 * scale, "+Inf": 100 * scale}
+        ),
         **histogram("mooncake_tbt_seconds", {"0.1": 0, "+Inf": 0}),
-    }  # fmt: skip
+    }
     for model, role in (("prefill_0", "prefill"), ("decode_0", "decode")):
         series |= {
             f'mooncake_worker_info{{model="{model}",role="{role}",node="s0",'
@@ -85,7 +86,9 @@ def server(scale: float = 1.0) -> dict[str, float]:
             f'mooncake_kv_bytes_max{{model="{model}"}}': 256 * 2**17,
             f'mooncake_steps_total{{model="{model}"}}': 50 * scale,
             f'mooncake_step_seconds_total{{model="{model}"}}': 0.5 * scale,
-        }  # fmt: skip
-    series['mooncake_worker_info{model="decode_9",role="decode",node="s0",'
-           'fingerprint="f",block_tokens="64"}'] = 0  # was removed  # fmt: skip
+        }
+    series[
+        'mooncake_worker_info{model="decode_9",role="decode",node="s0",'
+        'fingerprint="f",block_tokens="64"}'
+    ] = 0  # was removed
     return series

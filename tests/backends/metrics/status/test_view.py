@@ -35,10 +35,19 @@ def test_amounts_are_told_for_the_last_seconds_and_since_the_start(seen: View) -
 def test_workers_are_those_that_are_there_with_their_recent_speed(seen: View) -> None:
     prefill, decode = seen.workers
     assert prefill == WorkerView(
-        "prefill_0", "prefill", "s0", running=4, waiting=3, pages_used=64, pages_max=256,
-        kv_bytes_used=64 * 2**17, kv_bytes_max=256 * 2**17, tokens_per_s=300.0,
-        step_s=pytest.approx(0.01), busy=pytest.approx(0.05),
-    )  # fmt: skip
+        "prefill_0",
+        "prefill",
+        "s0",
+        running=4,
+        waiting=3,
+        pages_used=64,
+        pages_max=256,
+        kv_bytes_used=64 * 2**17,
+        kv_bytes_max=256 * 2**17,
+        tokens_per_s=300.0,
+        step_s=pytest.approx(0.01),
+        busy=pytest.approx(0.05),
+    )
     assert (decode.name, decode.tokens_per_s) == ("decode_0", 90.0)
     assert seen.workers_live == {"prefill": 1, "decode": 0}
     assert seen.workers_wanted == {"prefill": 2.5}, "decode: nobody said so"
@@ -79,12 +88,23 @@ def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: i
     text = text_of(seen, columns)
     assert all(len(line) <= columns for line in text.splitlines())
     words = " ".join(text.split())
-    for part in ("up 100.0 s", "live requests 7", "TTFT p50 55.6 ms", "answered 10.0/s 200",
-                 "rejected 1.0/s 20", "ttft_slo 1.0/s 20", "prompt tokens cached 25% 25%",
-                 "prefill, 1 live", "decode, 0 live",
-                 "roles: prefill 2.5 wanted, 3 flips to it proposed", "prefill_0 s0 4 3 64/256",
-                 "300/s 10 ms 5%", "s0 2.5 MiB 5.0 MiB", "nixl 400 B/s, 3 failed",
-                 "further attempts 2"):  # fmt: skip
+    for part in (
+        "up 100.0 s",
+        "live requests 7",
+        "TTFT p50 55.6 ms",
+        "answered 10.0/s 200",
+        "rejected 1.0/s 20",
+        "ttft_slo 1.0/s 20",
+        "prompt tokens cached 25% 25%",
+        "prefill, 1 live",
+        "decode, 0 live",
+        "roles: prefill 2.5 wanted, 3 flips to it proposed",
+        "prefill_0 s0 4 3 64/256",
+        "300/s 10 ms 5%",
+        "s0 2.5 MiB 5.0 MiB",
+        "nixl 400 B/s, 3 failed",
+        "further attempts 2",
+    ):
         assert part in words, (part, text)
     assert "…" not in text, "something was cut"
 
@@ -110,9 +130,17 @@ def test_recent_means_the_last_seconds_however_often_it_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(None, "-"), (0.00123, "1.23 ms"), (0.0556, "55.6 ms"), (0.471, "471 ms"), (1.34, "1.3 s"),
-     (119.0, "119.0 s"), (600.0, "10 min"), (9000.0, "2.5 h")],
-)  # fmt: skip
+    [
+        (None, "-"),
+        (0.00123, "1.23 ms"),
+        (0.0556, "55.6 ms"),
+        (0.471, "471 ms"),
+        (1.34, "1.3 s"),
+        (119.0, "119.0 s"),
+        (600.0, "10 min"),
+        (9000.0, "2.5 h"),
+    ],
+)
 def test_durations_are_short(seconds: float | None, shown: str) -> None:
     assert duration(seconds) == shown
 
@@ -124,5 +152,9 @@ def test_bars_and_sizes() -> None:
     assert bar(11, 10).plain == "█" * 10
     assert bar(0, 0).plain == "░" * 10
     assert [size(n) for n in (0, 1023, 2048, 3.5 * 2**20, 2**30)] == [
-        "0 B", "1023 B", "2.0 KiB", "3.5 MiB", "1.0 GiB",
-    ]  # fmt: skip
+        "0 B",
+        "1023 B",
+        "2.0 KiB",
+        "3.5 MiB",
+        "1.0 GiB",
+    ]

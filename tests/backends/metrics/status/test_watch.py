@@ -95,8 +95,10 @@ def test_web_becomes_a_gateway_before_that_frontend(monkeypatch: pytest.MonkeyPa
     assert became[0][1:3] == ["-m", "backends.gateway"]
     said = dict(zip(became[0][3::2], became[0][4::2], strict=True))
     assert said == {
-        "--name": "status-page", "--port": "9081", "--frontend": "127.0.0.1:7",
+        "--name": "status-page",
+        "--port": "9081",
+        "--frontend": "127.0.0.1:7",
         "--metrics": address,
-    }  # fmt: skip
+    }
     code, output = run(url, "--web")
     assert code == 1 and "mooncake serve" in output and len(became) == 1

@@ -15,9 +15,14 @@ def job(name: str, *pages: int) -> Any:
 
 def step(window: StepWindow, *jobs: Any) -> SentStep:
     sent = SentStep(
-        number=window.next_number, chunks=[], jobs=jobs, finished=[], started_s=0.0, sent_s=0.0,
+        number=window.next_number,
+        chunks=[],
+        jobs=jobs,
+        finished=[],
+        started_s=0.0,
+        sent_s=0.0,
         predicted_s=0.1,
-    )  # fmt: skip
+    )
     window.sent(sent)
     return sent
 

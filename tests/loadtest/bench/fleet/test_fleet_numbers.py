@@ -22,8 +22,12 @@ PROMISED = {
     "chaos_finished_share": (">=", 0.99),
     "chaos_wrong_tokens": ("<=", 0.0),
 }
-REPORT = {"outcomes": {"finished": 99, "unavailable": 1}, "finished_share": 0.99,
-          "wrong_tokens": 0, "broken": []}  # fmt: skip
+REPORT = {
+    "outcomes": {"finished": 99, "unavailable": 1},
+    "finished_share": 0.99,
+    "wrong_tokens": 0,
+    "broken": [],
+}
 
 
 def refuse() -> None:
@@ -57,9 +61,8 @@ def test_without_namespaces_the_others_say_so(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("changes_s", "expected"),
-    [([4.0, 3.0, 7.5], {"leader_change_s": 4.0, "leader_change_s_worst": 7.5}),
-     ([4.0, None], {})],
-)  # fmt: skip
+    [([4.0, 3.0, 7.5], {"leader_change_s": 4.0, "leader_change_s_worst": 7.5}), ([4.0, None], {})],
+)
 def test_the_median_and_the_worst_leader_change_count_if_all_came(
     monkeypatch: pytest.MonkeyPatch, changes_s: list[float | None], expected: dict[str, float]
 ) -> None:

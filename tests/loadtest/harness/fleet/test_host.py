@@ -26,12 +26,21 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("prefill_a_0", "prefill"), ("decode_0", "decode"), ("triton frontend", "frontend"),
-        ("triton decode_0", "triton"), ("node a0", "node"), ("directory", "directory"),
-        ("etcd", "etcd"), ("conductor", "conductor"), ("launcher", "launcher"),
-        ("preprocessing", ""), ("python3", ""), ("prefill", "prefill"), ("", ""),
+        ("prefill_a_0", "prefill"),
+        ("decode_0", "decode"),
+        ("triton frontend", "frontend"),
+        ("triton decode_0", "triton"),
+        ("node a0", "node"),
+        ("directory", "directory"),
+        ("etcd", "etcd"),
+        ("conductor", "conductor"),
+        ("launcher", "launcher"),
+        ("preprocessing", ""),
+        ("python3", ""),
+        ("prefill", "prefill"),
+        ("", ""),
     ],
-)  # fmt: skip
+)
 def test_a_process_has_a_kind_by_its_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
@@ -53,8 +62,18 @@ def hosts() -> Iterator[Namespaces]:
 def store(hosts: Namespaces, tmp_path: Path) -> Iterator[DirectoryClient]:
     """A directory on a, a node on each."""
     directory = f"tcp://{hosts.address('a')}:7001"
-    begin(hosts, "a", tmp_path, "directory", "--address", directory,
-          "--events", f"tcp://{hosts.address('a')}:7002", "--node-ttl-s", "2")  # fmt: skip
+    begin(
+        hosts,
+        "a",
+        tmp_path,
+        "directory",
+        "--address",
+        directory,
+        "--events",
+        f"tcp://{hosts.address('a')}:7002",
+        "--node-ttl-s",
+        "2",
+    )
     for host in hosts.hosts:
         begin_node(hosts, host, tmp_path)
     client = DirectoryClient(directory, timeout_s=1.0)
@@ -71,9 +90,21 @@ def begin(hosts: Namespaces, host: str, folder: Path, module: str, *arguments: s
 
 
 def begin_node(hosts: Namespaces, host: str, folder: Path) -> None:
-    begin(hosts, host, folder, "node", "--node-id", f"{host}0",
-          "--directory", f"tcp://{hosts.address('a')}:7001", "--segment-bytes", str(8 * MIB),
-          "--segment-path", str(folder / f"segment-{host}"), "--mapped-only")  # fmt: skip
+    begin(
+        hosts,
+        host,
+        folder,
+        "node",
+        "--node-id",
+        f"{host}0",
+        "--directory",
+        f"tcp://{hosts.address('a')}:7001",
+        "--segment-bytes",
+        str(8 * MIB),
+        "--segment-path",
+        str(folder / f"segment-{host}"),
+        "--mapped-only",
+    )
 
 
 def nodes_of(client: DirectoryClient) -> set[str]:

@@ -151,9 +151,10 @@ def test_a_fault_that_cannot_be_made_leaves_nothing_of_itself(hosts: Namespaces)
     name = hosts.name("a")
     with pytest.raises(NamespaceFailed, match="no_such_table"):
         NetworkFault(
-            "half", [(name, "nft add table inet half"), (name, "nft delete table no_such_table")],
+            "half",
+            [(name, "nft add table inet half"), (name, "nft delete table no_such_table")],
             [(name, "nft delete table inet half")],
-        )  # fmt: skip
+        )
     assert "half" not in run_tool("ip", "netns", "exec", name, "nft", "list", "ruleset")
 
 
@@ -193,9 +194,11 @@ sys.stdin.read()
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one() -> None:
     run = subprocess.Popen(
-        [sys.executable, "-c", KILLED_RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", KILLED_RUN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[4],
-    )  # fmt: skip
+    )
     assert run.stdout is not None
     pid, name, outside = run.stdout.readline().decode().split()
     with Namespaces(("a",)):

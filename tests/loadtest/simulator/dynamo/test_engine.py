@@ -86,11 +86,13 @@ def test_a_prompt_that_comes_during_a_step_joins_at_its_end() -> None:
     assert late.prefilled_s == 1.0 + prefill_pass_s(1_000)
     assert 0 <= late.joined_s - late.prefilled_s < 2 * STEP_S
     assert late.joined_s == pytest.approx(
-        long.first_token_s - Steps.of(1, 1_000, 2_048 * 512).first_s
+        long.first_token_s
+        - Steps.of(1, 1_000, 2_048 * 512).first_s
         + Steps.of(1, 1_000, 2_048 * 512).seconds(
             Steps.of(1, 1_000, 2_048 * 512).until(late.prefilled_s - long.joined_s)
-        ), abs=1e-12,
-    )  # fmt: skip
+        ),
+        abs=1e-12,
+    )
 
 
 def test_only_whole_blocks_hit_and_the_last_token_is_always_computed() -> None:

@@ -114,9 +114,14 @@ def test_times_come_back_from_a_file_as_they_were(tmp_path: Path, seed: int) -> 
 def served(number: int, arrived_s: float, ttft_s: float, rest_s: float) -> SimulatedJob:
     first_s = arrived_s + ttft_s
     return SimulatedJob(
-        number, Request(f"r{number}", 1_000, (), 100), 100, arrived_s, prefilled_s=first_s,
-        first_token_s=first_s, finished_s=first_s + rest_s,
-    )  # fmt: skip
+        number,
+        Request(f"r{number}", 1_000, (), 100),
+        100,
+        arrived_s,
+        prefilled_s=first_s,
+        first_token_s=first_s,
+        finished_s=first_s + rest_s,
+    )
 
 
 def rejected(number: int) -> SimulatedJob:
@@ -153,8 +158,14 @@ def test_every_request_ends_once_and_leaves_nothing_behind(offered: list[Offered
     for found in jobs:
         if found.reject:
             continue
-        times_s = (found.arrived_s, found.started_s, found.prefilled_s, found.joined_s,
-                   found.first_token_s, found.finished_s)  # fmt: skip
+        times_s = (
+            found.arrived_s,
+            found.started_s,
+            found.prefilled_s,
+            found.joined_s,
+            found.first_token_s,
+            found.finished_s,
+        )
         known_s = [time_s for time_s in times_s if time_s is not None]
         assert len(known_s) == 6 and known_s == sorted(known_s)
     assert all(pool.room == pool.blocks for pool in fleet.pools)

@@ -45,8 +45,10 @@ def test_removing_gives_up_every_copy_and_says_so() -> None:
     before = directory.sequence
     assert directory.remove(keys[:1], 1.0) == [True]
     directory.check()
-    assert directory.events_since(before) == [BlockRemoved(keys[0], "s0"),
-                                              BlockRemoved(keys[0], "s1")]  # fmt: skip
+    assert directory.events_since(before) == [
+        BlockRemoved(keys[0], "s0"),
+        BlockRemoved(keys[0], "s1"),
+    ]
     assert directory.exist(b"".join(keys), 1.0) == bytes([0, 1])
     assert directory.stats(1.0).nodes[0].free_units == 7, "free at once: nobody was in it"
 

@@ -43,8 +43,10 @@ def test_a_snapshot_without_blocks_says_where_the_events_go_on() -> None:
     whole, light = directory.snapshot(0.0), directory.snapshot(0.0, with_blocks=False)
     assert len(whole.holders) == 3 and light.holders == ()
     assert (light.epoch, light.sequence, light.nodes) == (
-        whole.epoch, whole.sequence, whole.nodes,
-    )  # fmt: skip
+        whole.epoch,
+        whole.sequence,
+        whole.nodes,
+    )
 
 
 def test_a_replica_filled_by_pages_between_events_has_nothing_that_is_not_so(seed: int) -> None:

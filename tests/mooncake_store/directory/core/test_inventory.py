@@ -70,9 +70,12 @@ def test_of_two_copies_of_a_key_the_later_one_is_kept() -> None:
 
 def test_blocks_that_cannot_be_true_are_left_out() -> None:
     impossible = [
-        held(KEYS[0], 8, 1), held(KEYS[1], 7, 2, units=2), held(KEYS[2], 0, 3, units=0),
-        held(KEYS[3], 1, 4, state=7), held(KEYS[5], 6, GENERATION_MAX, units=2),
-    ]  # fmt: skip
+        held(KEYS[0], 8, 1),
+        held(KEYS[1], 7, 2, units=2),
+        held(KEYS[2], 0, 3, units=0),
+        held(KEYS[3], 1, 4, state=7),
+        held(KEYS[5], 6, GENERATION_MAX, units=2),
+    ]
     assert adopted(restarted(), *impossible, held(KEYS[4], 7, 5)) == [KEYS[4]]
 
 
@@ -166,8 +169,11 @@ def test_generations_grow_past_all_that_is_adopted_though_the_clock_was_set_back
     old = earlier.allocate("s0", [KEYS[0]], "w", 5.0, False, 0.0).slots[0]
     assert old is not None
     later = restarted(epoch=epoch)
-    adopted(later, held(KEYS[0], old.slot, old.generation, state=STATE_WRITING),
-            held(KEYS[2], 6, old.generation - 1))  # fmt: skip
+    adopted(
+        later,
+        held(KEYS[0], old.slot, old.generation, state=STATE_WRITING),
+        held(KEYS[2], 6, old.generation - 1),
+    )
     new = later.allocate("s0", [KEYS[1]], "w", 5.0, False, 0.0).slots[0]
     assert new is not None and new.generation > old.generation
     late = [(KEYS[0], old.slot, old.generation, 5)]
@@ -227,23 +233,39 @@ def test_random_inventories_keep_every_block_that_nothing_contradicts_and_no_ove
     for _ in range(300):
         pool = SlotPool(rng.randint(1, 24), BLOCK_BYTES)
         blocks = [
-            held(rng.choice(KEYS), rng.randint(0, 24), generation, rng.randint(1, 4),
-                  rng.choice([STATE_READY, STATE_READY, STATE_WRITING, STATE_EPHEMERAL]))
+            held(
+                rng.choice(KEYS),
+                rng.randint(0, 24),
+                generation,
+                rng.randint(1, 4),
+                rng.choice([STATE_READY, STATE_READY, STATE_WRITING, STATE_EPHEMERAL]),
+            )
             for generation in rng.sample(range(100), rng.randint(0, 12))
-        ]  # fmt: skip
+        ]
         kept = consistent(sound(blocks, pool), pool)
 
         def units(one: InventoryBlock) -> set[int]:
             return set(range(one.slot, one.slot + one.size_bytes // BLOCK_BYTES))
 
         fits = [one for one in blocks if max(units(one)) < pool.units]
-        whole = [one for one in fits if not any(
-            other.generation > one.generation and units(one) & units(other) for other in fits
-        )]  # fmt: skip
-        expected = [one for one in whole if one.state != STATE_READY or not any(
-            other.key == one.key and other.state == STATE_READY
-            and other.generation > one.generation for other in whole
-        )]  # fmt: skip
+        whole = [
+            one
+            for one in fits
+            if not any(
+                other.generation > one.generation and units(one) & units(other) for other in fits
+            )
+        ]
+        expected = [
+            one
+            for one in whole
+            if one.state != STATE_READY
+            or not any(
+                other.key == one.key
+                and other.state == STATE_READY
+                and other.generation > one.generation
+                for other in whole
+            )
+        ]
         assert kept == sorted(expected, key=lambda one: one.slot)
         assert all(pool.adopt(one.slot, len(units(one))) for one in kept)
         pool.check()

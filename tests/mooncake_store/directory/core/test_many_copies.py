@@ -23,8 +23,12 @@ def looked_up(directory: Directory, now_s: float) -> tuple[Copy, ...]:
 def test_the_answer_for_a_hot_block_follows_every_copy_that_comes_and_goes(seed: int) -> None:
     chance, directory = random.Random(seed), directory_with(*NODES)
     for node_id in NODES[:3]:  # an SSD beside some of them
-        info = replace(node_info(node_id), node_id=node_id + SSD_SUFFIX, tier="ssd",
-                       segment_bytes=8 * BLOCK_BYTES)  # fmt: skip
+        info = replace(
+            node_info(node_id),
+            node_id=node_id + SSD_SUFFIX,
+            tier="ssd",
+            segment_bytes=8 * BLOCK_BYTES,
+        )
         directory.register_node(info, 0.0)
         directory.attach(info.node_id, "print", BLOCK_BYTES, 0.0)
     holders = [*NODES, *(node_id + SSD_SUFFIX for node_id in NODES[:3])]

@@ -122,9 +122,10 @@ def test_a_pin_of_an_unknown_kind_or_without_an_end_is_refused() -> None:
 
 def test_pins_are_bounded_and_leave_nothing_behind() -> None:
     table = PinTable()
-    table.refuse_too_many(PINS_MAX)
+    most = range(PINS_MAX)
+    table.checked(most, "hard", 0.0)  # type: ignore[arg-type]
     with pytest.raises(StoreFull, match="the limit is"):
-        table.refuse_too_many(PINS_MAX + 1)
+        table.checked(range(PINS_MAX + 1), "hard", 0.0)  # type: ignore[arg-type]
     for number in range(1_000):
         table.set(b"one".ljust(16), Pin.SOFT, float(number))
         table.check()

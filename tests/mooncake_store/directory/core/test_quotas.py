@@ -13,9 +13,13 @@ from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node
 
 
 def store(
-    directory: Directory, keys: list[bytes], tenant: str, now_s: float, node_id: str = "s0",
+    directory: Directory,
+    keys: list[bytes],
+    tenant: str,
+    now_s: float,
+    node_id: str = "s0",
     is_released: bool = True,
-) -> int:  # fmt: skip
+) -> int:
     """How many of them got a place."""
     given = directory.allocate(node_id, keys, "w", 50.0, False, now_s, BLOCK_BYTES, tenant)
     blocks = [

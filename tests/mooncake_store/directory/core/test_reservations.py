@@ -19,9 +19,15 @@ LEASE_S = 60.0
 
 
 def ask(
-    directory: Directory, rows: list[tuple[bytes, int, int, int]], wished: int, now_s: float = 0.0,
-    owner: str = "w", size_bytes: int = BLOCK_BYTES, tenant: str = "", epoch: int = 0,
-) -> ReservedCommit:  # fmt: skip
+    directory: Directory,
+    rows: list[tuple[bytes, int, int, int]],
+    wished: int,
+    now_s: float = 0.0,
+    owner: str = "w",
+    size_bytes: int = BLOCK_BYTES,
+    tenant: str = "",
+    epoch: int = 0,
+) -> ReservedCommit:
     answer = directory.commit_reserved(
         "s0", rows, owner, size_bytes, wished, LEASE_S, now_s, epoch, tenant
     )
@@ -39,8 +45,11 @@ def test_a_reserved_slot_names_its_block_when_it_is_committed() -> None:
     assert len(given.slots) == 3 and given.epoch == directory.epoch
     (node,) = directory.stats(0.0).nodes
     assert (node.reserved_units, node.used_units, node.used_bytes, node.writing_blocks) == (
-        3, 3, 0, 0,
-    )  # fmt: skip
+        3,
+        3,
+        0,
+        0,
+    )
     keys = chain(3)
     answer = ask(directory, rows(keys[:2], given.slots[:2]), 0)
     assert answer.verdicts == (STORED, STORED) and answer.is_held

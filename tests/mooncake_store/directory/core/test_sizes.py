@@ -116,8 +116,11 @@ def test_sizes_come_and_go_without_losing_a_unit(seed: int) -> None:
             directory.release("w", now_s)
             writing.clear()
         else:
-            blocks = [(key, slot.slot, slot.generation, 1)
-                      for key, slot in zip(keys, given.slots, strict=True) if slot]  # fmt: skip
+            blocks = [
+                (key, slot.slot, slot.generation, 1)
+                for key, slot in zip(keys, given.slots, strict=True)
+                if slot
+            ]
             directory.commit("s0", blocks, "w", rng.choice([0.0, 5.0]), now_s)
         directory.check()
     assert directory.stats(150.0).evictions > 100

@@ -66,9 +66,16 @@ class _Wrapper:
         self.plans = 0
 
     def _planned(
-        self, starts: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,
-        last_page_len: torch.Tensor, heads: int, kv_heads: int, head_dim: int, page_size: int,
-    ) -> None:  # fmt: skip
+        self,
+        starts: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
         for integers in (starts, indptr, indices, last_page_len):
             assert integers.dtype == torch.int32
         assert len(starts) == len(indptr) == len(last_page_len) + 1
@@ -162,9 +169,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         assert causal
         self._planned(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-            num_kv_heads, head_dim_qk, page_size,
-        )  # fmt: skip
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+        )
 
 
 FLASHINFER = SimpleNamespace(

@@ -116,8 +116,11 @@ def test_padding_is_the_work_with_the_shortest_context_once_more() -> None:
     assert inputs[:4].tolist() == [9, 8, 7, 8]
     assert inputs[4:8].tolist() == [2 * B, 5, B, 5]
     assert inputs[8:].reshape(4, 4).tolist() == [
-        [1, 2, 3, 1], [4, 4, 4, 4], [5, 6, 5, 5], [4, 4, 4, 4],
-    ]  # fmt: skip
+        [1, 2, 3, 1],
+        [4, 4, 4, 4],
+        [5, 6, 5, 5],
+        [4, 4, 4, 4],
+    ]
 
 
 def test_a_recording_that_fails_is_told_once_and_the_ragged_way_goes_on(

@@ -153,9 +153,11 @@ def test_a_kernel_that_is_not_right_is_named_with_the_reason() -> None:
 
     memory = memory_of()
     known = [
-        ("one", missing), ("two", Wrong), ("three", lambda: Wrong(error="no kernel image")),
+        ("one", missing),
+        ("two", Wrong),
+        ("three", lambda: Wrong(error="no kernel image")),
         ("four", lambda: VarlenKernels(False)),
-    ]  # fmt: skip
+    ]
     found = list(paged_kernels.tried(known, memory, 8))
     assert [kernels is not None for kernels, _ in found] == [False, False, False, True]
     assert found[0][1] == "one: ModuleNotFoundError: No module named 'flashinfer'"
@@ -229,9 +231,11 @@ def test_attention_without_a_whole_mask_is_that_with_one(
     mask = torch.ones(tokens, end, dtype=torch.bool).tril(start)
     shape = (2, 3, end, 16)
     expected = F.scaled_dot_product_attention(
-        queries.permute(1, 2, 0, 3), keys[:, None, :end].expand(shape),
-        values[:, None, :end].expand(shape), attn_mask=mask,
-    ).permute(2, 0, 1, 3)  # fmt: skip
+        queries.permute(1, 2, 0, 3),
+        keys[:, None, :end].expand(shape),
+        values[:, None, :end].expand(shape),
+        attn_mask=mask,
+    ).permute(2, 0, 1, 3)
     ours = torch.full_like(queries, torch.nan)
     causal_attention.by_torch(queries, keys, values, start, ours)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)

@@ -57,8 +57,9 @@ class Executor:
         self.args, self.shape = args, shape
         self.blocks = BlockManager(
             (cache.max_tokens or DEFAULT_KV_TOKENS) // shape.tokens_per_block,
-            shape.tokens_per_block, cache.enable_block_reuse,
-        )  # fmt: skip
+            shape.tokens_per_block,
+            cache.enable_block_reuse,
+        )
         self.stream = FakeStream()
         tp_size = args.tensor_parallel_size
         self.ranks = [RankModel(shape, r, tp_size, self.blocks.blocks) for r in range(tp_size)]
@@ -148,10 +149,18 @@ class Executor:
         self._finish_aborted()
         self._poll()
         contexts = [count for request, start, count in batch if start < len(request.prompt)]
-        self.stats.append(iteration_stats(
-            self.iterations, len(self._active), len(self._waiting), self._completed,
-            self.args.max_batch_size, self.blocks, contexts, len(batch),
-        ))  # fmt: skip
+        self.stats.append(
+            iteration_stats(
+                self.iterations,
+                len(self._active),
+                len(self._waiting),
+                self._completed,
+                self.args.max_batch_size,
+                self.blocks,
+                contexts,
+                len(batch),
+            )
+        )
 
     def _compute(self, batch: list[Part]) -> None:
         running = batch

@@ -36,12 +36,15 @@ class ProcessExecutor:
         self.error: BaseException | None = None
         self._requests: dict[int, LlmRequest] = {}
         self._lock = threading.Lock()
-        environment = {name: value for name, value in os.environ.items()
-                       if name.startswith(PASSED_ON)}  # fmt: skip
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tensorrt_llm._fake.executor_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
         self._send((args, shape))
         assert self._process.stdout is not None
         try:
@@ -66,10 +69,18 @@ class ProcessExecutor:
             raise RuntimeError(f"the executor failed: {self.error}")
         with self._lock:
             self._requests[request.request_id] = request
-        self._send((
-            "submit", request.request_id, request.prompt, request.max_tokens, request.end_id,
-            request.cache_salt, request.kind, request.opaque_state,
-        ))  # fmt: skip
+        self._send(
+            (
+                "submit",
+                request.request_id,
+                request.prompt,
+                request.max_tokens,
+                request.end_id,
+                request.cache_salt,
+                request.kind,
+                request.opaque_state,
+            )
+        )
 
     def abort(self, request: LlmRequest) -> None:
         self._send(("abort", request.request_id))
@@ -151,9 +162,15 @@ class Child:
         self._executor.shutdown()
 
     def _submit(
-        self, request_id: int, prompt: list[int], max_tokens: int, end_id: int,
-        salt: str | None, kind: str, opaque_state: bytes,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int,
+        end_id: int,
+        salt: str | None,
+        kind: str,
+        opaque_state: bytes,
+    ) -> None:
         request = LlmRequest(
             request_id, prompt, max_tokens, end_id, salt, kind=kind, opaque_state=opaque_state
         )

@@ -176,10 +176,12 @@ class LLM:
         if self.args.skip_tokenizer_init and sampling.end_id is None:
             raise ValueError("end_id must be set when there is no tokenizer")
         request = LlmRequest(
-            next(self._ids), prompt, sampling.max_tokens,
+            next(self._ids),
+            prompt,
+            sampling.max_tokens,
             end_id=-1 if sampling.ignore_eos or sampling.end_id is None else sampling.end_id,
             cache_salt=cache_salt,
-        )  # fmt: skip
+        )
         if disaggregated_params is not None:
             assert self.args.cache_transceiver_config is not None, "no cache transceiver"
             request.kind = str(disaggregated_params.request_type)

@@ -18,7 +18,12 @@ if not HAS_NEW_API:
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
 __all__ = [
-    "KvCacheConnectorScheduler", "KvCacheConnectorSchedulerOutputManager",
-    "KvCacheConnectorSchedulerOutputRequest", "KvCacheConnectorWorker", "LlmRequestState",
-    "RequestData", "SchedulerOutput", "mpi_rank",
-]  # fmt: skip
+    "KvCacheConnectorScheduler",
+    "KvCacheConnectorSchedulerOutputManager",
+    "KvCacheConnectorSchedulerOutputRequest",
+    "KvCacheConnectorWorker",
+    "LlmRequestState",
+    "RequestData",
+    "SchedulerOutput",
+    "mpi_rank",
+]
