@@ -64,18 +64,18 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## measure what README.md and docs/measurements.md quote
-	$(BIN)/python -m loadtest.bench.reuse $(ARGS)
-	$(BIN)/python -m loadtest.bench.transports
-	$(BIN)/python -m loadtest.bench.overhead
-	$(BIN)/python -m loadtest.bench.store
-	$(BIN)/python -m loadtest.bench.ssd_tier
+bench: $(READY)  ## measure what README.md and bench/RESULTS.md quote
+	$(BIN)/python -m bench.reuse $(ARGS)
+	$(BIN)/python -m bench.transports
+	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.store
+	$(BIN)/python -m bench.ssd_tier
 
 leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)
-	$(BIN)/python -m loadtest.bench.leaks $(ARGS)
+	$(BIN)/python -m bench.leaks $(ARGS)
 
 clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
-	$(BIN)/python -m loadtest.clients $(ARGS)
+	$(BIN)/python -m bench.clients $(ARGS)
 
 loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")
 	@exec $(BIN)/python -m loadtest.users --users $(USERS) --seconds $(SECONDS) $(ARGS)

@@ -40,7 +40,7 @@ LEADING = {"exec", "sudo", "nice", "do", "then"}
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
 PLACEHOLDER = "NAME"
 README_LINES_MAX = 150
-OURS = ("backends", "conductor", "loadtest", "mooncake_store", "tests")
+OURS = ("backends", "bench", "conductor", "loadtest", "mooncake_store", "tests", "tools")
 
 
 class WrongCommand(Exception):
@@ -290,8 +290,8 @@ def test_a_block_knows_its_line_its_section_why_it_is_not_run_and_whether_it_ser
         ("make serf", "no target serf"),
         ('make serve ARGS="--http-prot 9000"', "no option --http-prot"),
         ("make serve ARG=1", "no variable ARG"),
-        ("python -m loadtest.bench.reused", "no loadtest.bench.reused"),
-        (".venv/bin/python -m loadtest.bench.reuse --no-such", "no option --no-such"),
+        ("python -m bench.reused", "no bench.reused"),
+        (".venv/bin/python -m bench.reuse --no-such", "no option --no-such"),
         ("echo a && .venv/bin/mooncake status --twice", "no option --twice"),
         ("curl -d '{\"a\": }' b", "no JSON"),
     ],

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("conductor", "mooncake_store", "backends", "loadtest", "tests")
+PACKAGES = ("conductor", "mooncake_store", "backends", "loadtest", "bench", "tools", "tests")
 OF_THE_PAST = ("CHANGELOG.md", "docs/decisions/")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+)`")

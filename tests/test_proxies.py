@@ -34,8 +34,10 @@ from backends.metrics.status.readings import fetch_page as fetch_status
 from backends.model_settings.running_system import ask_at
 from backends.tracing.request_spans import SpanRecord
 from backends.tracing.trace_context import TraceContext
-from loadtest.bench import leaks
-from loadtest.bench.gateway import loads
+from bench import leaks
+from bench.clients.keyed_gateway import running_gateway
+from bench.gateway import loads
+from bench.harness.fleet.served_fleet import not_ready
 from loadtest.client import sse_client
 from loadtest.client.http_interfaces import OpenAiInterface
 from loadtest.client.metrics_page import fetch_page
@@ -43,8 +45,6 @@ from loadtest.client.openai_server import http_address, served_at
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.server import addresses_of
 from loadtest.client.triton_client import TritonClient
-from loadtest.clients.keyed_gateway import running_gateway
-from loadtest.harness.fleet.served_fleet import not_ready
 from loadtest.harness.server import model_states
 from loadtest.users.__main__ import gateway_is_ready
 from mooncake_store.directory.etcd import EtcdClient
@@ -248,7 +248,7 @@ ASKS_PROXIES = re.compile(r"\burlopen\(|(?<![.\w])requests\.\w+\(|\b(in)?secure_
 TRIED = {
     "backends/gateway/frontend_calls.py",
     "backends/worker_tls.py",
-    "loadtest/bench/leaks.py",
+    "bench/leaks.py",
     "loadtest/client/triton_client.py",
     "loadtest/users/senders.py",
     "mooncake_store/directory/etcd.py",
@@ -259,7 +259,7 @@ def test_no_other_module_calls_what_asks_the_proxies_of_the_environment() -> Non
     """A new client uses backends/direct_http.py, or is tried above."""
     found = {
         str(path.relative_to(ROOT))
-        for folder in ("backends", "conductor", "loadtest", "mooncake_store")
+        for folder in ("backends", "bench", "conductor", "loadtest", "mooncake_store", "tools")
         for path in (ROOT / folder).rglob("*.py")
         if ASKS_PROXIES.search(path.read_text())
     }

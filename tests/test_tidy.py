@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"conductor", "mooncake_store", "backends", "loadtest"}
+SHIPPED = {"conductor", "mooncake_store", "backends", "loadtest"}
+PACKAGES = {*SHIPPED, "bench", "tools"}
 MAY_IMPORT = {
     "conductor": {"mooncake_store"},
     "mooncake_store": set(),
     "backends": {"conductor", "mooncake_store"},
     "loadtest": {"conductor", "mooncake_store", "backends"},
+    "bench": SHIPPED,
+    "tools": {*SHIPPED, "bench"},
     "tests": PACKAGES,
 }
 STANDARD_PURE = {
@@ -68,6 +71,17 @@ FLOORS = {
         {"locustfile"}, {"bench", "clients"}, {"planner"}, {"users", "simulator"}, {"profile"},
         {"harness"}, {"replay"}, {"report"}, {"client"}, {"results"},
     ],
+    "bench": [
+        {
+            "connector", "directory", "engine_gpu", "fleet", "gateway", "index", "layerwise",
+            "leader_change", "overhead", "pipeline", "plan", "reuse", "segment_pages",
+            "sim_reality", "start_stop", "store", "tenants", "tracing", "transports",
+        },
+        {"cross_host", "engine", "leaks", "overload", "ssd_tier"},
+        {"clients", "paper", "store/ways"},
+        {"crowd", "dynamo"}, {"harness"},
+    ],
+    "tools": [{"demo_model", "metric_docs", "parameter_docs"}, {"parameter_meanings"}],
 }  # fmt: skip
 # Folders without clock, I/O and randomness of their own.
 PURE_FOLDERS = (

@@ -23,6 +23,7 @@ from tests.e2e.server import wait_until
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("backends", "conductor", "loadtest", "mooncake_store")
+ONLY_IN_A_CLONE = ("bench", "tools")
 # Of these packages only what is for readers of the source stays at home.
 LEFT_OUT = (".md",)
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
@@ -45,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "out"))
     build = ("pyproject.toml", "README.md", "LICENSE", "backends/model_repository")
     for name in {*tracked(), *build}:
-        if name.startswith((*PACKAGES, "model_repository")) or name in build:
+        if name.startswith((*PACKAGES, *ONLY_IN_A_CLONE, "model_repository")) or name in build:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)
     built = subprocess.run(
@@ -78,6 +79,11 @@ def test_the_wheel_holds_each_file_of_the_packages_as_it_is(unpacked: Path) -> N
         name for name in expected if (unpacked / name).read_bytes() != (ROOT / name).read_bytes()
     ]
     assert not other
+
+
+def test_the_wheel_holds_no_benchmark_and_no_tool(unpacked: Path) -> None:
+    assert all((ROOT / name / "__init__.py").is_file() for name in ONLY_IN_A_CLONE)
+    assert not [name for name in ONLY_IN_A_CLONE if (unpacked / name).exists()]
 
 
 def test_the_wheel_holds_the_model_repository_that_the_checkout_serves(unpacked: Path) -> None:

@@ -22,7 +22,7 @@ it has none:
 
 Logprobs, for requests that want them, are of the logits before all of this (token_logprobs.py).
 
-Not here: the parameters and their limits (sampling_params.py), when a request ends (generate.py).
+Not here: the parameters and their limits (sampling_params.py).
 """
 
 from __future__ import annotations

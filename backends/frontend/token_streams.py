@@ -4,7 +4,7 @@ A prefill worker sends a message with the first token while it still puts the KV
 
 A decode worker sends one message per step with the new tokens of all requests that it decodes for
 this frontend: a message per token through Triton costs more CPU than the token
-(docs/measurements.md). The call that started a request (grpc_calls.ask) only says when and how
+(bench/RESULTS.md). The call that started a request (grpc_calls.ask) only says when and how
 it ended, and how many tokens came by message.
 
 Messages to clients cost as well, on both sides of the network. A frontend sends at most

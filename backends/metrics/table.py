@@ -1,7 +1,7 @@
 """Every metric that this project shows on Triton's metrics port: name, kind, unit, meaning.
 
 The only place where a metric is declared: publishing another name, label or label value fails
-(backends/metrics/page.py), and docs/metrics.md is printed from it (backends/metrics/docs.py).
+(backends/metrics/page.py), and docs/metrics.md is printed from it (tools/metric_docs.py).
 
 Prometheus' habits: base units in the name (`_seconds`, `_bytes`), `_total` at the end of a counter.
 Every series also carries `model`, the Triton model that publishes it. Pure: no Triton, no numbers.

@@ -26,8 +26,7 @@ Rules worth knowing:
 * the context is the prompt's end: a request that moves to another worker gives what the client
   has, and finds every stop word that the first worker would have found.
 
-Not here: when a request ends otherwise (engine/generate.py), limits on stop words
-(engine/sampling_params.py).
+Not here: limits on stop words (engine/sampling_params.py).
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Options:
         have no room by that. Then only the workers with room remain, if there are any: True.
 
         Its time between tokens is not asked for here: of many forecasts the best is mostly the one
-        that is most wrong, and prompts were computed for nothing (docs/measurements.md)."""
+        that is most wrong, and prompts were computed for nothing (bench/RESULTS.md)."""
         if chosen.has_room:
             return False
         has_room = np.zeros_like(self._has_room)

@@ -1,1 +1,5 @@
-"""Do public load generators, unchanged, see the TTFT that the server says it has?"""
+"""A notice for one release: this folder is now bench/clients/ of a clone."""
+
+import sys
+
+sys.exit("loadtest.clients has moved: run `python -m bench.clients`, in a clone of the repository")

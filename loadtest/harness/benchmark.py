@@ -8,8 +8,7 @@ What is compared takes turns in every round, because the machine may be busy now
 later; then medians of the rounds are compared. The clock of a benchmark runs from its first second
 until all that it started has ended.
 
-Not here: the shape of the result (result.py), starting servers (server.py) and other processes
-(processes.py).
+Not here: the shape of the result (result.py), starting servers (server.py).
 """
 
 from __future__ import annotations

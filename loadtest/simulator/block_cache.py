@@ -17,7 +17,7 @@ just used. For blocks of one size and one cost no policy has more hits (Belady 1
 and what a directory must do besides (room for a whole request at once) can only cost hits. A chain
 is used from its start, so no start is used later than its end: there are no holes.
 
-Not here: what is asked of it (experiments/hit_rate.py).
+Not here: what is asked of it (hit_rate.py).
 """
 
 from __future__ import annotations

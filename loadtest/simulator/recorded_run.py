@@ -5,7 +5,7 @@ hand-over to decode was not hidden is in the interval after it. Between the firs
 a job keeps no times: its record is compact. Samples are those numbers of a real metrics page that
 the workers of a simulation know.
 
-Not here: which fleet and which requests (experiments/replayed.py, planner/fleet_run.py).
+Not here: which fleet and which requests (replayed.py, planner/fleet_run.py).
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ DECIDING = (
     "backends/workers/step_times.py",
     "backends/frontend/routing_notes.py",
     "backends/frontend/lifecycle/attempts.py",
-    "loadtest/simulator/experiments/paper/served.py",
+    # The baselines of the papers' experiments, which only a clone of the repository has.
+    "bench/paper/coupled.py",
+    "bench/paper/figures/served.py",
 )
 KEPT_MAX = 4_096  # runs in one folder; the oldest go first
 SUFFIX = ".run"
@@ -140,6 +142,7 @@ def code_digest(module: str, file: str) -> str:
     for name in (*DECIDING, file):
         path = ROOT / name
         found = [*path.rglob("*.py"), *path.rglob("*.c")] if path.is_dir() else [path]
+        found = [source for source in found if source.is_file()]
         for source in sorted(found):
             digest.update(source.relative_to(ROOT).as_posix().encode() + source.read_bytes())
     return digest.hexdigest()

@@ -179,7 +179,7 @@ def with_huge_tables() -> None:
 
     At ten million keys the index is a table of 700 MB that is read at random; glibc reads its
     tunables only when a process starts. `exist` of 1,000 keys takes 2.3 times as long then as at
-    100,000 keys, instead of 2.5 times (python -m loadtest.bench.directory).
+    100,000 keys, instead of 2.5 times (python -m bench.directory).
     """
     if "GLIBC_TUNABLES" in os.environ:
         return

@@ -21,7 +21,7 @@ import xxhash
 from mooncake_store.errors import RequestInvalid
 
 ByteArray = npt.NDArray[np.uint8]
-PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were no better (docs/measurements.md)
+PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were no better (bench/RESULTS.md)
 
 
 def address_of(view: ByteArray) -> int:

@@ -40,7 +40,7 @@
 #define STRIPES_IN_BLOCK ((SECRET_BYTES - STRIPE_BYTES) / SECRET_STEP)
 #define BLOCK_BYTES (STRIPES_IN_BLOCK * STRIPE_BYTES)
 #define LANES 8
-#define AHEAD_BYTES 4096 /* prefetched; 1,024 and 2,048 were slower (docs/measurements.md) */
+#define AHEAD_BYTES 4096 /* prefetched; 1,024 and 2,048 were slower (bench/RESULTS.md) */
 
 static const uint64_t PRIME32_1 = 0x9E3779B1u, PRIME32_2 = 0x85EBCA77u, PRIME32_3 = 0xC2B2AE3Du;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87u, PRIME64_2 = 0xC2B2AE3D27D4EB4Fu,
@@ -1206,7 +1206,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
         const int64_t value_at = key_at + job->kv_heads * block * dim;
         /* The next tile is asked for while this one is computed: pages end the hardware's own
          * prefetching, every 4 KiB of them. Into the second cache: the first one can wait for fewer
-         * lines at once (docs/measurements.md). */
+         * lines at once (bench/RESULTS.md). */
         const int64_t next = at + tokens < context ? at + tokens : at;
         const int64_t next_key_at =
             pages[next / block] * job->page_stride + (kv_head * block + next % block) * dim;

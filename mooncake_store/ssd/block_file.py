@@ -9,7 +9,7 @@ never write one file.
 
 `NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many requests in the disk's queue;
 `ThreadLane` has a few threads that call preadv and pwritev. Which is faster where: the numbers are
-in docs/measurements.md. Both start a batch with post() and end it with wait(), so that the caller
+in bench/RESULTS.md. Both start a batch with post() and end it with wait(), so that the caller
 can verify one batch while the next one is under way. A lane belongs to one thread at a time;
 `Lanes` hands them out.
 

@@ -5,7 +5,7 @@ own. The lock covers single calls, not whole transfers, so several transfers may
 lane. `release` gives it back, and first unregisters what others could not (let_go_of).
 
 Descriptors are given with each transfer. NIXL can have them prepared, and then wants indices: that
-saves 0.05 us a span, and to find the indices costs 6 us a batch and more (docs/measurements.md).
+saves 0.05 us a span, and to find the indices costs 6 us a batch and more (bench/RESULTS.md).
 
 Not here: deadlines and which lane to take (nixl_transport.py).
 """

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from loadtest.harness.fleet import ServedFleet, why_no_namespaces
-from loadtest.harness.processes import Look
+from bench.harness.fleet import ServedFleet, why_no_namespaces
+from bench.harness.processes import Look
 from loadtest.harness.server import CannotMeasure
 from tests.chaos_serve.answers import undisturbed_run
 from tests.chaos_serve.streams import PROMPT_S, PROMPTS_MAX, PROMPTS_MIN, SteadyStreams, prompts

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loadtest.harness.fleet import ServedFleet
-from loadtest.harness.fleet.host import kind_of
+from bench.harness.fleet import ServedFleet
+from bench.harness.fleet.host import kind_of
 
 PAUSE_S = 5.0
 RECOVERING_MAX = 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.harness.fleet import why_no_namespaces
+from bench.harness.fleet import why_no_namespaces
 from tests.chaos_serve.__main__ import run
 from tests.chaos_serve.verdict import shown
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends.engine.sampling_params import SamplingParams
-from loadtest.harness.processes import Look
+from bench.harness.processes import Look
 from tests.chaos_serve.answers import RightAnswer, is_tie
 from tests.chaos_serve.streams import ChaosPrompt, EndedRequest, prompts
 from tests.chaos_serve.strikes import Strike

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.harness.processes import Look
+from bench.harness.processes import Look
 from tests.chaos_serve.answers import RightAnswer
 from tests.chaos_serve.streams import FINISHED, HUNG, NO_ANSWER, EndedRequest
 from tests.chaos_serve.strikes import ENDS_STREAMS, SILENCE, Strike

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.clients.environment import ENVIRONMENTS
+from bench.clients.environment import ENVIRONMENTS
 
 
 def installed(name: str) -> Path:

@@ -17,9 +17,9 @@ import openai
 import psutil
 import pytest
 
-from loadtest.clients import curl, curl_gateway, libraries, openai_calls
-from loadtest.clients.call_matrix import MESSAGES, Call, CalledServer
-from loadtest.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
+from bench.clients import curl, curl_gateway, libraries, openai_calls
+from bench.clients.call_matrix import MESSAGES, Call, CalledServer
+from bench.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
 from loadtest.results.metrics import COMPLETED, REJECTED
 from tests.e2e.chromium import Tab, chromium, tab
 from tests.e2e.locusts import LENIENT, headless

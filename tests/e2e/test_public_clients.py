@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from loadtest.clients import aiperf, curl, genai_perf, tensorrt_llm
-from loadtest.clients.agreement import ClientLoad
-from loadtest.clients.replay import ScaledTrace
-from loadtest.clients.tensorrt_llm import OUTPUTS, TimedResponse, text_of
+from bench.clients import aiperf, curl, genai_perf, tensorrt_llm
+from bench.clients.agreement import ClientLoad
+from bench.clients.replay import ScaledTrace
+from bench.clients.tensorrt_llm import OUTPUTS, TimedResponse, text_of
 from loadtest.harness.server import PROJECT
 from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, wait_until

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.text.tokenizer import Tokenizer
+from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import LLAMA3_ROPE, load_reference, make_checkpoint
 from tests.backends.engine.reference import Comparison, Reference, greedy
 from tests.backends.small_tokenizers import DEMO, EOS, byte_level, write_checkpoint

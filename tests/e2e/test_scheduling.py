@@ -1,7 +1,7 @@
 """What the conductor decides is what the real workers do: hot prefixes, overload, a new policy.
 
 Whether service levels are kept, and how soon an edit takes effect, is measured by
-`python -m loadtest.bench.overload`: on a busy machine a time proves nothing, a counter does.
+`python -m bench.overload`: on a busy machine a time proves nothing, a counter does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as triton
 
-from loadtest.bench.overload.load import COUNTER as COMPUTED
-from loadtest.bench.overload.load import OverloadClient, OverloadShape
+from bench.overload.load import COUNTER as COMPUTED
+from bench.overload.load import OverloadClient, OverloadShape
 from loadtest.harness.server import set_parameters
 from loadtest.replay.prompts import TokenSource
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from loadtest.harness.fleet import Namespaces, why_no_namespaces
+from bench.harness.fleet import Namespaces, why_no_namespaces
+from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.engine.reference import Reference, greedy
 from tests.backends.small_tokenizers import DEMO

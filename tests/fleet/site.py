@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tritonclient.utils import InferenceServerException
 
-from loadtest.harness.fleet import FleetHost, Namespaces
+from bench.harness.fleet import FleetHost, Namespaces
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import Leader, leader_at

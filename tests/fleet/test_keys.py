@@ -18,7 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends import worker_tls
-from loadtest.harness.fleet import Namespaces, why_no_namespaces
+from bench.harness.fleet import Namespaces, why_no_namespaces
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.etcd import EtcdAccessRefused, EtcdClient, etcd_url
 from mooncake_store.errors import AccessRefused, StoreError

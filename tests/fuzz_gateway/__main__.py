@@ -10,8 +10,8 @@ import secrets
 import sys
 import time
 
-from loadtest.bench.gateway.__main__ import keyed
-from loadtest.bench.leaks import wait_rest
+from bench.gateway.__main__ import keyed
+from bench.leaks import wait_rest
 from loadtest.harness.server import own_ports, started
 from tests.fuzz_gateway.cases import WrongAnswer, fuzz
 

@@ -6,7 +6,7 @@ It wants torch, numpy and the checkout: models are small, random, and made on th
 line is JSON: {"name", "device", "seconds", "kernels": {...}, "passed": [...], "failed": {...}}; the
 exit status is 1 if a check failed. `--device cpu` shows that the checks themselves run.
 
-With pytest: test_torch_engine.py. Not here: how fast it is (loadtest/bench/engine_gpu.py).
+With pytest: test_torch_engine.py. Not here: how fast it is (bench/engine_gpu.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.model_config import read_model_config
 from backends.engine.sampling_params import SamplingParams
@@ -36,7 +35,8 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
-from loadtest.harness.random_checkpoint import LlamaShape, make_llama
+from bench.harness.generate import generate
+from bench.harness.random_checkpoint import LlamaShape, make_llama
 from mooncake_store.layout import blocks_touched
 
 SHAPE = LlamaShape(

@@ -23,7 +23,7 @@ from backends.engine.trtllm.copier import (  # noqa: E402
     make_copier,
     map_pool,
 )
-from loadtest.bench.connector import measure_copies  # noqa: E402
+from bench.connector import measure_copies  # noqa: E402
 from mooncake_store.memory.segment import Segment  # noqa: E402
 
 PAGES, PER_BLOCK, LAYERS, FLAT = 64, 4, 4, 2048
@@ -115,7 +115,7 @@ def test_copies_keep_their_place_among_the_work_of_a_stream(memory: Any) -> None
 
 
 def test_copies_reach_the_link_s_rate_and_hardly_slow_a_product() -> None:
-    """The numbers themselves: python -m loadtest.bench.connector. Here: nothing is far off."""
+    """The numbers themselves: python -m bench.connector. Here: nothing is far off."""
     measured = measure_copies()
     assert len(measured.targets) == 4
     for target in measured.targets:

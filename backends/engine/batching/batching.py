@@ -33,7 +33,7 @@ like it go before it: who comes later needs them only later. A prompt of WHOLE_S
 most, of which no more than one is new, has pages like a shorter one: there is little to load beside
 its computing, and others share its step.
 
-Not here: tokens (generate.py), page memory (kv_memory.py), when to reject (conductor).
+Not here: page memory (kv_memory.py), when to reject (conductor).
 """
 
 from __future__ import annotations

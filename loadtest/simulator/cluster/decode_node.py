@@ -1,10 +1,11 @@
 """A decode worker: the real batching; a model only says how long a step takes.
 
-It does what decode_worker.py does: pages are reserved when the first layers of a prompt
-are announced, its KV is read while prefill goes on, and when request and KV are there it joins the
-batch at the next step. Steps that compute the very same requests are taken at once, as many as
-batching says are alike; whoever comes meanwhile cuts that plan behind the step that is under way.
-So the outcome is that of one step after the other, to the last bit (a test says so).
+The node follows backends/workers/decode_worker.py. Pages are reserved when the first layers of a
+prompt are announced, and the KV is read while prefill continues. When request and KV are there, the
+request joins the batch at the next step. Steps that compute the very same requests are taken at
+once, as many as batching says are alike; whoever comes meanwhile cuts that plan behind the step
+that is under way. So the outcome is that of one step after the other, to the last bit (a test says
+so).
 
 Not here: the rule of the admission re-check (conductor/admission/arrival_check.py), other attempts
 (fleet.py).

@@ -30,7 +30,7 @@ from backends.cluster.manifests.secrets import secrets
 from backends.cluster.manifests.systemd import unit, unit_name
 from backends.launcher.command import serve
 from backends.metrics.table import METRICS
-from loadtest.harness.fleet import Namespaces, why_no_namespaces
+from bench.harness.fleet import Namespaces, why_no_namespaces
 from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
 
 ROOT = Path(__file__).parents[3]

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import backends
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
+from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import (
     LLAMA3_ROPE,
     YARN_ROPE,

@@ -17,13 +17,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import native_layers
 from backends.engine.torch.gpu.decode_graph import CallAgain
 from backends.engine.torch.torch_engine import TorchEngine
+from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import edit_config, load_reference, make_checkpoint
 from tests.backends.engine.reference import Comparison, greedy
 from tests.backends.engine.torch.gpu.device_engines import device_engine

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.engine.generate import generate
 from backends.engine.sampling import Guide
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import InvalidRequest
+from bench.harness.generate import generate
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.text.schemas import schemas
 from tests.backends.text.test_guides import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.engine.generate import TokenSequence
 from backends.engine.sampling_params import SamplingParams
+from bench.harness.generate import TokenSequence
 
 
 def sequence(**params: object) -> TokenSequence:

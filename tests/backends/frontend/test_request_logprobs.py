@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import InvalidRequest
 from backends.text.tokenizer import Tokenizer
+from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.frontend.test_whole_requests import (
     Client,

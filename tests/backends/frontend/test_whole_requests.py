@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from backends.config_pbtxt import FrontendConfig
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import Cancelled, InvalidRequest, ServingError, WorkerUnavailable
@@ -37,6 +36,7 @@ from backends.workers.protocol import (
     encode,
     open_outbox,
 )
+from bench.harness.generate import generate
 from conductor.config import ConductorConfig
 from tests.backends.asking import array
 from tests.backends.small_tokenizers import DEMO

@@ -16,7 +16,7 @@ from backends.gateway.connections import BoundedListener
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
 from backends.tenants import ApiKeys
-from loadtest.harness.replayed_frontend import ReplayedFrontend
+from bench.harness.replayed_frontend import ReplayedFrontend
 
 SECRET = "a-secret"
 KEYS = {

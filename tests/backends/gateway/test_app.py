@@ -23,8 +23,8 @@ from backends.gateway.tokenizing import Tokenizing
 from backends.launcher.environment import free_ports
 from backends.tenants import ApiKeys
 from backends.tenants.proof import is_proven
+from bench.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 from loadtest.client import sse_client
-from loadtest.harness.replayed_frontend import LOG_PROB, ReplayedFrontend
 from tests.backends.gateway.rig import BODY_BYTES_MAX, KEYS, PROMPT, SECRET, Rig, run, until
 
 NO_REQUESTS = b'{ [] null "x" \xff {} {"prompt":NaN} {"prompt":"\\ud800"}'.split(b" ")

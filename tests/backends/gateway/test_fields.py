@@ -24,7 +24,7 @@ from backends.gateway.prompts import read_tokenize
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 from backends.text.tokenizer import Tokenizer
-from loadtest.clients.openai_calls import HARMLESS
+from bench.clients.openai_calls import HARMLESS
 from loadtest.harness.server import PROJECT
 
 MESSAGES = [{"role": "user", "content": "hello"}]

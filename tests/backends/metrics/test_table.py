@@ -17,15 +17,15 @@ from backends.errors import (
     WorkerUnavailable,
 )
 from backends.frontend.request_times import outcome_of
-from backends.metrics import docs as metric_docs
 from backends.metrics.table import METRICS, OUTCOMES, REASONS, SECTIONS, Metric
+from tools import metric_docs
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_docs_are_what_the_table_prints() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == metric_docs.page(), "python -m backends.metrics.docs > docs/metrics.md"
+    assert written == metric_docs.page(), "python -m tools.metric_docs > docs/metrics.md"
 
 
 def test_no_name_is_declared_twice() -> None:

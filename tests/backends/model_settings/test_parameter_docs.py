@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, check_configs
-from backends.model_settings import parameter_docs
-from backends.model_settings.parameter_docs import SECTIONS, ReferenceSection, limits_of
-from backends.model_settings.parameter_meanings import ParameterMeaning
+from tools import parameter_docs
+from tools.parameter_docs import SECTIONS, ReferenceSection, limits_of
+from tools.parameter_meanings import ParameterMeaning
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "parameters.md"
 FOR_WORKERS = ("prefill", "decode")
@@ -30,7 +30,7 @@ BESIDE = {
 
 
 def test_the_page_is_what_the_generator_prints() -> None:
-    command = "python -m backends.model_settings.parameter_docs > docs/reference/parameters.md"
+    command = "python -m tools.parameter_docs > docs/reference/parameters.md"
     assert PAGE.read_text() == parameter_docs.page(), command
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import ConfigError, WorkerGone, WrongRole, from_wire
@@ -27,6 +26,7 @@ from backends.workers.protocol import (
     open_outbox,
 )
 from backends.workers.roles import flipping_worker
+from bench.harness.generate import generate
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import WAIT_S, Pair
 from tests.e2e.server import wait_until

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
+from bench.harness.generate import generate
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import Pair, pairs, prompt
 from tests.backends.workers.test_preemption import long_and_short, preemptions

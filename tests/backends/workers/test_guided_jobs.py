@@ -12,11 +12,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.text.guides import Guides, guides_of
 from backends.text.tokenizer import Tokenizer
+from bench.harness.generate import generate
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import WAIT_S, Pair, pairs
 

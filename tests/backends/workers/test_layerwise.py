@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.workers.prefill_worker import PrefillWorker
-from loadtest.harness.random_checkpoint import LlamaShape, make_llama
+from bench.harness.generate import generate
+from bench.harness.random_checkpoint import LlamaShape, make_llama
 from mooncake_store.block_keys import block_keys, chain_seed
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.stepped_site import CONTEXT_TOKENS, VOCABULARY, Site, answer_of

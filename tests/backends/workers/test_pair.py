@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.trtllm import staging_pool
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.errors import Cancelled, WorkerGone, WorkerUnavailable
 from backends.workers import step_times, worker_process
+from bench.harness.generate import generate
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.conftest import fake_package  # noqa: F401  (a fixture)
 from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt

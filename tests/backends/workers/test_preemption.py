@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import KvMissing
 from backends.metrics.page import MetricPage
+from bench.harness.generate import generate
 from tests.backends.metrics.test_page import Triton
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt

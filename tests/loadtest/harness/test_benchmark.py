@@ -13,11 +13,11 @@ import pytest
 import typer
 from rich.console import Console
 
-from loadtest.bench.reuse import targets
+from bench.harness.processes import BenchStore, PeerProcess
+from bench.reuse import targets
 from loadtest.client.server import Addresses, addresses_of
 from loadtest.harness import server
 from loadtest.harness.benchmark import benchmark, in_turns, moved, settled
-from loadtest.harness.processes import BenchStore, PeerProcess
 from loadtest.harness.result import Result, Target, shown
 from loadtest.harness.server import CannotMeasure, ServerFailed
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.paper.figures.poisson import requests_of
 from loadtest.client.server import ServerDescription
 from loadtest.replay.datasets import (
     DATA_SETS,
@@ -23,7 +24,6 @@ from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.reuse import ideal_cached_tokens
 from loadtest.replay.trace import TraceError, TraceSettings, scaled_lengths
 from loadtest.simulator.cluster.job import offered_of
-from loadtest.simulator.experiments.paper.poisson import requests_of
 
 # The arXiv report, Table 2: prompt, answer, cached share.
 PAPER = {

@@ -1,5 +1,5 @@
 """An overload that is short of decoding, on cores that prefill and decode share: what predicting
-saves. The same on a real server is `python -m loadtest.bench.overload --decode-bound`."""
+saves. The same on a real server is `python -m bench.overload --decode-bound`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from backends.cli import main
 from loadtest.simulator.block_cache import BlockCache, DirectoryCache, Hits, best_hits, key_of, play
-from loadtest.simulator.experiments.hit_rate import HitRateRun, requests_of, rows_of, targets_of
+from loadtest.simulator.hit_rate import HitRateRun, requests_of, rows_of, targets_of
 from loadtest.simulator.options import SimulationOptions
 from mooncake_store.directory.core.eviction import POLICIES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.cli import main
+from bench.paper.__main__ import run as paper
 from conductor.estimates.estimates import (
     DecodeEstimate,
     DecodeSample,
@@ -180,7 +180,7 @@ def folder(tmp_path: Path) -> Path:
 def simulated(folder: Path, *asked: str) -> int:
     """The exit status of the command."""
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--traces", str(folder), "--json", "--kept", "none", *asked])
+        paper(["--traces", str(folder), "--json", "--kept", "none", *asked])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -215,7 +215,6 @@ def test_a_profile_decides_what_comes_of_a_run(
     "asked",
     [
         ("--experiment", "gpu-time", "--profile", "profile.json"),
-        ("--experiment", "hit-rate", "--length-scale", "0.5"),
         ("--all", "--profile", "profile.json"),
         ("--experiment", "ssd", "--profile", "conversation_trace.jsonl"),
         ("--experiment", "ssd", "--profile", "nowhere.json"),

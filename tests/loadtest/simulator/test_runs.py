@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.paper.experiments import scheduling
 from loadtest.simulator import runs
 from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
-from loadtest.simulator.experiments import scheduling
 from loadtest.simulator.runs import PlannedRun, RunsStopped, TraceSource, run_all
 from tests.loadtest.simulator.fleets import START
 
@@ -144,11 +144,12 @@ def test_the_oldest_runs_go_first(
 def test_the_code_that_decides_is_all_that_a_cluster_imports() -> None:
     """A module that a run uses and no key knows would let an old result stand for a new one."""
     program = (
-        "import sys, loadtest.simulator.cluster.fleet, loadtest.simulator.cluster.coupled"
+        "import sys, loadtest.simulator.cluster.fleet, bench.paper.coupled"
         ", loadtest.simulator.recorded_run, loadtest.results.digest\n"
         "for name, module in sorted(sys.modules.items()):\n"
         "    file = getattr(module, '__file__', None) or ''\n"
-        "    if name.partition('.')[0] in ('backends', 'conductor', 'loadtest', 'mooncake_store')"
+        "    if name.partition('.')[0] in ('backends', 'bench', 'conductor', 'loadtest',"
+        " 'mooncake_store')"
         " and not file.endswith('__init__.py'): print(file)\n"
     )
     said = subprocess.run(

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.harness.fleet.faults import NetworkFault
-from loadtest.harness.fleet.namespaces import Namespaces, why_no_namespaces
+from bench.harness.fleet.faults import NetworkFault
+from bench.harness.fleet.namespaces import Namespaces, why_no_namespaces
 from mooncake_store.transports.nixl_agent import NixlUnavailable, load_nixl
 from mooncake_store.transports.nixl_transport import FROZEN_MAX
 

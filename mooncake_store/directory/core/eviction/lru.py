@@ -1,7 +1,7 @@
 """Least recently used first: what the paper chose.
 
 On its trace neither LFU nor a length-aware policy hits more at any size (Mooncake, arXiv version,
-Table 1: .40 against .35 and .35 with 10,000 blocks). `density.py` does: docs/measurements.md.
+Table 1: .40 against .35 and .35 with 10,000 blocks). `density.py` does: bench/RESULTS.md.
 
 A request uses a whole chain at once, so whoever touches a chain goes through it from its end to its
 start, and the order is right by construction; no clock and no depth is stored here. A heap of

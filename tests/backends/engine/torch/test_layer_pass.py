@@ -9,7 +9,7 @@ import pytest
 
 from backends.engine.interface import Work
 from backends.engine.torch.torch_engine import TorchEngine
-from loadtest.harness.random_checkpoint import LlamaShape, make_llama
+from bench.harness.random_checkpoint import LlamaShape, make_llama
 
 BLOCK_TOKENS, CHUNK_TOKENS, PAGES = 64, 128, 40
 

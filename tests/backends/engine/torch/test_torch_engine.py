@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.engine.generate import generate, generate_tokens
 from backends.engine.interface import Engine, Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
+from bench.harness.generate import generate, generate_tokens
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.engine.torch.gpu.device_engines import device_engine

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from backends.config_pbtxt import checkpoint_folder
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
@@ -24,6 +23,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import token_logprobs
 from backends.workers.pipeline import first_stage
 from backends.workers.protocol import GroupBegins, PrefixWanted, StageBeat
+from bench.harness.generate import generate
 from conductor import Conductor, ConductorConfig
 from mooncake_store.records.events import NodeUp, WorkerReported, WorkerUp
 from tests.backends.workers.pair import Pair, pairs

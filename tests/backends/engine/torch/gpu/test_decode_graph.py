@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.generate import generate
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.gpu.decode_graph import BATCHES, CallAgain, Step, padded_inputs
 from backends.engine.torch.torch_engine import TorchEngine
+from bench.harness.generate import generate
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.engine.torch.gpu.device_engines import device_engine

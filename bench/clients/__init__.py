@@ -1,0 +1,1 @@
+"""Do public load generators, unchanged, see the TTFT that the server says it has?"""

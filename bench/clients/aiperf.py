@@ -1,0 +1,177 @@
+"""NVIDIA aiperf: Triton's `generate_stream`, trace replay, and the gateway's chat.
+
+aiperf speaks HTTP only and has no endpoint type for Triton; its `template` endpoint sends whatever
+JSON a template makes. For OpenAI's interface it has one. Version 0.13 cannot use a tokenizer's
+folder with traces of ten requests or more: its decoding processes go offline and then take every
+name for one of the hub (its pull request 1339). A name that is in the Hugging Face cache works with
+no network, so the folder is laid out as the cache would hold it after a download.
+
+Not here: installing (environment.py), scaling a trace (replay.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+
+from bench.clients.agreement import GATEWAY, ClientLoad, ClientReport
+from bench.clients.environment import ClientFailed, run_client
+from bench.clients.replay import ScaledTrace
+
+NAME = "aiperf"
+REQUIREMENTS = ("aiperf==0.13.0",)
+# min_tokens makes answers as long as they were asked to be, whatever is generated.
+TEMPLATE = (
+    '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens or 16 }}, '
+    '"min_tokens": {{ max_tokens or 16 }}, "stream": true}'
+)
+EXPORT = "profile_export_aiperf.json"
+CONSOLE = "profile_export_console.txt"
+TABLE_TITLE = "NVIDIA AIPerf | LLM Metrics"
+CACHED_TOKENIZER = "served/tokenizer"
+REVISION = "0" * 40  # the cache names a snapshot by its commit
+
+
+def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) -> list[str]:
+    """Of `aiperf profile`; with `trace`, prompts and times are the trace's."""
+    asked = [
+        "profile",
+        "--model",
+        model,
+        "--url",
+        f"http://{load.addresses.http}",
+        "--endpoint-type",
+        "template",
+        "--custom-endpoint",
+        f"/v2/models/{model}/generate_stream",
+        "--extra-inputs",
+        f"payload_template:{folder / 'template.jinja'}",
+        "--extra-inputs",
+        "response_field:text_output",
+        *common(load, folder),
+    ]
+    if trace is not None:
+        return [
+            *asked,
+            "--input-file",
+            str(trace),
+            "--custom-dataset-type",
+            "mooncake_trace",
+            "--fixed-schedule",
+            "--fixed-schedule-auto-offset",
+        ]
+    return [*asked, *synthetic(load)]
+
+
+def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> list[str]:
+    """Through the gateway, by its endpoint type for OpenAI's chat."""
+    server = load.gateway
+    assert server is not None, "no gateway was named"
+    found = [
+        "profile",
+        "--model",
+        server.model,
+        "--url",
+        server.url.removesuffix("/v1"),
+        "--endpoint-type",
+        "chat",
+        "--api-key",
+        server.key,
+        "--extra-inputs",
+        "ignore_eos:true",
+        *common(load, folder),
+        *synthetic(load),
+    ]
+    return [*found, "--use-server-token-count", "--per-chunk-usage"] if counts_by_server else found
+
+
+def common(load: ClientLoad, folder: Path) -> list[str]:
+    return [
+        "--streaming",
+        "--tokenizer",
+        CACHED_TOKENIZER,
+        "--artifact-dir",
+        str(folder),
+        "--ui",
+        "none",
+        "--no-gpu-telemetry",
+        "--no-server-metrics",
+        # It starts a process per core and kind otherwise, on cores that the server wants too, and
+        # each begins with a slow request: its own imports and connection.
+        "--workers-max",
+        str(1 if load.concurrency == 1 else 2),
+        "--record-processor-service-count",
+        "1",
+        # Without one, a hash id is the same text in every run: the second run would be cached.
+        "--random-seed",
+        str(secrets.randbits(31)),
+    ]
+
+
+def synthetic(load: ClientLoad) -> list[str]:
+    return [
+        "--isl",
+        str(load.input_tokens),
+        "--osl",
+        str(load.output_tokens),
+        "--concurrency",
+        str(load.concurrency),
+        "--request-count",
+        str(load.requests),
+    ]
+
+
+def run_chat(
+    binaries: Path, load: ClientLoad, folder: Path, counts_by_server: bool
+) -> ClientReport:
+    """One run through the gateway, its files in `folder`; raises ClientFailed."""
+    folder.mkdir(parents=True)
+    command = [str(binaries / NAME), *chat_arguments(load, folder, counts_by_server)]
+    run_client(command, folder, lay_out_cache(load.tokenizer, folder / "huggingface"))
+    workload = "server's counts" if counts_by_server else "synthetic"
+    return read_report(folder, GATEWAY, f"{workload}, {load.concurrency} at a time")
+
+
+def run(
+    binaries: Path, load: ClientLoad, model: str, folder: Path, trace: ScaledTrace | None = None
+) -> ClientReport:
+    """One run, its files in `folder`; raises ClientFailed."""
+    folder.mkdir(parents=True)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    program = str(binaries / NAME)
+    if trace is None:
+        command = [program, *arguments(load, model, folder, None)]
+    else:
+        scaled = folder / "trace.jsonl"
+        block_tokens = trace.write(scaled)
+        command = [program, *arguments(load, model, folder, scaled)]
+        command += ["--isl-block-size", str(block_tokens)]
+    run_client(command, folder, lay_out_cache(load.tokenizer, folder / "huggingface"))
+    return read_report(folder, model, "trace" if trace else "synthetic")
+
+
+def lay_out_cache(tokenizer: Path, home: Path) -> dict[str, str]:
+    """Makes the cache in `home`; the variables under which CACHED_TOKENIZER is `tokenizer`."""
+    repository = home / "hub" / f"models--{CACHED_TOKENIZER.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / REVISION).symlink_to(tokenizer.resolve())
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+
+
+def read_report(folder: Path, model: str, workload: str) -> ClientReport:
+    """aiperf's own export; requests that failed are an error, not a smaller number."""
+    found = json.loads((folder / EXPORT).read_text())
+    if errors := found.get("error_summary"):
+        raise ClientFailed(f"aiperf had errors: {json.dumps(errors)[:1_000]}")
+    table = last_table((folder / CONSOLE).read_text())
+    return ClientReport.of_export(NAME, model, workload, found, table)
+
+
+def last_table(console: str) -> str:
+    """The table of latencies; before it stand two of throughput over time."""
+    _, _, after = console.rpartition(TABLE_TITLE + " ")
+    table, _, _ = after.partition("╭")
+    return f"{TABLE_TITLE}\n{table.strip()}"

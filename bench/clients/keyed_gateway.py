@@ -1,0 +1,92 @@
+"""A server with a gateway, for public clients.
+
+One of our own, with keys of some tenants; or one that runs, whose keys we do not know: if it wants
+one, the variable OPENAI_API_KEY has it, and what is about keys is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.direct_http import DIRECTLY
+from backends.tenants.api_keys import sha256_of
+from bench.clients.call_matrix import CalledServer
+from loadtest.client.server import Addresses
+from loadtest.harness.server import own_ports, serving
+
+# For a server of one's own on loopback only: they are no secret.
+KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
+OPERATORS_KEY = "mk-of-ops"
+TENANTS = {
+    "acme": (KEY, {}),
+    "single": (SINGLE_KEY, {"requests_in_flight_max": 1}),
+    "metered": (METERED_KEY, {"requests_per_minute": 1}),
+    "ops": (OPERATORS_KEY, {"operator": True}),
+}
+MODEL = "demo"
+ANSWER_S_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedGateway:
+    """What a server of one's own is started with, and how it is called then."""
+
+    arguments: tuple[str, ...]
+    called: CalledServer
+
+
+@dataclass(frozen=True, slots=True)
+class PublicServer:
+    addresses: Addresses
+    gateway: CalledServer | None  # None: it has none, or nobody said where
+
+
+def keyed_gateway(folder: Path) -> KeyedGateway:
+    """Writes the file of keys into `folder`, and chooses a port."""
+    keys = folder / "tenants.json"
+    keys.write_text(
+        json.dumps(
+            {
+                "tenants": {name: limits for name, (_, limits) in TENANTS.items()},
+                "keys": [
+                    {"sha256": sha256_of(key), "tenant": name} for name, (key, _) in TENANTS.items()
+                ],
+            }
+        )
+    )
+    keys.chmod(0o600)
+    [port] = own_ports(1)
+    return KeyedGateway(
+        ("--openai-port", str(port), "--api-keys", str(keys)),
+        CalledServer(f"http://127.0.0.1:{port}/v1", MODEL, KEY, SINGLE_KEY, METERED_KEY),
+    )
+
+
+@contextmanager
+def public_server(url: str | None, openai_url: str | None) -> Iterator[PublicServer]:
+    """The server at `url`, or one of our own until the block ends."""
+    if url is not None:
+        with serving(url) as addresses:
+            yield PublicServer(addresses, running_gateway(openai_url) if openai_url else None)
+        return
+    with tempfile.TemporaryDirectory(prefix="mooncake-clients-keys-") as folder:
+        own = keyed_gateway(Path(folder))
+        with serving(None, own.arguments) as addresses:
+            yield PublicServer(addresses, own.called)
+
+
+def running_gateway(openai_url: str) -> CalledServer:
+    """By what it serves; OSError when it does not answer."""
+    base, key = f"{openai_url.rstrip('/').removesuffix('/v1')}/v1", os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{base}/models", headers=headers)
+    with DIRECTLY.open(request, timeout=ANSWER_S_MAX) as answer:
+        [model] = json.loads(answer.read())["data"]
+    return CalledServer(base, model["id"], key or "none")

@@ -1,0 +1,1 @@
+"""What does it cost to be several hosts? `python -m bench.fleet`."""

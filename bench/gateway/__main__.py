@@ -1,0 +1,221 @@
+"""What the gateway costs: time to first token, throughput, CPU, memory.
+
+    python -m bench.gateway                  the last line is JSON
+    python -m bench.gateway --soak-s 0       without the five minutes of users who leave
+
+Beside the real server, with API keys, in turns: pairs of the same request over Triton's gRPC and
+over the gateway (`ttft_added_ms`, its median), and many streams at once over one and the other
+(`stream_throughput_over_direct`), while the CPU time of the gateway's process is read, and that of
+this process while it does nothing but read the direct streams: what one message costs on this
+machine before a gateway does anything with it. Prompts are fresh tokens, so nothing is cached for
+the one that comes second. Then users come for minutes, a tenth of them goes away early, and the
+memory of the gateway's process is watched.
+
+In front of a frontend that replays: messages that one process passes on in a second.
+
+Not here: sending (loads.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import secrets
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from backends.tenants.api_keys import make_key, sha256_of
+from bench.gateway import loads
+from bench.gateway.loads import AskedWays, DirectWay, GatewayWay
+from bench.harness.processes import ModuleProcess
+from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
+from loadtest.harness.result import Target
+from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started
+
+ROUNDS, WARM_ROUNDS = 5, 1
+STREAMS, STREAM_TOKENS = 16, 400
+BURST_STREAMS, BURST_TOKENS = 16, 4000
+PROMPT_TOKENS = 64
+WINDOW_S = 60.0  # of the soak: its second minute is compared with its last
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """A file of API keys, and a key in it."""
+
+    path: Path
+    key: str
+
+
+@contextlib.contextmanager
+def keyed() -> Iterator[Keyed]:
+    key = make_key()
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+        path = Path(folder) / "tenants.json"
+        path.write_text(
+            json.dumps(
+                {
+                    "tenants": {"bench": {}},
+                    "keys": [{"sha256": sha256_of(key), "tenant": "bench"}],
+                }
+            )
+        )
+        path.chmod(0o600)
+        yield Keyed(path, key)
+
+
+def gateway_process(launcher: int) -> psutil.Process:
+    for child in psutil.Process(launcher).children():
+        if "backends.gateway" in child.cmdline():
+            return child
+    raise CannotMeasure("the server runs no gateway")
+
+
+def with_the_server(run: BenchmarkRun, pairs: int, soak_s: float, users: int, seed: int) -> None:
+    [port] = own_ports(1)
+    with keyed() as keys:
+        arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
+        with console.status("waiting for the server ..."), started(arguments) as server:
+            routes = AskedWays(
+                DirectWay(server.addresses.grpc), GatewayWay(f"127.0.0.1:{port}", keys.key)
+            )
+            measure_pairs(run, routes, pairs, seed)
+            measure_streams(run, routes, server, seed)
+            measure_soak(run, routes.gateway, gateway_process(server.pid), soak_s, users, seed)
+
+
+def measure_pairs(run: BenchmarkRun, routes: AskedWays, pairs: int, seed: int) -> None:
+    found = asyncio.run(loads.pairs(routes, pairs, PROMPT_TOKENS, random.Random(seed)))
+    added_ms = [(through_s - direct_s) * 1e3 for direct_s, through_s in found]
+    direct_ms = statistics.median(direct_s for direct_s, _ in found) * 1e3
+    run.rows.append({"pairs": len(found), "direct_ttft_ms": round(direct_ms, 2)})
+    why = f"median of {len(found)} pairs, {direct_ms:.1f} ms direct"
+    run.targets.append(Target("ttft_added_ms", statistics.median(added_ms), "<=", 5, why))
+
+
+def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, seed: int) -> None:
+    processes = {"direct": psutil.Process(), "gateway": gateway_process(server.pid)}
+    chance = random.Random(seed)
+    rates: dict[str, list[float]] = {"direct": [], "gateway": []}
+    cpu_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
+    for turn in range(WARM_ROUNDS + ROUNDS):
+        for name, route in (("direct", routes.direct), ("gateway", routes.gateway)):
+            before_s = cpu_of(processes[name])
+            load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, chance))
+            if turn < WARM_ROUNDS:
+                continue
+            rates[name].append(load.tokens / load.seconds)
+            cpu_s[name] += cpu_of(processes[name]) - before_s
+            messages[name] += load.messages
+    direct, through = (statistics.median(rates[name]) for name in ("direct", "gateway"))
+    reader_us, gateway_us = (cpu_s[name] / messages[name] * 1e6 for name in ("direct", "gateway"))
+    run.rows.append(
+        {
+            "streams": STREAMS,
+            "direct_tokens_per_s": round(direct, 1),
+            "gateway_tokens_per_s": round(through, 1),
+            "messages": messages["gateway"],
+            "bare_reader_cpu_us_per_message": round(reader_us, 1),
+        }
+    )
+    why = f"{gateway_us / reader_us:.2f} of a client that reads over gRPC and does no more"
+    run.targets += [
+        Target("stream_throughput_over_direct", through / direct, ">=", 0.95),
+        Target("gateway_cpu_us_per_message", gateway_us, "<=", 250, why),
+    ]
+
+
+def cpu_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Process]]:
+    """A gateway, its process, and a frontend that replays with such pauses between tokens."""
+    frontend, port = own_ports(2)
+    with contextlib.ExitStack() as stack:
+        ModuleProcess(
+            stack,
+            "bench.harness.replayed_frontend",
+            "--address",
+            f"127.0.0.1:{frontend}",
+            "--interval-s",
+            str(interval_s),
+        )
+        gateway = ModuleProcess(
+            stack, "backends.gateway", "--frontend", f"127.0.0.1:{frontend}", "--port", str(port)
+        )
+        route = GatewayWay(f"127.0.0.1:{port}", "")
+        asyncio.run(loads.until_ready(route.address))
+        yield route, psutil.Process(gateway.pid)
+
+
+def measure_burst(run: BenchmarkRun, seed: int) -> None:
+    chance, rates = random.Random(seed), []
+    with before_a_replay(0.0) as (route, _):
+        for _ in range(WARM_ROUNDS + 3):
+            load = asyncio.run(loads.streams(route, BURST_STREAMS, 4, BURST_TOKENS, chance))
+            rates.append(load.messages / load.seconds)
+    rate = statistics.median(rates[WARM_ROUNDS:])
+    run.targets.append(Target("messages_per_s", rate, ">=", 2500, "one process, a replayed stream"))
+
+
+def measure_soak(
+    run: BenchmarkRun,
+    route: GatewayWay,
+    process: psutil.Process,
+    seconds: float,
+    users: int,
+    seed: int,
+) -> None:
+    if seconds < 3 * WINDOW_S:
+        why = f"not measured: {seconds:.0f} s are less than {3 * WINDOW_S:.0f} s"
+        run.targets.append(Target("rss_growth_share", None, "<=", 0.03, why))
+        return
+    with console.status("users come and go ..."):
+        soak = asyncio.run(
+            loads.soak(
+                route, users, seconds, lambda: process.memory_info().rss, random.Random(seed)
+            )
+        )
+    first, last = soak.between(WINDOW_S, 2 * WINDOW_S), soak.between(seconds - WINDOW_S, seconds)
+    run.rows.append(
+        {
+            "users": users,
+            "answered": soak.answered,
+            "left": soak.left,
+            "refused": soak.refused,
+            "first_mb": round(first / 1e6, 2),
+            "last_mb": round(last / 1e6, 2),
+        }
+    )
+    why = f"{users} users, {soak.left} of {soak.answered + soak.left} left early"
+    run.targets.append(Target("rss_growth_share", last / first - 1, "<=", 0.03, why))
+
+
+def main(
+    pairs: Annotated[int, typer.Option(min=5, help="Of requests, for the time added.")] = 200,
+    soak_s: Annotated[float, typer.Option(help="Of users who leave; 0: none.")] = 300.0,
+    users: Annotated[int, typer.Option(min=1, help="In the soak.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+) -> None:
+    """Measure the gateway; the last line is JSON."""
+    seed = secrets.randbits(31) if seed is None else seed
+    console.print(f"--seed {seed}")
+    with benchmark("gateway") as run:
+        with_the_server(run, pairs, soak_s, users, seed)
+        measure_burst(run, seed)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""What benchmarks start and stop: prefill processes, fleets in namespaces, random checkpoints."""

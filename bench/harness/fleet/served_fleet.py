@@ -1,0 +1,229 @@
+"""A whole deployment on this machine: three hosts by one cluster file, each in its namespace.
+
+    with ServedFleet(folder) as fleet:           # started, ready
+        fleet.hosts["b"].kill("decode")
+        fleet.why_not_whole("b")                 # "" again, seconds later
+
+Two hosts of three have each part that requests need (a frontend, a directory, a prefill worker, a
+decode worker), and all three have a member of etcd and a storage node: any one may be lost. They
+know each other by keys; while the fleet runs this process has those of a fourth host, `outside`.
+
+Not here: one host (host.py), the network (namespaces.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.error
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from backends.direct_http import DIRECTLY
+from bench.harness.fleet.host import READY_S_MAX, FleetHost
+from bench.harness.fleet.namespaces import Namespaces
+from loadtest.harness.server import ServerFailed
+from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.errors import StoreError
+from mooncake_store.keys.authority import Authority
+from mooncake_store.keys.folder import VARIABLE
+from mooncake_store.records.membership import WorkerInfo
+
+NAME, OUTSIDE = "fleet", "outside"
+DRAM = "128M"  # of each storage node
+HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+LOOK_S_MAX = 2.0
+CLUSTER_FILE = """\
+name: {name}
+hosts:
+{hosts}
+etcd: {{hosts: [{all}]}}
+directories: {{hosts: [a, b]}}
+storage_nodes:
+{nodes}
+frontends: {{hosts: [a, b], address: 0.0.0.0, metrics_address: 0.0.0.0}}
+pools:
+  prefill: {{role: prefill, threads: 1, workers: {{a: 1, b: 1}}}}
+  decode: {{role: decode, threads: 1, workers: {{b: 1, c: 1}}}}
+conductor: {{ttft_slo_s: 60, tbt_slo_s: 10}}
+keys: {{folder: keys}}
+trusted_data_network: [e0]
+"""
+
+
+def cluster_file(hosts: Namespaces, text: str = CLUSTER_FILE) -> str:
+    """For the hosts of these namespaces. They share a kernel, so each has its own identity, and
+    UCX is kept to TCP on their link: it would find shared memory otherwise."""
+    environment = "{UCX_TLS: tcp, UCX_NET_DEVICES: e0}"
+    return text.format(
+        name=NAME,
+        all=", ".join(hosts.hosts),
+        hosts="\n".join(
+            f"  {host}: {{address: {hosts.address(host)}, identity: {host}, "
+            f"environment: {environment}}}"
+            for host in hosts.hosts
+        ),
+        nodes="\n".join(f"  {host}0: {{host: {host}, dram: {DRAM}}}" for host in hosts.hosts),
+    )
+
+
+class ServedFleet:
+    """Started by the constructor's block, stopped and removed at its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[str] = ("a", "b", "c"),
+        text: str = CLUSTER_FILE,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.namespaces = Namespaces(names)
+        self.path = folder / "cluster.yaml"
+        self.path.write_text(cluster_file(self.namespaces, text))
+        authority = Authority.begun(folder / "keys")
+        for name in names:
+            authority.add_host(name, address=self.namespaces.address(name))
+        authority.add_host(OUTSIDE, may_direct=False)
+        self._closing = contextlib.ExitStack()
+        self.hosts = {
+            name: FleetHost(self.namespaces, name, self.path, folder / f"{name}.log", options)
+            for name in names
+        }
+        self._whole: Mapping[str, frozenset[str]] = {}  # what ran on each host when all was ready
+        self._workers: frozenset[str] = frozenset()
+        self._nodes: frozenset[str] = frozenset()
+        self.directory: DirectoryClient | None = None
+
+    def __enter__(self) -> ServedFleet:
+        self._closing.enter_context(keys_of_process(self.folder / "keys" / OUTSIDE))
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def frontends(self) -> dict[str, str]:
+        """Host -> gRPC address for clients."""
+        return {
+            name: f"{host.address}:{GRPC_PORT}"
+            for name, host in self.hosts.items()
+            if "conductor" in self._whole.get(name, ())
+        }
+
+    @property
+    def launcher_pids(self) -> set[int]:
+        """Of all incarnations of all hosts."""
+        return {pid for host in self.hosts.values() for pid in host.launcher_pids}
+
+    def start(self) -> None:
+        """All at once; returns when every host is ready and in the directory."""
+        for host in self.hosts.values():
+            host.start()
+        for host in self.hosts.values():
+            host.wait_ready()
+        self._whole = {name: self._running(host) for name, host in self.hosts.items()}
+        named = frozenset[str]().union(*self._whole.values())
+        self._workers = frozenset(
+            each for each in named if each.startswith(("prefill_", "decode_"))
+        )
+        self._nodes = frozenset(
+            each.removeprefix("node ") for each in named if each.startswith("node ")
+        )
+        endpoints = ",".join(f"{host.address}:2379" for host in self.hosts.values())
+        address = f"etcd://{endpoints}/mooncake/{NAME}/directory"
+        self.directory = DirectoryClient(address, timeout_s=LOOK_S_MAX)
+        give_up_s = time.monotonic() + READY_S_MAX
+        while problems := list(filter(None, map(self.why_not_whole, self.hosts))):
+            if time.monotonic() > give_up_s:
+                raise ServerFailed(f"the fleet is not ready: {'; '.join(problems)}")
+            time.sleep(0.2)
+
+    def whole(self, name: str) -> frozenset[str]:
+        """What ran on the host when the fleet was ready, as bench.harness.processes names it."""
+        return self._whole[name]
+
+    def why_not_whole(self, name: str) -> str:
+        """What of a host does not serve yet; "" when all does that did at the start."""
+        host = self.hosts[name]
+        if not host.is_running:
+            return f"{name}: `mooncake serve` has ended"
+        if missing := self._whole[name] - self._running(host):
+            return f"{name}: no {', '.join(sorted(missing))}"
+        if waiting := not_ready(f"{host.address}:{METRICS_PORT}"):
+            return f"{name}: {waiting}"
+        try:
+            return self._missed(name)
+        except StoreError as error:
+            return f"no directory answers: {error}"
+
+    def workers(self) -> list[WorkerInfo]:
+        """Those that the directory knows."""
+        assert self.directory is not None
+        return self.directory.workers()
+
+    def _missed(self, name: str) -> str:
+        """What of the host the directory does not know."""
+        assert self.directory is not None
+        nodes = {node.node_id for node in self.directory.stats().nodes if node.is_open}
+        known = nodes | {worker.worker_id for worker in self.workers()}
+        here = {each.removeprefix("node ") for each in self._whole[name]}
+        missed = here & (self._nodes | self._workers) - known
+        return f"{name}: the directory does not know {', '.join(sorted(missed))}" if missed else ""
+
+    def _running(self, host: FleetHost) -> frozenset[str]:
+        return frozenset(name for name, _ in host.named() if name)
+
+    def stop(self) -> dict[str, int]:
+        """All at once, in order; the exit status of each."""
+        for host in self.hosts.values():
+            host.interrupt()
+        return {name: host.stop() for name, host in self.hosts.items()}
+
+    def close(self) -> None:
+        """Whatever happened: nothing of this goes on."""
+        if self.directory is not None:
+            self.directory.close()
+            self.directory = None
+        try:
+            if any(host.is_running for host in self.hosts.values()):
+                self.stop()
+        finally:
+            self._closing.close()
+            self.namespaces.close()
+
+
+@contextlib.contextmanager
+def keys_of_process(folder: Path) -> Iterator[None]:
+    """These, and then those that it had before."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def not_ready(metrics: str) -> str:
+    """What of a host's models does not serve, as its metrics port says; "" when all do."""
+    try:
+        with DIRECTLY.open(f"http://{metrics}/ready", timeout=LOOK_S_MAX) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:  # 503: not all are
+        text = error.read()
+    except OSError as error:
+        return f"no answer ({error})"
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        models = json.loads(text)["models"]
+        return ", ".join(f"{model['name']} loads" for model in models if not model["is_ready"])
+    return "what answers is no `mooncake serve`"

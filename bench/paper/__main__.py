@@ -1,0 +1,356 @@
+"""`python -m bench.paper`: the papers' experiments on the published traces, without a server.
+
+python -m bench.paper --experiment scheduling --traces FOLDER [--json] [--plot scheduling.png]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backends.extras import require
+from bench.paper import constants
+from bench.paper.experiments import (
+    coupled_baselines,
+    crowd,
+    dynamo_replay,
+    frontends,
+    pipeline_groups,
+    rejection,
+    roles,
+    scale,
+    scheduling,
+    ssd,
+)
+from bench.paper.figures import (
+    bandwidth,
+    cache_policies,
+    capacity,
+    datasets,
+    global_cache,
+    gpu_time,
+    long_prefix,
+    pd_ratio,
+    real,
+    replicas,
+    simulated_long,
+)
+from bench.paper.figures.reasons import PAPER_SAYS, WHY_APART
+from loadtest.harness.result import Result
+from loadtest.replay.trace import TraceError
+from loadtest.simulator.command import (
+    Admissions,
+    Blocks,
+    Changes,
+    Decodes,
+    Folder,
+    Jobs,
+    Kept,
+    LengthScale,
+    Measured,
+    Policies,
+    Prefills,
+    profile_at,
+)
+from loadtest.simulator.experiment_page import Chapter, svg_of, write_experiment
+from loadtest.simulator.options import (
+    SUFFIXES,
+    Answer,
+    Begin,
+    Rows,
+    SimulationOptions,
+    SimulationRefused,
+    console,
+    progress_bar,
+    reasons_shown,
+)
+
+
+class PaperExperiment(str, Enum):
+    SCHEDULING = "scheduling"
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+    DYNAMO_REPLAY = "dynamo-replay"
+    FRONTENDS = "frontends"
+    ROLES = "roles"
+    GPU_TIME = "gpu-time"
+    CAPACITY = "capacity"
+    GLOBAL_CACHE = "global-cache"
+    PD_RATIO = "pd-ratio"
+    LONG_PREFIX = "long-prefix"
+    BANDWIDTH = "bandwidth"
+    REPLICAS = "replicas"
+    SIMULATED_LONG = "simulated-long"
+    DATASETS = "datasets"
+    REAL = "real"
+    CACHE_POLICIES = "cache-policies"
+    SSD = "ssd"
+    CPP = "cpp"
+    SCALE = "scale"
+    CROWD = "crowd"
+
+
+EXPERIMENTS: Mapping[PaperExperiment, Callable[[SimulationOptions, Begin], Answer]] = {
+    PaperExperiment.SCHEDULING: scheduling.answer,
+    PaperExperiment.REJECTION: rejection.answer,
+    PaperExperiment.COUPLED: coupled_baselines.answer,
+    PaperExperiment.DYNAMO_REPLAY: dynamo_replay.answer,
+    PaperExperiment.FRONTENDS: frontends.answer,
+    PaperExperiment.ROLES: roles.answer,
+    PaperExperiment.GPU_TIME: gpu_time.answer,
+    PaperExperiment.CAPACITY: capacity.answer,
+    PaperExperiment.GLOBAL_CACHE: global_cache.answer,
+    PaperExperiment.PD_RATIO: pd_ratio.answer,
+    PaperExperiment.LONG_PREFIX: long_prefix.answer,
+    PaperExperiment.BANDWIDTH: bandwidth.answer,
+    PaperExperiment.REPLICAS: replicas.answer,
+    PaperExperiment.SIMULATED_LONG: simulated_long.answer,
+    PaperExperiment.DATASETS: datasets.answer,
+    PaperExperiment.REAL: real.answer,
+    PaperExperiment.CACHE_POLICIES: cache_policies.answer,
+    PaperExperiment.SSD: ssd.answer,
+    PaperExperiment.CPP: pipeline_groups.answer,
+    PaperExperiment.SCALE: scale.answer,
+    PaperExperiment.CROWD: crowd.answer,
+}
+
+OF_PAPERS = (
+    PaperExperiment.GPU_TIME,
+    PaperExperiment.CAPACITY,
+    PaperExperiment.GLOBAL_CACHE,
+    PaperExperiment.REPLICAS,
+    PaperExperiment.BANDWIDTH,
+    PaperExperiment.LONG_PREFIX,
+    PaperExperiment.PD_RATIO,
+    PaperExperiment.SIMULATED_LONG,
+    PaperExperiment.DATASETS,
+    PaperExperiment.REAL,
+    PaperExperiment.CACHE_POLICIES,
+    PaperExperiment.SSD,
+    PaperExperiment.CPP,
+    PaperExperiment.ROLES,
+    PaperExperiment.SCALE,
+    PaperExperiment.CROWD,
+)
+
+ABOUT = """What to find out.
+
+scheduling: mean TTFT under each prefill policy (the paper's Figure 5, and ours); the real
+conductor, directory and batching on a virtual clock, 8 + 8 nodes, a model of the GPUs.
+
+rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
+
+dynamo-replay: the conductor in the engine of NVIDIA Dynamo's replay, beside Dynamo's router; with
+--speed, --blocks, --prefills, --decodes or --trace, every scheduler on that case.
+
+ssd: hit rate and mean TTFT with DRAM only and with an SSD of four times its size behind it.
+
+cpp: mean TTFT of long prompts and of all with prefill nodes in pipeline groups (chunked pipeline
+parallelism), mixes of groups and nodes alone of the same 8 nodes.
+
+scale: what a run costs and what a decision takes on 16 to 2,000 workers; with --prefills on so many
+of each role.
+
+crowd: 1,536 requests on 50 + 2,500 workers, of which 5 % are killed, frozen or reloaded meanwhile:
+whether each ends within its deadline.
+
+frontends: mean TTFT with several frontends that tell each other what they routed, or not.
+
+roles: requests within both limits when the load changes from short of prefill to short of decode:
+every fixed split, workers that flip with the load, and an oracle that knows when it changes.
+
+coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
+
+Figures of FAST'25, beside the paper's numbers and with one set of constants: gpu-time (Figure 8),
+capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefix (14), pd-ratio
+(15); of the arXiv report: datasets (11), simulated-long (12), real (13), cache-policies (Table 1).
+"""
+# What simulates workers of this project and nothing to compare them with.
+OF_ANY_WORKER = (
+    PaperExperiment.SCHEDULING,
+    PaperExperiment.REJECTION,
+    PaperExperiment.FRONTENDS,
+    PaperExperiment.GLOBAL_CACHE,
+    PaperExperiment.REPLICAS,
+    PaperExperiment.BANDWIDTH,
+    PaperExperiment.PD_RATIO,
+    PaperExperiment.SSD,
+)
+Which = Annotated[PaperExperiment | None, typer.Option(help=ABOUT)]
+Every = Annotated[
+    bool, typer.Option("--all", help="Every figure of the papers, as one HTML page: --book.")
+]
+Book = Annotated[Path, typer.Option(help="Where --all writes its page.")]
+Frontends = Annotated[
+    list[int] | None, typer.Option("--frontends", min=1, help="frontends: so many; repeatable.")
+]
+NotesLatency = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--notes-latency-s",
+        min=0.0,
+        help="frontends: what one routed, the others know so much later; repeatable.",
+    ),
+]
+PeerPython = Annotated[
+    str | None,
+    typer.Option(
+        help="dynamo-replay: a Python with ai-dynamo-runtime; Dynamo's own replay runs too, "
+        "instead of what was recorded of it."
+    ),
+]
+
+
+def main(
+    experiment: Which = None,
+    every: Every = False,
+    book: Book = Path("papers.html"),
+    traces: Folder = None,
+    trace: Annotated[
+        list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
+    ] = None,
+    policy: Policies = None,
+    admission: Admissions = None,
+    speed: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, help="So many times as fast as recorded; repeatable."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many of the trace.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
+    prefills: Prefills = None,
+    decodes: Decodes = None,
+    blocks: Blocks = None,
+    frontend_counts: Frontends = None,
+    notes_latency_s: NotesLatency = None,
+    changes: Changes = None,
+    profile: Measured = None,
+    length_scale: LengthScale = 1.0,
+    peer_python: PeerPython = None,
+    jobs: Jobs = 1,
+    kept: Kept = ".mooncake/simulations",
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write it as one HTML page."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
+    ] = False,
+) -> None:
+    """Run an experiment of the papers on recorded requests; no server is needed."""
+    if every or picture is not None or report is not None:
+        drawing = "--all" if every else "--plot" if picture is not None else "--report"
+        require("report", f"`python -m bench.paper {drawing}`")
+    with reasons_shown("simulate", SimulationRefused, TraceError, OSError):
+        options = SimulationOptions(
+            folder=traces,
+            traces=tuple(trace or ()),
+            policies=tuple(policy or ()),
+            admissions=tuple(admission or ()),
+            speeds=tuple(speed or ()),
+            blocks=tuple(blocks or ()),
+            requests=requests,
+            seed=seed,
+            prefills=prefills,
+            decodes=decodes,
+            picture=picture,
+            changes=tuple(changes or ()),
+            peer_python=peer_python,
+            frontends=tuple(frontend_counts or ()),
+            notes_latencies_s=tuple(notes_latency_s or ()),
+            jobs=jobs,
+            kept=None if kept == "none" else Path(kept),
+            profile=profile_at(profile),
+            length_scale=length_scale,
+        )
+        if every:
+            write_all(options, book)
+            return
+        result = answer(chosen(experiment, options), options, report)
+    if as_json:
+        print(result.to_json())
+    else:
+        result.print()
+
+
+def chosen(experiment: PaperExperiment | None, options: SimulationOptions) -> PaperExperiment:
+    """SimulationRefused for none, and for one whose result these workers cannot change."""
+    if experiment is None:
+        raise SimulationRefused("name the experiment: --experiment NAME, or --all")
+    if options.is_any_worker and experiment not in OF_ANY_WORKER:
+        raise SimulationRefused(
+            f"--profile and --length-scale: not in {experiment.value}, which compares with "
+            f"others or with the paper's nodes; in {', '.join(OF_ANY_WORKER)}"
+        )
+    return experiment
+
+
+def answer(
+    experiment: PaperExperiment, options: SimulationOptions, report: Path | None = None
+) -> Result:
+    """The experiment's result; its picture and page are written when they were asked for."""
+    started_s = time.monotonic()
+    with progress_bar() as begin:
+        rows, targets = EXPERIMENTS[experiment](options, begin)
+    if options.picture is not None:
+        draw(experiment, options.picture, rows)
+    result = Result(
+        experiment.value,
+        time.monotonic() - started_s,
+        rows,
+        targets,
+        constants=constants.stated(options.settings()),
+        shortened=options.is_shortened,
+    )
+    if report is not None:
+        write_experiment(report, chapter_of(result))
+        console.print(f"written: {report}", markup=False, soft_wrap=True)
+    return result
+
+
+def chapter_of(result: Result) -> Chapter:
+    experiment, rows = PaperExperiment(result.name), list(map(dict, result.rows))
+    picture = svg_of(lambda file: draw(experiment, file, rows), result.name)
+    return Chapter(result, picture, PAPER_SAYS.get(result.name, ""), WHY_APART.get(result.name, ""))
+
+
+def draw(experiment: PaperExperiment, path: Path, rows: Rows) -> None:
+    """The experiment's picture, if it has one."""
+    from bench.paper import pictures  # loads matplotlib
+    from bench.paper.figures import pictures as of_papers
+
+    if (save := {**pictures.SAVE, **of_papers.SAVE}.get(experiment.value)) is not None:
+        save(path, rows)
+
+
+def write_all(options: SimulationOptions, path: Path) -> None:
+    """Each figure of the papers as a chapter. The page is complete after each chapter."""
+    if options.is_any_worker:
+        raise SimulationRefused("--all is about the paper's nodes: no --profile, no scale")
+    from bench.paper.book import write_book  # loads matplotlib
+
+    chapters: list[Chapter] = []
+    for experiment in OF_PAPERS:
+        chapters.append(chapter_of(answer(experiment, options)))
+        write_book(path, chapters)
+    console.print(f"written: {path}", markup=False, soft_wrap=True)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """`arguments`: None for those of the process. Raises SystemExit."""
+    command = typer.Typer(add_completion=False)
+    command.command()(main)
+    command(arguments, prog_name="python -m bench.paper")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,261 @@
+"""Pictures of the experiments, beside the paper's numbers and Dynamo's.
+
+They are drawn from the rows of a result, so they show what the JSON says. Each is a PNG, SVG or
+PDF, by the name of the file. Not here: the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from loadtest.harness.result import Cell
+from loadtest.report.pictures.style import MANY, NAMED
+from loadtest.simulator.pictures import (
+    DOTS_PER_INCH,
+    Row,
+    finish_panel,
+    number_of,
+    panels_beside,
+)
+
+BAR_SHARE = 0.8  # of the room that a group of bars has
+REJECTION_PANELS = (
+    ("wasted_prefill_s", "wasted prefill, GPU s"), ("within_slo", "requests within both SLOs"),
+    ("prefill_load_std", "swing of the prefill load"), ("rejected", "rejected, % of offered"),
+)  # fmt: skip
+DYNAMO_PANELS = (
+    ("recorded", 1.0, "ttft_mean_ms", "mean TTFT at 1x, ms"),
+    ("spread", 1.0, "ttft_mean_ms", "mean TTFT at 1x, ticks spread, ms"),
+    ("recorded", 4.0, "good", "good requests at 4x"),
+)
+
+
+def save_scheduling(path: Path, rows: Sequence[Row]) -> None:
+    """Mean TTFT of each policy, one panel a speed; a line where the paper has it."""
+    speeds = list(dict.fromkeys(number_of(row, "speed") for row in rows))
+    figure, panels = panels_beside(len(speeds), 3.2 * len(speeds))
+    for panel, speed in zip(panels, speeds, strict=True):
+        chosen = [row for row in rows if row["speed"] == speed]
+        values = [number_of(row, "ttft_mean_s") for row in chosen]
+        names = [str(row["policy"]) for row in chosen]
+        draw_bars(panel, names, values, [row["paper_ttft_s"] for row in chosen], ".2f")
+        panel.set_yscale("log")
+        finish_panel(panel, f"{speed:g}x as fast as recorded")
+    panels[0].set_ylabel("mean TTFT, s (lines: the paper)")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_rejection(path: Path, rows: Sequence[Row]) -> None:
+    """What each admission wastes, keeps and rejects at the speed that was found; the paper's
+    rejections as lines."""
+    rows = [row for row in rows if row["speed"] == rows[-1]["speed"]]
+    figure, panels = panels_beside(len(REJECTION_PANELS), 10.0)
+    for panel, (column, title) in zip(panels, REJECTION_PANELS, strict=True):
+        values = [number_of(row, column) for row in rows]
+        paper: list[Cell] = [None for row in rows]
+        if column == "rejected":
+            shares = zip(values, rows, strict=True)
+            values = [value * 100 / number_of(row, "offered") for value, row in shares]
+            paper = [row["paper_rejected_percent"] for row in rows]
+        draw_bars(panel, [str(row["admission"]) for row in rows], values, paper, ",.3g")
+        finish_panel(panel, title)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
+    """Mean TTFT beside Dynamo's routers, and who is served in overload."""
+    figure, panels = panels_beside(len(DYNAMO_PANELS), 12.0, 4.6)
+    for panel, (ticks, speed, column, title) in zip(panels, DYNAMO_PANELS, strict=True):
+        of_load = [row for row in rows if row["ticks"] == ticks and row["speed"] == speed]
+        names = list(dict.fromkeys(map(_scheduler, of_load)))
+        sizes = sorted({number_of(row, "blocks") for row in of_load})
+        height = BAR_SHARE / max(1, len(sizes))
+        for row in of_load:  # a pair of bars for each scheduler: the small cache and the large one
+            blocks, value = number_of(row, "blocks"), number_of(row, column)
+            size = sizes.index(blocks)
+            at = names.index(_scheduler(row)) + (size - (len(sizes) - 1) / 2) * height
+            colour = NAMED["blue" if row["engine"] == "here" else "pale"]
+            panel.barh(at, value, height * 0.92, color=colour, alpha=0.65 if size else 1.0)
+            panel.text(value, at, f" {value:,.0f} ({blocks:,.0f} blocks)", va="center", fontsize=6)
+        panel.set_yticks(range(len(names)), names, fontsize=7)
+        panel.invert_yaxis()
+        panel.margins(x=0.25)
+        panel.set_title(title, fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_ssd(path: Path, rows: Sequence[Row]) -> None:
+    """Hit rate and mean TTFT by the size of the DRAM, with and without an SSD behind it."""
+    traces = list(dict.fromkeys(str(row["trace"]) for row in rows))
+    figure, panels = panels_beside(2 * len(traces), 6.4 * len(traces))
+    columns = (("hit_percent", "prompt tokens cached, %"), ("ttft_mean_s", "mean TTFT, s"))
+    for number, panel in enumerate(panels):
+        trace, (column, title) = traces[number // 2], columns[number % 2]
+        for label, has_ssd, colour in (("DRAM", False, MANY[0]), ("DRAM + SSD", True, MANY[1])):
+            chosen = [
+                row for row in rows if row["trace"] == trace and bool(row["ssd_blocks"]) == has_ssd
+            ]
+            sizes = [number_of(row, "dram_blocks") for row in chosen]
+            values = [number_of(row, column) for row in chosen]
+            panel.plot(sizes, values, "o-", color=colour, markersize=4, label=label)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(FixedLocator(sizes))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        panel.set_ylim(0)
+        panel.set_xlabel("blocks of DRAM a node")
+        finish_panel(panel, f"{trace}: {title}", axis="both")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_scale(path: Path, rows: Sequence[Row]) -> None:
+    """CPU milliseconds of a request by part, what a decision takes, and what requests got."""
+    figure, (cost, decision, served) = panels_beside(3, 11.0)
+    workers = [number_of(row, "workers") for row in rows]
+    names, below = [f"{count:,.0f}" for count in workers], [0.0] * len(rows)
+    parts = [column for column in rows[0] if column.endswith("_cpu_s") and "per" not in column]
+    for part, colour in zip(parts, MANY, strict=False):
+        values = [1e3 * number_of(row, part) / number_of(row, "requests") for row in rows]
+        cost.bar(names, values, BAR_SHARE, below, color=colour, label=part.removesuffix("_cpu_s"))
+        below = [one + value for one, value in zip(below, values, strict=True)]
+    for column, colour in (("decision_mean_us", MANY[0]), ("decision_p99_us", MANY[1])):
+        values = [number_of(row, column) for row in rows]
+        decision.plot(workers, values, "o-", color=colour, label=column.split("_")[1])
+    for column, colour in (("within_slo_percent", MANY[0]), ("hit_percent", MANY[1])):
+        values = [number_of(row, column) for row in rows]
+        served.plot(workers, values, "o-", color=colour, label=column.removesuffix("_percent"))
+    decision.set_ylim(bottom=0)
+    served.set_ylim(0, 102)
+    for panel, title in (
+        (cost, "CPU of a request, ms"),
+        (decision, "one decision, µs"),
+        (served, "requests within SLO, tokens found, %"),
+    ):
+        panel.set_xlabel("workers")
+        panel.legend(frameon=False, fontsize=7)
+        finish_panel(panel, title)
+    for panel in (decision, served):
+        panel.set_xscale("log")
+        panel.set_xticks(workers, names)
+        panel.xaxis.set_minor_locator(NullLocator())
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_roles(path: Path, rows: Sequence[Row]) -> None:
+    """Share within both limits of every fixed split, beside the controller and the best oracle;
+    and how many prefill workers the controller has over time."""
+    figure, panels = panels_beside(2, 9.0)
+    of = {
+        name: [row for row in rows if row["system"] == name]
+        for name in ("fixed", "controller", "oracle")
+    }
+    xs = [number_of(row, "prefills") for row in of["fixed"]]
+    for column, label, colour in (
+        ("within_percent", "fixed, both phases", MANY[0]),
+        ("within_first_percent", "fixed, first phase", NAMED["muted"]),
+        ("within_second_percent", "fixed, second phase", MANY[3]),
+    ):
+        ys = [number_of(row, column) for row in of["fixed"]]
+        panels[0].plot(xs, ys, "o-", color=colour, markersize=3, label=label)
+    for name, colour in (("controller", MANY[1]), ("oracle", MANY[2])):
+        best = max(number_of(row, "within_percent") for row in of[name])
+        panels[0].axhline(best, color=colour, label=f"{name}: {best:.1f} %")
+    panels[0].set_xlabel("prefill nodes of 16")
+    panels[0].set_ylabel("requests within both limits, %")
+    panels[0].legend(frameon=False, fontsize=7)
+    finish_panel(panels[0], "two phases, TTFT <= 30 s, TBT <= 100 ms", axis="both")
+    (ours,) = of["controller"]
+    steps = [step.split(":") for step in str(ours["prefills_over_time"]).split()]
+    panels[1].step(
+        [float(at) for at, _ in steps],
+        [int(count) for _, count in steps],
+        where="post",
+        color=MANY[1],
+    )
+    panels[1].set_xlabel("s since the first request")
+    panels[1].set_ylim(0, 16)
+    finish_panel(panels[1], "prefill workers under the controller", axis="both")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_cpp(path: Path, rows: Sequence[Row]) -> None:
+    """Mean TTFT of long prompts and of all by mix, over that of nodes alone; lines: the goals."""
+    policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
+    columns = (("long_of_baseline", "over 64k tokens", 0.6), ("of_baseline", "all prompts", 1.0))
+    figure, panels = panels_beside(2 * len(policies), 4.6 * len(policies))
+    for number, panel in enumerate(panels):
+        policy, (column, title, goal) = policies[number // 2], columns[number % 2]
+        chosen = [row for row in rows if row["policy"] == policy and row[column] is not None]
+        values = [number_of(row, column) for row in chosen]
+        names = [str(row["mix"]) for row in chosen]
+        draw_bars(panel, names, values, [None] * len(chosen), ".2f")
+        panel.axhline(goal, color=NAMED["ink"], linewidth=0.8, linestyle=":")
+        finish_panel(panel, f"{policy}: {title}")
+    panels[0].set_ylabel("mean TTFT / nodes alone (dotted: goal)")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def save_crowd(path: Path, rows: Sequence[Row]) -> None:
+    """How the requests ended with each seed, and how late."""
+    figure, (ends, late) = panels_beside(2, 8.0)
+    names = [f"seed {row['seed']}" if number_of(row, "kills") else "nothing breaks" for row in rows]
+    finished = [number_of(row, "finished_percent") for row in rows]
+    typed = [number_of(row, "typed_error_percent") for row in rows]
+    hung = [100 * number_of(row, "hung") / number_of(row, "requests") for row in rows]
+    below = [0.0] * len(rows)
+    for label, values, colour in (
+        ("finished", finished, MANY[0]),
+        ("typed error", typed, MANY[1]),
+        ("hung", hung, MANY[2]),
+    ):
+        ends.bar(names, values, BAR_SHARE, below, color=colour, label=label)
+        below = [one + value for one, value in zip(below, values, strict=True)]
+    dynamo = [
+        100 - 100 * number_of(row, "dynamo_hung") / number_of(row, "requests") for row in rows
+    ]
+    ends.plot(
+        names, dynamo, "_", color=NAMED["ink"], markersize=24, label="ended in Dynamo's issue"
+    )
+    late.bar(names, [number_of(row, "late_most_s") for row in rows], color=MANY[0])
+    finish_panel(ends, "requests, %")
+    finish_panel(late, "latest end after a client's timeout, s")
+    for panel in (ends, late):
+        panel.tick_params(axis="x", rotation=30, labelsize=8)
+    ends.legend(frameon=False, fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+SAVE = {
+    "cpp": save_cpp,
+    "crowd": save_crowd,
+    "scale": save_scale,
+    "roles": save_roles,
+    "scheduling": save_scheduling,
+    "rejection": save_rejection,
+    "dynamo-replay": save_dynamo_replay,
+    "ssd": save_ssd,
+}
+
+
+def _scheduler(row: Row) -> str:
+    if row["engine"] == "here":
+        return f"{row['policy']}, {row['passes']} passes"
+    return f"Dynamo {row['policy']}"
+
+
+def draw_bars(
+    panel: Axes, names: Sequence[str], values: Sequence[float], paper: Sequence[Cell], shown: str
+) -> None:
+    """A bar for each name with its value above it, and a line where the paper has it."""
+    for number, value in enumerate(values):
+        panel.bar(number, value, BAR_SHARE, color=MANY[number % len(MANY)])
+        panel.text(number, value, f"{value:{shown}}", ha="center", va="bottom", fontsize=8)
+        if (level := paper[number]) is not None:
+            panel.hlines(float(level), number - 0.4, number + 0.4, color=NAMED["ink"])
+    panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)

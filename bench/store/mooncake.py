@@ -1,0 +1,91 @@
+"""Mooncake's own store as processes of its wheel, asked one batch at a time, in turns with ours.
+
+Two of its paths: "tcp", with the blocks in another process, over loopback, which is what the wheel
+has between processes of one host; and "own process", with the blocks in the client itself, which
+copies them. Neither verifies what it moves.
+
+Not here: what runs in Mooncake's Python (mooncake_client.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from bench.harness.processes import PeerProcess
+
+TCP, OWN_PROCESS = "TCP", "own process"
+NODE_MIB = 2_048
+START_S_MAX = 30.0
+
+
+class Mooncake:
+    """A master, a client, and a node of it where its path is TCP; ended with the stack.
+
+    RuntimeError, with the reason, where it does not run here.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, python: Path, path: str) -> None:
+        binary = python.parent / "mooncake_master"
+        script = Path(__file__).with_name("mooncake_client.py")
+        if not binary.exists():
+            raise RuntimeError(f"{binary} does not exist: {python} has no Mooncake wheel")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-peer-"))
+        port = free_port()
+        master = f"127.0.0.1:{port}"
+        process = subprocess.Popen(
+            [
+                str(binary),
+                f"--rpc_port={port}",
+                f"--metrics_port={free_port()}",
+                "--rpc_thread_num=4",
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_port={free_port()}",
+                "--default_kv_lease_ttl=5000",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        wait_for(port)
+        if path == TCP:
+            node = ("node", master, str(NODE_MIB), str(free_port()))
+            PeerProcess(stack, python, script, *node).answer()
+        own_mib = NODE_MIB if path == OWN_PROCESS else 0
+        self._client = PeerProcess(
+            stack,
+            python,
+            script,
+            "client",
+            master,
+            str(own_mib),
+            str(free_port()),
+            variables={"MC_STORE_MEMCPY": "1"} if path == OWN_PROCESS else None,
+        )
+        self._client.answer()
+
+    def ask(self, way: str, *sizes_bytes: int) -> float:
+        """Seconds of one call; see mooncake_client.py for the ways."""
+        return float(self._client.ask(" ".join([way, *map(str, sizes_bytes)]))["s"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    until_s = time.monotonic() + START_S_MAX
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"mooncake_master does not listen on port {port}")
+        time.sleep(0.1)

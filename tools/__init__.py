@@ -1,0 +1,1 @@
+"""What makes data and pages of this repository: the demo model, generated docs. In no wheel."""
