@@ -65,7 +65,7 @@ class Prediction(NamedTuple):
     delay_s: float = 0.0  # what this request adds to the wait of others at the prefill worker
     # Of prefill_s: the last chunk's way through the other stages of a pipeline group.
     fill_s: float = 0.0
-    crowding_s: float = 0.0  # what the copies of its fetch cost those who come later
+    eviction_cost_s: float = 0.0  # what the copies of its fetch cost those who come later
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from backends.frontend.cluster_view import Served
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_tensor
-from backends.text.text_stream import Emission, merge
+from backends.text.text_stream import OutputDelta, merge
 
 
 class ReplyStream(Protocol):
@@ -62,7 +62,7 @@ class WholeAnswer:
 
     def finish(self) -> None:
         request = self._request
-        whole = merge([message.emission for message in self._messages])
+        whole = merge([message.delta for message in self._messages])
         if request.includes_prompt:
             whole = with_prompt(request, whole)
         fields: dict[str, object] = {}
@@ -75,15 +75,15 @@ class WholeAnswer:
         self._client.send(outputs(message, len(request.prompt_ids), names), is_final=True)
 
 
-def with_prompt(request: ClientRequest, emission: Emission) -> Emission:
-    """The emission with the prompt in front (exclude_input_in_output explicitly false)."""
-    text = request.prompt_text + emission.text
-    return Emission(
-        token_ids=(*request.prompt_ids.tolist(), *emission.token_ids),
+def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
+    """The delta with the prompt in front (exclude_input_in_output explicitly false)."""
+    text = request.prompt_text + delta.text
+    return OutputDelta(
+        token_ids=(*request.prompt_ids.tolist(), *delta.token_ids),
         text=text,
-        cut_bytes=-1 if emission.cut_bytes < 0 else len(text.encode()),
-        is_stopped=emission.is_stopped,
-        logprobs=emission.logprobs,  # of the generated tokens: none are computed of the prompt's
+        cut_bytes=-1 if delta.cut_bytes < 0 else len(text.encode()),
+        is_stopped=delta.is_stopped,
+        logprobs=delta.logprobs,  # of the generated tokens: none are computed of the prompt's
     )
 
 
@@ -114,10 +114,10 @@ ZERO = np.zeros(1, np.int32)
 
 # name of an output -> its value, from a message and the length of the prompt
 _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
-    "text_output": lambda message, _: string_tensor(message.emission.text.encode()),
-    "output_ids": lambda message, _: np.array(message.emission.token_ids, np.int32),
-    "context_ids": lambda message, _: np.array(message.emission.context_ids, np.int32),
-    "text_cut_bytes": lambda message, _: np.array([message.emission.cut_bytes], np.int32),
+    "text_output": lambda message, _: string_tensor(message.delta.text.encode()),
+    "output_ids": lambda message, _: np.array(message.delta.token_ids, np.int32),
+    "context_ids": lambda message, _: np.array(message.delta.context_ids, np.int32),
+    "text_cut_bytes": lambda message, _: np.array([message.delta.cut_bytes], np.int32),
     "num_input_tokens": lambda _, prompt_tokens: np.array([prompt_tokens], np.int32),
     "num_output_tokens": lambda message, _: np.array([message.output_tokens], np.int32),
     "cached_tokens": lambda message, _: np.array([message.cached_tokens], np.int32),
@@ -130,13 +130,13 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
     "batch_index": lambda *_: ZERO,
     "sequence_index": lambda *_: ZERO,
     "output_log_probs": lambda message, _: np.array(
-        [each.log_prob for each in message.emission.logprobs], np.float32
+        [each.log_prob for each in message.delta.logprobs], np.float32
     ),
     "top_token_ids": lambda message, _: _matrix(
-        [each.top_ids for each in message.emission.logprobs], np.int32
+        [each.top_ids for each in message.delta.logprobs], np.int32
     ),
     "top_log_probs": lambda message, _: _matrix(
-        [each.top_log_probs for each in message.emission.logprobs], np.float32
+        [each.top_log_probs for each in message.delta.logprobs], np.float32
     ),
 }
 
@@ -172,6 +172,6 @@ def describe(
 def described(facts: Mapping[str, object], asked: frozenset[str]) -> dict[str, np.ndarray]:
     """As JSON in text_output."""
     text = msgspec.json.encode(facts).decode()
-    message = Send(Emission((), text), 0, "described", 0)
+    message = Send(OutputDelta((), text), 0, "described", 0)
     left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}
     return outputs(message, 0, names_sent(asked, left_out))

@@ -34,7 +34,7 @@ from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.launch_secret import secret_of_launch
 from backends.metrics.page import Observations
 from backends.tenants.api_keys import ApiKeys
-from backends.tenants.asker import Asker, asker_of, check_is_gateway
+from backends.tenants.principal import Principal, check_is_gateway, principal_of
 from backends.tenants.tenant_labels import TenantLabels
 from backends.tensors import CHARGE, CLUSTER
 from backends.text.tokenizer import Tokenizer
@@ -107,19 +107,19 @@ class Frontend:
         trace = begin_trace(self.tracing, parameters, now_s)
         refused: ServingError | None = None
         try:
-            asker = asker_of(parameters, self._keys, self._secret, time.time())
+            principal = principal_of(parameters, self._keys, self._secret, time.time())
         except Forbidden as error:
             refused = error
         else:
             request = LiveRequest(
-                self._services, uuid.uuid4().hex, client, times, now_s, asker, trace
+                self._services, uuid.uuid4().hex, client, times, now_s, principal, trace
             )
             with self._entering:
-                times.tenant = self.labels.of(asker)
+                times.tenant = self.labels.of(principal)
                 in_flight = self.live.of_tenants()
-                refused = self._used_up(asker, in_flight.get(asker.tenant, 0))
+                refused = self._used_up(principal, in_flight.get(principal.tenant, 0))
                 if refused is None:
-                    kind, reason = self._cap.objection(asker.tenant, in_flight, now_s)
+                    kind, reason = self._cap.objection(principal.tenant, in_flight, now_s)
                     refused = Overloaded(kind, reason, 1.0) if kind else None
                 if refused is None:
                     self.live.add(request)
@@ -130,21 +130,21 @@ class Frontend:
             return
         request.start(inputs, parameters)
 
-    def _used_up(self, asker: Asker, in_flight: int | None) -> Overloaded | None:
+    def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
         """By limits that need no prompt: they are asked before anything is read."""
-        if asker.limits is None:
+        if principal.limits is None:
             return None
-        found = self.cluster.arrived(asker.tenant, asker.limits, in_flight)
+        found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _charge(self, parameters: dict[str, Any], client: ReplyStream) -> None:
         """For work of the gateway's, which has the tokenizer and no counts: one request."""
         try:
-            asker = asker_of(parameters, self._keys, self._secret, time.time())
-            if (refused := self._used_up(asker, None)) is not None:
+            principal = principal_of(parameters, self._keys, self._secret, time.time())
+            if (refused := self._used_up(principal, None)) is not None:
                 raise refused
-            if asker.limits is not None:
-                self.cluster.charged(asker.tenant)
+            if principal.limits is not None:
+                self.cluster.charged(principal.tenant)
             client.send(described({}, client.outputs), is_final=True)
         except Exception as error:  # edge: a pool has nobody who would say it
             client.fail(error)

@@ -53,10 +53,10 @@ from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
 from backends.frontend.request_times import RequestTimes
 from backends.frontend.span_attributes import end_attributes, end_of_span, request_attributes
-from backends.frontend.token_streams import TokenStreams, emission_of
+from backends.frontend.token_streams import TokenStreams, delta_of
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
-from backends.tenants.asker import Asker
+from backends.tenants.principal import Principal
 from backends.text.text_stream import TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
@@ -119,12 +119,12 @@ class LiveRequest:
         client: ReplyStream,
         times: RequestTimes,
         arrived_s: float,
-        asker: Asker | None = None,
+        principal: Principal | None = None,
         trace: NoTrace = NO_TRACE,
     ) -> None:
         self.request_id = request_id  # unique, ours; clients may repeat theirs
-        self._asker = asker or Asker()
-        self.tenant = self._asker.tenant
+        self._principal = principal or Principal()
+        self.tenant = self._principal.tenant
         self.state = State()
         self.times = times
         self.trace = trace
@@ -264,12 +264,12 @@ class LiveRequest:
         request = client_request.parse(
             inputs, parameters, self.request_id, services.tokenizer, limits
         )
-        if self._asker.known is not None:
+        if self._principal.known is not None:
             said = request.priority if "request_priority" in parameters else None
             request = replace(
                 request,
-                cache_salt=self._asker.salt(request.cache_salt),
-                priority=self._asker.priority(said),
+                cache_salt=self._principal.salt(request.cache_salt),
+                priority=self._principal.priority(said),
             )
         if request.describe:
             causes = services.unreached.causes()
@@ -323,7 +323,7 @@ class LiveRequest:
                     tenant=self.tenant,
                     excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
                     is_resumed=action.is_resumed,
-                    limits=None if self._counted_id else self._asker.limits,
+                    limits=None if self._counted_id else self._principal.limits,
                 ),
                 wants_candidates=request.wants_decision,
             )
@@ -339,7 +339,7 @@ class LiveRequest:
             self.trace.decided(action.attempt, now_s, fields, rejection.wire_message())
             return events.NotRouted(action.attempt, rejection, now_s)
         log.info("decision %s", decided.route, extra=self._in_log)
-        if self._asker.known is not None:
+        if self._principal.known is not None:
             self._counted_id = self._counted_id or request_id
         now_s = time.monotonic()
         if self.trace.is_on:
@@ -429,7 +429,7 @@ class LiveRequest:
         return events.DecodeReplied(
             attempt=action.attempt,
             tokens_before=reply.tokens_before,
-            last=emission_of(reply, ids.tolist(), is_stopped=reply.finish_reason == "stop_word"),
+            last=delta_of(reply, ids.tolist(), is_stopped=reply.finish_reason == "stop_word"),
             finish_reason=reply.finish_reason,
             fields=decode_fields(reply) if request.wants_decision else {},
             now_s=now_s,
@@ -469,15 +469,15 @@ class LiveRequest:
                 sampling.end_ids,
                 max(sampling.min_tokens - before, 0),
             )
-            emission = text.push([token_id], logprobs=said.logprobs)
+            delta = text.push([token_id], logprobs=said.logprobs)
             reason = "length" if before + 1 >= sampling.max_tokens else ""
-            if emission.is_stopped:
+            if delta.is_stopped:
                 reason = "stop_word"
             elif token_id in sampling.end_ids:
                 reason = "end_id"
             if reason:
-                emission = merge([emission, text.finish()])
-            assignment.first = events.FirstText(emission, reason, said.cached_tokens)
+                delta = merge([delta, text.finish()])
+            assignment.first = events.FirstText(delta, reason, said.cached_tokens)
         return assignment.first
 
     # --- carrying out actions: what blocks is returned
@@ -533,7 +533,7 @@ class LiveRequest:
 
     def _send(self, message: events.Send) -> None:
         assert self._answer is not None
-        self._sent_ids += message.emission.token_ids
+        self._sent_ids += message.delta.token_ids
         if message.finish_reason:
             self._note_used(is_served=True)  # before the client can ask again
         try:
@@ -586,7 +586,7 @@ class LiveRequest:
             )
 
     def _note_end(self, error: Exception | None) -> None:
-        if isinstance(error, InvalidRequest) and self._asker.limits and not self._counted_id:
+        if isinstance(error, InvalidRequest) and self._principal.limits and not self._counted_id:
             self._services.cluster.charged(self.tenant)  # reading it took time
         is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
         self._note_used(bool(self._sent_ids) or error is None or is_unwanted)

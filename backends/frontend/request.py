@@ -14,7 +14,7 @@ limit and what to do. The rules for what is not said:
 | `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
 | request id, or parameter `id` (Triton's /generate sends it so) | a fresh one |
 | parameter `tenant` | "": shares cached KV with all who name none |
-| parameter `tenant_proof` | ""; read where keys are configured (tenants/asker.py) |
+| parameter `tenant_proof` | ""; read where keys are configured (tenants/principal.py) |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
 | parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
 | parameter `traceparent` | a trace of its own, where tracing is on; a bad one is ignored |
@@ -48,7 +48,7 @@ from backends.frontend.inputs import (
     from_json,
     shown,
 )
-from backends.text.text_stream import delta
+from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 
 REQUEST_ID_BYTES_MAX = 256
@@ -121,7 +121,7 @@ def parse(
     request = ClientRequest(
         request_id=_request_id(request_id or options.id, reader) or new_id(),
         prompt_ids=prompt_ids,
-        prompt_text=delta(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
+        prompt_text=new_text(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
         sampling=sampling,
         is_stream=is_stream,
         stream_interval=stream_interval,

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from backends.frontend.lifecycle.events import LifecycleEvent, TimePassed, TokensArrived
 from backends.frontend.lifecycle.machine import State, due_s
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from backends.workers.protocol import (
     DecodeReply,
     FirstToken,
@@ -113,8 +113,7 @@ class TokenStreams:
             # Tokens of a request that is over, or goes on elsewhere, are nobody's.
             if (stream := self._heard(request_id, now_s)) is not None:
                 news = [
-                    (update.tokens_before, emission_of(update, update.token_ids))
-                    for update in found
+                    (update.tokens_before, delta_of(update, update.token_ids)) for update in found
                 ]
                 stream.receiver.post(
                     TokensArrived(stream.attempt, incarnation, news, now_s, its_gap_s)
@@ -143,10 +142,10 @@ def messages_per_s_affordable() -> int:
     return min(MESSAGES_PER_S_AND_CORE * cores, MESSAGES_PER_S_MAX)
 
 
-def emission_of(
+def delta_of(
     update: TokenUpdate | DecodeReply, token_ids: Sequence[int], is_stopped: bool = False
-) -> Emission:
-    return Emission(
+) -> OutputDelta:
+    return OutputDelta(
         token_ids=tuple(token_ids),
         text=update.text,
         cut_bytes=update.cut_bytes,

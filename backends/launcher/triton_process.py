@@ -311,7 +311,7 @@ class Triton:
 
         From any thread. A Triton answers only after it has tried each of its models once.
         """
-        models, ask = sorted(self.mirror.models()), self._asker()
+        models, ask = sorted(self.mirror.models()), self._principal()
         if ask is None:
             return None
         answers = {model: ask(model) for model in models}
@@ -319,7 +319,7 @@ class Triton:
             return None
         return [ModelState(model, bool(is_ready)) for model, is_ready in answers.items()]
 
-    def _asker(self) -> Ask | None:
+    def _principal(self) -> Ask | None:
         endpoints = self.endpoints
         if endpoints is None:
             return None

@@ -6,7 +6,7 @@ stream. Translation only; the text of tokens is backends/text/text_stream.py.
 
 from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config
 from backends.tensors import string_tensor
-from backends.text.text_stream import delta
+from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 from backends.triton import triton_io
 
@@ -28,7 +28,7 @@ class TritonPythonModel:
     def answer(self, request):
         try:
             inputs = triton_io.inputs_of(request)
-            text = delta(
+            text = new_text(
                 self.tokenizer,
                 inputs["context_ids"].tolist(),
                 inputs["output_ids"].tolist(),

@@ -5,7 +5,7 @@ of name and moment by the secret of the launch, which gateway and frontend have 
 proof is worth something for a minute, so one that comes into a log is soon worth nothing. With a
 deployment's `insecure` keys everybody can guess that secret, and so make proofs.
 
-Not here: keys (api_keys.py), what the frontend does with it (asker.py).
+Not here: keys (api_keys.py), what the frontend does with it (principal.py).
 """
 
 from __future__ import annotations

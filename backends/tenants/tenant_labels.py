@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from backends.tenants.asker import Asker
+from backends.tenants.principal import Principal
 
 LABELS_MAX = 64
 OTHERS = "(others)"  # no name of a tenant
@@ -35,14 +35,14 @@ class TenantLabels:
         self._labels_max = labels_max
         self._known: set[str] = set()
 
-    def of(self, asker: Asker) -> str:
+    def of(self, principal: Principal) -> str:
         """ "" where there are no keys: then nothing is counted by tenant."""
-        if asker.known is None:
+        if principal.known is None:
             return ""
-        if asker.tenant not in self._known and len(self._known) >= self._labels_max:
+        if principal.tenant not in self._known and len(self._known) >= self._labels_max:
             return OTHERS
-        self._known.add(asker.tenant)
-        return asker.tenant
+        self._known.add(principal.tenant)
+        return principal.tenant
 
     def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
         """A number of each tenant, as it is shown: that of every label, 0 too."""

@@ -4,12 +4,12 @@ Everything happens on bytes. A token adds bytes (token_bytes.py), stop words are
 (`StopWords`), and a decoder makes characters of the bytes that are *released*: an unfinished
 character waits in the decoder, bytes that can no longer become one turn into U+FFFD. Text that may
 still become a stop word is held back together with its tokens, so ids and text always belong
-together: the text of an Emission is the text of its token ids.
+together: the text of an OutputDelta is the text of its token ids.
 
-The postprocessing model has no state. It gets an Emission's ids with up to 16 `context_ids` before
-them and computes the same text with `delta`: a token's bytes depend on that context at most, and
-where an unfinished character begins can be seen from the last three bytes. (A test compares the
-two for random tokens, cut in random places.)
+The postprocessing model has no state. It gets an OutputDelta's ids with up to 16 `context_ids`
+before them and computes the same text with `new_text`: a token's bytes depend on that context at
+most, and where an unfinished character begins can be seen from the last three bytes. (A test
+compares the two for random tokens, cut in random places.)
 
 Stop words are found at a constant cost per byte (Aho-Corasick). UTF-8 never hides a character
 inside another, so matching bytes finds exactly what matching characters would, wherever tokens
@@ -20,7 +20,7 @@ Rules worth knowing:
 
 * special tokens, `end_ids` and ids outside the vocabulary have no text and are released in place;
 * the stop word itself is not emitted. If it begins inside a token, that token is released and
-  `cut_bytes` says how much of the text of the emission's ids to show;
+  `cut_bytes` says how much of the text of the delta's ids to show;
 * a stop word that is complete within the first `min_tokens` tokens does not stop; one that begins
   there and is complete later does (vLLM's rule too), so fewer tokens than that may be shown;
 * the context is the prompt's end: a request that moves to another worker gives what the client
@@ -101,7 +101,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class Emission:
+class OutputDelta:
     """What may be sent now. `text` is that of `token_ids`, up to `cut_bytes`."""
 
     token_ids: Sequence[int]
@@ -112,24 +112,24 @@ class Emission:
     logprobs: Sequence[TokenLogprobs] = ()  # of each of token_ids, or of none
 
 
-def merge(emissions: Sequence[Emission]) -> Emission:
-    """Consecutive emissions as one, for a message that carries several tokens."""
-    assert emissions
-    if len(emissions) == 1:
-        return emissions[0]
-    text = "".join(emission.text for emission in emissions)
-    is_cut = any(emission.cut_bytes >= 0 for emission in emissions)
-    return Emission(
-        token_ids=tuple(token_id for emission in emissions for token_id in emission.token_ids),
+def merge(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deltas as one, for a message that carries several tokens."""
+    assert deltas
+    if len(deltas) == 1:
+        return deltas[0]
+    text = "".join(delta.text for delta in deltas)
+    is_cut = any(delta.cut_bytes >= 0 for delta in deltas)
+    return OutputDelta(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         text=text,
         cut_bytes=len(text.encode()) if is_cut else -1,
-        is_stopped=emissions[-1].is_stopped,
-        context_ids=emissions[0].context_ids,
-        logprobs=tuple(found for emission in emissions for found in emission.logprobs),
+        is_stopped=deltas[-1].is_stopped,
+        context_ids=deltas[0].context_ids,
+        logprobs=tuple(found for delta in deltas for found in delta.logprobs),
     )
 
 
-def delta(
+def new_text(
     tokenizer: Tokenizer,
     context_ids: Sequence[int],
     token_ids: Sequence[int],
@@ -176,7 +176,7 @@ class TextStream:
         token_ids: Iterable[int],
         is_last: bool = False,
         logprobs: Iterable[TokenLogprobs] = (),
-    ) -> Emission:
+    ) -> OutputDelta:
         """Tokens after a stop word are ignored; `is_last` releases everything.
 
         `logprobs`: of each of these tokens, with which they leave, or of none.
@@ -190,7 +190,7 @@ class TextStream:
             self._take(token_id)
         return self._release()
 
-    def finish(self) -> Emission:
+    def finish(self) -> OutputDelta:
         """What was held back, the bytes of an unfinished character as U+FFFD."""
         return self.push((), is_last=True)
 
@@ -222,7 +222,7 @@ class TextStream:
                 self._stop_at_bytes = before_bytes + index - length_bytes
                 return
 
-    def _release(self) -> Emission:
+    def _release(self) -> OutputDelta:
         context_ids = tuple(self._released)
         limit_bytes = self._limit_bytes()
         is_cut = self.is_stopped
@@ -251,7 +251,9 @@ class TextStream:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs:
             logprobs = tuple(self._logprobs.popleft() for _ in token_ids)
-        return Emission(tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids, logprobs)
+        return OutputDelta(
+            tuple(token_ids), text, cut_bytes, self.is_stopped, context_ids, logprobs
+        )
 
     def _limit_bytes(self) -> int:
         """Bytes before this are decided."""

@@ -15,7 +15,7 @@ import numpy as np
 from backends.engine.interface import LayerPassing
 from backends.engine.sampling import Guide
 from backends.metrics.page import Observations
-from backends.text.text_stream import Emission, TextStream, merge
+from backends.text.text_stream import OutputDelta, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import TokenLogprobs
@@ -237,7 +237,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         # The frontend has emitted what this yields, by the same pure function.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
         self._unread_ids: list[int] = []  # decoded, and not pushed into the text yet
-        self._pending: list[Emission] = []
+        self._pending: list[OutputDelta] = []
         self._pending_tokens = 0
         self._tokens_before = 0  # of the next message
         self.update_sent_s = 0.0  # when its latest message left
@@ -325,9 +325,9 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         if not self._unread_ids:
             return
         token_ids, self._unread_ids = self._unread_ids, []
-        emission = self._text.push(token_ids, logprobs=self._take_drawn())
-        self._pending.append(emission)
-        self._pending_tokens += len(emission.token_ids)
+        delta = self._text.push(token_ids, logprobs=self._take_drawn())
+        self._pending.append(delta)
+        self._pending_tokens += len(delta.token_ids)
 
     def _take_drawn(self) -> Sequence[TokenLogprobs]:
         if not self.drawn_logprobs:
@@ -377,9 +377,9 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         )
         self.client.decoded(list(pending.token_ids), reply)
 
-    def _take_pending(self) -> tuple[int, Emission]:
+    def _take_pending(self) -> tuple[int, OutputDelta]:
         self._read_text()
-        pending = merge(self._pending) if self._pending else Emission((), "")
+        pending = merge(self._pending) if self._pending else OutputDelta((), "")
         before = self._tokens_before
         self._tokens_before += len(pending.token_ids)
         self._pending, self._pending_tokens = [], 0

@@ -19,7 +19,7 @@ from backends.frontend.lifecycle import events
 from backends.frontend.lifecycle.attempts import Attempts
 from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
 from backends.frontend.lifecycle.machine import Phase, State, step
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from conductor.messages import Request
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 
@@ -159,5 +159,5 @@ class FollowedRequest:
         return self.state.phase is Phase.DONE
 
 
-def _tokens(count: int) -> Emission:
-    return Emission((0,) * count, "")
+def _tokens(count: int) -> OutputDelta:
+    return OutputDelta((0,) * count, "")

@@ -43,7 +43,7 @@ from loadtest.simulator.options import SimulationRefused, progress_bar
 from mooncake_store.errors import StoreError
 
 PAIRS, MIB = 5, 2**20  # of the hand-over
-CHAOS_MARGIN_S = 400.0  # beside its strikes: start, undisturbed run, recovery, stop
+CHAOS_MARGIN_S = 400.0  # beside its faults: start, undisturbed run, recovery, stop
 CANNOT = (
     CannotMeasure,
     SimulationRefused,
@@ -137,7 +137,7 @@ class FleetNumbers:
             "--seed",
             str(seed),
         ]
-        with console.status(f"{seconds:g} s of strikes on a fleet ..."):
+        with console.status(f"{seconds:g} s of faults on a fleet ..."):
             done = subprocess.run(
                 command,
                 cwd=PROJECT,
@@ -172,7 +172,7 @@ def main(
         None
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Leaders that are killed.")] = 5,
-    chaos_seconds: Annotated[float, typer.Option(min=10, help="Of strikes on a fleet.")] = 60.0,
+    chaos_seconds: Annotated[float, typer.Option(min=10, help="Of faults on a fleet.")] = 60.0,
     traces: Annotated[
         Path | None, typer.Option(help="Folder of the published traces, for the simulation.")
     ] = None,

@@ -26,7 +26,7 @@ from conductor.load.cluster import PATHS_PER_TICK, Cluster
 from conductor.load.pool import REQUESTS_RANK, Mask
 from conductor.messages import Request
 from conductor.queue_order import QueueOrder
-from conductor.routing.fetching import CROWDING_SHARE, SOURCES_MAX, FetchSource, Plans
+from conductor.routing.fetching import EVICTION_COST_SHARE, SOURCES_MAX, FetchSource, Plans
 from conductor.routing.policies import POLICIES, Terms
 from conductor.routing.tiers import Holdings
 from mooncake_store.native.library import NativeFunction, quick_function
@@ -47,14 +47,14 @@ FLEET = {
     ),
 }
 CONFIG = {
-    REAL: "tie_ratio tie_s ssd_bytes_per_s balancing_threshold crowding_share requests_rank",
+    REAL: "tie_ratio tie_s ssd_bytes_per_s balancing_threshold eviction_cost_share requests_rank",
     NUMBER: "must_pay finalists_max",
 }
 FILLED = {
     ADDRESS: (
-        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s crowding_s beside_s "
-        "source decode_has_room busy_s behind own_s least_s cost_s decode_cost_s decode_whole_s "
-        "candidates is_choice"
+        "queue_s wait_s fetch_s transfer_s prefill_s fill_s delay_s start_s eviction_cost_s "
+        "beside_s source decode_has_room busy_s behind own_s least_s cost_s decode_cost_s "
+        "decode_whole_s candidates is_choice"
     )
 }
 REQUEST = {
@@ -134,7 +134,7 @@ class CompiledDecision:
             tie_s=config.tie_s,
             ssd_bytes_per_s=config.ssd_bytes_per_s,
             balancing_threshold=config.kvcache_balancing_threshold,
-            crowding_share=CROWDING_SHARE,
+            eviction_cost_share=EVICTION_COST_SHARE,
             requests_rank=REQUESTS_RANK,
             must_pay=config.fetch_must_pay,
             finalists_max=config.finalists_max,
@@ -246,7 +246,7 @@ class CompiledDecision:
         arguments.has_groups = prefills.has_groups
         arguments.has_one_block_size = bool(decodes.block_tokens)
         self.terms = Terms(*(kept[name] for name in Terms._fields))
-        of_plans = ("fetch_s", "prefill_s", "source", "fill_s", "crowding_s", "beside_s")
+        of_plans = ("fetch_s", "prefill_s", "source", "fill_s", "eviction_cost_s", "beside_s")
         self._plans: tuple[Any, ...] = tuple(kept[name] for name in of_plans)
         self.has_room = kept["decode_has_room"]
         self._has_room_address = self.has_room.ctypes.data

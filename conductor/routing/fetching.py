@@ -12,17 +12,17 @@ What is beyond the own run may be fetched from one other node, and the rest is c
     threshold   the paper's: the longest run, if it is more than kvcache_balancing_threshold times
                 the own one (and, with fetch_must_pay, if that is predicted to be quicker)
     times       ours: of no fetch and one from each holder, as deep as it goes, the least
-                max(wait, transfer) + prefill + crowding. Fetching runs beside the work in front
-                of it, so as much of it as the request would wait anyway costs nothing; and
-                beside its own computing behind the first layer, where the prompt passes layer
-                by layer. A shorter
-                run at an idle node can beat the longest one at a busy node; a part of one run
-                cannot beat the whole: each further block costs the same to fetch and more to
-                compute.
+                max(wait, transfer) + prefill + eviction cost. Fetching runs in parallel with the
+                work that is queued ahead of the request, so the share of it within that wait is
+                free. With layer-wise prefill, fetching also runs in parallel with the computing
+                of all layers after the first. A shorter run at an idle node can beat the longest
+                run at a busy node. A part of one run cannot beat the whole run: each further
+                block costs the same to fetch and more to compute.
 
-The second is Eq. 2 of the paper with what it leaves out: queues, latency, the sender, and those
-who come later: what is fetched is kept, so where memory is full as many other blocks go, and some
-of those will be computed again. There *crowding* is CROWDING_SHARE of what the fetch saves.
+The second rule is Eq. 2 of the paper plus what Eq. 2 leaves out: queues, latency, the sender and
+later requests. Fetched blocks are kept, so where memory is full the same number of other blocks are
+evicted, and some of those will be computed again. Where memory is full, the *eviction cost* is
+EVICTION_COST_SHARE of what the fetch saves.
 
 Not every holder is looked at. Of equal runs the one that can send soonest counts, and a shorter run
 only if it can be sent sooner than every longer one, as far as SOURCES_MAX of them. Where workers
@@ -51,7 +51,7 @@ from conductor.routing.tiers import Holdings
 SOURCES_MAX = 4  # holders that are compared for one prompt
 # Of the seconds that a fetch saves, what its copies cost others: the chance that a block which had
 # to go would have been used once more.
-CROWDING_SHARE = 0.1
+EVICTION_COST_SHARE = 0.1
 NAMES_MAX = 64  # of equal holders that are asked when they can send
 
 
@@ -74,7 +74,7 @@ class Plans:
     prefill_s: Seconds  # computing the rest
     source: Counts  # the number of the one that each worker fetches from; -1: it does not
     fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
-    crowding_s: Seconds  # what the copies of those fetches will cost others
+    eviction_cost_s: Seconds  # what the copies of those fetches will cost others
     beside_s: Seconds  # of prefill_s, what the fetch runs beside
     position: QueuePosition | None = None  # in the queues with that work, if known already
 
@@ -172,11 +172,11 @@ def _take_the_quickest(
             total_s = np.maximum(hidden_s + beside_s, fetch_s) + (prefill_s - beside_s)
         else:
             total_s = np.maximum(hidden_s, fetch_s) + prefill_s
-        crowding_s = None
+        eviction_cost_s = None
         if hidden_s is not None and held.full is not pool.zeros:
-            crowding_s = CROWDING_SHARE * (own_s - prefill_s)
-            crowding_s *= held.full
-            total_s += crowding_s
+            eviction_cost_s = EVICTION_COST_SHARE * (own_s - prefill_s)
+            eviction_cost_s *= held.full
+            total_s += eviction_cost_s
         is_better = total_s < least_s
         is_better &= may_fetch
         if np.count_nonzero(is_better):
@@ -188,8 +188,8 @@ def _take_the_quickest(
             if beside_s is not None or plans.beside_s is not pool.zeros:
                 beside_s = pool.zeros if beside_s is None else beside_s
                 plans.beside_s = np.where(is_better, beside_s, plans.beside_s)
-            if crowding_s is not None:
-                plans.crowding_s = np.where(is_better, crowding_s, plans.crowding_s)
+            if eviction_cost_s is not None:
+                plans.eviction_cost_s = np.where(is_better, eviction_cost_s, plans.eviction_cost_s)
             if pool.has_groups:
                 fill_s = pool.fill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
                 plans.fill_s = np.where(is_better, fill_s, plans.fill_s)

@@ -8,13 +8,13 @@ apart by what the hand-over to their decode worker adds (`is_blind`: it may not)
     load_balance     all predicted work that the worker has
     cache_aware      wait + prefill                        with what its own node has cached
     kvcache_centric  wait + transfer + prefill             Algorithm 1 of the Mooncake paper
-    adaptive         wait + transfer + prefill + delay + crowding     ours
+    adaptive         wait + transfer + prefill + delay + eviction cost     ours
 
 The first four are the comparison of Figure 5 of the paper. The fifth minimises the time of all
 requests together, not of this one: `delay_s` is how much later those will start that are queued
 there already and that this one overtakes (queue_order.py). Without it a short request picks the
 queue that it can jump, and others pay; with it, it goes where there is nobody to overtake.
-`crowding_s` is what a fetch costs those who come later (fetching.py): a copy takes the room of
+`eviction_cost_s` is what a fetch costs those who come later (fetching.py): a copy takes the room of
 another block.
 
 Every formula is plain arithmetic on `Terms`, whose fields are columns: one float64 per worker, in
@@ -48,7 +48,7 @@ class Terms(NamedTuple):
     # policy does not weigh it.
     delay_s: Seconds
     start_s: Seconds  # wait + transfer + prefill: the first token, before the hand-over
-    crowding_s: Seconds  # what those who come later lose by the copies that a fetch makes
+    eviction_cost_s: Seconds  # what those who come later lose by the copies that a fetch makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def kvcache_centric(terms: Terms) -> Seconds:
 
 
 def adaptive(terms: Terms) -> Seconds:
-    return terms.start_s + terms.delay_s + terms.crowding_s
+    return terms.start_s + terms.delay_s + terms.eviction_cost_s
 
 
 def no_cost(terms: Terms) -> Seconds:

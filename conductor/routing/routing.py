@@ -14,7 +14,7 @@ prefill and decode workers that have room
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
-is to be least, with cost(p) the policy's (of `adaptive` ttft + delay + crowding, of
+is to be least, with cost(p) the policy's (of `adaptive` ttft + delay + eviction cost, of
 `kvcache_centric` ttft, each before the hand-over), tbt(d) the step once everything that was routed
 to d has arrived, and n the tokens that are expected: max_tokens, at most output_tokens_expected.
 
@@ -70,7 +70,7 @@ class PrefillOption:
     prefill_s: float
     fill_s: float  # of that, what holds up nobody behind it (estimates/pipeline.py)
     delay_s: float  # what it does to others there
-    crowding_s: float  # ... and to those who come later, by the copies of its fetch
+    eviction_cost_s: float  # ... and to those who come later, by the copies of its fetch
     has_room: bool  # its queue is bounded
 
     @property
@@ -198,7 +198,7 @@ class Options:
         if behind is not pool.none:
             delay_s = (prefill_s - plans.fill_s) * behind if pool.has_groups else prefill_s * behind
         self._terms = Terms(
-            queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.crowding_s
+            queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.eviction_cost_s
         )
         # Predicted work of a prefill worker, on average.
         self.backlog_s = pool.mean(queues.queue_s, self._is_prefill)
@@ -403,7 +403,7 @@ class Options:
             prefill_s,
             fill_s,
             delay_s,
-            plans.crowding_s.item(row),
+            plans.eviction_cost_s.item(row),
         )
 
     def _option(
@@ -419,7 +419,7 @@ class Options:
         prefill_s: float,
         fill_s: float,
         delay_s: float,
-        crowding_s: float,
+        eviction_cost_s: float,
     ) -> PrefillOption:
         pool = self._cluster.prefills
         worker, local_blocks = pool.workers[row], int(blocks)
@@ -440,7 +440,7 @@ class Options:
             prefill_s=prefill_s,
             fill_s=fill_s,
             delay_s=delay_s,
-            crowding_s=crowding_s,
+            eviction_cost_s=eviction_cost_s,
             has_room=pool.has_room.item(row),
         )
 
@@ -475,7 +475,7 @@ class Options:
             tbt_s=decode.tbt_s,
             decode_sequences=decode.load.sequences + 1,
             delay_s=prefill.delay_s,
-            crowding_s=prefill.crowding_s,
+            eviction_cost_s=prefill.eviction_cost_s,
             fill_s=prefill.fill_s,
         )
         return Pair(prefill, decode, predicted)

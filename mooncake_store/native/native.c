@@ -379,11 +379,11 @@ typedef struct {
     const int64_t *own_from, *own; /* decode workers there: own[own_from[p]] .. own[own_from[p+1]] */
     const double *decode_per_token_s, *decode_step_s, *pages_free, *decode_rank,
         *decode_block_tokens;
-    double tie_ratio, tie_s, ssd_bytes_per_s, balancing_threshold, crowding_share, requests_rank;
+    double tie_ratio, tie_s, ssd_bytes_per_s, balancing_threshold, eviction_cost_share, requests_rank;
     int64_t must_pay, finalists_max;
     /* columns that are filled in */
     double *queue_s, *wait_s, *fetch_s, *transfer_s, *prefill_s, *fill_s, *delay_s, *start_s,
-        *crowding_s, *beside_s;
+        *eviction_cost_s, *beside_s;
     int64_t *source;
     uint8_t *decode_has_room;
     double *busy_s, *behind, *own_s, *least_s, *cost_s, *decode_cost_s, *decode_whole_s;
@@ -405,7 +405,7 @@ typedef struct {
     struct { /* of the pair */
         double handover_s, blocks, dram_blocks;
         int64_t source;
-        double queue_s, wait_s, fetch_s, transfer_s, prefill_s, fill_s, delay_s, crowding_s;
+        double queue_s, wait_s, fetch_s, transfer_s, prefill_s, fill_s, delay_s, eviction_cost_s;
     } pair;
 } decision_t;
 
@@ -494,7 +494,7 @@ static void own_plans(decision_t *d) {
         const double cached = MIN(in.blocks[row] * in.block_tokens[row], tokens - 1.0);
         const double pair_s = in.half_pair_s[row] * (cached + tokens);
         in.prefill_s[row] = (pair_s + in.per_token_s[row]) * (tokens - cached) + in.base_s[row];
-        in.fetch_s[row] = in.fill_s[row] = in.crowding_s[row] = in.beside_s[row] = 0.0;
+        in.fetch_s[row] = in.fill_s[row] = in.eviction_cost_s[row] = in.beside_s[row] = 0.0;
         in.source[row] = -1;
     }
     if (in.has_groups)
@@ -526,7 +526,7 @@ static inline __attribute__((always_inline)) void take_from(decision_t *d, int64
         const double pair_s = in.half_pair_s[row] * (cached + tokens);
         double work_s = (pair_s + in.per_token_s[row]) * (tokens - cached) + in.base_s[row];
         const double missing = from.blocks - blocks;
-        double fixed_s = latency_s[row] + from.wait_s, fill_s = 0.0, crowding_s = 0.0;
+        double fixed_s = latency_s[row] + from.wait_s, fill_s = 0.0, eviction_cost_s = 0.0;
         if (!is_plain) {
             if (in.has_groups) work_s += fill_s = fill_of(d, row, cached);
             if (in.dram_blocks != in.blocks)
@@ -545,8 +545,8 @@ static inline __attribute__((always_inline)) void take_from(decision_t *d, int64
         const double hidden_s = in.wait_s[row] + beside_s;
         double total_s = (is_threshold ? fetch_s : MAX(hidden_s, fetch_s)) + (work_s - beside_s);
         if (!is_plain && !is_threshold && in.full) {
-            crowding_s = in.crowding_share * (in.own_s[row] - work_s) * in.full[row];
-            total_s += crowding_s;
+            eviction_cost_s = in.eviction_cost_share * (in.own_s[row] - work_s) * in.full[row];
+            total_s += eviction_cost_s;
         }
         const int is_better = (blocks < wanted_below) & (total_s < in.least_s[row]);
         in.least_s[row] = is_better ? total_s : in.least_s[row];
@@ -555,7 +555,7 @@ static inline __attribute__((always_inline)) void take_from(decision_t *d, int64
         in.source[row] = is_better ? number : in.source[row];
         in.beside_s[row] = is_better ? beside_s : in.beside_s[row];
         if (!is_plain) {
-            in.crowding_s[row] = is_better ? crowding_s : in.crowding_s[row];
+            in.eviction_cost_s[row] = is_better ? eviction_cost_s : in.eviction_cost_s[row];
             in.fill_s[row] = is_better ? fill_s : in.fill_s[row];
         }
     }
@@ -621,7 +621,7 @@ static void costs(const decision_t *d) {
     else if (in.cost == COST_START) EACH(row, in.prefills) in.cost_s[row] = in.start_s[row];
     else
         EACH(row, in.prefills)
-            in.cost_s[row] = (in.start_s[row] + in.delay_s[row]) + in.crowding_s[row];
+            in.cost_s[row] = (in.start_s[row] + in.delay_s[row]) + in.eviction_cost_s[row];
 }
 
 static double within(const decision_t *d, double least_s) {
@@ -795,7 +795,7 @@ static void describe(decision_t *d) {
     d->pair.prefill_s = d->prefill_s[row];
     d->pair.fill_s = d->fill_s[row];
     d->pair.delay_s = (d->prefill_s[row] - d->fill_s[row]) * behind;
-    d->pair.crowding_s = d->crowding_s[row];
+    d->pair.eviction_cost_s = d->eviction_cost_s[row];
 }
 
 /* The best pair, once `decide` was called. Returns -1, or the row of a prefill worker whose node's

@@ -53,13 +53,13 @@ def run(seconds: float, seed: int) -> tuple[Counter[str], Counter[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of pranks (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="(random)")
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.seconds:g} s", flush=True)
     started_s = time.monotonic()
     done, counts = run(options.seconds, options.seed)
-    print("pranks: " + ", ".join(f"{name} {count}" for name, count in sorted(done.items())))
+    print("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(done.items())))
     print("clients: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     print(f"every promise was kept; {time.monotonic() - started_s:.0f} s")
     return 0

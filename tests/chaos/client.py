@@ -43,7 +43,7 @@ class Options:
     node_id: str  # whose memory is mapped
     transports: str
     seed: int
-    keepsakes: int  # blocks that only this client stores, on `safe`, to be found at the end
+    sole_copies: int  # blocks that only this client stores, on `safe`, to be found at the end
     safe: str
     others: list[str]
     log: str
@@ -126,12 +126,12 @@ class ChaosClient:
 
     def keep(self, store: StoreClient) -> None:
         """A block on the node that is never killed, where there is room for all of them."""
-        number = self.counts["keepsakes tried"]
-        if number >= self.options.keepsakes:
+        number = self.counts["sole copies tried"]
+        if number >= self.options.sole_copies:
             self.get_again(store)
             return
-        self.counts["keepsakes tried"] += 1
-        key = key_of(f"keepsake of {self._life}", number)
+        self.counts["sole copies tried"] += 1
+        key = key_of(f"sole copy of {self._life}", number)
         (done,) = store.put([key], [block_of(key)], self.options.safe, deadline_s=DEADLINE_S)
         if done:
             self.kept.append(key)
@@ -145,7 +145,7 @@ class ChaosClient:
     def get_again(self, store: StoreClient) -> None:
         if self.kept:
             key = self.rng.choice(self.kept)
-            self._look(key, store.get([key], deadline_s=DEADLINE_S)[0], "keepsakes ")
+            self._look(key, store.get([key], deadline_s=DEADLINE_S)[0], "sole copies ")
 
     def get_part(self, store: StoreClient) -> None:
         """A part of a block has no checksum: the header of its slot must tell."""

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from tests.chaos.site import ChaosSite, Member
 
-PAUSE_S = (0.2, 1.2)  # between two pranks
+PAUSE_S = (0.2, 1.2)  # between two faults
 STOPPED_S_MAX = 4.0  # more than the directory's node_ttl_s
 DEAD_S_MAX = 3.0
 LATE_S = (14.0, 18.0)  # a lease is DEADLINE_S + 5 s, then QUARANTINE_S
@@ -51,12 +51,12 @@ class Monkey:
         while (now_s := time.monotonic()) < end_s:
             self._make_amends(now_s)
             if now_s >= next_s:
-                self._prank(now_s)
+                self._inject_fault(now_s)
                 next_s = now_s + self.rng.uniform(*PAUSE_S)
             time.sleep(0.02)  # poll
         self._make_amends(float("inf"))
 
-    def _prank(self, now_s: float) -> None:
+    def _inject_fault(self, now_s: float) -> None:
         is_kill = self.rng.random() < 0.4
         member = self.site.members[self.rng.choice(KILLED if is_kill else STOPPED)]
         assert member.is_running or self._is_mending(member), (

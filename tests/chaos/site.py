@@ -27,7 +27,7 @@ MIB = 2**20
 READY_S, END_S = 60.0, 40.0  # only what hangs takes so long, on a busy machine too
 QUARANTINE_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
-KEEPSAKES_PER_S, KEEPSAKE_BYTES = 3, 85_000  # of each client; a block on the average
+SOLE_COPIES_PER_S, SOLE_COPY_BYTES = 3, 85_000  # of each client; a block on the average
 
 
 class Member:
@@ -109,7 +109,7 @@ class Member:
 class ChaosSite:
     def __init__(self, folder: Path, seed: int, seconds: float) -> None:
         self.folder, self.seed = folder, seed
-        self.keepsakes = int(KEEPSAKES_PER_S * seconds)
+        self.sole_copies = int(SOLE_COPIES_PER_S * seconds)
         self.address = f"ipc://{folder}/directory"
         self.notes = folder / "notes"
         self.notes.touch()
@@ -137,7 +137,7 @@ class ChaosSite:
             "--self-check",
         )
         # Room for twice what three clients keep: nothing is ever evicted there.
-        self._node("s0", 32 + 6 * self.keepsakes * KEEPSAKE_BYTES // MIB)
+        self._node("s0", 32 + 6 * self.sole_copies * SOLE_COPY_BYTES // MIB)
         ssd = ("--ssd-path", str(self.folder / "ssd"), "--ssd-bytes", str(24 * MIB))
         self._node("s1", 12, *ssd)
         self._node("s2", 8, "--data", "127.0.0.1:0")
@@ -192,7 +192,7 @@ class ChaosSite:
             node_id,
             transports,
             1_000 * self.seed + number,
-            self.keepsakes,
+            self.sole_copies,
             "s0",
             others,
             str(self.notes),

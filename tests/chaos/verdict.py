@@ -63,7 +63,7 @@ def assert_kept(site: ChaosSite, seen: list[dict[str, Any]], settled_s: float = 
 
     Perhaps not at once: a node that stood still may pass for dead a moment after it goes on, since
     its next report is up to a second away. Its blocks are misses until it has said what it holds.
-    Nobody stores a keepsake twice, so what comes back was never lost.
+    Nobody stores a sole copy twice, so what comes back was never lost.
     """
     keys = [bytes.fromhex(note["key"]) for note in seen if note["kind"] == "kept"]
     assert len(keys) == len(set(keys))
@@ -118,7 +118,7 @@ def judge(site: ChaosSite, stops: list[Stop]) -> Counter[str]:
             longest_ms = max(counts["longest_ms"], note["counts"].get("longest_ms", 0))
             counts.update(note["counts"])
             counts["longest_ms"] = longest_ms
-    counts["keepsakes found"] = assert_kept(site, seen)
+    counts["sole copies found"] = assert_kept(site, seen)
     wait_for(
         "leases, writers and quarantines gone",
         LEASE_S_MAX + QUARANTINE_S,

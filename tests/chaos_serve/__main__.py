@@ -24,8 +24,8 @@ from bench.harness.fleet import ServedFleet, why_no_namespaces
 from bench.harness.processes import Look
 from loadtest.harness.server import CannotMeasure
 from tests.chaos_serve.answers import undisturbed_run
+from tests.chaos_serve.fault_injector import KINDS, FaultInjector
 from tests.chaos_serve.streams import PROMPT_S, PROMPTS_MAX, PROMPTS_MIN, SteadyStreams, prompts
-from tests.chaos_serve.strikes import KINDS, Striker
 from tests.chaos_serve.verdict import ChaosReport, Rest, judge, judge_growth, shown
 
 REST_S_MAX = 15.0  # connections and threads end a moment after their requests
@@ -90,15 +90,15 @@ def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS)
         answers = undisturbed_run(asked, fleet.frontends)
         before, own = look_at(fleet), len(os.listdir("/proc/self/fd"))
         streams = SteadyStreams(asked, fleet.frontends, seed)
-        striker = Striker(fleet, seed, kinds)
+        injector = FaultInjector(fleet, seed, kinds)
         began_s = time.monotonic()
         streams.start()
         try:
-            striker.run(seconds, lambda what: say(f"{time.monotonic() - began_s:6.1f} s {what}"))
+            injector.run(seconds, lambda what: say(f"{time.monotonic() - began_s:6.1f} s {what}"))
         finally:
             streams.stop()
         say("all streams have ended")
-        judge(report, streams.ended, striker.strikes, answers)
+        judge(report, streams.ended, injector.injected, answers)
         after = at_rest(fleet, seed, before)
         judge_growth(report, before, after)
         for name, look in after.items():
@@ -116,7 +116,7 @@ def run(seconds: float, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos_serve")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of strikes (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="(random)")
     parser.add_argument(
         "--only",
@@ -124,7 +124,7 @@ def main() -> int:
         choices=KINDS,
         default=KINDS,
         metavar="KIND",
-        help="strike with these only: " + ", ".join(KINDS),
+        help="fault with these only: " + ", ".join(KINDS),
     )
     parser.add_argument("--folder", type=Path, help="keep logs and state in there (nowhere)")
     options = parser.parse_args()

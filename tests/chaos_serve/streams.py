@@ -8,7 +8,7 @@ client waits a little longer, and what is silent even then has hung.
 A connection for each request: a client that keeps them waits longer and longer before it looks
 whether a frontend is there again.
 
-Not here: what the answers must be (answers.py), what goes wrong meanwhile (strikes.py).
+Not here: what the answers must be (answers.py), what goes wrong meanwhile (fault_injector.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_ANSWER = ("unreachable", "incomplete", "server_error")  # of these a connecti
 VOCABULARY = range(16, 2_048)
 TOP_K = 20  # of those that are sampled: with all tokens, many edges lie close together
 STEMS, STEM_TOKENS = 4, 256
-PROMPTS_MIN, PROMPTS_MAX, PROMPT_S = 12, 40, 5.0  # one for so many seconds of strikes
+PROMPTS_MIN, PROMPTS_MAX, PROMPT_S = 12, 40, 5.0  # one for so many seconds of faults
 TAIL_TOKENS, ANSWER_TOKENS = (1, 70, 400, 1_100), (16, 64, 160, 320)
 
 

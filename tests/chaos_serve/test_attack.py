@@ -1,4 +1,4 @@
-"""Twenty seconds of strikes on a whole fleet; see `make chaos-serve` for ten minutes."""
+"""Twenty seconds of faults on a whole fleet; see `make chaos-serve` for ten minutes."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_a_fleet_under_attack_keeps_its_promises(seed: int, tmp_path: Path) -> N
     print(shown(report))
     assert not report.broken, "\n".join(report.broken)
     assert report.requests >= 10, "no load"
-    assert sum(counts["strikes"] for counts in report.by_kind.values()) >= 2, "no strike"
+    assert sum(counts["faults"] for counts in report.by_kind.values()) >= 2, "no fault"

@@ -11,8 +11,8 @@ import pytest
 from backends.engine.sampling_params import SamplingParams
 from bench.harness.processes import Look
 from tests.chaos_serve.answers import RightAnswer, is_tie
+from tests.chaos_serve.fault_injector import InjectedFault
 from tests.chaos_serve.streams import ChaosPrompt, EndedRequest, prompts
-from tests.chaos_serve.strikes import Strike
 from tests.chaos_serve.verdict import ChaosReport, judge, judge_growth, shown
 
 PROMPT = ChaosPrompt(0, (20, 21), max_tokens=4, temperature=0.0, seed=1)
@@ -20,14 +20,14 @@ RIGHT = {0: RightAnswer((5, 6, 7, 8), frozenset({2}))}
 FINE = EndedRequest(
     "r", PROMPT, "a", sent_s=10.0, ended_s=12.0, tokens=(5, 6, 7, 8), outcome="finished"
 )
-KILL = Strike(
+KILL = InjectedFault(
     "kill frontend", ("a",), "kill triton frontend of a", 11.0, undone_s=11.0, recovered_s=15.0
 )
 
 
-def judged(*ended: EndedRequest, strikes: tuple[Strike, ...] = ()) -> ChaosReport:
+def judged(*ended: EndedRequest, injected: tuple[InjectedFault, ...] = ()) -> ChaosReport:
     report = ChaosReport(1, 60.0)
-    judge(report, ended, strikes, RIGHT)
+    judge(report, ended, injected, RIGHT)
     return report
 
 
@@ -64,7 +64,7 @@ def test_where_two_tokens_are_right_what_follows_is_not_compared() -> None:
 def test_a_request_that_hangs_is_noticed_whoever_was_killed() -> None:
     hung = replace(FINE, outcome="hung", tokens=(5,), ended_s=70.0)
     assert judged(FINE, hung).hung == 1
-    report = judged(FINE, hung, strikes=(KILL,))
+    report = judged(FINE, hung, injected=(KILL,))
     assert report.hung == 1 and any(line.startswith("hung") for line in report.broken)
 
 
@@ -79,9 +79,9 @@ def test_a_connection_that_breaks_is_an_error_of_ours_only_if_the_frontend_was_k
     whole = [FINE] * 200
     assert "no typed error" in judged(*whole, cut).broken[0]
     of_another = replace(KILL, hosts=("b",))
-    assert "no typed error" in judged(*whole, cut, strikes=(of_another,)).broken[0]
+    assert "no typed error" in judged(*whole, cut, injected=(of_another,)).broken[0]
     before = replace(FINE, sent_s=1.0, ended_s=5.0)
-    report = judged(before, cut, strikes=(KILL,))
+    report = judged(before, cut, injected=(KILL,))
     assert report.broken == [] and dict(report.apart) == {"unreachable": 1}
     assert report.finished_share == 1.0
 
@@ -89,24 +89,26 @@ def test_a_connection_that_breaks_is_an_error_of_ours_only_if_the_frontend_was_k
 def test_a_stream_of_a_killed_frontend_that_lingers_is_noticed() -> None:
     late = replace(FINE, outcome="unreachable", tokens=(), ended_s=20.0)
     before = replace(FINE, sent_s=1.0, ended_s=5.0)
-    assert "ended only 9.0 s later" in judged(before, late, strikes=(KILL,)).broken[0]
-    down = Strike("link down", KILL.hosts, "e0 of a down", KILL.struck_s - 5.0)
-    for undone_s, is_noticed in ((KILL.struck_s + 3.0, False), (KILL.struck_s - 1.0, True)):
+    assert "ended only 9.0 s later" in judged(before, late, injected=(KILL,)).broken[0]
+    down = InjectedFault("link down", KILL.hosts, "e0 of a down", KILL.began_s - 5.0)
+    for undone_s, is_noticed in ((KILL.began_s + 3.0, False), (KILL.began_s - 1.0, True)):
         link = replace(down, undone_s=undone_s, recovered_s=undone_s + 1.0)
-        assert bool(judged(before, late, strikes=(link, KILL)).broken) == is_noticed
+        assert bool(judged(before, late, injected=(link, KILL)).broken) == is_noticed
     begun_later = replace(late, sent_s=11.5)
-    assert judged(before, begun_later, strikes=(KILL,)).broken == []
+    assert judged(before, begun_later, injected=(KILL,)).broken == []
 
 
 def test_a_host_that_does_not_recover_is_noticed() -> None:
-    lost = Strike("kill node", ("c",), "kill node c0 of c", 1.0, undone_s=1.0, problem="c: no c0")
-    report = judged(FINE, strikes=(lost,))
+    lost = InjectedFault(
+        "kill node", ("c",), "kill node c0 of c", 1.0, undone_s=1.0, problem="c: no c0"
+    )
+    report = judged(FINE, injected=(lost,))
     assert report.broken == ["not recovered from kill node c0 of c: c: no c0"]
     assert "never recovered" in shown(report)
 
 
 def test_without_a_request_to_a_frontend_that_lived_nothing_is_promised() -> None:
-    assert judged(replace(FINE, outcome="unreachable"), strikes=(KILL,)).broken
+    assert judged(replace(FINE, outcome="unreachable"), injected=(KILL,)).broken
     assert judged().broken
 
 

@@ -5,7 +5,7 @@ those whose own frontend lived all along, nearly all finish, and the others end 
 ours within their deadline. Streams of a frontend that was killed, by itself or with its host, are
 counted apart: they end at once. Every host recovers; nothing has grown.
 
-Not here: the requests (streams.py), the strikes (strikes.py).
+Not here: the requests (streams.py), the faults (fault_injector.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from bench.harness.processes import Look
 from tests.chaos_serve.answers import RightAnswer
+from tests.chaos_serve.fault_injector import ENDS_STREAMS, SILENCE, InjectedFault
 from tests.chaos_serve.streams import FINISHED, HUNG, NO_ANSWER, EndedRequest
-from tests.chaos_serve.strikes import ENDS_STREAMS, SILENCE, Strike
 
 FINISHED_SHARE_MIN = 0.99
 CUT_S_MAX = 3.0  # from the kill of a frontend to the end of its streams
@@ -52,7 +52,7 @@ class ChaosReport:
     hung: int = 0
     errors: list[str] = field(default_factory=list)  # of those whose frontend lived
     cut_s_max: float = 0.0
-    recovery_s_max: dict[str, float] = field(default_factory=dict)  # by kind of strike
+    recovery_s_max: dict[str, float] = field(default_factory=dict)  # by kind of fault
     broken: list[str] = field(default_factory=list)  # promises; empty: all were kept
 
     def to_json(self) -> str:
@@ -65,7 +65,7 @@ class ChaosReport:
             "rejections": self.rejections,
             "outcomes": dict(self.outcomes),
             "apart": dict(self.apart),
-            "strikes": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
+            "faults": {kind: dict(counts) for kind, counts in sorted(self.by_kind.items())},
             "finished_share": self.finished_share,
             "wrong_tokens": self.wrong_tokens,
             "ties": self.ties,
@@ -81,7 +81,7 @@ class ChaosReport:
 def judge(
     report: ChaosReport,
     ended: Sequence[EndedRequest],
-    strikes: Sequence[Strike],
+    faults: Sequence[InjectedFault],
     answers: Mapping[int, RightAnswer],
 ) -> None:
     """Fills the report."""
@@ -93,24 +93,26 @@ def judge(
         _judge_tokens(report, each, answers[each.prompt.number])
         if each.outcome == HUNG:
             report.hung += 1
-            report.broken.append(f"hung: {_words(each, strikes)}")
-        if kill := _frontends_end(each, strikes):
+            report.broken.append(f"hung: {_words(each, faults)}")
+        if kill := _frontends_end(each, faults):
             report.apart[each.outcome] += 1
             is_silent = any(
                 other.kind in SILENCE
                 and set(kill.hosts) & set(other.hosts)
-                and other.is_on(kill.struck_s)
-                for other in strikes
+                and other.is_on(kill.began_s)
+                for other in faults
             )
             if not is_silent:
                 _judge_cut(report, each, kill)
             continue
         lived[each.outcome] += 1
         if each.outcome != FINISHED:
-            report.errors.append(_words(each, strikes))
+            report.errors.append(_words(each, faults))
         if each.outcome in NO_ANSWER:
-            report.broken.append(f"no typed error: {_words(each, strikes)}")
-        for kind in {strike.kind for strike in strikes if strike.covers(each.sent_s, each.ended_s)}:
+            report.broken.append(f"no typed error: {_words(each, faults)}")
+        for kind in {
+            injected.kind for injected in faults if injected.covers(each.sent_s, each.ended_s)
+        }:
             report.by_kind[kind][each.outcome] += 1
     if lived:
         report.finished_share = round(lived[FINISHED] / lived.total(), 5)
@@ -121,13 +123,13 @@ def judge(
             )
     else:
         report.broken.append("no request was sent to a frontend that lived")
-    for strike in strikes:
-        report.by_kind[strike.kind]["strikes"] += 1
-        if strike.recovery_s is None:
-            report.broken.append(f"not recovered from {strike.what}: {strike.problem}")
+    for injected in faults:
+        report.by_kind[injected.kind]["faults"] += 1
+        if injected.recovery_s is None:
+            report.broken.append(f"not recovered from {injected.what}: {injected.problem}")
         else:
-            worst = max(report.recovery_s_max.get(strike.kind, 0.0), strike.recovery_s)
-            report.recovery_s_max[strike.kind] = round(worst, 2)
+            worst = max(report.recovery_s_max.get(injected.kind, 0.0), injected.recovery_s)
+            report.recovery_s_max[injected.kind] = round(worst, 2)
 
 
 def _judge_tokens(report: ChaosReport, ended: EndedRequest, right: RightAnswer) -> None:
@@ -145,25 +147,25 @@ def _judge_tokens(report: ChaosReport, ended: EndedRequest, right: RightAnswer) 
     )
 
 
-def _frontends_end(ended: EndedRequest, strikes: Sequence[Strike]) -> Strike | None:
+def _frontends_end(ended: EndedRequest, faults: Sequence[InjectedFault]) -> InjectedFault | None:
     """What killed the request's own frontend while it was there."""
     return next(
         (
-            strike
-            for strike in strikes
-            if strike.kind in ENDS_STREAMS
-            and ended.host in strike.hosts
-            and strike.covers(ended.sent_s, ended.ended_s)
+            injected
+            for injected in faults
+            if injected.kind in ENDS_STREAMS
+            and ended.host in injected.hosts
+            and injected.covers(ended.sent_s, ended.ended_s)
         ),
         None,
     )
 
 
-def _judge_cut(report: ChaosReport, ended: EndedRequest, kill: Strike) -> None:
+def _judge_cut(report: ChaosReport, ended: EndedRequest, kill: InjectedFault) -> None:
     """A stream that was under way ends at once."""
-    if ended.outcome == FINISHED or not ended.sent_s < kill.struck_s < ended.ended_s:
+    if ended.outcome == FINISHED or not ended.sent_s < kill.began_s < ended.ended_s:
         return
-    cut_s = ended.ended_s - kill.struck_s
+    cut_s = ended.ended_s - kill.began_s
     report.cut_s_max = max(report.cut_s_max, cut_s)
     if cut_s > CUT_S_MAX:
         report.broken.append(
@@ -172,8 +174,8 @@ def _judge_cut(report: ChaosReport, ended: EndedRequest, kill: Strike) -> None:
         )
 
 
-def _words(ended: EndedRequest, strikes: Sequence[Strike]) -> str:
-    during = [strike.what for strike in strikes if strike.covers(ended.sent_s, ended.ended_s)]
+def _words(ended: EndedRequest, faults: Sequence[InjectedFault]) -> str:
+    during = [injected.what for injected in faults if injected.covers(ended.sent_s, ended.ended_s)]
     return (
         f"{ended.request_id} at {ended.host} after {ended.ended_s - ended.sent_s:.1f} s with "
         f"{len(ended.tokens)} tokens: {ended.outcome}: {ended.message[:300]} "

@@ -11,7 +11,7 @@ import pytest
 
 from conductor import Candidate, Conductor, ConductorConfig, Route
 from conductor.config import ADMISSIONS
-from conductor.routing.fetching import CROWDING_SHARE
+from conductor.routing.fetching import EVICTION_COST_SHARE
 from conductor.routing.policies import POLICIES
 from mooncake_store.records.events import (
     BlockAdded,
@@ -226,7 +226,7 @@ def best_start_s(
     if not by_times:
         return min(found, key=sum)
     # A fetch is worth its seconds and what its copies cost others.
-    share = CROWDING_SHARE * (candidate.prefill.node_id in blocks.full)
+    share = EVICTION_COST_SHARE * (candidate.prefill.node_id in blocks.full)
     return min(found, key=lambda way: sum(way) + share * (compute[1] - way[1]))
 
 
@@ -248,7 +248,7 @@ def test_fetch_or_compute_is_what_trying_every_source_gives(seed: int, policy: s
             )
             found_s = candidate.predicted.transfer_s + candidate.predicted.prefill_s
             assert found_s == pytest.approx(transfer_s + prefill_s, rel=1e-9)
-            assert bool(candidate.predicted.crowding_s) == (
+            assert bool(candidate.predicted.eviction_cost_s) == (
                 policy == "adaptive"
                 and candidate.fetch_node is not None
                 and candidate.prefill.node_id in blocks.full

@@ -5,7 +5,7 @@ their election, storage nodes, workers, frontends with their conductors; threads
 etcd, gRPC, NIXL and the engine are stand-ins, and one seed is one order of everything. In reading
 order:
 
-    loop.py         the virtual clock, one queue of events, the processes that faults strike
+    loop.py         the virtual clock, one queue of events, the processes that faults hit
     green.py        threads, locks, queues and pools of those processes
     network.py      delays, cuts, connections that break;  sockets.py: ZeroMQ over it
     etcd.py         etcd;  calls.py: gRPC;  memory.py: segments and NIXL

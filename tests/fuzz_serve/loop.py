@@ -1,7 +1,7 @@
 """The virtual clock: one queue of events, one random generator, and the processes that live on it.
 
 Nothing here reads a clock. What is due at a time runs then, in the order of a random number drawn
-when it was scheduled, so one seed is one order of everything. A process is what a fault strikes: it
+when it was scheduled, so one seed is one order of everything. A process is what a fault hits: it
 is killed (its threads end where they stand), frozen (what is due for it waits until it thaws), and
 has a wall clock of its own, which may be wrong.
 

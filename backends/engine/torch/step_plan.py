@@ -32,7 +32,7 @@ CONTEXT_STEP_TOKENS = 64
 
 
 @dataclass(slots=True)
-class LastGroup:
+class QueryGroup:
     """One query per work (its last token) against its whole context, padded to a rectangle."""
 
     first: int  # index of the group's first work among the works of the step
@@ -84,19 +84,18 @@ class StepPlan:
     positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
     decode_works: int
-    # Works of one token: row of a token == index of its work. These and `lasts`, all works, are
-    # empty where attention reads `seen` instead.
-    decodes: list[LastGroup]
+    # Works of one token: row of a token == index of its work. These and `query_tokens`, all
+    # works, are empty where attention reads `seen` instead.
+    decodes: list[QueryGroup]
     prefills: list[PrefillSpan]
-    lasts: list[LastGroup]
+    query_tokens: list[QueryGroup]
     seen: PagesSeen | None  # by all works; None: only tensors are known (gpu/decode_graph.py)
     last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
     order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
     pages: list[int]  # written by this step
     fresh_pages: list[int]  # of those, entered by this step and not filled by it
-    paged: PagedPlan | None = (
-        None  # None: by `decodes` and `lasts`, or `seen`, and `prefills`; else these are empty
-    )
+    # None: by `decodes` and `query_tokens`, or `seen`, and `prefills`; else these are empty.
+    paged: PagedPlan | None = None
 
 
 def plan_step(
@@ -155,7 +154,7 @@ def plan_step(
         decode_works=decode_works,
         decodes=decodes,
         prefills=spans,
-        lasts=decodes + rest,
+        query_tokens=decodes + rest,
         seen=seen,
         last_rows=None if is_decode_only else staging.put(np.cumsum(counts) - 1),
         order=None if order == list(range(len(batch))) else order,
@@ -223,7 +222,7 @@ def _groups(
     first: int,
     layout: KvLayout,
     staging: Staging,
-) -> list[LastGroup]:
+) -> list[QueryGroup]:
     """Cut works, sorted by context, where padding would cost more than another group."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
     groups, begin, padding = [], 0, 0
@@ -246,7 +245,7 @@ def _group(
     first: int,
     layout: KvLayout,
     staging: Staging,
-) -> LastGroup:
+) -> QueryGroup:
     width = len(tables[-1])
     pages = np.empty((len(works), width), dtype=np.int64)
     for row, table in zip(pages, tables, strict=True):
@@ -255,9 +254,9 @@ def _group(
     ends = np.array([work.end for work in works], dtype=np.int64)
     rows = staging.put(_page_rows(pages, layout))
     if (ends == ends[0]).all():
-        return LastGroup(first, len(works), rows, int(ends[0]), None)
+        return QueryGroup(first, len(works), rows, int(ends[0]), None)
     context_tokens = width * layout.block_tokens
-    return LastGroup(first, len(works), rows, context_tokens, staging.put(ends))
+    return QueryGroup(first, len(works), rows, context_tokens, staging.put(ends))
 
 
 def _paged(
@@ -277,9 +276,11 @@ def _paged(
 
     decodes = planned(slice(0, decode_works), counts)
     prefills = planned(slice(decode_works, None), counts)
-    lasts = planned(slice(0, None), np.ones_like(counts)) if prefills is not None else decodes
-    assert lasts is not None
-    return PagedPlan(decodes, prefills, lasts)
+    query_tokens = (
+        planned(slice(0, None), np.ones_like(counts)) if prefills is not None else decodes
+    )
+    assert query_tokens is not None
+    return PagedPlan(decodes, prefills, query_tokens)
 
 
 def _seen(works: list[Work], tables: list[Integers]) -> PagesSeen:

@@ -8,7 +8,7 @@
 
 Numbers, names and hashes: nothing that a client has written, but the name of its tenant
 where there are no keys. Pure. Not here: who may ask
-(frontend.py, tenants/asker.py), who it is shown to (gateway/page).
+(frontend.py, tenants/principal.py), who it is shown to (gateway/page).
 """
 
 from __future__ import annotations

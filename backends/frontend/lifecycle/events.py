@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from backends.errors import ServingError, WorkerUnreached
 from backends.frontend.lifecycle.attempts import Attempts, Loss
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 
 WorkerId = tuple[str, str]
 Fields = Mapping[str, object]  # of the `decision` output
@@ -75,7 +75,7 @@ class PauseOver(NamedTuple):
 class FirstText(NamedTuple):
     """The token that prefill sampled, as text."""
 
-    emission: Emission
+    delta: OutputDelta
     finish_reason: str  # why the answer ends with it, or ""
     cached_tokens: int
 
@@ -101,7 +101,7 @@ class TokensArrived(NamedTuple):
 
     attempt: int
     incarnation: str  # of the process that is really at work
-    updates: Sequence[tuple[int, Emission]]
+    updates: Sequence[tuple[int, OutputDelta]]
     now_s: float
     gap_s: float  # the least time between two messages to this client
 
@@ -111,7 +111,7 @@ class DecodeReplied(NamedTuple):
 
     attempt: int
     tokens_before: int
-    last: Emission
+    last: OutputDelta
     finish_reason: str
     fields: Fields
     now_s: float
@@ -194,7 +194,7 @@ class CallDecode(NamedTuple):
 class Send(NamedTuple):
     """A message to the client."""
 
-    emission: Emission  # what is new
+    delta: OutputDelta  # what is new
     output_tokens: int  # generated ones in this message
     finish_reason: str = ""
     cached_tokens: int = 0

@@ -89,7 +89,7 @@ from backends.frontend.lifecycle.events import (
     WorkerLost,
     WorkerSilent,
 )
-from backends.text.text_stream import Emission, merge
+from backends.text.text_stream import OutputDelta, merge
 
 MESSAGES_S_MAX = 5.0  # between a decode reply and the last message that it speaks of
 OVER, ELSEWHERE = "this attempt is over", "it goes on elsewhere"
@@ -136,7 +136,7 @@ class State(NamedTuple):
     avoided: frozenset[WorkerId] = frozenset()  # by the next attempt
     error: Exception | None = None  # routing: of the latest loss; stopping: how it is to end
     fields: Fields = NO_FIELDS  # of the decision, that no message has carried yet
-    waiting: tuple[Emission, ...] = ()  # decoded, not sent yet
+    waiting: tuple[OutputDelta, ...] = ()  # decoded, not sent yet
     sent_s: float = float("-inf")  # when decoded tokens were sent
     gap_s: float = 0.0  # the least time until the next ones
 
@@ -232,7 +232,7 @@ def _begin(state: State, first: FirstText, fields: Fields, now_s: float) -> Resu
     )
     if fields:
         fields = {**fields, "ttft_s": now_s - state.started_s}
-    return _send(state._replace(fields=fields), first.emission, first.finish_reason)
+    return _send(state._replace(fields=fields), first.delta, first.finish_reason)
 
 
 def _prefill_replied(state: State, event: PrefillReplied) -> Result:
@@ -275,13 +275,13 @@ def _nobody_decodes(state: State, actions: list[LifecycleAction], now_s: float) 
 def _tokens(state: State, event: TokensArrived) -> Result:
     attempt = state.attempt
     decoded, waiting = attempt.decoded, list(state.waiting)
-    for tokens_before, emission in event.updates:
+    for tokens_before, delta in event.updates:
         if tokens_before != decoded:
             return _messages_lost(
                 state, f"token {decoded} is missing, {tokens_before} came", event.now_s
             )
-        decoded += len(emission.token_ids)
-        waiting.append(emission)
+        decoded += len(delta.token_ids)
+        waiting.append(delta)
     assert attempt.worker is not None
     attempt = attempt._replace(decoded=decoded, worker=(attempt.worker[0], event.incarnation))
     state = state._replace(attempt=attempt, waiting=tuple(waiting), gap_s=event.gap_s)
@@ -320,13 +320,13 @@ def _complete(state: State) -> Result:
     return state, [*actions, End(), EndAttempt(reply.attempt, _tokens_of_attempt(state))]
 
 
-def _send(state: State, emission: Emission, finish_reason: str, **changes: Any) -> Result:
+def _send(state: State, delta: OutputDelta, finish_reason: str, **changes: Any) -> Result:
     """Nothing is sent where there is nothing to say: text that may become a stop word is held.
     `changes` of the state come along, as every copy costs."""
-    if not (emission.token_ids or emission.text or finish_reason):
+    if not (delta.token_ids or delta.text or finish_reason):
         return state._replace(**changes), []
-    new_tokens = len(emission.token_ids)
-    sent = Send(emission, new_tokens, finish_reason, state.cached_tokens, state.fields)
+    new_tokens = len(delta.token_ids)
+    sent = Send(delta, new_tokens, finish_reason, state.cached_tokens, state.fields)
     sent_tokens = state.sent_tokens + new_tokens
     return state._replace(sent_tokens=sent_tokens, fields=NO_FIELDS, **changes), [sent]
 

@@ -213,7 +213,7 @@ class SimulatedFleet(SimulatedCluster):
         for fault in faults:
             assert fault.worker_id in self.prefills or fault.worker_id in self.decodes, fault
             assert fault.factor > 0, fault
-            self.clock.at(fault.at_s, self._strike, fault)
+            self.clock.at(fault.at_s, self._inject, fault)
 
     @property
     def _workers(self) -> list[PrefillNode | PipelineStage | DecodeNode]:
@@ -405,7 +405,7 @@ class SimulatedFleet(SimulatedCluster):
             job.load_began_s, job.loading_s = None, 0.0
             self._decide(job)
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         worker = self.prefills.get(fault.worker_id) or self.decodes[fault.worker_id]
         if fault.kind == "slow":
             worker.slowness = fault.factor

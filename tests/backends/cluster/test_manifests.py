@@ -120,8 +120,8 @@ def line_of(started: subprocess.Popen[str]) -> str:
     return started.stdout.readline().strip()
 
 
-def reached(hosts: Namespaces, asker: str, asked: str) -> list[str]:
-    with program(hosts, asker, ASK, hosts.address(asked)) as started:
+def reached(hosts: Namespaces, principal: str, asked: str) -> list[str]:
+    with program(hosts, principal, ASK, hosts.address(asked)) as started:
         return started.communicate()[0].split()
 
 

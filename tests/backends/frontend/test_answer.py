@@ -11,7 +11,7 @@ from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent, no
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest
 from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from tests.backends.asking import ask
 
 ALL = frozenset(output.name for output in OUTPUTS)
@@ -33,8 +33,8 @@ class Listener:
 
 def messages() -> list[Send]:
     return [
-        Send(Emission((5,), "a"), 1, "", 64, {"prefill": "prefill_0"}),
-        Send(Emission((6, 7), "bc"), 2, "length", 64, {"decode_queue_s": 0.5}),
+        Send(OutputDelta((5,), "a"), 1, "", 64, {"prefill": "prefill_0"}),
+        Send(OutputDelta((6, 7), "bc"), 2, "length", 64, {"decode_queue_s": 0.5}),
     ]
 
 

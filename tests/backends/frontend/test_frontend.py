@@ -18,7 +18,7 @@ from backends.frontend.lifecycle.events import FirstText, PrefillReplied, Routed
 from backends.frontend.lifecycle.machine import step
 from backends.frontend.live_request import Assignment, LiveRequest
 from backends.tenants import ApiKeys
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from conductor.config import ConductorConfig
 from conductor.messages import Reject, Route, WorkerRef
 from tests.backends.asking import TOKENIZER
@@ -143,7 +143,7 @@ def decoding(site: Site) -> LiveRequest:
     for event in (
         Understood(Attempts(3, 0.0, 600.0), False, 0.0),
         Routed(1, ("prefill_0", "p"), ("decode_0", "d"), 0.0),
-        PrefillReplied(1, FirstText(Emission((), ""), "", 0), 0.0, {}, 0.0),
+        PrefillReplied(1, FirstText(OutputDelta((), ""), "", 0), 0.0, {}, 0.0),
     ):
         request.state, _ = step(request.state, event)
     return request

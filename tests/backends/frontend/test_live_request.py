@@ -34,9 +34,9 @@ from backends.frontend.lifecycle.machine import UNWANTED, Phase
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
-from backends.tenants.asker import Asker
+from backends.tenants.principal import Principal
 from backends.tensors import string_tensor
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -182,7 +182,7 @@ class Case:
         request_s_max: float = 600.0,
         decisions: list[Reject | None] | None = None,
         on_call: Callable[[str], None] = lambda model: None,
-        asker: Asker | None = None,
+        principal: Principal | None = None,
         parameters: dict[str, Any] | None = None,
         **inputs: Any,
     ) -> None:
@@ -208,7 +208,7 @@ class Case:
             on_end=self.ended.append,
         )
         times = RequestTimes(self.observations, 0.0)
-        self.request = LiveRequest(services, "r", self.client, times, time.monotonic(), asker)
+        self.request = LiveRequest(services, "r", self.client, times, time.monotonic(), principal)
         self.request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
         asked = {"input_ids": PROMPT, "max_tokens": TOKENS, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in asked.items()}
@@ -472,10 +472,10 @@ def test_the_first_token_goes_out_ahead_of_the_reply_and_once() -> None:
 def test_tokens_that_come_while_the_call_runs_go_out_and_the_reply_brings_the_rest() -> None:
     def stream(model: str) -> None:
         if model == "decode_0" and case.last == 1:
-            news = [(0, Emission(ANSWER[1:4], "abc"))]
+            news = [(0, OutputDelta(ANSWER[1:4], "abc"))]
             case.request.post(TokensArrived(1, "d", news, 0.0, 0.0))
             assert case.client.ids == ANSWER[:4]
-            case.request.post(TokensArrived(1, "d", [(9, Emission([0], "x"))], 0.0, 0.0))
+            case.request.post(TokensArrived(1, "d", [(9, OutputDelta([0], "x"))], 0.0, 0.0))
 
     case = Case({"decode_0": [CRASHED]}, on_call=stream)
     assert case.run() == ANSWER, "the gap cost another attempt"

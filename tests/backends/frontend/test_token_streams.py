@@ -22,7 +22,7 @@ from backends.frontend.lifecycle.events import (
 )
 from backends.frontend.lifecycle.machine import State, step
 from backends.frontend.token_streams import TokenStreams
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 from backends.workers.protocol import (
     FirstToken,
     Heartbeat,
@@ -68,7 +68,7 @@ class Receiver:
         self.events: list[LifecycleEvent] = []
         self.is_complete = threading.Event()
         self._tokens = tokens  # to come
-        first = FirstText(Emission((), ""), "", 0)
+        first = FirstText(OutputDelta((), ""), "", 0)
         self.post(Understood(Attempts(3, 0.0, 600.0), is_paced, 0.0))
         self.post(Routed(1, ("p", "p"), ("d", "d"), 0.0))
         self.post(PrefillReplied(1, first, 0.0, {}, 0.0))
@@ -79,8 +79,8 @@ class Receiver:
         for action in actions:
             if isinstance(action, Send):
                 self.messages += 1
-                self.ids += action.emission.token_ids
-                self.text += action.emission.text
+                self.ids += action.delta.token_ids
+                self.text += action.delta.text
         if self._tokens and len(self.ids) >= self._tokens:
             self.is_complete.set()
 

@@ -7,18 +7,18 @@ import time
 from backends.errors import Overloaded
 from backends.frontend.request_times import RequestTimes
 from backends.metrics.page import Observations
-from backends.tenants.asker import Asker
+from backends.tenants.principal import Principal
 from backends.tenants.tenant_labels import OTHERS, TenantLabels, without_other_tenants
 from backends.tenants.tenants_file import NAME, ApiTenant
 
 
-def known(name: str) -> Asker:
-    return Asker(name, ApiTenant(name, f"salt of {name}"))
+def known(name: str) -> Principal:
+    return Principal(name, ApiTenant(name, f"salt of {name}"))
 
 
 def test_without_keys_nobody_has_a_label() -> None:
     labels = TenantLabels()
-    assert labels.of(Asker("whatever a client says")) == ""
+    assert labels.of(Principal("whatever a client says")) == ""
     assert labels.sums({}) == {}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from backends.text.text_stream import Emission, TextStream, delta, merge
+from backends.text.text_stream import OutputDelta, TextStream, merge, new_text
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import EOS, KINDS, TEXTS, tokenizer_of
@@ -38,21 +38,21 @@ def some_tokens(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
     return [rng.choice(strangers) if rng.random() < 0.1 else token_id for token_id in ids]
 
 
-def streamed(stream: TextStream, pieces: Iterator[list[int]]) -> list[Emission]:
-    emissions = []
+def streamed(stream: TextStream, pieces: Iterator[list[int]]) -> list[OutputDelta]:
+    deltas = []
     for piece in pieces:
-        emissions.append(stream.push(piece))
+        deltas.append(stream.push(piece))
         stream.check()
         if stream.is_stopped:
-            return emissions
-    return [*emissions, stream.finish()]
+            return deltas
+    return [*deltas, stream.finish()]
 
 
-def recomputed(tokenizer: Tokenizer, emissions: Sequence[Emission]) -> str:
-    """The text as the postprocessing model computes it, which knows one emission at a time."""
+def recomputed(tokenizer: Tokenizer, deltas: Sequence[OutputDelta]) -> str:
+    """The text as the postprocessing model computes it, which knows one delta at a time."""
     return "".join(
-        delta(tokenizer, e.context_ids, e.token_ids, e is emissions[-1], e.cut_bytes)
-        for e in emissions
+        new_text(tokenizer, e.context_ids, e.token_ids, e is deltas[-1], e.cut_bytes)
+        for e in deltas
     )
 
 
@@ -61,13 +61,13 @@ def test_deltas_of_any_chunking_add_up_to_the_whole(kind: str, seed: int) -> Non
     tokenizer, rng = TOKENIZERS[kind], random.Random(seed)
     for _ in range(ROUNDS):
         prompt, output = some_tokens(tokenizer, rng), some_tokens(tokenizer, rng)
-        whole = delta(tokenizer, prompt, output, True)
-        emissions = streamed(TextStream(tokenizer, prompt), chunks(output, rng))
-        assert "".join(e.text for e in emissions) == whole
-        assert recomputed(tokenizer, emissions) == whole
-        assert [i for e in emissions for i in e.token_ids] == output
-        assert all(len(e.context_ids) <= CONTEXT_TOKENS for e in emissions)
-        assert merge(emissions).text == whole
+        whole = new_text(tokenizer, prompt, output, True)
+        deltas = streamed(TextStream(tokenizer, prompt), chunks(output, rng))
+        assert "".join(e.text for e in deltas) == whole
+        assert recomputed(tokenizer, deltas) == whole
+        assert [i for e in deltas for i in e.token_ids] == output
+        assert all(len(e.context_ids) <= CONTEXT_TOKENS for e in deltas)
+        assert merge(deltas).text == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,22 +77,22 @@ def test_streamed_text_is_the_decoded_text(kind: str, seed: int) -> None:
         text = "".join(rng.choices("".join(TEXTS), k=rng.randint(2, 60)))
         token_ids = tokenizer.encode(text, add_special=False)
         border = rng.randrange(len(token_ids) + 1)
-        emissions = streamed(
+        deltas = streamed(
             TextStream(tokenizer, token_ids[:border]), chunks(token_ids[border:], rng)
         )
-        before = delta(tokenizer, [], token_ids[:border], False)
-        assert before + "".join(e.text for e in emissions) == tokenizer.decode(token_ids)
+        before = new_text(tokenizer, [], token_ids[:border], False)
+        assert before + "".join(e.text for e in deltas) == tokenizer.decode(token_ids)
 
 
 def test_byte_level_garbage_decodes_as_the_library_does(seed: int) -> None:
     tokenizer, rng = TOKENIZERS["byte_level"], random.Random(seed)
     for _ in range(10 * ROUNDS):
         token_ids = some_tokens(tokenizer, rng)
-        assert delta(tokenizer, [], token_ids, True) == tokenizer.decode(token_ids)
+        assert new_text(tokenizer, [], token_ids, True) == tokenizer.decode(token_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_emission_ends_inside_a_character(kind: str) -> None:
+def test_no_delta_ends_inside_a_character(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     token_ids = tokenizer.encode("".join(TEXTS), add_special=False)
     stream = TextStream(tokenizer)
@@ -112,9 +112,9 @@ def test_an_unfinished_character_waits_and_ends_as_a_replacement(kind: str) -> N
     assert stream.push([third]).text == "€"
     assert stream.push([first]).text == ""
     assert stream.finish().text == "\ufffd"
-    assert delta(tokenizer, [first, second], [third], False) == "€"
-    assert delta(tokenizer, [first], [first], False) == "\ufffd"
-    assert delta(tokenizer, [first], [], True) == "\ufffd"
+    assert new_text(tokenizer, [first, second], [third], False) == "€"
+    assert new_text(tokenizer, [first], [first], False) == "\ufffd"
+    assert new_text(tokenizer, [first], [], True) == "\ufffd"
 
 
 def test_a_bad_byte_does_not_change_characters_that_were_streamed() -> None:
@@ -174,25 +174,25 @@ def test_a_stop_word_is_cut_off_wherever_it_lies_in_the_tokens(kind: str, seed: 
         words = rng.sample(STOP_WORDS, k=rng.randint(1, 4))
         min_tokens = rng.choice((0, 0, 3))
         stream = TextStream(tokenizer, prompt, words, min_tokens=min_tokens)
-        emissions = streamed(stream, chunks(output, rng))
-        text = "".join(e.text for e in emissions)
+        deltas = streamed(stream, chunks(output, rng))
+        text = "".join(e.text for e in deltas)
         expected = expected_stop(tokenizer, prompt, output, words, min_tokens)
         assert stream.is_stopped == (expected is not None)
-        assert recomputed(tokenizer, emissions) == text
-        released = [i for e in emissions for i in e.token_ids]
+        assert recomputed(tokenizer, deltas) == text
+        released = [i for e in deltas for i in e.token_ids]
         assert released == output[: len(released)]
         assert stream.is_stopped or len(released) == len(output)
         if expected is None:
-            assert text == delta(tokenizer, prompt, output, True)
+            assert text == new_text(tokenizer, prompt, output, True)
             continue
         stops += 1
         begin, tokens = expected
         whole = TextStream(tokenizer, prompt).push(output[:tokens], is_last=True)
         assert whole.text.startswith(text)
-        assert emissions[-1].is_stopped and not any(e.is_stopped for e in emissions[:-1])
+        assert deltas[-1].is_stopped and not any(e.is_stopped for e in deltas[:-1])
         assert len(released) < tokens or begin > 0
-        assert merge(emissions).cut_bytes == len(text.encode())
-        assert merge(emissions).is_stopped
+        assert merge(deltas).cut_bytes == len(text.encode())
+        assert merge(deltas).is_stopped
     assert stops > ROUNDS / 10, "the test would prove little"
 
 
@@ -204,8 +204,8 @@ def test_a_stop_word_over_token_borders_by_example() -> None:
     assert texts == ["g", "o", " ", "", "", "", ""]
     assert len(stream._held) == 4
     last = stream.push(token_ids[7:])
-    assert last == Emission((), "", 0, True, tuple(token_ids[:3]))
-    assert stream.push([token_ids[0]]) == Emission((), "", 0, True, tuple(token_ids[:3]))
+    assert last == OutputDelta((), "", 0, True, tuple(token_ids[:3]))
+    assert stream.push([token_ids[0]]) == OutputDelta((), "", 0, True, tuple(token_ids[:3]))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_text_that_looked_like_a_stop_word_comes_with_its_tokens() -> None:
     assert got == [("", 0), ("", 0), ("ST", 2), ("", 0), ("STE", 3), ("M", 1)]
     stream = TextStream(tokenizer, [], ["STOP"])
     assert stream.push(token_ids[:2]).text == ""
-    assert stream.finish() == Emission(tuple(token_ids[:2]), "ST")
+    assert stream.finish() == OutputDelta(tuple(token_ids[:2]), "ST")
 
 
 def test_a_stop_word_that_begins_inside_a_token_cuts_that_token() -> None:
@@ -244,8 +244,8 @@ def test_a_stop_word_that_begins_inside_a_token_cuts_that_token() -> None:
     hello, world = tokenizer.encode("hello world")
     stream = TextStream(tokenizer, [hello], ["rld"])
     last = stream.push([world])
-    assert last == Emission((world,), " wo", 3, True, (hello,))
-    assert delta(tokenizer, last.context_ids, last.token_ids, True, last.cut_bytes) == " wo"
+    assert last == OutputDelta((world,), " wo", 3, True, (hello,))
+    assert new_text(tokenizer, last.context_ids, last.token_ids, True, last.cut_bytes) == " wo"
 
 
 def test_a_half_character_that_may_begin_a_stop_word_is_held_back() -> None:
@@ -273,11 +273,11 @@ def test_end_tokens_of_the_request_have_no_text_even_if_they_are_words() -> None
     tokenizer = TOKENIZERS["byte_level"]
     a, end = byte_ids(tokenizer, b"a!")
     last = TextStream(tokenizer, [], (), end_ids=[end]).push([a, end], is_last=True)
-    assert last == Emission((a, end), "a", 1)
-    assert delta(tokenizer, [], [a, end], True, last.cut_bytes) == "a"
+    assert last == OutputDelta((a, end), "a", 1)
+    assert new_text(tokenizer, [], [a, end], True, last.cut_bytes) == "a"
     eos = tokenizer.eos_ids[0]
     last = TextStream(tokenizer, [], (), end_ids=[eos]).push([a, eos], is_last=True)
-    assert last == Emission((a, eos), "a")
+    assert last == OutputDelta((a, eos), "a")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,5 +328,5 @@ def test_special_tokens_are_released_in_place_and_are_no_context() -> None:
     eos = tokenizer.encode(EOS)[0]
     a = byte_ids(tokenizer, b"a")[0]
     stream = TextStream(tokenizer, [a, *[eos] * 40])
-    assert stream.push([eos, eos]) == Emission((eos, eos), "", context_ids=(a,))
-    assert stream.push([a]) == Emission((a,), "a", context_ids=(a,))
+    assert stream.push([eos, eos]) == OutputDelta((eos, eos), "", context_ids=(a,))
+    assert stream.push([a]) == OutputDelta((a,), "a", context_ids=(a,))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from conductor import Conductor, Route
-from conductor.routing.fetching import CROWDING_SHARE
+from conductor.routing.fetching import EVICTION_COST_SHARE
 from mooncake_store.records.events import BlockRemoved, Event, NodeDown, NodeUp, WorkerUp
 from tests.conductor.fleet import BLOCK_TOKENS, added, conductor, keys, node, prompt, worker
 
@@ -164,11 +164,13 @@ def test_copies_for_a_small_gain_are_not_made_where_memory_is_full(
     for policy in ("adaptive", "kvcache_centric"):
         made = on_s2({"s0": rate}, *added("s0", "a*30"), *added("s2", "b*1"), policy=policy)
         found = routed(made, "r0", "a*30", 0.0)
-        assert found.fetch_nodes == ("s0",) and found.predicted.crowding_s == 0, "there is room"
+        assert found.fetch_nodes == ("s0",) and found.predicted.eviction_cost_s == 0, (
+            "there is room"
+        )
         made.on_finished("r0", 1.0)
         made.on_events([BlockRemoved(key, "s2") for key in keys("b*1")], 2.0)
         found = routed(made, "r1", "a*30", 2.0)
         does_fetch = fetches or policy == "kvcache_centric"
         assert found.fetch_nodes == (("s0",) if does_fetch else ())
         saved_s = 30 * BLOCK_TOKENS * 0.01 if does_fetch and policy == "adaptive" else 0.0
-        assert found.predicted.crowding_s == pytest.approx(CROWDING_SHARE * saved_s)
+        assert found.predicted.eviction_cost_s == pytest.approx(EVICTION_COST_SHARE * saved_s)

@@ -71,7 +71,7 @@ def cost_s(case: Case, pair: Candidate) -> float:
     start_s = predicted.queue_s + predicted.transfer_s + predicted.prefill_s
     if case.made.config.policy != "adaptive":
         return start_s
-    return start_s + predicted.delay_s + predicted.crowding_s
+    return start_s + predicted.delay_s + predicted.eviction_cost_s
 
 
 def rest_s(case: Case, pair: Candidate) -> float:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from backends.engine.interface import Work
 from backends.engine.torch.gpu.paged_plan import PagedKernels, PagedPlan
-from backends.engine.torch.step_plan import LastGroup, StepPlan, check_range
+from backends.engine.torch.step_plan import QueryGroup, StepPlan, check_range
 from backends.engine.torch.transformer import Transformer
 from mooncake_store.layout import KvLayout, blocks_touched
 
@@ -148,7 +148,7 @@ class StaticStep:
             decode_works=works,
             decodes=groups,
             prefills=[],
-            lasts=groups,
+            query_tokens=groups,
             seen=None,
             last_rows=None,
             order=None,
@@ -159,11 +159,11 @@ class StaticStep:
 
     def _group(
         self, tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor
-    ) -> LastGroup:
+    ) -> QueryGroup:
         layout, context_tokens = self._layout, self.width * self._layout.block_tokens
         offsets = heads.view(layout.kv_factor, 1, layout.kv_heads, 1)
         rows = tables[None, :, None, :] * (layout.layers * layout.rows) + offsets
-        return LastGroup(0, self.works, rows.reshape(-1), context_tokens, positions + 1)
+        return QueryGroup(0, self.works, rows.reshape(-1), context_tokens, positions + 1)
 
 
 class DecodeGraphs:

@@ -80,4 +80,4 @@ class PagedPlan:
 
     decodes: PagedAttend | None
     prefills: PagedAttend | None
-    lasts: PagedAttend
+    query_tokens: PagedAttend

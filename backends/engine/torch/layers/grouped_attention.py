@@ -26,7 +26,7 @@ from backends.engine.torch.layers.norm import RmsNorm
 from backends.engine.torch.layers.paged_attention import PagedAttention
 from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
-from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self, place: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         if plan.paged is not None:
-            return self._in_place(plan.paged.lasts, place, queries).flatten(1)
+            return self._in_place(plan.paged.query_tokens, place, queries).flatten(1)
         if self.reads_seen and plan.seen is not None:
             pages = self.memory.pool[:, place]
             return native_layers.attend_last_tokens(
@@ -150,7 +150,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
                 self.kernels = None
         return paged_kernels.plain(pages, attend.works, queries)
 
-    def _last(self, place: int, group: LastGroup, queries: torch.Tensor) -> torch.Tensor:
+    def _last(self, place: int, group: QueryGroup, queries: torch.Tensor) -> torch.Tensor:
         keys, values = self.gather(place, group.page_rows, group.works)
         keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
         rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)

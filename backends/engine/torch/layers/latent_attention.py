@@ -27,7 +27,7 @@ from backends.engine.torch.layers.norm import RmsNorm
 from backends.engine.torch.layers.paged_attention import PagedAttention
 from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
-from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
 INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says for the others
 EXPANDED_SCALARS_MAX = 32 * 2**20  # K and V of so many heads at once
@@ -89,7 +89,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
         ]
         return self._values(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _last(self, place: int, group: LastGroup, rows: torch.Tensor) -> torch.Tensor:
+    def _last(self, place: int, group: QueryGroup, rows: torch.Tensor) -> torch.Tensor:
         """rows [works, heads, rank + rotary_dim] -> averages of latents [works, heads, rank]."""
         [pages] = self.gather(place, group.page_rows, group.works)
         seen = pages[:, :, : group.context_tokens]

@@ -15,7 +15,7 @@ import torch
 from backends.engine.torch import fp8
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
-from backends.engine.torch.step_plan import LastGroup, PrefillSpan, StepPlan
+from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
 LayerWeights = TypeVar("LayerWeights")  # of attention, without its output projection
 
@@ -86,9 +86,9 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         out[plan.tokens :].zero_()
         return out
 
-    def groups(self, plan: StepPlan, works: int) -> list[LastGroup]:
+    def groups(self, plan: StepPlan, works: int) -> list[QueryGroup]:
         """Of so many works: all of the plan, or its works of one token."""
-        return plan.lasts if works > plan.decode_works else plan.decodes
+        return plan.query_tokens if works > plan.decode_works else plan.decodes
 
     def write(self, place: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
         """kv [tokens, rows of the layout, head_dim]: K heads, then V heads; or the latent."""

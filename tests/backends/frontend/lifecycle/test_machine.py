@@ -65,7 +65,7 @@ from backends.frontend.lifecycle.machine import (
     due_s,
     step,
 )
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 
 P, D = ("prefill_0", "p"), ("decode_0", "d")
 LEFT, BROKE = Cancelled("the client went away"), ValueError("a mistake")
@@ -76,8 +76,8 @@ REFUSED = Overloaded("decode_slow", "too slow", 1.0)
 FULL, ABSENT = Overloaded("decode_overload", "", 2.0), Overloaded("no_decode_worker", "", 1.0)
 
 
-def text(*ids: int) -> Emission:
-    return Emission(ids, "".join(f"<{token}>" for token in ids))
+def text(*ids: int) -> OutputDelta:
+    return OutputDelta(ids, "".join(f"<{token}>" for token in ids))
 
 
 def after(state: State, *events: LifecycleEvent) -> State:
@@ -405,7 +405,7 @@ def sends(*events: LifecycleEvent, is_paced: bool = False) -> tuple[State, list[
 
 
 def ids(sent: list[Send]) -> list[int]:
-    return [token for message in sent for token in message.emission.token_ids]
+    return [token for message in sent for token in message.delta.token_ids]
 
 
 @pytest.mark.parametrize("is_paced", [True, False])
@@ -444,7 +444,7 @@ def test_a_first_message_that_never_comes_costs_nothing() -> None:
 
 
 def test_a_first_token_that_may_begin_a_stop_word_is_held_and_comes_with_the_next() -> None:
-    held = FirstText(Emission((), ""), "", 64)
+    held = FirstText(OutputDelta((), ""), "", 64)
     state, sent = sends(
         FirstTokenArrived(1, held, 2.5),
         PrefillReplied(1, held, 0.5, {"prefill": "p"}, 3.0),
@@ -460,12 +460,12 @@ def test_tokens_that_come_within_the_gap_share_a_message_and_none_waits_longer()
     sent: list[tuple[int, ...]] = []
     for number in range(20):  # a token every 30 ms
         state, actions = step(state, came(number, number, now_s=number * 0.03, gap_s=0.1))
-        sent += [tuple(a.emission.token_ids) for a in actions if isinstance(a, Send)]
+        sent += [tuple(a.delta.token_ids) for a in actions if isinstance(a, Send)]
     assert sent[0] == (0,), "the first one does not wait"
     assert {len(ids) for ids in sent[1:]} == {4}
     assert due_s(state) == pytest.approx(16 * 0.03 + 0.1)
     state, actions = step(state, TimePassed(16 * 0.03 + 0.1))
-    sent += [tuple(a.emission.token_ids) for a in actions if isinstance(a, Send)]
+    sent += [tuple(a.delta.token_ids) for a in actions if isinstance(a, Send)]
     assert due_s(state) is None and [token for ids in sent for token in ids] == list(range(20))
 
 
@@ -478,7 +478,7 @@ def test_a_stream_whose_client_chose_an_interval_is_not_paced() -> None:
 def test_what_waits_when_the_reply_comes_is_sent_with_the_end() -> None:
     news = [came(number, number, gap_s=9.0) for number in range(3)]
     state, sent = sends(PREFILLED, *news, replied(3, before=3), is_paced=True)
-    assert [tuple(message.emission.token_ids) for message in sent] == [(7,), (0,), (1, 2, 3)]
+    assert [tuple(message.delta.token_ids) for message in sent] == [(7,), (0,), (1, 2, 3)]
     assert state.phase is Phase.DONE
 
 

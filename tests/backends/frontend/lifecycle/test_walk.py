@@ -51,7 +51,7 @@ from backends.frontend.lifecycle.events import (
     WorkerSilent,
 )
 from backends.frontend.lifecycle.machine import TABLE, Phase, State, step
-from backends.text.text_stream import Emission
+from backends.text.text_stream import OutputDelta
 
 EVENTS = 100_000
 TOKENS_MAX = 8
@@ -82,8 +82,8 @@ class Told:
     is_complete: bool = False
 
 
-def text(start: int, end: int) -> Emission:
-    return Emission(tuple(range(start, end)), "".join(f"<{n}>" for n in range(start, end)))
+def text(start: int, end: int) -> OutputDelta:
+    return OutputDelta(tuple(range(start, end)), "".join(f"<{n}>" for n in range(start, end)))
 
 
 @dataclass
@@ -99,7 +99,7 @@ class World:
     waits: list[Pause | Decide] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     firsts: list[FirstTokenArrived] = field(default_factory=list)  # on their way, in any order
-    messages: dict[int, list[tuple[int, Emission]]] = field(default_factory=dict)  # in order
+    messages: dict[int, list[tuple[int, OutputDelta]]] = field(default_factory=dict)  # in order
     attempts: dict[int, Told] = field(default_factory=dict)
     counted: int = 0  # losses that may be the request's fault
     fields: set[str] = field(default_factory=set)  # of the decision, that its attempt has sent
@@ -260,8 +260,8 @@ class World:
             self.calls.append(Call(action.attempt, base, is_decode))
         elif isinstance(action, Send):
             assert not self.ends, "nothing is sent behind the end"
-            assert action.output_tokens == len(action.emission.token_ids)
-            self.sent += action.emission.token_ids
+            assert action.output_tokens == len(action.delta.token_ids)
+            self.sent += action.delta.token_ids
             assert not self.fields & action.fields.keys(), "a field is sent once"
             self.fields |= action.fields.keys()
         elif isinstance(action, NoteLoss):

@@ -138,10 +138,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_data_type: torch.dtype,
     ) -> None:
         if self.fixed is not None:
-            starts, room, lasts = self.fixed
-            assert starts is not None and room is not None and lasts is not None
-            assert starts.dtype == room.dtype == lasts.dtype == torch.int32
-            assert len(starts) == len(indptr) == len(lasts) + 1 and len(indices) <= len(room)
+            starts, room, last_page_tokens = self.fixed
+            assert starts is not None and room is not None and last_page_tokens is not None
+            assert starts.dtype == room.dtype == last_page_tokens.dtype == torch.int32
+            assert len(starts) == len(indptr) == len(last_page_tokens) + 1 and len(indices) <= len(
+                room
+            )
         rows = torch.arange(len(indptr), dtype=torch.int32)
         self._planned(
             rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size

@@ -1,11 +1,11 @@
 """What goes wrong, where and for how long: all of it follows from the seed; when, from the fleet.
 
-A strike is one fault on one host (a cut between two hosts is of both). The next one comes
+A fault is one fault on one host (a cut between two hosts is of both). The next one comes
 PAUSE_S after it began, and when at most one host is recovering. Kinds are dealt like cards: each
 comes once before any comes again.
 
 A host has recovered when all that ran on it at the start runs, is ready, and is known to the
-directory, for every host that the strike was of.
+directory, for every host that the fault was of.
 
 Not here: the requests (streams.py), the verdict (verdict.py).
 """
@@ -48,11 +48,11 @@ SILENCE = ("link down", "cut off")  # nobody hears then that something on that h
 
 
 @dataclass(slots=True)
-class Strike:
+class InjectedFault:
     kind: str
     hosts: tuple[str, ...]
     what: str  # for people
-    struck_s: float  # time.monotonic
+    began_s: float  # time.monotonic
     seconds: float = 0.0  # of a fault that lasts; 0: a kill
     undone_s: float | None = None
     recovered_s: float | None = None
@@ -66,12 +66,12 @@ class Strike:
 
     def is_on(self, at_s: float) -> bool:
         """Had it begun by then, and was it not undone?"""
-        return self.struck_s <= at_s < (float("inf") if self.undone_s is None else self.undone_s)
+        return self.began_s <= at_s < (float("inf") if self.undone_s is None else self.undone_s)
 
     def covers(self, start_s: float, end_s: float) -> bool:
         """It was there, or the fleet recovered from it, at some time between."""
         until_s = float("inf") if self.recovered_s is None else self.recovered_s
-        return self.struck_s <= end_s and until_s >= start_s
+        return self.began_s <= end_s and until_s >= start_s
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class RecoveryWatch:
     """Looks in a thread of its own: a look may take seconds while parts are silent."""
 
     fleet: ServedFleet
-    open: list[Strike] = field(default_factory=list)
+    open: list[InjectedFault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -93,47 +93,49 @@ class RecoveryWatch:
         if self._thread is not None:
             self._thread.join()
 
-    def add(self, strike: Strike) -> None:
+    def add(self, injected: InjectedFault) -> None:
         with self._lock:
-            self.open.append(strike)
+            self.open.append(injected)
 
     @property
     def hosts(self) -> set[str]:
-        """Those that are recovering, or still struck."""
+        """Those that are recovering, or still injected."""
         with self._lock:
-            return {host for strike in self.open for host in strike.hosts}
+            return {host for injected in self.open for host in injected.hosts}
 
     def problems(self) -> list[str]:
         with self._lock:
-            return [f"{strike.what}: {strike.problem}" for strike in self.open]
+            return [f"{injected.what}: {injected.problem}" for injected in self.open]
 
     def _run(self) -> None:
         while not self._is_stopping.wait(LOOK_S):
             with self._lock:
-                undone = [strike for strike in self.open if strike.undone_s is not None]
+                undone = [injected for injected in self.open if injected.undone_s is not None]
             found = {
                 host: self.fleet.why_not_whole(host)
-                for host in sorted({host for strike in undone for host in strike.hosts})
+                for host in sorted({host for injected in undone for host in injected.hosts})
             }
             now_s = time.monotonic()
             with self._lock:
-                for strike in undone:
-                    strike.problem = next(filter(None, (found[each] for each in strike.hosts)), "")
-                    if not strike.problem:
-                        strike.recovered_s = now_s
-                        self.open.remove(strike)
+                for injected in undone:
+                    injected.problem = next(
+                        filter(None, (found[each] for each in injected.hosts)), ""
+                    )
+                    if not injected.problem:
+                        injected.recovered_s = now_s
+                        self.open.remove(injected)
 
 
-class Striker:
-    """Strikes from the thread that made the fleet: what a host runs ends with its thread."""
+class FaultInjector:
+    """Faults from the thread that made the fleet: what a host runs ends with its thread."""
 
     def __init__(self, fleet: ServedFleet, seed: int, kinds: tuple[str, ...] = KINDS) -> None:
         self.fleet, self.chance = fleet, random.Random(seed)
         self.watch = RecoveryWatch(fleet)
-        self.strikes: list[Strike] = []
+        self.injected: list[InjectedFault] = []
         self._kinds = kinds
         self._deck: list[str] = []
-        self._undo: list[tuple[Strike, Callable[[], object]]] = []
+        self._undo: list[tuple[InjectedFault, Callable[[], object]]] = []
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
         """Until then, and until everybody has recovered or RECOVERED_S_MAX is over."""
@@ -144,7 +146,7 @@ class Striker:
             while (now_s := time.monotonic()) < end_s:
                 self._make_undone(now_s)
                 if now_s >= next_s and len(self.watch.hosts) <= RECOVERING_MAX:
-                    self._strike(say)
+                    self._inject(say)
                     next_s = now_s + PAUSE_S
                 time.sleep(0.02)  # poll
             self._make_undone(float("inf"))
@@ -156,14 +158,14 @@ class Striker:
             self.watch.stop()
 
     def _make_undone(self, now_s: float) -> None:
-        for strike, undo in list(self._undo):
-            if strike.struck_s + strike.seconds <= now_s:
-                self._undo.remove((strike, undo))
+        for injected, undo in list(self._undo):
+            if injected.began_s + injected.seconds <= now_s:
+                self._undo.remove((injected, undo))
                 undo()
-                strike.undone_s = time.monotonic()
+                injected.undone_s = time.monotonic()
 
-    def _strike(self, say: Callable[[str], None]) -> None:
-        """Once, unless nothing may be struck just now."""
+    def _inject(self, say: Callable[[str], None]) -> None:
+        """Once, unless nothing may be injected just now."""
         made = None
         for _ in self._kinds:  # the next card, when what this one is for does not run just now
             if (kind := self._next_kind()) is None:
@@ -175,15 +177,15 @@ class Striker:
                 break
         if made is None:
             return
-        strike, undo = made
-        self.strikes.append(strike)
-        self.watch.add(strike)
-        lasting = f" for {strike.seconds:.1f} s" if strike.seconds else ""
-        say(f"{strike.what}{lasting}")
+        injected, undo = made
+        self.injected.append(injected)
+        self.watch.add(injected)
+        lasting = f" for {injected.seconds:.1f} s" if injected.seconds else ""
+        say(f"{injected.what}{lasting}")
         if undo is None:
-            strike.undone_s = strike.struck_s
+            injected.undone_s = injected.began_s
         else:
-            self._undo.append((strike, undo))
+            self._undo.append((injected, undo))
 
     def _next_kind(self) -> str | None:
         """The first card that may be played now; None: none may."""
@@ -200,12 +202,12 @@ class Striker:
 
     def _is_too_often(self, kind: str) -> bool:
         since_s = time.monotonic() - KILLS_WITHIN_S
-        recent = [each for each in self.strikes if each.kind == kind and each.struck_s > since_s]
+        recent = [each for each in self.injected if each.kind == kind and each.began_s > since_s]
         return kind.startswith("kill") and len(recent) >= KILLS_MAX
 
     def _of_a_process(
         self, kind: str, verb: str, what: str
-    ) -> tuple[Strike, Callable[[], object] | None] | None:
+    ) -> tuple[InjectedFault, Callable[[], object] | None] | None:
         """One process of that kind, wherever there is one; None when there is none."""
         targets = [
             (host, name)
@@ -216,29 +218,29 @@ class Striker:
         if not targets:
             return None
         host, name = self.chance.choice(sorted(targets))
-        strike = Strike(kind, (host,), f"{verb} {name} of {host}", time.monotonic())
+        injected = InjectedFault(kind, (host,), f"{verb} {name} of {host}", time.monotonic())
         if verb == "kill":
             self.fleet.hosts[host].kill(name)
-            return strike, None
-        strike.seconds = self.chance.uniform(*FROZEN_S)
-        return strike, self.fleet.hosts[host].freeze(name).go_on
+            return injected, None
+        injected.seconds = self.chance.uniform(*FROZEN_S)
+        return injected, self.fleet.hosts[host].freeze(name).go_on
 
-    def _of_a_host(self, kind: str) -> tuple[Strike, Callable[[], object]]:
+    def _of_a_host(self, kind: str) -> tuple[InjectedFault, Callable[[], object]]:
         network = self.fleet.namespaces
         first, second = self.chance.sample(sorted(self.fleet.hosts), 2)
         seconds = self.chance.uniform(*NETWORK_S)
-        strike = Strike(kind, (first,), f"{kind} {first}", time.monotonic(), seconds)
+        injected = InjectedFault(kind, (first,), f"{kind} {first}", time.monotonic(), seconds)
         if kind == "kill host":
-            strike.seconds = self.chance.uniform(*DARK_S)
+            injected.seconds = self.chance.uniform(*DARK_S)
             self.fleet.hosts[first].kill_all()
-            return strike, self.fleet.hosts[first].start
+            return injected, self.fleet.hosts[first].start
         if kind == "cut two":
-            strike.hosts = (first, second)
+            injected.hosts = (first, second)
             fault = network.cut(first, second)
         elif kind == "cut off":
             fault = network.cut(first)
         elif kind == "cut one way":
-            strike.hosts = (first, second)
+            injected.hosts = (first, second)
             fault = network.cut_one_way(first, second)
         elif kind == "loss":
             fault = network.loss(first, round(self.chance.uniform(*LOSS_PERCENT), 1))
@@ -246,5 +248,5 @@ class Striker:
             fault = network.rate(first, round(self.chance.uniform(*RATE_BYTES_PER_S), -5))
         else:
             fault = network.link(first, up=False)
-        strike.what = fault.name
-        return strike, fault.undo
+        injected.what = fault.name
+        return injected, fault.undo

@@ -23,7 +23,7 @@ from conductor.messages import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Principal:
     """`known` is None where there are no keys: then the client says what it likes."""
 
     tenant: str = ""
@@ -50,18 +50,18 @@ class Asker:
         return self.known.priority if said is None else min(said, self.known.priority)
 
 
-def asker_of(
+def principal_of(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
-) -> Asker:
+) -> Principal:
     """Forbidden when keys are configured and the tenant is nobody's word but the client's."""
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if keys is None:
-        return Asker(named if isinstance(named, str) else "")  # else it is refused later
+        return Principal(named if isinstance(named, str) else "")  # else it is refused later
     if not named and not proof:
         # What is served is no secret, and the gateway asks for it without being anybody's.
         if not keys.serves_keyless and parameters.get("describe") is not True:
             raise Forbidden("this server serves only requests that come with an API key")
-        return Asker(DEFAULT, keys.tenant(DEFAULT))
+        return Principal(DEFAULT, keys.tenant(DEFAULT))
     if not isinstance(named, str) or not is_proven(named, proof, secret, now_unix_s):
         raise Forbidden(
             "parameter tenant is not proven: with API keys the gateway says whose request it is; "
@@ -70,7 +70,7 @@ def asker_of(
     tenant = keys.tenant(named)
     if tenant is None:
         raise Forbidden(f"there is no tenant {named!r} in the file of keys any more")
-    return Asker(named, tenant)
+    return Principal(named, tenant)
 
 
 def check_is_gateway(

@@ -1,4 +1,4 @@
-"""Strikes follow from the seed, meet what runs, are undone, and wait for hosts that recover."""
+"""Faults follow from the seed, meet what runs, are undone, and wait for hosts that recover."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos_serve import strikes
-from tests.chaos_serve.strikes import KINDS, Striker
+from tests.chaos_serve import fault_injector
+from tests.chaos_serve.fault_injector import KINDS, FaultInjector
 
 RUNNING = {
     "a": [
@@ -78,64 +78,67 @@ class FakeFleet:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strikes, "PAUSE_S", 0.0)
-    monkeypatch.setattr(strikes, "LOOK_S", 0.001)
+    monkeypatch.setattr(fault_injector, "PAUSE_S", 0.0)
+    monkeypatch.setattr(fault_injector, "LOOK_S", 0.001)
     for name in ("DARK_S", "FROZEN_S", "NETWORK_S"):
-        monkeypatch.setattr(strikes, name, (0.001, 0.002))
+        monkeypatch.setattr(fault_injector, name, (0.001, 0.002))
 
 
-def struck(fleet: FakeFleet, seed: int, count: int) -> Striker:
-    striker = Striker(fleet, seed)  # type: ignore[arg-type]
+def injected(fleet: FakeFleet, seed: int, count: int) -> FaultInjector:
+    injector = FaultInjector(fleet, seed)  # type: ignore[arg-type]
     for _ in range(count):
-        striker._strike(lambda _: None)
-        striker._make_undone(float("inf"))
-    return striker
+        injector._inject(lambda _: None)
+        injector._make_undone(float("inf"))
+    return injector
 
 
-def test_the_same_seed_strikes_the_same(seed: int) -> None:
-    one, other = struck(FakeFleet(), seed, 40), struck(FakeFleet(), seed, 40)
-    assert [each.what for each in one.strikes] == [each.what for each in other.strikes]
-    different = struck(FakeFleet(), seed + 1, 40)
-    assert [each.what for each in one.strikes] != [each.what for each in different.strikes]
+def test_the_same_seed_injects_the_same_faults(seed: int) -> None:
+    one, other = injected(FakeFleet(), seed, 40), injected(FakeFleet(), seed, 40)
+    assert [each.what for each in one.injected] == [each.what for each in other.injected]
+    different = injected(FakeFleet(), seed + 1, 40)
+    assert [each.what for each in one.injected] != [each.what for each in different.injected]
 
 
 def test_every_kind_comes_once_before_any_comes_again(seed: int) -> None:
-    striker = struck(FakeFleet(), seed, len(KINDS))
-    assert Counter(each.kind for each in striker.strikes) == Counter(KINDS)
+    injector = injected(FakeFleet(), seed, len(KINDS))
+    assert Counter(each.kind for each in injector.injected) == Counter(KINDS)
 
 
-def test_what_does_not_run_just_now_is_not_struck(seed: int) -> None:
+def test_a_process_that_does_not_run_gets_no_fault(seed: int) -> None:
     fleet = FakeFleet()
     fleet.hosts["a"].running.remove("directory")
-    striker = struck(fleet, seed, 2 * len(KINDS))
-    assert not [each for each in striker.strikes if "directory" in each.kind]
+    injector = injected(fleet, seed, 2 * len(KINDS))
+    assert not [each for each in injector.injected if "directory" in each.kind]
 
 
 def test_no_child_of_a_launcher_is_killed_more_often_than_it_starts_it_again(seed: int) -> None:
-    striker = Striker(FakeFleet(), seed, ("kill node", "loss"))  # type: ignore[arg-type]
+    injector = FaultInjector(FakeFleet(), seed, ("kill node", "loss"))  # type: ignore[arg-type]
     for _ in range(50):
-        striker._strike(lambda _: None)
-    counts = Counter(each.kind for each in striker.strikes)
-    assert counts["kill node"] == strikes.KILLS_MAX and counts["loss"] == 50 - strikes.KILLS_MAX
+        injector._inject(lambda _: None)
+    counts = Counter(each.kind for each in injector.injected)
+    assert (
+        counts["kill node"] == fault_injector.KILLS_MAX
+        and counts["loss"] == 50 - fault_injector.KILLS_MAX
+    )
 
 
 def test_everything_is_undone_and_recovered_at_the_end(quick: None, seed: int) -> None:
     fleet = FakeFleet()
-    striker = Striker(fleet, seed)  # type: ignore[arg-type]
-    striker.run(2.5, lambda _: None)
-    assert len(striker.strikes) > 3 and fleet.open == []
-    assert all(each.recovery_s is not None for each in striker.strikes)
+    injector = FaultInjector(fleet, seed)  # type: ignore[arg-type]
+    injector.run(2.5, lambda _: None)
+    assert len(injector.injected) > 3 and fleet.open == []
+    assert all(each.recovery_s is not None for each in injector.injected)
 
 
-def test_the_next_strike_waits_while_two_hosts_recover(
+def test_the_next_fault_waits_while_two_hosts_recover(
     quick: None, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(strikes, "RECOVERED_S_MAX", 0.1)
+    monkeypatch.setattr(fault_injector, "RECOVERED_S_MAX", 0.1)
     fleet = FakeFleet()
     fleet.problem = "b: no decode_b_0"
-    striker = Striker(fleet, seed)  # type: ignore[arg-type]
-    striker.run(2.0, lambda _: None)
-    hosts = [set(each.hosts) for each in striker.strikes]
-    assert len(set().union(*hosts[:-1])) <= 1, "it struck although two hosts were recovering"
-    assert all(each.recovery_s is None and each.problem for each in striker.strikes)
-    assert striker.watch.problems()
+    injector = FaultInjector(fleet, seed)  # type: ignore[arg-type]
+    injector.run(2.0, lambda _: None)
+    hosts = [set(each.hosts) for each in injector.injected]
+    assert len(set().union(*hosts[:-1])) <= 1, "it injected although two hosts were recovering"
+    assert all(each.recovery_s is None and each.problem for each in injector.injected)
+    assert injector.watch.problems()

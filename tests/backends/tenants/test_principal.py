@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backends import launch_secret
 from backends.errors import Forbidden
 from backends.tenants import ApiKeys, tenant_parameters
-from backends.tenants.asker import Asker, asker_of, check_is_gateway
+from backends.tenants.principal import Principal, check_is_gateway, principal_of
 from backends.tenants.proof import AGE_S_MAX, GATEWAY, is_proven, prove
 
 SECRET, NOW_S = "0123456789abcdef", 1_800_000_000.0
@@ -23,8 +23,8 @@ def keys(keyless: str = "served") -> ApiKeys:
     return ApiKeys(None, json.dumps({"tenants": tenants, "keyless": keyless}))
 
 
-def ask(parameters: dict[str, Any], known: ApiKeys | None, now_s: float = NOW_S) -> Asker:
-    return asker_of(parameters, known, SECRET, now_s)
+def ask(parameters: dict[str, Any], known: ApiKeys | None, now_s: float = NOW_S) -> Principal:
+    return principal_of(parameters, known, SECRET, now_s)
 
 
 def proven(name: str, at_s: float = NOW_S, secret: str = SECRET) -> dict[str, str]:
@@ -50,22 +50,28 @@ def test_only_the_gateway_itself_is_told_of_all_tenants_where_there_are_keys() -
 
 
 def test_without_keys_the_client_says_who_it_is_what_it_salts_and_how_much_it_matters() -> None:
-    asker = ask({"tenant": "a", "request_priority": 7}, None)
-    assert asker.tenant == "a" and asker.known is None
-    assert asker.salt("a") == "a" and asker.priority(7) == 7 and asker.priority(None) == 0
+    principal = ask({"tenant": "a", "request_priority": 7}, None)
+    assert principal.tenant == "a" and principal.known is None
+    assert (
+        principal.salt("a") == "a" and principal.priority(7) == 7 and principal.priority(None) == 0
+    )
     assert ask({"tenant": 5}, None).tenant == "", "it is refused by name later"
 
 
 def test_a_proven_tenant_gets_the_salt_of_the_file_and_may_only_lower_its_priority() -> None:
-    asker = ask(proven("a"), keys())
-    assert (asker.tenant, asker.salt("b"), asker.salt("")) == ("a", "salt of a", "salt of a")
-    assert [asker.priority(said) for said in (None, 9, 2, 1, -3)] == [2, 2, 2, 1, -3]
+    principal = ask(proven("a"), keys())
+    assert (principal.tenant, principal.salt("b"), principal.salt("")) == (
+        "a",
+        "salt of a",
+        "salt of a",
+    )
+    assert [principal.priority(said) for said in (None, 9, 2, 1, -3)] == [2, 2, 2, 1, -3]
 
 
 def test_who_names_no_tenant_is_of_the_default_one_and_cannot_raise_its_priority() -> None:
-    asker = ask({}, keys())
-    assert (asker.tenant, asker.salt("a")) == ("default", "")
-    assert [asker.priority(said) for said in (None, 9, -3)] == [0, 0, -3]
+    principal = ask({}, keys())
+    assert (principal.tenant, principal.salt("a")) == ("default", "")
+    assert [principal.priority(said) for said in (None, 9, -3)] == [0, 0, -3]
     with pytest.raises(Forbidden, match="API key"):
         ask({}, keys("refused"))
     assert ask(proven("a"), keys("refused")).tenant == "a"
@@ -112,14 +118,17 @@ def test_a_word_that_is_not_proven_is_refused(parameters: dict[str, Any]) -> Non
 
 def test_a_process_without_a_secret_believes_nothing() -> None:
     with pytest.raises(Forbidden):
-        asker_of(proven("a", secret=""), keys(), "", NOW_S)
+        principal_of(proven("a", secret=""), keys(), "", NOW_S)
 
 
 def test_the_gateway_proves_with_the_secret_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
     parameters = tenant_parameters("a", NOW_S)
     assert parameters == proven("a") and SECRET not in parameters["tenant_proof"]
-    assert asker_of(tenant_parameters("a"), keys(), SECRET, __import__("time").time()).tenant == "a"
+    assert (
+        principal_of(tenant_parameters("a"), keys(), SECRET, __import__("time").time()).tenant
+        == "a"
+    )
 
 
 @given(st.text(), st.text())
