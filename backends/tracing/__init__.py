@@ -1,1 +1,1 @@
-"""What did one request go through, and who hears of it?"""
+"""Which phases did one request go through, and which collector gets them?"""

@@ -1,11 +1,12 @@
-"""Sends spans to an OpenTelemetry collector, over OTLP's gRPC, from a thread of its own.
+"""Sends spans to an OpenTelemetry collector over OTLP's gRPC, in a thread of its own.
 
-Who has spans puts them into a queue and goes on. When the collector is slow, dead or not there, the
-queue fills up, further spans are lost, and both are counted: nobody ever waits for a collector.
+Callers append spans to a bounded queue and return at once, so no request waits for a collector.
+When the collector is slow or down, the queue fills up and further spans are dropped. Exported and
+dropped spans are counted. OpenTelemetry's own batch processor drops without a count, and drops
+single spans instead of whole requests; so this queue stays.
 
 OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. Their
-own variables hold besides: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, and
-OTEL_RESOURCE_ATTRIBUTES.
+variables apply too: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES.
 
 Not here: which spans (request_spans.py), which requests are sampled (trace_context.py).
 """
@@ -32,14 +33,14 @@ from backends.tracing.trace_context import (
 
 log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "MOONCAKE_OTLP_ENDPOINT"  # http://HOST:4317, or https://; unset: no tracing
-WAITING_MAX = 16_384  # spans; some megabytes
-BATCH_MAX = 512
-PERIOD_S = 1.0
-CLOSE_S_MAX = 1.0
+WAITING_MAX = 16_384  # spans in the queue; some megabytes
+BATCH_MAX = 512  # spans in one message to the collector
+PERIOD_S = 1.0  # between two messages, unless a batch is full earlier
+CLOSE_S_MAX = 1.0  # for sending the queue when the process ends
 
 
 def problems(environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with tracing as it is asked for, each with the remedy."""
+    """Each mistake in the variables of tracing, with its remedy."""
     if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
         return []
     found = []
@@ -57,13 +58,13 @@ def problems(environment: Mapping[str, str]) -> list[str]:
 
 
 class Sender(Protocol):
-    """To one collector."""
+    """Sends to one collector."""
 
     def send(self, spans: Sequence[SpanRecord]) -> bool:
-        """Whether it took them; blocks for seconds where it does not answer."""
+        """True if the collector accepted them. Blocks for seconds if it does not answer."""
 
     def stop(self) -> None:
-        """From another thread: give up what is being sent."""
+        """Cancel a running `send`. Called from another thread."""
 
 
 class SpanExport:
@@ -83,10 +84,10 @@ class SpanExport:
         self._thread.start()
 
     def offer(self, spans: Sequence[SpanRecord]) -> None:
-        """From any thread. Never waits: what has no room is lost."""
+        """Queue the spans of one request, or drop all of them. Any thread; never blocks."""
         with self._lock:
             room = self._waiting_max - len(self._waiting)
-            if self._is_closing or len(spans) > room:  # half a request would have no root
+            if self._is_closing or len(spans) > room:  # a part would lack its root span
                 self.lost += len(spans)
                 return
             self._waiting.extend(spans)
@@ -95,7 +96,7 @@ class SpanExport:
             self._is_due.set()
 
     def close(self) -> None:
-        """What waits is sent, if the collector takes it soon."""
+        """Send the queue, for at most CLOSE_S_MAX."""
         self._is_closing = True
         self._is_due.set()
         self._thread.join(timeout=CLOSE_S_MAX)
@@ -118,7 +119,7 @@ class SpanExport:
     def _send(self, batch: list[SpanRecord]) -> None:
         try:
             is_taken = self._sender.send(batch)
-        except Exception:  # edge: tracing must not take anything down
+        except Exception:  # edge: a failure of tracing must not end the process
             log.exception("spans were not sent")
             is_taken = False
         with self._lock:
@@ -127,14 +128,14 @@ class SpanExport:
         if is_taken == self._is_failing:
             self._is_failing = not is_taken
             log.warning(
-                "the collector takes spans again"
+                "the collector accepts spans again"
                 if is_taken
-                else "the collector does not take spans: they are lost"
+                else "the collector does not accept spans: they are dropped"
             )
 
 
 class Tracing:
-    """What a process needs to trace requests; `of_environment` is None where nobody asked."""
+    """Traces the requests of one process. `of_environment` is None without an endpoint."""
 
     def __init__(self, export: SpanExport, share: float) -> None:
         self.export = export
@@ -142,24 +143,27 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Tracing | None:
-        """Raises ValueError where tracing is asked for and cannot be."""
+        """Raises ValueError if an endpoint is configured and tracing cannot work."""
         if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
             return None
         if found := problems(environment):
             raise ValueError("; ".join(found))
-        from backends.tracing.otlp import OtlpSender  # here: it takes a quarter of a second
+        from backends.tracing.otlp import OtlpSender  # imported here: the import takes 0.25 s
 
         return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
 
     def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> NoTrace:
-        """Of a request with these parameters."""
+        """The trace of a request with these parameters."""
         root, parent_span_id = self.context_of(parameters.get(TRACEPARENT))
         if not root.is_sampled:
             return NoTrace(root.trace_id)
         return RequestTrace(root, parent_span_id, arrived_s, self.export.offer)
 
     def context_of(self, traceparent: object) -> tuple[TraceContext, str]:
-        """A new span in the trace that is named, or, if none is, in a new one; and its parent."""
+        """(context of a new span, its parent's span id or "").
+
+        The span is of the client's trace, or of a new trace if the client names none.
+        """
         parent = parse_traceparent(traceparent)
         if parent is None:
             return new_trace(self._share, os.urandom(24)), ""
@@ -172,7 +176,7 @@ class Tracing:
 def begin_trace(
     tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
 ) -> NoTrace:
-    """Also where nothing is traced: the log says which trace of its client a request belongs to."""
+    """The trace of a request. Without tracing it has only the client's trace id, for the log."""
     if tracing is not None:
         return tracing.begin(parameters, arrived_s)
     parent = parse_traceparent(parameters.get(TRACEPARENT))

@@ -1,6 +1,6 @@
-"""Spans as OpenTelemetry's own exporter sends them. The one module that imports its packages.
+"""Sends spans by OpenTelemetry's exporter. Only this module imports OpenTelemetry's packages.
 
-Not here: when spans are sent, and what becomes of those that are not (export.py).
+Not here: when spans are sent, and how dropped spans are counted (export.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ KINDS = {
 
 
 class OtlpSender:
-    """To one collector; see export.Sender."""
+    """Sends to one collector; see export.Sender."""
 
     def __init__(self, endpoint: str) -> None:
-        # It would say at every batch, for ever, that a collector is not there; export.py says it
-        # once.
+        # The exporter logs every failed batch. export.py logs the first one only.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
         host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
         # A collector on this machine needs no proxy; gRPC follows `no_proxy` for other hosts.
@@ -74,7 +73,7 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 @lru_cache(maxsize=1024)
 def _resource(service: str, instance: str) -> Resource:
-    """With what OTEL_RESOURCE_ATTRIBUTES says."""
+    """Includes the attributes of OTEL_RESOURCE_ATTRIBUTES."""
     given = {"service.name": service}
     if instance:
         given["service.instance.id"] = instance

@@ -1,24 +1,24 @@
-"""The spans of one request, from the times that were noted of it. Pure.
+"""The spans of one request, from its recorded times. Pure.
 
     request                       arrival at the frontend to the end of the answer
       read                        the prompt is checked and tokenised
-      attempt                     one for each pair of workers that was tried, with its loss if it
-        decide                    was lost; the conductor's choice and its terms, or the rejection
-        prefill                   the call to the prefill worker, and in it
-          prefill.queue           until its cached prefix is loaded: pages, a loader, other prompts
-          prefill.load            of its cached prefix
-          prefill.wait            until the engine takes it
-          prefill.compute         from its first chunk to its first token
-          prefill.put             KV that was not in the store by then
-        handover                  from prefill's reply until it is in the batch of the decode worker
+      attempt                     one for each pair of workers, with its loss if it was lost
+        decide                    the conductor's choice and its terms, or the rejection
+        prefill                   the call to the prefill worker, and in it:
+          prefill.queue           waits for pages, a loader and other prompts
+          prefill.load            loads the cached prefix
+          prefill.wait            until the engine computes the prompt
+          prefill.compute         from the first chunk to the first token
+          prefill.put             stores KV that was not in the store by then
+        handover                  from prefill's reply until the decode worker's batch has it
           handover.queue, handover.load
         decode                    until the last token
 
-A worker says how long its phases took, on its own clock, so no clocks are compared: what lies
-between its time and that of the call is the way there and back, half each. So a child lies within
-its parent, whatever the machines' clocks say.
+A worker reports the durations of its phases on its own clock, so clocks of two machines are never
+compared. The rest of the call's time is network time, half before and half after the phases. So a
+child lies within its parent, even if the machines' clocks differ.
 
-Not here: noting (request_trace.py), sending (export.py).
+Not here: recording the times (request_trace.py), sending spans (export.py).
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ FRONTEND, PREFILL, DECODE = "mooncake-frontend", "mooncake-prefill", "mooncake-d
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """One span, as it is sent."""
+    """One span, ready to be sent."""
 
     name: str
     context: TraceContext
-    parent_span_id: str  # "": none
+    parent_span_id: str  # "": the span has no parent
     start_ns: int  # Unix time
     end_ns: int
-    kind: str = "internal"  # "server" | "client" | "internal"
+    kind: str = "internal"  # server, client or internal
     service: str = FRONTEND
-    instance: str = ""  # which worker
+    instance: str = ""  # the worker's name; "": the frontend
     attributes: Attributes = field(default_factory=dict)
-    error: str = ""  # "": it went well
+    error: str = ""  # "": success
     events: tuple[tuple[str, int], ...] = ()  # name, Unix time in ns
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """To a worker, on the clock of this process; `ended_s` None: it has not come back."""
+    """A call to a worker, on the clock of this process. `ended_s` None: no reply yet."""
 
     worker: str
     began_s: float
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """What was noted of one attempt."""
+    """The recorded times of one attempt, in seconds of the monotonic clock."""
 
     number: int
     began_s: float
@@ -75,14 +75,14 @@ class AttemptTimes:
     prefill_reply: PrefillReply | None = None
     decode: Call | None = None
     decode_reply: DecodeReply | None = None
-    ended_s: float | None = None  # None: the request's end is its end
+    ended_s: float | None = None  # None: it ends with the request
     loss: str = ""
     error: str = ""
 
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """What was noted of one request, in seconds of the monotonic clock."""
+    """The recorded times of one request, in seconds of the monotonic clock."""
 
     arrived_s: float
     read_s: float | None = None
@@ -103,7 +103,7 @@ class SpanTree:
         to_unix_s: float,
         new_span_id: Callable[[], str],
     ) -> None:
-        """`to_unix_s` is added to times of the monotonic clock."""
+        """`to_unix_s`: Unix time minus monotonic time, in seconds."""
         self._root = root
         self._parent_span_id = parent_span_id
         self._to_unix_s = to_unix_s
@@ -185,7 +185,7 @@ class SpanTree:
     def _of_decode(
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
-        """Without a reply nobody knows when it joined the batch: then all of it is `decode`."""
+        """Without a reply the time of joining the batch is unknown, so all of it is `decode`."""
         reply, until_s = times.decode_reply, _end(call)
         worker: Attributes = {"mooncake.worker": call.worker}
         joined_s = call.began_s
@@ -254,7 +254,7 @@ class SpanTree:
 
 
 def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
-    """(name, from, until) in seconds after the prompt came to its worker."""
+    """(name, from, until) of each phase, in seconds after the worker received the prompt."""
     computed_s = reply.queue_s + reply.load_s + reply.compute_s
     total_s = computed_s + reply.put_s
     load_s = min(reply.queue_s if reply.load_at_s < 0 else reply.load_at_s, computed_s)
@@ -277,7 +277,7 @@ def _way_there_s(call: Call, reply: PrefillReply) -> float:
 
 
 def _end(call: Call) -> float:
-    """One that has not come back lasts as long as its attempt does."""
+    """Infinity for a call without a reply: its span ends with the attempt."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

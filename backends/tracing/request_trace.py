@@ -1,9 +1,9 @@
-"""What is noted of one request while it is served, and handed over as spans at its end.
+"""Records the times of one request while it is served, and turns them into spans at its end.
 
-A few notes for each attempt, none for each message. A request that is not traced has `NoTrace`,
-which takes the same notes and keeps nothing; it may know its client's trace, for the log.
+There are a few records for each attempt and none for each message. A request without tracing has
+`NoTrace`, which has the same methods and stores nothing but the client's trace id, for the log.
 
-Not here: which spans follow from the notes (request_spans.py), sending them (export.py).
+Not here: which spans follow from the times (request_spans.py), sending them (export.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backends.workers.protocol import DecodeReply, PrefillReply
 
 
 class NoTrace:
-    """Of a request that is not traced. `trace_id` is for the log: "", or its client's."""
+    """A request without tracing. `trace_id`, for the log: the client's, or "" if it has none."""
 
     is_on = False
 
@@ -36,15 +36,15 @@ class NoTrace:
         self.trace_id = trace_id
 
     def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
-        """Its prompt was checked and tokenised."""
+        """The prompt was checked and tokenised."""
 
     def attempt_began(self, number: int, now_s: float) -> None: ...
 
     def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
-        """`why`: of a rejection; `fields` of the decision."""
+        """`fields`: terms of the decision; `why`: reason of a rejection, or ""."""
 
     def called(self, number: int, worker: str, now_s: float) -> None:
-        """First the prefill worker of an attempt, then its decode worker."""
+        """Called for the prefill worker of an attempt, then for its decode worker."""
 
     def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None: ...
 
@@ -53,20 +53,20 @@ class NoTrace:
     def call_failed(self, number: int, now_s: float) -> None: ...
 
     def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
-        """Another attempt may follow."""
+        """The attempt failed. Another attempt may follow."""
 
     def ended(
         self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """`first_token_s` 0: none came."""
+        """`first_token_s` 0: the request had no token."""
 
 
 NO_TRACE = NoTrace()
 
 
 class RequestTrace(NoTrace):
-    """Notes come from whichever thread is at the request, of one attempt in order. What comes
-    behind the end, of a call that was left alone, changes nothing any more."""
+    """Records come from several threads, those of one attempt in order. Records after the end,
+    from a call that was abandoned, have no effect."""
 
     is_on = True
 
@@ -144,7 +144,7 @@ class RequestTrace(NoTrace):
 
 
 def flat(name: str, value: object) -> Iterator[tuple[str, Attribute]]:
-    """Attributes of a span are no trees: names with dots, and lists as JSON."""
+    """A tree as flat attributes of a span: dotted names, lists as JSON."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flat(f"{name}.{key}", inner)

@@ -1,8 +1,9 @@
-"""Which trace a request belongs to, as W3C's Trace Context says it.
+"""The trace that a request belongs to: W3C Trace Context.
 
-A client's `traceparent` names its trace, the span that asks, and whether the trace is sampled. One
-that breaks the rules is ignored, as the standard wants: a trace must not cost anybody an answer. A
-trace that begins here is sampled by its own id, so that every process decides alike.
+A client's `traceparent` names its trace, its calling span, and whether the trace is sampled. An
+invalid `traceparent` is ignored, as the standard requires; it never fails a request. A trace that
+begins here is sampled by its id, so that every process takes the same decision. Header and sampling
+work without OpenTelemetry's packages, because logs name the client's trace without tracing too.
 
 Pure: random bytes are an argument. Not here: spans (request_spans.py), sending them (export.py).
 """
@@ -23,15 +24,15 @@ _HEADER = re.compile(
     flags=re.ASCII,
 )
 _SAMPLED = 0x01
-_RATIO_BITS = 56  # the low ones of a trace id: those that are random in every version
+_RATIO_BITS = 56  # the low bits of a trace id, which are random in every version of the standard
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span that others may be children of."""
+    """A span that can have children."""
 
     trace_id: str  # 32 hexadecimal digits
-    span_id: str  # 16
+    span_id: str  # 16 hexadecimal digits
     is_sampled: bool
 
     @property
@@ -40,7 +41,7 @@ class TraceContext:
 
 
 def parse_traceparent(given: object) -> TraceContext | None:
-    """None of anything that is no valid traceparent."""
+    """None if `given` is not a valid traceparent."""
     found = _HEADER.fullmatch(given) if isinstance(given, str) else None
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
         return None
@@ -51,15 +52,20 @@ def parse_traceparent(given: object) -> TraceContext | None:
 
 
 def new_trace(share: float, random_bytes: bytes) -> TraceContext:
-    """Of a request whose client named none: `share` of them are sampled. Its span is the first."""
+    """The first span of a new trace; the share `share` of all traces is sampled.
+
+    `random_bytes`: at least 24.
+    """
     trace_id, span_id = random_bytes[:16].hex(), random_bytes[16:24].hex()
     position = int(trace_id, 16) & ((1 << _RATIO_BITS) - 1)
     return TraceContext(trace_id, span_id, position < share * (1 << _RATIO_BITS))
 
 
 def share_sampled(environment: Mapping[str, str]) -> float:
-    """Of the traces that begin here, by OpenTelemetry's own variables. ValueError with the remedy
-    for a sampler that this project does not have."""
+    """Share of the traces that begin here which are sampled, from OpenTelemetry's variables.
+
+    ValueError, with the remedy, for an unsupported sampler or a share outside 0 to 1.
+    """
     sampler = environment.get(SAMPLER_VARIABLE) or SAMPLERS[0]
     if sampler not in SAMPLERS:
         raise ValueError(
