@@ -1,12 +1,12 @@
-"""The metrics of one model: what happened is observed, checked and published.
+"""The metrics of one model: values are observed, checked and published.
 
-**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010), which no
-request waits for. So whoever knows a value leaves it in `Observations`, from any thread, which
-costs a microsecond and no lock, and the metrics thread fetches it.
+**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010), and no request
+waits for that. Any thread appends a value to `Observations` in a microsecond, without a lock. The
+metrics thread removes and publishes the values.
 
-**Publishing.** `MetricPage`, for that one thread, holds each value against the table and changes as
-little as possible: a value that did not change is not sent again, but for the gauges' sake once a
-second, because while a model reloads, its old process sets them to 0 when it ends.
+**Publishing.** Only the metrics thread uses `MetricPage`. The page checks each value against the
+table and sends only values that changed. Gauges are also sent once a second: while a model reloads,
+its old process sets them to 0 when it exits.
 
 Pure: how a series is made in Triton is an argument. Not here: when to publish
 (triton/metrics_loop.py), which numbers (frontend/metrics.py, workers/metrics.py).
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from backends.metrics.table import METRICS, Kind, Metric
 
-VALUES_MAX = 100_000  # some minutes of the busiest frontend, should the metrics thread hang
+VALUES_MAX = 100_000  # minutes of the busiest frontend while the metrics thread hangs
 
 
 class Observation(NamedTuple):
@@ -38,26 +38,26 @@ class Observations:
         self._waiting: deque[Observation] = deque(maxlen=values_max)
 
     def observe(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """From any thread (deque.append is atomic); the oldest give way when too many wait."""
+        """Any thread (deque.append is atomic). A full queue drops its oldest value."""
         self._waiting.append(Observation(name, value, labels))
 
     @property
     def is_full(self) -> bool:
-        """Values may have been lost."""
+        """True if values may have been dropped."""
         return len(self._waiting) == self._waiting.maxlen
 
     def drain(self) -> Iterator[Observation]:
-        """Those that waited when it began; what comes meanwhile is for the next time."""
+        """Remove the values that are queued now. Later values stay for the next call."""
         for _ in range(len(self._waiting)):
             yield self._waiting.popleft()
 
 
-REFRESH_S = 1.0
+REFRESH_S = 1.0  # a gauge is sent again after this time, even if it did not change
 Labels = tuple[tuple[str, str], ...]
 
 
 class Series(Protocol):
-    """One name with one set of labels, as Triton has it."""
+    """One name with one set of labels, in Triton."""
 
     def set(self, value: float) -> None: ...
     def increment(self, value: float) -> None: ...
@@ -65,7 +65,7 @@ class Series(Protocol):
 
 
 class Undeclared(Exception):
-    """The table does not know this name, kind, label or value, or not from this backend."""
+    """The table lacks this name, kind, label or value, or does not allow it for this backend."""
 
 
 @dataclass(slots=True)
@@ -73,21 +73,21 @@ class Gauge:
     series: Series
     value: float
     sent_s: float
-    round: int  # in which it was last published
+    round: int  # number of the round in which the gauge was last published
 
 
 @dataclass(slots=True)
 class Counter:
     series: Series
-    total: float  # of what this process counted, how much Triton has
+    total: float  # the amount, counted by this process, that Triton has
 
 
 class MetricPage:
     def __init__(self, publisher: str, make: Callable[[Metric, dict[str, str]], Series]) -> None:
-        """`publisher`: whose metrics these are: conductor | prefill | decode.
+        """`publisher`: the backend: conductor, prefill or decode.
 
-        Counters and histograms whose labels are known stand on the page from the start, at 0, so
-        that a query does not have to tell "none" from "not yet".
+        Counters and histograms with known label values are published as 0 from the start, so that
+        a query need not distinguish "none" from "not yet".
         """
         self._publisher = publisher
         self._make = make
@@ -95,20 +95,20 @@ class MetricPage:
         self._counters: dict[tuple[str, Labels], Counter] = {}
         self._histograms: dict[tuple[str, Labels], Series] = {}
         self._round = 0
-        self.has_lost_values = False  # so many waited that some gave way; the loop says so
+        self.has_lost_values = False  # values were dropped; the metrics loop logs that
         for metric in METRICS.values():
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
                     self._series(metric.kind, metric.name, labels)
 
     def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
-        """What these count lasts; the page before has published so much of it already."""
+        """Take over counters of `before`, whose owner keeps counting: the amounts in Triton."""
         for key, counter in before._counters.items():
             if key[0] in names:
                 self._counters[key] = Counter(counter.series, counter.total)
 
     def gauge(self, name: str, value: float, now_s: float, **labels: str) -> None:
-        """A gauge that is published in one round and not in the next goes to 0 (`end_round`)."""
+        """Set a gauge. A gauge that one round does not set becomes 0 (`end_round`)."""
         key = (name, _sorted(labels))
         value = _finite(name, value)
         gauge = self._gauges.get(key)
@@ -121,7 +121,7 @@ class MetricPage:
             gauge.value, gauge.sent_s = value, now_s
 
     def counter_to(self, name: str, total: float, **labels: str) -> None:
-        """Raise a counter by what its owner has counted since the last call.
+        """Raise a counter to `total`, the amount that its owner has counted.
 
         Triton keeps a counter when a model is reloaded, while the new process counts from 0.
         """
@@ -132,7 +132,7 @@ class MetricPage:
             counter.total = total
 
     def take(self, observations: Observations) -> None:
-        """Values of histograms one by one, amounts of counters summed up first."""
+        """Publish each value of a histogram, and the sum of the amounts of each counter."""
         self.has_lost_values = self.has_lost_values or observations.is_full
         amounts: dict[tuple[str, Labels], float] = {}
         for name, value, labels in observations.drain():
@@ -146,7 +146,7 @@ class MetricPage:
                 self._counter(name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
-        """After everything was published once: what is no more (a storage node) uses nothing."""
+        """End a round: gauges that it did not set (a storage node that is gone) become 0."""
         for gauge in self._gauges.values():
             if gauge.round != self._round and gauge.value != 0.0:
                 gauge.series.set(0.0)
@@ -154,7 +154,7 @@ class MetricPage:
         self._round += 1
 
     def clear(self) -> None:
-        """A model that is gone uses nothing: Triton would show its last gauges for ever."""
+        """Set all gauges to 0. Otherwise Triton shows the last gauges of an unloaded model."""
         for gauge in self._gauges.values():
             gauge.series.set(0.0)
             gauge.value = 0.0
@@ -164,7 +164,7 @@ class MetricPage:
         return self._counters[(name, _sorted(labels))]
 
     def _series(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
-        """Of a counter or histogram, made when it is first asked for."""
+        """The series of a counter or histogram, made on first use."""
         key = (name, _sorted(labels))
         if kind == "counter":
             if key not in self._counters:

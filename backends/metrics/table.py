@@ -44,7 +44,7 @@ SPAN_RESULTS = ("exported", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`values` are all there can be; with () they are names that the operator gave."""
+    """`values`: all possible values; (): names that the operator chose."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -55,14 +55,14 @@ class Metric:
     name: str
     kind: Kind
     unit: str
-    publishers: tuple[str, ...]  # backends whose models show it
+    publishers: tuple[str, ...]  # backends whose models publish the metric
     meaning: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
-    is_use: bool = False  # a gauge that is 0 when nothing is going on
+    is_use: bool = False  # a gauge that is 0 while there is no load
 
     def series_labels(self) -> Iterator[dict[str, str]]:
-        """Every combination of label values; none when a label's values are not known here."""
+        """Every combination of label values; none if a label has unknown values."""
         found: list[dict[str, str]] = [{}]
         for label in self.labels:
             found = [{**labels, label.name: value} for labels in found for value in label.values]
@@ -98,7 +98,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
-TENANT = Label("tenant")  # of the file of API keys
+TENANT = Label("tenant")  # a tenant in the file of API keys
 HEAT = Label("heat", ("1", "2", "4", "8"))
 PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
@@ -139,24 +139,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "Workers of a role that the load needs to keep both limits (role_flips).",
               Label("role")),
         counter("mooncake_role_flips_proposed_total", "flips", (FRONTEND,),
-                "Workers that had better take this role; in a dry run nobody is told.",
+                "Workers that should take this role; a dry run sends them no order.",
                 Label("role")),
         gauge("mooncake_frontends_known", "frontends", (FRONTEND,),
-              "Other frontends of this deployment that were heard of lately."),
+              "Other frontends of this deployment that sent a message lately."),
         gauge("mooncake_routed_elsewhere", "requests", (FRONTEND,),
-              "Requests of other frontends whose work is reserved here, because they said so.",
+              "Requests of other frontends whose reported work is reserved here.",
               is_use=True),
         counter("mooncake_routing_note_batches_total", "batches", (FRONTEND,),
                 "Notes to and of other frontends about what they routed. unsent: the directory did "
-                "not take them; missed: they never came here, and reports have to do.",
+                "not accept them; missed: they never arrived, and worker reports replace them.",
                 Label("result", NOTE_RESULTS)),
         counter("mooncake_recorded_requests_total", "requests", (FRONTEND,),
                 "Requests of the recording (recording_folder). dropped: the disk was full, gone or "
-                "too slow; the requests themselves were served all the same.",
+                "too slow; the requests themselves were served.",
                 Label("result", RECORDING_RESULTS)),
         counter("mooncake_trace_spans_total", "spans", (FRONTEND,),
-                "Spans of traced requests. lost: the collector did not take them, or too many "
-                "waited for it; the requests themselves were served all the same.",
+                "Spans of traced requests. lost: the collector did not accept them, or the queue "
+                "was full; the requests themselves were served.",
                 Label("result", SPAN_RESULTS)),
     ),
     "Tenants, with API keys": (
@@ -216,7 +216,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         seconds("mooncake_handover_load_seconds", DECODE,
                 "Reading that rest of its KV."),
         counter("mooncake_decode_preemptions_total", "requests", DECODE,
-                "Running requests whose pages went to one of higher priority; they go on from the "
+                "Running requests whose pages went to one of higher priority; they resume from the "
                 "store."),
     ),
     "Tokens": (
@@ -245,7 +245,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "Workers that the conductor may choose from.",
               Label("role", ("prefill", "decode"))),
         gauge("mooncake_worker_unreached", "1", (FRONTEND,),
-              "1 while this frontend cannot call the worker, which rests until a probe reaches it. "
+              "1 while this frontend cannot call the worker, until a probe reaches the worker. "
               "refused: keys or certificates; cut_off: no connection.",
               Label("worker"), Label("cause", ("refused", "cut_off")), is_use=True),
         gauge("mooncake_requests_waiting", "requests", WORKERS,
@@ -263,8 +263,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Their time: divided by the number of steps, the mean step; as a rate, how busy "
                 "the engine is."),
         gauge("mooncake_step_age_seconds", "seconds", WORKERS,
-              "How long the engine's step has been under way; 0 between steps. A worker whose step "
-              "does not end leaves, and its process starts again."),
+              "How long the engine's current step has run; 0 between steps. A worker whose step "
+              "does not end deregisters, and its process restarts."),
         gauge("mooncake_pages_used", "pages", WORKERS,
               "Pages of KV memory taken: reserved, not necessarily full.", is_use=True),
         gauge("mooncake_pages_max", "pages", WORKERS, "Pages of KV memory."),
@@ -296,7 +296,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Parts of transfers that failed over it, or were overdue and moved elsewhere.",
                 NIC, Label("kind", ("failed", "given_up"))),
         gauge("mooncake_nic_resting_paths", "paths", WORKERS,
-              "Paths from this card to cards of storage nodes that rest until a probe works.",
+              "Paths from this card to cards of storage nodes that are unused until a probe works.",
               NIC),
         counter("mooncake_nixl_agents_given_up_total", "agents", WORKERS,
                 "NIXL agents that stay unused until the process ends; 32 at most, and then a "
@@ -322,7 +322,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "The node's memory. Node s0/ssd is the SSD tier of s0, here as in the others.", NODE),
         gauge("mooncake_store_blocks", "blocks", (FRONTEND,), "Blocks that can be read.", NODE),
         counter("mooncake_store_evictions_total", "blocks", (FRONTEND,),
-                "Blocks that gave way to others.", NODE),
+                "Blocks that were evicted for others.", NODE),
         counter("mooncake_store_lookup_blocks_total", "blocks", (FRONTEND,),
                 "Blocks that workers looked up, those of hand-overs included: found in DRAM, found "
                 "on an SSD only, or nowhere.", Label("result", ("dram", "ssd", "miss"))),
@@ -344,12 +344,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_gateway_messages_total", "messages", (GATEWAY,),
                 "Events of streams, and whole answers, that were sent to clients."),
         counter("mooncake_gateway_clients_left_total", "requests", (GATEWAY,),
-                "Requests whose client went away before the end of its answer."),
+                "Requests whose client disconnected before the end of its answer."),
         counter("mooncake_gateway_trace_spans_total", "spans", (GATEWAY,),
                 "As mooncake_trace_spans_total, of the gateway's own; not there without tracing.",
                 Label("result", SPAN_RESULTS)),
         gauge("mooncake_gateway_requests_in_flight", "requests", (GATEWAY,),
-              "HTTP requests that this process of the gateway has in hand.", Label("gateway"),
+              "HTTP requests in flight in this process of the gateway.", Label("gateway"),
               is_use=True),
     ),
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""`mooncake status`: what a running server says of itself, in a terminal."""
+"""`mooncake status`: the metrics of a running server, in a terminal."""

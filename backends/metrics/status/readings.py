@@ -1,6 +1,6 @@
-"""Readings of the metrics page: fetching it, and those of the last seconds.
+"""Readings of the metrics page: fetching the page, and the pages of the last seconds.
 
-Not here: what two of them make (view.py), showing it (watch.py, gateway/page).
+Not here: the view that two readings give (view.py), showing it (watch.py, gateway/page).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from backends.direct_http import DIRECTLY
 from backends.metrics.status.view import Page, View, parse, view
 
 FETCH_S_MAX = 5.0
-RECENT_S = 10.0  # that "recent" numbers are of
+RECENT_S = 10.0  # "recent" numbers cover at least this time
 
 
 class NoStatus(Exception):
-    """The page cannot be had, or it is no server of ours; the message says what to do."""
+    """The page cannot be read, or has no metrics of ours. The message names the remedy."""
 
 
 def fetch_page(metrics_url: str) -> bytes:
-    """As it is, directly whatever http_proxy says; OSError or HTTPException."""
+    """The page's bytes. Ignores http_proxy. Raises OSError or HTTPException."""
     with DIRECTLY.open(metrics_url, timeout=FETCH_S_MAX) as answer:
         return bytes(answer.read())
 
@@ -44,20 +44,20 @@ def fetch(metrics_url: str) -> Page:
 
 
 class Readings:
-    """The pages of the last seconds, so that rates are over some of them. Pure."""
+    """The pages of the last `recent_s` seconds, for rates. Pure."""
 
     def __init__(self, recent_s: float = RECENT_S) -> None:
         self._recent_s = recent_s
         self._pages: deque[Page] = deque()
 
     def add(self, page: Page) -> None:
-        """The oldest that stays is the newest of those at least `recent_s` old."""
+        """Add a page. The oldest kept page is the newest one that is at least `recent_s` old."""
         self._pages.append(page)
         while len(self._pages) > 2 and page.read_at_s - self._pages[1].read_at_s >= self._recent_s:
             self._pages.popleft()
 
     def clear(self) -> None:
-        """The server was away: what it counted before says nothing of now."""
+        """Forget all pages: the server restarted, so earlier counts give no rates."""
         self._pages.clear()
 
     def view(self, unix_s: float) -> View:

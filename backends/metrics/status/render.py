@@ -1,6 +1,6 @@
-"""How a view looks in a terminal: of 100 columns or more, or narrower, down to 80.
+"""A view as tables in a terminal of 80 columns or more.
 
-Not here: what it says (view.py), when it is shown (watch.py).
+Not here: the numbers (view.py), when they are shown (watch.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.text import Text
 from backends.metrics.status.view import ROLES, PeriodView, View
 
 BAR_CELLS = 10
-COLUMNS_WANTED = 100  # in fewer there are no bars, and tables stand below each other
+COLUMNS_WANTED = 100  # a narrower terminal has no bars, and tables below each other
 NOTHING = "-"
 
 
@@ -64,7 +64,7 @@ def latency_table(view: View) -> Table:
 
 
 def ended_table(view: View) -> Table:
-    """Requests by how they ended, rejections by their reason below."""
+    """Requests by outcome; rejections also by reason."""
     recent, total = view.recent, view.total
     table = _table("requests", f"last {recent.seconds:.0f} s", "since start")
     for outcome in total.requests or {"answered": 0}:
@@ -107,7 +107,7 @@ def workers_table(view: View, is_narrow: bool = False) -> Table:
 
 
 def roles(view: View) -> str:
-    """What the role controller finds, where it is on."""
+    """The demand that the role controller finds; "" where it is off."""
     found = [
         f"{role} {wanted:.1f} wanted, {view.flips_proposed.get(role, 0)} flips to it proposed"
         for role, wanted in view.workers_wanted.items()
@@ -140,7 +140,7 @@ def transfers(view: View) -> str:
 
 
 def bar(used: float, most: float) -> Text:
-    """Full and empty cells; anything used shows at least one."""
+    """Full and empty cells; a used amount above 0 shows at least one full cell."""
     share_used = min(1.0, used / most) if most else 0.0
     full = max(round(share_used * BAR_CELLS), 1 if used else 0)
     style = "red" if share_used > 0.9 else "yellow" if share_used > 0.7 else "green"

@@ -1,6 +1,6 @@
-"""What `mooncake status` shows: readings of the metrics page, and the view that two make. Pure.
+"""The numbers of `mooncake status`: two readings of the metrics page give one view. Pure.
 
-Not here: fetching the page (watch.py), how a view looks (render.py).
+Not here: fetching the page (readings.py), its tables in a terminal (render.py).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Our series at one moment, by name as it stands on the page (`..._bucket` included)."""
+    """Our series at one moment, by their name on the page (`..._bucket` included)."""
 
     read_at_s: float  # a monotonic clock
     series: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        """Whoever answered is no server of ours, or one that has not published anything yet."""
+        """True if the page is of another server, or of ours before its first metric."""
         return not self.series
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum over all series of `name` that carry `labels`; 0 when there is none."""
+        """The sum of all series of `name` with `labels`; 0 without any."""
         return sum(self.by(name, "", **labels).values())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The same for each value of `label`."""
+        """The sum for each value of `label`."""
         found: dict[str, float] = {}
         for series_labels, value in self.series.get(name, ()):
             if labels.items() <= series_labels.items():
@@ -42,7 +42,7 @@ class Page:
         return found
 
     def labels_of(self, name: str) -> list[Labels]:
-        """Of the series of an info metric that are 1."""
+        """The labels of each series with the value 1 of an info metric."""
         return [labels for labels, value in self.series.get(name, ()) if value == 1.0]
 
 
@@ -58,18 +58,18 @@ def parse(text: str, read_at_s: float) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened between two readings; without an earlier one, since the server began."""
+    """The change between two readings; `before` None: since the server began."""
 
     now: Page
     before: Page | None
 
     @property
     def seconds(self) -> float:
-        """0 without an earlier reading: then there are amounts, but no rates."""
+        """Between the readings; 0 without an earlier one, and then there are no rates."""
         return self.now.read_at_s - self.before.read_at_s if self.before else 0.0
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """How much a counter grew, for each value of `label`. A counter that fell began anew."""
+        """Growth of a counter for each value of `label`. A counter that fell restarted at 0."""
         before = self.before.by(name, label, **labels) if self.before else {}
         return {
             key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value
@@ -86,15 +86,15 @@ class Change:
         return {key: value / seconds if seconds > 0 else 0.0 for key, value in grown.items()}
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of a histogram's values that came, as PromQL's histogram_quantile; None without any."""
+        """Quantile of the new values, as PromQL's histogram_quantile; None without values."""
         return quantile(self.by(f"{name}_bucket", "le"), q)
 
 
 def quantile(count_at_most: Mapping[str, float], q: float) -> float | None:
-    """`count_at_most`: bound as written ("0.1", "+Inf") -> values up to it.
+    """`count_at_most`: bound of a bucket, as text ("0.1", "+Inf") -> number of values up to it.
 
-    Linear inside a bucket, of which the first begins at 0. What lies beyond the last bound is
-    known to be at least that.
+    Interpolates linearly inside a bucket; the first bucket begins at 0. Beyond the last finite
+    bound the result is that bound.
     """
     steps = sorted((float(bound), count) for bound, count in count_at_most.items())
     if not steps or steps[-1][1] <= 0:
@@ -115,7 +115,7 @@ PATHS = ("computed", "local", "fetched")
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of the requests of a span; None when there was none."""
+    """Percentiles over the requests of a period; None without requests."""
 
     p50_s: float | None
     p90_s: float | None
@@ -123,16 +123,16 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class PeriodView(msgspec.Struct, frozen=True):
-    """What is shown of a period: the last seconds, or all since the server began."""
+    """The numbers of a period: the last seconds, or since the server began."""
 
     seconds: float
     requests: dict[str, int]  # by outcome
-    rejections: dict[str, int]  # by reason; only those that happened
+    rejections: dict[str, int]  # by reason; reasons with 0 are left out
     ttft: Latency
     tbt: Latency
-    token_s: float | None  # mean time per token of streams, also of those that go on
+    token_s: float | None  # mean time per token of all streams, running ones too
     prompt_tokens: dict[str, int]  # by path
-    hit_rate: float | None  # None without a prompt
+    hit_rate: float | None  # share of prompt tokens that were cached; None without a prompt
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -146,8 +146,8 @@ class WorkerView(msgspec.Struct, frozen=True):
     kv_bytes_used: int
     kv_bytes_max: int
     tokens_per_s: float  # computed by a prefill worker, generated by a decode worker
-    step_s: float | None  # mean, recent; None when it made no step
-    busy: float  # share of the time in which its engine was in a step
+    step_s: float | None  # mean of recent steps; None without a step
+    busy: float  # share of time that the engine spends in steps, 0 to 1
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -159,11 +159,11 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    up_s: float  # the oldest process of ours
+    up_s: float  # age of the oldest process
     live: int
-    workers_live: dict[str, int]  # by role, as the conductor sees it
+    workers_live: dict[str, int]  # by role; workers that the conductor may choose
     workers_wanted: dict[str, float]  # by role; empty where role_flips is off
-    flips_proposed: dict[str, int]  # by the role to take; since the server began
+    flips_proposed: dict[str, int]  # by the proposed role; since the server began
     recent: PeriodView
     total: PeriodView
     retries: int  # since the server began
@@ -174,7 +174,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 def view(now: Page, before: Page, unix_s: float) -> View:
-    """`unix_s`: the time of day when `now` was read."""
+    """`unix_s`: Unix time at which `now` was read."""
     recent, total = Change(now, before), Change(now, None)
     started = [at_s for at_s in now.by("mooncake_start_time_seconds", "model").values() if at_s]
     return View(
@@ -223,7 +223,7 @@ def latency(change: Change, name: str) -> Latency:
 
 
 def workers(change: Change) -> list[WorkerView]:
-    """Those that are there, prefill first."""
+    """All registered workers, prefill workers first."""
     known = {labels["model"]: labels for labels in change.now.labels_of("mooncake_worker_info")}
     rows = [_worker(change, name, labels["role"], labels["node"]) for name, labels in known.items()]
     return sorted(rows, key=lambda row: (row.role != "prefill", row.name))
@@ -258,7 +258,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
 
 
 def nodes(change: Change) -> list[Node]:
-    """Those that the directory knows; one that is gone has no memory."""
+    """The nodes in the directory. A node that is gone has 0 bytes and is left out."""
     sizes = change.now.by("mooncake_store_bytes_max", "node")
     used = change.now.by("mooncake_store_bytes_used", "node")
     blocks = change.now.by("mooncake_store_blocks", "node")

@@ -1,8 +1,8 @@
-"""`mooncake status`: reads the metrics page now and then, shows what it says.
+"""`mooncake status`: reads the metrics page every second and shows its numbers.
 
-Live until Ctrl-C, once, or once as JSON. A server that is not there is said in one line; the live
-view waits for it. Not here: the page of metrics (readings.py), the view (view.py), its
-looks (render.py).
+Live until Ctrl-C, once, or once as JSON. One line names a server that does not answer; the live
+view waits for it. Not here: reading the page (readings.py), the numbers (view.py), the tables
+(render.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from backends.metrics.status.view import view
 
 
 def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
-    """Two readings, `interval_s` apart. The exit status."""
+    """Show two readings, `interval_s` apart. Returns the exit status."""
     try:
         before = fetch(metrics_url)
         time.sleep(interval_s)
@@ -44,7 +44,7 @@ def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
 
 
 def live(metrics_url: str, interval_s: float) -> int:
-    """Until Ctrl-C. The exit status."""
+    """Show readings until Ctrl-C. Returns the exit status."""
     console = Console(highlight=False)
     readings = Readings(max(RECENT_S, interval_s))
     try:
@@ -63,7 +63,7 @@ def live(metrics_url: str, interval_s: float) -> int:
 
 
 def serve_page(metrics_url: str, frontend: str, port: int) -> None:
-    """This process becomes a gateway on loopback, in front of that frontend, until Ctrl-C."""
+    """Replace this process by a gateway on loopback, in front of that frontend."""
     console = Console(stderr=True, soft_wrap=True)
     if lacking := missing("gateway"):
         console.print(f"--web needs {lacking}, which is not installed: {install_line('gateway')}")
