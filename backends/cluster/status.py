@@ -1,8 +1,8 @@
-"""All hosts of a deployment at one moment, as etcd, the directory and the frontends say.
+"""The state of all hosts of a deployment, from etcd, the directory and the frontends.
 
-What does not answer is said so, with the reason; nothing here waits longer than a few seconds.
+A part that does not answer has the reason as its state. No query takes longer than a few seconds.
 
-Not here: one server's numbers over time (`mooncake status`), the keys that asking needs
+Not here: one server's numbers over time (`mooncake status`), the keys that queries need
 (operator.py).
 """
 
@@ -35,7 +35,7 @@ UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """What runs on a host, each part with its state, as lines for people."""
+    """The parts of one host, each with its state in words."""
 
     name: str
     address: str
@@ -43,7 +43,7 @@ class HostStatus:
 
     @property
     def down(self) -> list[str]:
-        """A line for each part that is."""
+        """A line for each part that is down."""
         return [
             f"{self.name}: {part}: {state}" for part, state in self.parts.items() if DOWN in state
         ]
@@ -52,7 +52,7 @@ class HostStatus:
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
     hosts: Sequence[HostStatus]
-    strangers: Sequence[str]  # workers and nodes that the file does not have
+    strangers: Sequence[str]  # workers and nodes that the cluster file lacks
     problem: str = ""  # why the directory did not answer
 
     @property
@@ -62,17 +62,19 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the directory says; empty when it says nothing."""
+    """The answers of etcd and the directory; empty if they do not answer."""
 
-    leader: str = ""  # its address
-    waiting: Collection[str] | None = None  # addresses of directories to be elected; None: unknown
+    leader: str = ""  # address of the leading directory
+    waiting: Collection[str] | None = (
+        None  # addresses of directories that wait for election; None: unknown
+    )
     snapshot: Snapshot | None = None
     stats: DirectoryStats | None = None
     problem: str = ""
 
 
 def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
-    """Asks everybody, once."""
+    """Query every part once, in parallel."""
     known = _ask_directory(deployment, directory)
     plans = [host_plan(deployment, name) for name in deployment.hosts]
     urls = {url for plan in plans for url in _urls(deployment, plan).values()}
@@ -103,7 +105,7 @@ def _ask_directory(deployment: Deployment, address: str) -> _Known:
 
 
 def _urls(deployment: Deployment, plan: HostPlan) -> dict[str, str]:
-    """Of what says over HTTP whether it is well, by part."""
+    """The health URL of each part that has one."""
     found = {}
     if plan.etcd is not None:
         found["etcd"] = f"{plan.etcd.advertised_client_url}/health"
@@ -114,7 +116,7 @@ def _urls(deployment: Deployment, plan: HostPlan) -> dict[str, str]:
 
 
 def _answers(url: str) -> str:
-    """UP, or why not."""
+    """UP, or DOWN with the reason."""
     try:
         with _opener().open(url, timeout=ASK_S_MAX) as answer:
             return UP if answer.status == 200 else f"{DOWN}: status {answer.status}"
@@ -128,14 +130,14 @@ def _answers(url: str) -> str:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Directly, whatever http_proxy says; a member of etcd asks for this host's certificate."""
+    """Ignores http_proxy. Members of etcd require this host's certificate."""
     contexts = contexts_of_process()
     tls = urllib.request.HTTPSHandler(context=contexts.client if contexts is not None else None)
     return direct_opener(tls)
 
 
 def _unreached(ready_url: str) -> dict[str, str]:
-    """The workers that a frontend cannot call, and why: it alone knows."""
+    """worker -> reason, for the workers that this frontend cannot call."""
     url = ready_url.removesuffix("ready") + "generate"
     asked = json.dumps({"stream": False, "describe": True}).encode()
     try:
@@ -143,7 +145,12 @@ def _unreached(ready_url: str) -> dict[str, str]:
             described = json.loads(json.load(answer)["text_output"])
             found: dict[str, str] = described["unreached_workers"]
             return found
-    except (OSError, ValueError, KeyError, TypeError):  # it says elsewhere that it is not well
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # the frontend's own state reports the failure
         return {}
 
 
@@ -186,7 +193,7 @@ def _node(holder: HolderStats | None) -> str:
 
 
 def _worker(snapshot: Snapshot, model: str) -> str:
-    """Of its newest incarnation."""
+    """The state of the model's newest incarnation."""
     found: list[WorkerInfo] = [each for each in snapshot.workers if each.worker_id == model]
     if not found:
         return DOWN
@@ -199,7 +206,7 @@ def _worker(snapshot: Snapshot, model: str) -> str:
 
 
 def _strangers(deployment: Deployment, known: _Known) -> list[str]:
-    """Pods of elastic pools, workers that an operator copied, and what nobody expects."""
+    """Registered workers and nodes that the file lacks: elastic pods, copied workers, others."""
     if known.snapshot is None:
         return []
     models = {worker.model for worker in deployment.workers}

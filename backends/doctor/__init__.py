@@ -1,1 +1,1 @@
-"""Is this host fit to serve, and does what serves here do well? Each finding says what to do."""
+"""Is this host fit to serve, and does what serves here do well? Each finding has its remedy."""

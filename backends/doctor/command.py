@@ -1,6 +1,6 @@
-"""`mooncake doctor`: asks host, model repository and running system, and says what it finds.
+"""`mooncake doctor`: checks host, model repository and running system, and prints findings.
 
-Not here: what is wrong (judgement.py, running_check.py).
+Not here: which facts are findings (judgement.py, running_check.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mooncake_store.errors import StoreError
 
 console = Console(highlight=False)
 STYLES = {"BROKEN": "bold red", "warning": "yellow", "note": "dim", "ok": "green"}
-THREADS_WANTED = 500  # of all processes, as of `mooncake serve`
+THREADS_WANTED = 500  # threads of all processes of `mooncake serve`
 
 
 def doctor(
@@ -63,10 +63,10 @@ def doctor(
     ] = "1G",
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
-    """Is this host fit to serve, and does what serves here do well? Each finding says what to do.
+    """Check whether this host can serve, and whether a running system is well, with remedies.
 
-    Takes some seconds: storage nodes are started to see how fast bytes move. The exit status is 1
-    if anything is broken.
+    Takes some seconds, because storage nodes are started to measure transfers. The exit status is
+    1 if a finding is BROKEN.
     """
     named = parse_nodes(nodes)
     ask = ask_at(metrics_url)
@@ -117,7 +117,7 @@ def repository_findings(
 
 
 def worker_files(repository: Path) -> list[ModelFile]:
-    """Those that can be read; the others are among the mistakes."""
+    """The readable files of workers. Unreadable files are findings of the repository."""
     found = []
     try:
         texts = read_texts(repository)
@@ -132,18 +132,18 @@ def worker_files(repository: Path) -> list[ModelFile]:
 
 
 def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
-    """What would keep `mooncake serve` from starting now: its own checks, ports among them."""
+    """Why `mooncake serve` could not start now, by its own checks of host and ports."""
     try:
         triton = environment.find_triton()
     except environment.EnvironmentProblem:
-        return  # it is said among the versions
+        return  # version_findings reports it
     addresses = {name: ("127.0.0.1", port) for name, port in ports.items()}
     found = list(environment.problems(triton, addresses, shm_bytes, THREADS_WANTED))
     for problem in found:
         yield Finding("start", BROKEN, problem, "then `mooncake serve` starts")
     if not found:
         free = ", ".join(map(str, ports.values()))
-        yield Finding("start", OK, f"nothing stands against it; ports {free} are free")
+        yield Finding("start", OK, f"nothing prevents it; ports {free} are free")
 
 
 def probed() -> list[ProbedWay]:

@@ -1,4 +1,4 @@
-"""What a doctor finds: one line each, how bad it is, and what to do."""
+"""A finding of `mooncake doctor`: one line, its severity, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "BROKEN"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`remedy` is there unless the state is ok."""
+    """`remedy` is empty only if the state is ok."""
 
     subject: str
-    state: str  # ok | note: may be meant | warning: works, and not well | BROKEN: does not work
+    state: str  # ok; note: may be intended; warning: works badly; BROKEN: does not work
     what: str
     remedy: str = ""
 

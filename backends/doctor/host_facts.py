@@ -1,6 +1,6 @@
-"""Facts about this host that serving depends on, read without starting or importing anything large.
+"""Facts about this host that serving depends on. Reading them starts and imports nothing large.
 
-Not here: what they mean (judgement.py), the checks of a start (backends/launcher/environment.py).
+Not here: findings (judgement.py), the checks of a start (backends/launcher/environment.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
 
 DISTRIBUTION = "mooncake-triton"
-# What serving stands on; everything else that is required is pulled in by these or small.
+# The packages that serving needs. Other requirements are small, or come with these.
 SHOWN = (
     "torch",
     "numpy",
@@ -35,17 +35,17 @@ SHOWN = (
     "pyzmq",
     "grpcio",
 )
-INSTEAD = "nixl-cu12"  # of another one: who lacks it lacks nothing
-TIME_ERROR = 5  # of adjtimex(2): nobody synchronises the clock
-TIMEX_BYTES = 512  # more than struct timex has
+INSTEAD = "nixl-cu12"  # an alternative to nixl-cu13, so it may be missing
+TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
+TIMEX_BYTES = 512  # more than the size of struct timex
 TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class PackageFacts:
     name: str
-    version: str  # "": it is not installed
-    requirement: str  # ours, as pyproject.toml says it
+    version: str  # "": not installed
+    requirement: str  # from pyproject.toml
     is_extra: bool = False
 
 
@@ -53,29 +53,29 @@ class PackageFacts:
 class HostFacts:
     python: tuple[int, ...]
     packages: tuple[PackageFacts, ...] = ()
-    triton: str = ""  # where tritonserver is
+    triton: str = ""  # path of tritonserver; "": not found
     triton_problem: str = ""
     torch: str = ""  # version; "": not installed
-    torch_cuda: str = ""  # that it is built for; "": for CPUs
+    torch_cuda: str = ""  # CUDA version of the build; "": a build for CPUs
     gpus: int = 0
     devices: Mapping[str, str] = field(default_factory=dict)  # worker with engine torch -> device
     shm_bytes: int = 0
     shm_free_bytes: int = 0
     shm_needed_bytes: int = 0
     shm_huge: str = ""  # its mount option: always, within_size, advise; "": small pages
-    numa_nodes: int = 1  # that have memory
-    memory_free_bytes: int = 0  # 0: unknown
+    numa_nodes: int = 1  # NUMA nodes with memory
+    memory_free_bytes: int = 0  # available memory; 0: unknown
     files_max: int = 0
     locked_bytes_max: int = 0
     has_rdma: bool = False
     cores: int = 1
     threads: int = 0  # of all workers
     is_clock_synchronised: bool | None = None  # None: unknown
-    native_problem: str = ""  # why nothing is compiled here
+    native_problem: str = ""  # why native code is not compiled; "": it is
 
 
 def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -> HostFacts:
-    """`devices` and `threads` of the workers, as the model repository says."""
+    """`devices`, `threads`: of all workers in the model repository."""
     shm = os.statvfs("/dev/shm")
     triton, problem = "", ""
     try:
@@ -109,7 +109,7 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
 
 
 def packages() -> tuple[PackageFacts, ...]:
-    """Those of SHOWN that our distribution asks for."""
+    """The packages of SHOWN that our distribution requires."""
     found = {}
     for line in _requirements():
         name = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
@@ -137,7 +137,7 @@ def _version(name: str) -> str:
 
 
 def torch_build() -> tuple[str, str]:
-    """(version, CUDA version) without importing it, which takes seconds; "" where there is none."""
+    """(version, CUDA version) of torch, "" for none. Does not import torch, which takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return "", ""
@@ -155,7 +155,7 @@ def gpus() -> int:
 
 
 def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
-    """What /dev/shm was mounted with; of several mounts there the last one counts."""
+    """The option `huge` of the last mount at /dev/shm."""
     found = ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text("utf-8", "replace").splitlines():
@@ -182,6 +182,6 @@ def is_clock_synchronised() -> bool | None:
 
 
 def _soft_limit(which: int) -> int:
-    """A number also where there is none."""
+    """sys.maxsize if there is no limit."""
     soft = resource.getrlimit(which)[0]
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft

@@ -1,6 +1,6 @@
-"""What facts about a host mean for serving: findings with remedies. Pure.
+"""Facts about a host become findings with remedies. Pure.
 
-Not here: reading the facts (host_facts.py), those of a running system (running_system.py).
+Not here: reading the facts (host_facts.py), findings of a running system (running_check.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from backends.doctor.host_facts import HostFacts, PackageFacts
 from backends.doctor.transfer_probe import ProbedWay
 
 PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)
-PAGE_BYTES = 4096  # of small ones
-FILES_WANTED, FILES_MIN = 4096, 256  # descriptors: a few for each client, each worker and each node
-RATE_WANTED = 200e6  # bytes per second from another node; below, fetching a prefix hardly pays
-NIXL_OVER_TCP_MIN = 1.2  # on one host it copies through the kernel; seen: 1.2 to 4
-SKEW_S_MAX = 2.0  # the clocks are read over HTTP, whose dates have whole seconds
+PAGE_BYTES = 4096  # size of a small page
+FILES_WANTED, FILES_MIN = 4096, 256  # descriptors; each client, worker and node takes a few
+RATE_WANTED = 200e6  # bytes per second from another node; slower fetches hardly pay
+NIXL_OVER_TCP_MIN = 1.2  # NIXL's rate over TCP's on one host; measured: 1.2 to 4
+SKEW_S_MAX = 2.0  # clocks are read from HTTP dates, which have whole seconds
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(;.*extra.*)?")
 BOUND = re.compile(r"(>=|==|<=|<|>|!=|~=)\s*([0-9][0-9.]*)")
 
@@ -72,7 +72,7 @@ def version_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def unmet(package: PackageFacts) -> str:
-    """The first bound of the requirement that the version is outside of; "" if all hold."""
+    """The first bound of the requirement that the version violates; "" if it meets all."""
     found = REQUIREMENT.match(package.requirement)
     have = _numbers(package.version)
     for sign, bound in BOUND.findall(found[2] if found else ""):
@@ -94,13 +94,13 @@ def unmet(package: PackageFacts) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of the release, without what is local: 2.13.0+cpu is 2.13.0."""
+    """The release without its local part: (2, 13, 0) of 2.13.0+cpu."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def torch_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Which build of torch this is, and whether it suits the host and the model repository."""
+    """Whether torch's build suits the host and the model repository."""
     if not facts.torch:
         if facts.devices:
             yield Finding(
@@ -141,7 +141,7 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def native_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Whether the hot paths are compiled. Nothing fails without, it is only slower."""
+    """Whether native code is compiled. Without native code results are equal, but slower."""
     if not facts.native_problem:
         yield Finding("compiled code", OK, "made for this CPU")
         return
@@ -154,7 +154,7 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Only its size: what a start needs is among the checks of a start (environment.py)."""
+    """The size of /dev/shm. environment.py checks the room that a start needs."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:
@@ -179,7 +179,7 @@ def shm_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def page_findings(facts: HostFacts) -> Iterator[Finding]:
-    """What the memory of storage nodes is made of: GPUs and network cards lock each page of it."""
+    """The page size of the storage nodes' memory: GPUs and network cards lock each page."""
     if facts.shm_huge:
         yield Finding("huge pages", OK, f"/dev/shm has them (huge={facts.shm_huge})")
     elif facts.gpus or facts.has_rdma:
@@ -243,16 +243,15 @@ def clock_findings(facts: HostFacts) -> Iterator[Finding]:
         yield Finding(
             "clock",
             NOTE,
-            "the kernel does not know it to be synchronised",
-            "run chrony or ntpd where several hosts serve: certificates and logs of "
-            "hosts are compared by it",
+            "the kernel reports it as not synchronised",
+            "run chrony or ntpd where several hosts serve: certificates and logs need equal clocks",
         )
     elif facts.is_clock_synchronised:
         yield Finding("clock", OK, "synchronised")
 
 
 def skew_findings(skews_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Of other processes' clocks, by their address."""
+    """`skews_s`: address -> seconds that its clock is ahead of ours."""
     for address, skew_s in skews_s.items():
         if abs(skew_s) > SKEW_S_MAX:
             yield Finding(
@@ -265,7 +264,7 @@ def skew_findings(skews_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
-    """Of a read from one storage node of this host to another."""
+    """Findings of reads between two storage nodes of this host."""
     rates = {way.transport: way.bytes_per_s for way in ways if not way.problem}
     for way in ways:
         subject = f"path {way.transport}"
@@ -290,7 +289,7 @@ def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
                 subject,
                 WARNING,
                 f"{said}: computing a prefix may be faster",
-                "end what else uses this machine, and look again",
+                "stop other load on this machine, and run it again",
             )
         elif way.transport == "nixl" and _is_no_faster(way.bytes_per_s, rates.get("tcp", 0.0)):
             yield Finding(

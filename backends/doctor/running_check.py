@@ -1,4 +1,4 @@
-"""What a running system says of itself, and how long one request takes: findings with remedies.
+"""The state of a running system and the time of one request become findings with remedies.
 
 Not here: HTTP of the metrics port (backends/launcher/metrics_server.py).
 """
@@ -25,14 +25,14 @@ from mooncake_store.errors import StoreError
 ASK_S_MAX = 10.0
 REQUEST_S_MAX = 60.0
 DIRECTORY_S_MAX = 3.0
-TTFT_S_WANTED = 2.0  # of a prompt of a few tokens
+TTFT_S_WANTED = 2.0  # for a prompt of a few tokens
 RATE_WANTED = 200e6
 PROMPT = "It is a truth"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimed:
-    """One request of a few tokens, from here."""
+    """One request of a few tokens, sent from this process."""
 
     ttft_s: float = 0.0
     problem: str = ""
@@ -41,11 +41,11 @@ class FirstTokenTimed:
 @dataclass(frozen=True, slots=True)
 class RunningFacts:
     settings: RunningSettings
-    models: Mapping[str, bool]  # -> is it ready?
+    models: Mapping[str, bool]  # name -> the model is ready
     page: Page
-    clock_skew_s: float  # of the launcher's host, ahead of ours
+    clock_skew_s: float  # clock of the launcher's host minus ours
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # worker -> node -> B/s
-    request: FirstTokenTimed | None = None  # None: this host has no frontend
+    request: FirstTokenTimed | None = None  # None: the host has no frontend
 
 
 def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
@@ -81,7 +81,7 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
                 "settings",
                 WARNING,
                 f"the newest edit of {model} was refused, the one "
-                f"before it goes on: {state.reason}",
+                f"before it stays in use: {state.reason}",
                 "mooncake config check",
             )
     for labels in facts.page.labels_of("mooncake_worker_unreached"):
@@ -122,7 +122,7 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
-    """A gateway without keys refuses web pages of other sites; Triton's HTTP port does not."""
+    """A gateway without API keys refuses web pages of other sites. Triton's HTTP port does not."""
     settings = facts.settings
     refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
     if settings.openai and settings.http and not refuses_keyless:
@@ -167,7 +167,7 @@ def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
 
 
 def timed_request(http: str) -> FirstTokenTimed:
-    """A request as a client sends it; `http`: HOST:PORT of a frontend."""
+    """Time a request like a client's. `http`: HOST:PORT of a frontend."""
     body = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
     asked = urllib.request.Request(
         f"http://{http}/v2/models/conductor/generate_stream", json.dumps(body).encode()
@@ -188,7 +188,7 @@ def timed_request(http: str) -> FirstTokenTimed:
 
 
 def _get(url: str) -> tuple[str, float]:
-    """The text, and how far the clock there is ahead of ours. A 503 has a text too."""
+    """(text of the answer, seconds that the server's clock is ahead). A 503 has a text too."""
     before_s = time.time()
     try:
         with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
@@ -201,7 +201,7 @@ def _get(url: str) -> tuple[str, float]:
 
 
 def _rates(directory: str) -> dict[str, dict[str, float]]:
-    """As the workers measured them when they started; {} where the directory is not asked."""
+    """Rates that the workers measured at their start; {} without a directory."""
     if not directory:
         return {}
     try:

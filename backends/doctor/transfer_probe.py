@@ -1,10 +1,10 @@
-"""How bytes get from one storage node of this host to another, and how fast: a real probe.
+"""Measures transfers between two storage nodes of this host, by each transport.
 
-A directory and two storage nodes with a little memory are started, read in every way, and ended.
-It is a process of its own (`python -m backends.doctor.transfer_probe`, one line of JSON), because
-NIXL and UCX may end theirs.
+The probe starts a directory and two small storage nodes, reads by each transport, and stops them.
+It runs in its own process (`python -m backends.doctor.transfer_probe`, one line of JSON), because
+NIXL and UCX may crash theirs.
 
-Not here: what the figures mean (judgement.py), rates between hosts, which workers measure.
+Not here: findings (judgement.py), rates between hosts, which workers measure.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WAYS = ("mapped", "nixl", "tcp")
 SEGMENT_BYTES = 32 * 2**20
 ANSWER_S_MAX = 3.0
 ROUNDS = 3
-PROBE_S_MAX = 120.0  # a few seconds, unless the machine is very busy
+PROBE_S_MAX = 120.0  # the probe takes a few seconds on a quiet machine
 LAYOUT = KvLayout(layers=4, kv_heads=1, head_dim=1024, dtype="float32", block_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedWay:
-    """One way to read another node of this host."""
+    """The measured reads of another node of this host by one transport."""
 
     transport: str
     bytes_per_s: float = 0.0  # 0: it does not work
@@ -45,7 +45,7 @@ class ProbedWay:
 
 
 def probe() -> list[ProbedWay]:
-    """In a process of its own; StoreError when not even a store can be started, or ends itself."""
+    """Measure in a child process. StoreError if the store does not start or the child crashes."""
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", "backends.doctor.transfer_probe", folder],
@@ -61,19 +61,19 @@ def probe() -> list[ProbedWay]:
             raise StoreError(what) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and its directory and nodes, if any is left
+                os.killpg(child.pid, signal.SIGKILL)  # with its directory and nodes
             child.communicate()
             for segment in Path("/dev/shm").glob(f"*-{_node_name(child.pid, '*')}"):
                 segment.unlink(missing_ok=True)
     try:
         return [ProbedWay(**each) for each in json.loads(said.splitlines()[-1])]
     except (IndexError, ValueError, TypeError):
-        words = complained.strip()[-500:] or "it said nothing"
+        words = complained.strip()[-500:] or "it printed nothing"
         raise StoreError(f"the probe of transfers ended with {child.returncode}: {words}") from None
 
 
 def measure(folder: Path) -> list[ProbedWay]:
-    """In this process; `folder` is for sockets and logs."""
+    """Measure in this process. `folder`: for sockets and logs."""
     options = ["--data", "127.0.0.1:0"]
     nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
     store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)
@@ -85,12 +85,12 @@ def measure(folder: Path) -> list[ProbedWay]:
 
 
 def _node_name(pid: int, which: str) -> str:
-    """Another probe, and another store of this user, has nodes of other names."""
+    """A name that no other probe and no other store of this user has."""
     return f"doctor-{pid}-{which}"
 
 
 def _measured(address: str, way: str, own: str, other: str) -> ProbedWay:
-    """The best of a few rounds: what else runs on this machine only makes it slower."""
+    """The best of ROUNDS: other load on this machine only makes a round slower."""
     try:
         with DirectoryClient(address) as directory:
             store = Store(directory, own, "doctor", LAYOUT, way)
@@ -114,4 +114,4 @@ def _read(store: Store, node: str) -> PathReport | None:
 
 if __name__ == "__main__":
     print(json.dumps([asdict(each) for each in measure(Path(sys.argv[1]))]), flush=True)
-    os._exit(0)  # UCX may crash while it is taken down
+    os._exit(0)  # UCX may crash in a normal exit

@@ -38,7 +38,7 @@ SAYS = {
     "/generate_stream": r'"finish_reason":"(length|stop)"',
     "/ensemble/generate": r'"finish_reason":"(length|stop)"',
     "ask; sleep 1; ask": r'(?s)"cached_tokens":0\b.*"cached_tokens":[1-9]\d{2}',
-    "mooncake doctor": r"ok +(request: first token after|start: nothing stands against it)",
+    "mooncake doctor": r"ok +(request: first token after|start: nothing prevents it)",
     "mooncake status": r"prefill, \d live",
     "mooncake config diff": r"conductor\.policy = ",
     "mooncake config set": r"conductor serves with it",
