@@ -1,1 +1,1 @@
-"""Blocks from and to wherever they are: for any process (client.py), for a worker (store.py)."""
+"""Block access for any process (client.py) and for a worker (store.py)."""

@@ -1,14 +1,14 @@
-"""Blocks from wherever they are into local memory, each one verified; and the headers of slots.
+"""Reads blocks from any node into local memory and verifies each one; reads headers of slots.
 
-A batch of blocks is split by node and then into parts of BATCH_BYTES: a part is verified while it
-is still in the CPU's cache, which makes the checksum nearly free, and over TCP short batches are
-the faster ones. One bad block never fails its neighbours; a failed node fails only its own blocks.
+A batch of blocks is split by node, and then into parts of BATCH_BYTES. A part is verified while it
+is still in the CPU's cache, which makes the checksum nearly free. Over TCP short batches are faster
+as well. One corrupt block never fails other blocks; a failed node fails only its own blocks.
 
-A header says whose block lies in a slot, whether it is still the same one, and how many layers it
-has; the digests of these lie beside it.
+A slot's header names the block in it, the use of the slot (its generation), and the number of
+layers. The digests of the layers lie beside the header.
 
 Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (store.py),
-what a header is (slot_memory.py), what a checksum is of (digests.py).
+what a header is (slot_memory.py), what a checksum covers (digests.py).
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
 OTHER_HOST_LONGER = 2
 HEADERS_DEADLINE_S = 0.5
-ATTEMPTS_MAX = 2  # the second one only for a node that has a new incarnation
+ATTEMPTS_MAX = 2  # the second attempt only for a node that has a new incarnation
 
 
 class Want(NamedTuple):
-    """One span of one block: where it goes and what it must hash to."""
+    """One span of one block: its target in local memory and the expected checksum."""
 
     copy: Copy
-    start_bytes: int  # inside the block
+    start_bytes: int  # offset inside the block
     target: LocalSpan
-    checksums: tuple[int, ...]  # of equal consecutive parts; empty: cannot be verified
-    layers: int = 0  # of a block that is wanted whole, whose one checksum is over their digests
-    digests: list[bytes] | None = None  # then they are put here, packed, by whoever verifies it
-    key: bytes = b""  # of what its slot must still hold behind the reading; empty: not looked at
+    checksums: tuple[int, ...]  # of equal consecutive parts; empty: the span cannot be verified
+    # > 0: the whole block is wanted, and its one checksum is over this many layer digests
+    layers: int = 0
+    digests: list[bytes] | None = None  # if given, receives the packed layer digests of the block
+    # block key that the slot must still hold after the read; empty: the header is not checked
+    key: bytes = b""
 
     @property
     def length_bytes(self) -> int:
@@ -60,25 +62,27 @@ class Want(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Where it ends inside the block."""
+        """Offset inside the block."""
         return self.start_bytes + self.length_bytes
 
     @property
-    def near(self) -> ByteArray:
+    def target_bytes(self) -> ByteArray:
         buffer, (start, length_bytes) = self.target
         return buffer[start : start + length_bytes]
 
     @property
     def parts(self) -> int:
-        """How many are hashed singly; 0: it is hashed as a whole."""
+        """Number of parts that are hashed one by one; 0: the span is hashed as a whole."""
         return self.layers or (len(self.checksums) if len(self.checksums) > 1 else 0)
 
     def is_whole(self) -> bool:
-        """Are the bytes in the target the ones that were promised?"""
-        return not self.checksums or self.is_promised(layer_digests(self.near, self.parts or 1))
+        """True if the bytes in the target have the expected checksums."""
+        return not self.checksums or self.is_promised(
+            layer_digests(self.target_bytes, self.parts or 1)
+        )
 
     def is_promised(self, packed: bytes) -> bool:
-        """Are these the digests of what was promised, by `parts` as copy_blocks packs them?"""
+        """True if these digests, one per part as copy_blocks packs them, match the checksums."""
         if not self.layers:
             if len(self.checksums) == 1:
                 return int.from_bytes(packed, "big") == self.checksums[0]
@@ -99,8 +103,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers`: where it is asked what slots hold, and how many layers a block has that does
-        not prove whole as one without; None where the callers know."""
+        """`headers` reads headers to check `Want.key`, and to find the number of layers of a block
+        that does not verify as a block without layers. None: no caller needs either."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -108,10 +112,9 @@ class BlockReader:
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float, is_current: bool = True) -> list[bool]:
-        """Which of them arrived whole. Raises only what the directory raises.
-
-        `is_current`: the directory named these copies a moment ago: one that is not whole is bad.
-        """
+        """Which blocks arrived and were verified. Raises only errors of the directory.
+        `is_current`: the directory listed these copies a moment ago, so a copy that fails
+        verification is reported as bad."""
         until_s = time.monotonic() + deadline_s
         missing = dict(enumerate(wants))
         for node_id, indices in by_node([want.copy for want in wants]).items():
@@ -131,13 +134,11 @@ class BlockReader:
         until_s: float,
         is_current: bool,
     ) -> bool:
-        """Read these blocks of one node, and take what arrives out of `missing`.
-
-        True: it has a new incarnation, read again.
-        """
+        """Read blocks of one node and remove those that arrived from `missing`. True: the node has
+        a new incarnation, so another attempt makes sense."""
         node = self._nodes.access(node_id)
         if node is None:
-            return False  # what lies on an SSD is restored by its node first (restorer.py)
+            return False  # a block on an SSD is first restored into DRAM by its node (restorer.py)
         indices = [
             index
             for index in indices
@@ -148,7 +149,8 @@ class BlockReader:
             self._read_part(node, part, missing, until_s, is_current)
 
         try:
-            if isinstance(node.transport, MappedTransport):  # verifies as it copies: one part
+            # copying and verifying are one pass, so there is one part
+            if isinstance(node.transport, MappedTransport):
                 read_part(indices)
             else:
                 lengths_bytes = {index: missing[index].length_bytes for index in indices}
@@ -165,11 +167,8 @@ class BlockReader:
         return False
 
     def _part_bytes(self, node: NodeAccess, total_bytes: int) -> int:
-        """So that every mover has a part, and none is longer than a batch.
-
-        Batches from another host are longer: each wait at their ends costs more than the cache
-        gives.
-        """
+        """The size of a part: every mover gets one, and none exceeds a batch. Batches from another
+        host are longer, because each wait between batches costs more than the CPU's cache saves."""
         longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
@@ -181,9 +180,9 @@ class BlockReader:
         until_s: float,
         is_current: bool,
     ) -> None:
-        """Read and verify these; TransferFailed when they cannot be had."""
+        """Read and verify these blocks. TransferFailed: the node could not be read."""
         left_s = until_s - time.monotonic()
-        if left_s <= 0:  # slow is not dead: the caller recomputes the rest
+        if left_s <= 0:  # a slow node is not a dead one; the caller recomputes the missing blocks
             log.warning(
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
             )
@@ -193,7 +192,7 @@ class BlockReader:
             whole = _copied(node.transport, node, wants, left_s, self._movers.threads)
             still = self._still(wants)
         else:
-            still = self._read_far(node, wants, left_s)
+            still = self._read_remote(node, wants, left_s)
             whole = [want.is_whole() for want in wants]
         unknown: set[int] = set()
         if self._headers is not None and not all(whole):
@@ -204,8 +203,8 @@ class BlockReader:
             elif is_current and not is_whole and at not in unknown:
                 self._on_bad_copy(missing[index].copy)
 
-    def _read_far(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
-        """Their bytes into their targets, then as `_still`."""
+    def _read_remote(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
+        """Read the blocks into their targets; then as `_still`."""
         sources = [
             ByteSpan(
                 node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes, want.length_bytes
@@ -220,11 +219,11 @@ class BlockReader:
         return self._headers.read_and_look(node, sources, targets, keys, copies, left_s)
 
     def _still(self, wants: Sequence[Want]) -> list[bool]:
-        """Which slots hold what they held, where that is to be looked at."""
+        """Which slots still hold the expected block. True where `key` is empty."""
         looked_at = [want for want in wants if want.key]
         if not looked_at:
             return [True] * len(wants)
-        assert self._headers is not None, "nobody can look at what slots hold"
+        assert self._headers is not None, "a HeaderReader is needed to check block keys"
         keys, copies = [want.key for want in looked_at], [want.copy for want in looked_at]
         found = iter(self._headers.still(keys, copies))
         return [not want.key or next(found) for want in wants]
@@ -232,9 +231,9 @@ class BlockReader:
     def _look_again(
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
     ) -> set[int]:
-        """At what was taken for blocks without layers: their headers may say that they have.
+        """Verify failed blocks again with the number of layers in their headers.
 
-        Those whose headers cannot be had, so that nobody knows.
+        Returns the positions whose header could not be read: those copies are not proven bad.
         """
         unsure = [
             at
@@ -252,7 +251,8 @@ class BlockReader:
 def _copied(
     transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float, threads: int
 ) -> list[bool]:
-    """Copy out of a mapped segment, the checksums computed on the way: which blocks are whole."""
+    """Copy out of a mapped segment and compute the checksums in the same pass: which are
+    verified."""
     started_s = time.monotonic()
     whole, moved_bytes = [], 0
     with transport.owned(node.info) as view:
@@ -270,7 +270,8 @@ def _copied(
 
 
 def _alike(want: Want) -> tuple[int, int, bool]:
-    """What the blocks of one copy have in common: length, parts hashed singly, hashed at all."""
+    """Properties that blocks of one copy call share: length, parts hashed one by one, hashed or
+    not."""
     return want.length_bytes, want.parts, bool(want.checksums)
 
 
@@ -297,11 +298,11 @@ class HeaderReader:
         self._scratch = scratch
 
     def read(self, copy: Copy) -> SlotHeader | None:
-        """The header of this copy's slot; None when it cannot be had or is none."""
+        """The header of this copy's slot; None: it could not be read or is invalid."""
         return self.read_all([copy])[0]
 
     def read_all(self, copies: Sequence[Copy], must_come: bool = False) -> list[SlotHeader | None]:
-        """`must_come`: TransferFailed, instead of None, where they cannot be had."""
+        """As `read` for several. `must_come`: TransferFailed, instead of None, if a node fails."""
 
         def first(shape: Geometry, index: int) -> ByteSpan:
             return ByteSpan(shape.header_offset_bytes(copies[index].slot), HEADER_BYTES)
@@ -310,8 +311,8 @@ class HeaderReader:
         return [(raw and SlotHeader.unpack(raw)) or None for raw in found]
 
     def digests(self, copies: Sequence[Copy], layers: Sequence[int]) -> list[bytes | None]:
-        """Of the layers of each block, which has so many, packed; b"" where what lies there is not
-        what its checksum is over, None where it cannot be had."""
+        """The packed layer digests of each block, which has `layers[i]` layers. b"": the bytes
+        stored there do not match the block's checksum. None: they could not be read."""
 
         def cell(shape: Geometry, index: int) -> ByteSpan | None:
             copy = copies[index]
@@ -324,7 +325,7 @@ class HeaderReader:
         ]
 
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """Does each slot still hold that very use of it, complete? slot_memory.py says how."""
+        """Does each slot still hold exactly this use of it, complete? See slot_memory.py."""
 
         found = self._read_raw(copies, lambda shape, index: _heads(shape, copies[index]))
         return [
@@ -341,8 +342,8 @@ class HeaderReader:
         copies: Sequence[Copy],
         left_s: float,
     ) -> list[bool]:
-        """Read these spans, and behind that what `still` says of these slots of the same node. In
-        one transfer where the transport keeps the order of spans, else in two."""
+        """Read these spans of one node and afterwards check the slots as `still` does. One transfer
+        if the transport keeps the order of spans, else two."""
         heads = [_heads(node.shape, copy) for copy in copies]
         ends = list(accumulate(span.length_bytes for span in heads))
         if ends[-1] > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
@@ -366,7 +367,7 @@ class HeaderReader:
         span_of: Callable[[Geometry, int], ByteSpan | None],
         must_come: bool = False,
     ) -> list[bytes | None]:
-        """What lies there for each copy; None where there is nothing, or it cannot be had."""
+        """The bytes at `span_of` for each copy; None: no such span, or it could not be read."""
         found: dict[int, bytes] = {}
         for node_id, indices in by_node(copies).items():
             node = self._nodes.access(node_id)
@@ -412,19 +413,19 @@ class HeaderReader:
 
 
 def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
-    """The headers of all units of its slot."""
+    """The span of the headers of all units of the copy's slot."""
     heads = shape.headers(copy.slot, copy.size_bytes)
     return ByteSpan(heads.start, heads.stop - heads.start)
 
 
 def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
-    """Do these headers say that the slot holds the block, complete? slot_memory.py says how."""
+    """True if these headers show that the slot holds the block, complete. See slot_memory.py."""
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
     return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
 
 
 def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:
-    """As many at once as a scratch buffer holds."""
+    """Split into parts that fit a scratch buffer."""
     parts: list[dict[int, ByteSpan]] = []
     left_bytes = 0
     for index, span in spans.items():

@@ -5,15 +5,15 @@
         store.get_into([key], [array])      # [True]
         store.get([key])                    # [numpy array or None]
 
-Keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). Everything is
-batched, has a deadline, and exists as a future too (`put_async`, ...). Bytes go straight between
-the caller's memory and the node's: mapped where the node is on this host and `node_id` names it,
-else one-sided (transport.py).
+Block keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). All calls are
+batched, have a deadline, and exist as futures too (`put_async`, ...). Bytes move directly between
+the caller's memory and the node's: mapped if `node_id` names a node of this host, else one-sided
+(transport.py).
 
-A block that cannot be had is a miss (False, None), a block that cannot be stored is False; what is
-wrong with the request or the deployment is a typed error (errors.py). With checksums (the default)
-every read is verified; without, the header of each slot is looked at after the read, which still
-notices that the slot has another owner by now, but not a bit that fell over.
+A block that cannot be read is a miss (False, None); a block that cannot be stored is False. An
+invalid request or deployment raises a typed error (errors.py). With checksums (the default) every
+read is verified. Without them, the header of each slot is read after the block. That detects a
+slot with a new owner, but not a flipped bit.
 
 Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
 """
@@ -51,18 +51,19 @@ from mooncake_store.transports.transport import ByteSpan
 
 log = logging.getLogger("mooncake_store.client")
 DEADLINE_S = 10.0
-DEADLINE_S_MAX = 3_500.0  # a lease lasts an hour at most
-UNVERIFIED_BATCH_BYTES = 64 * 2**20  # nothing to verify in the CPU's cache: fewer, longer ones
-SHM = "/dev/shm/"  # where nodes of this host have their segments, unless told otherwise
+DEADLINE_S_MAX = 3_500.0  # a lease ends after one hour at most
+# without checksums the CPU's cache does not matter, and fewer, longer batches are faster
+UNVERIFIED_BATCH_BYTES = 64 * 2**20
+SHM = "/dev/shm/"  # default folder of the segments of this host's nodes
 
 
 def key_of(name: str) -> bytes:
-    """A key for a value that has a name: 16 bytes of its hash."""
+    """The block key of a named value: 16 bytes of the hash of its name."""
     return hashlib.blake2b(name.encode(), digest_size=KEY_BYTES, person=b"mooncake.name").digest()
 
 
 def _of_one_size(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Of different sizes are only copies of which one is of the past."""
+    """Copies of the first copy's size. Copies differ in size only if one of them is obsolete."""
     if len(copies) < 2:
         return copies
     return tuple(copy for copy in copies if copy.size_bytes == copies[0].size_bytes)
@@ -74,12 +75,12 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 
 
 class StoreClient:
-    """Thread-safe. `node_id`: the node of this host whose memory is mapped ("": found out).
+    """Thread-safe. `node_id`: the node of this host to map ("": chosen among this host's nodes).
 
-    `is_verified`: False stores blocks without a checksum and reads blocks without checking theirs.
-    Then a read promises that the slot held the block all the time, and nothing about its bytes: the
-    late bytes of a transfer that was given up are not noticed. The same holds for parts of blocks.
-    `threads`: how many move the bytes of one batch, and serve futures.
+    `is_verified`: False stores blocks without a checksum and reads blocks without verifying them. A
+    read then guarantees only that the slot held the block during the read. It does not detect bytes
+    of an abandoned transfer that arrived late. Reads of a part of a block have the same limit.
+    `threads`: threads that move the bytes of one batch, and threads that serve futures.
     """
 
     def __init__(
@@ -133,14 +134,14 @@ class StoreClient:
     # ---- memory
 
     def register(self, buffer: Any) -> None:
-        """Memory that will be used again and again: registered once instead of at each call."""
+        """Register memory that is used repeatedly: once, instead of at each call."""
         self._registrations.add(as_bytes(buffer))
 
     def unregister(self, buffer: Any) -> None:
         self._registrations.drop(as_bytes(buffer))
 
     def pending(self) -> list[tuple[ByteArray, ByteSpan]]:
-        """Local memory into which a get that ran into its deadline may still write. Poll it."""
+        """Local memory that a timed-out get may still write. Poll it."""
         return self.nodes.pending_targets()
 
     # ---- put
@@ -152,10 +153,10 @@ class StoreClient:
         node_id: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Store these blocks on `node_id`, or the node of this host, or where there is room.
+        """Store these blocks on `node_id`, on this host's node, or on a node with room.
 
-        False: no room, or it could not be written in time. True, too, when the key was there
-        already: a key names its content, so nothing is written again.
+        False: no room, or not written before the deadline. True also if the block key was in the
+        store already: a block key names its content, so the block is not written again.
         """
         deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
@@ -211,8 +212,8 @@ class StoreClient:
     ) -> list[bool]:
         """Fill each buffer with its block from `offset_bytes` on; False for a miss.
 
-        A buffer may be shorter than the block (a part of it, which checksums cannot verify: its
-        slot's header is looked at after the read instead), never longer: RequestInvalid.
+        A buffer may be shorter than the block. A checksum cannot verify a part, so the slot's
+        header is checked after the read. A buffer longer than the block: RequestInvalid.
         """
         until_s = time.monotonic() + self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
@@ -244,7 +245,7 @@ class StoreClient:
         offset_bytes: int,
         until_s: float,
     ) -> list[bool]:
-        """Without the directory, as far as the index replica of this host goes."""
+        """Read the blocks that this host's index replica lists, without asking the directory."""
         if not any(known):
             return [False] * len(keys)
         wanted = [
@@ -277,23 +278,23 @@ class StoreClient:
             self._index.removed([header.key])
             self.directory.drop_copy(header.key, copy.node_id, copy.generation)
 
-    # ---- questions and changes
+    # ---- queries and changes
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Is each of these anywhere? Neither a lease nor a use.
+        """True for block keys with a copy on any node. Takes no lease and does not count as a use.
 
-        Evictions and other clients' removals may be heard of some milliseconds later
-        (index_reader.py); what is there is never denied.
+        Evictions and removals by other clients may show some milliseconds late (index_reader.py). A
+        stored block is never reported as missing.
         """
         return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """Where each of these is, how large, with which checksum; DRAM before SSD."""
+        """The copies of each block, with node, size and checksum; DRAM before SSD."""
         self._check_keys(keys, len(keys))
         return self.directory.lookup(keys, self._owner(), 0.0, prefix_only=False)
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Give them up everywhere. False: a copy is in use, ask again later."""
+        """Remove all copies of these blocks. False: a copy is in use; retry later."""
         self._check_keys(keys, len(keys))
         self._index.removed(keys)
         return self.directory.remove(keys)
@@ -306,11 +307,12 @@ class StoreClient:
         deadline_s: float = DEADLINE_S,
         source: str = "",
     ) -> list[bool]:
-        """Copy these blocks to the nodes `add`, then give up those on `drop`; both: a move.
+        """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`; both: a
+        move.
 
-        They are read from the node `source` as far as it has them; "" leaves that open.
-        False: it is not on every node of `add`, so nothing of it was dropped; or a copy on `drop`
-        is in use, or is the last one (`remove` gives up the last one).
+        `source`: the node to read from if it has the block; "" means any node. False: the block is
+        not on every node of `add`, so no copy was removed. Also False: a copy on `drop` is in use,
+        or is the last one (`remove` removes the last one).
         """
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
@@ -319,7 +321,7 @@ class StoreClient:
     # ---- futures
 
     def put_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
-        """As `put`; its deadline begins when a thread is free for it."""
+        """As `put`; the deadline starts when a thread takes the call."""
         return self._executor().submit(self.put, *arguments, **named)
 
     def get_async(self, *arguments: Any, **named: Any) -> Future[list[ByteArray | None]]:
@@ -333,10 +335,10 @@ class StoreClient:
             self._pool = ThreadPoolExecutor(self._threads, "store-client")
         return self._pool
 
-    # ---- itself
+    # ---- checks and closing
 
     def _check_deadline(self, deadline_s: float) -> float:
-        """RequestInvalid unless it is a time that can pass; at most what leases can last."""
+        """RequestInvalid unless positive; at most DEADLINE_S_MAX."""
         if not isinstance(deadline_s, int | float) or not deadline_s > 0:
             raise RequestInvalid(f"deadline_s is {deadline_s!r}; give seconds, more than 0")
         return min(float(deadline_s), DEADLINE_S_MAX)
@@ -350,7 +352,7 @@ class StoreClient:
         check_keys(keys)
 
     def close(self) -> None:
-        """Ends transfers under way first. Twice is harmless."""
+        """Finish transfers in flight, then close. A second call has no effect."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         self._putter.close()

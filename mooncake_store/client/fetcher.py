@@ -1,10 +1,12 @@
-"""Pulls blocks of other nodes into the own segment and commits them there: a further copy.
+"""Copies blocks of other nodes into the local segment and commits them there as further copies.
 
-Blocks that lie on an SSD are restored by their node first; those of the own SSD are then where they
-should be. What does not arrive whole is given up, but for slots that a late transfer may still
-write: their lease runs out and they rest.
+Blocks that are only on an SSD are first restored into DRAM by the node that owns the SSD. If that
+is the local node, the restored block needs no further copy. Slots whose block did not arrive
+complete are abandoned. Exception: a slot that a late transfer may still write keeps its lease until
+it expires, and is then quarantined.
 
-Not here: which blocks, from where (the callers: a worker's store.py, the node's control verbs).
+Not here: which blocks, from which copy (the callers: a worker's store.py, the node's control
+verbs).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from mooncake_store.transports.transport import ByteSpan
 
 
 class OwnSegment(SlotMemory):
-    """The segment of one incarnation of the own node, writable from here."""
+    """The segment of one incarnation of the local node, writable from this process."""
 
     def __init__(self, info: NodeInfo, view: ByteArray, shape: Geometry) -> None:
         super().__init__(view, shape)
@@ -35,9 +37,10 @@ class OwnSegment(SlotMemory):
     def begin(
         self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
     ) -> bool:
-        """The slot is about to be filled: the old block's header must not vouch for new bytes.
+        """Write the "writing" header before the payload changes, so that no reader trusts the old
+        one.
 
-        False: it is somebody else's by now, and was left alone.
+        False: a newer use of the slot has begun. Nothing was written.
         """
         if self.is_newer(slot.slot, slot.generation):
             return False
@@ -46,7 +49,8 @@ class OwnSegment(SlotMemory):
         return True
 
     def finish_begun(self, key: bytes, slot: Slot, digests: Sequence[int], size_bytes: int) -> bool:
-        """As `finish`, unless the slot is not being filled with that block any more."""
+        """As `finish`. False: the slot's header no longer says "writing" for this block; nothing
+        changed."""
         begun = self.header(slot.slot)
         if begun is None or (begun.state, begun.generation, begun.key) != (
             STATE_WRITING,
@@ -61,7 +65,8 @@ class OwnSegment(SlotMemory):
     def finish(
         self, key: bytes, slot: Slot, digest: int, size_bytes: int, digests: bytes = b""
     ) -> None:
-        """The slot holds its block now; `digests`: of its layers, packed, if it has any."""
+        """Write the "ready" header. `digests`: the packed layer digests; b"" for blocks without
+        layers."""
         begun = self.header(slot.slot)
         is_ephemeral = begun is not None and begun.key == key and begun.is_ephemeral
         layers = len(digests) // DIGEST_BYTES
@@ -73,10 +78,10 @@ class OwnSegment(SlotMemory):
 
 
 class Fetcher:
-    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` gives slots of the own node.
+    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` returns slots of the local node.
 
-    `own` is its segment now, None while it is down: then nothing can be pulled. `layers`: of every
-    block that is pulled here; 0: not known, the reader asks for them where they are needed.
+    `layers`: the number of layers of every block that is pulled here. 0 means unknown: the reader
+    then reads the number from slot headers where it needs it.
     """
 
     def __init__(
@@ -102,8 +107,12 @@ class Fetcher:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
-        """How many bytes came from each node. Afterwards look up which blocks the own node has;
-        `copies` may be local already."""
+        """The number of bytes received from each node.
+
+        `own` returns the local segment, or None while the local node is down; then nothing is
+        pulled. `copies` may be local already. The caller looks up afterwards which blocks are local
+        now.
+        """
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
@@ -145,8 +154,9 @@ class Fetcher:
             if copy.checksum:
                 wants.append(Want(copy, 0, (own.view, span), (copy.checksum,), self._layers, []))
             else:
-                # A block that was stored without a checksum gets one here. The lease may have ended
-                # while the bytes came, so the reader checks the source slot's header afterwards.
+                # A block that was stored without a checksum gets one here. Its lease may have
+                # expired during the transfer, so the reader checks the source slot's header
+                # afterwards.
                 wants.append(Want(copy, 0, (own.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
@@ -172,7 +182,8 @@ class Fetcher:
         arrived: Sequence[bool],
         terms: LeaseTerms,
     ) -> None:
-        """Slots that were not filled, but for those that a late transfer may still write."""
+        """Abandon the slots that were not filled, except those that a late transfer may still
+        write."""
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot

@@ -1,9 +1,9 @@
-"""Gets blocks from whichever copy is best, and from the next best when that one fails.
+"""Reads each block from its cheapest copy, and from the next copy if that read fails.
 
-DRAM copies are read as they are; those that only an SSD has are restored by their node, group by
-group, and each group is read while the next one comes.
+DRAM copies are read directly. Blocks that only an SSD has are restored by their node, group by
+group; each group is read while the node restores the next one.
 
-Not here: the caller's arguments (client.py), verifying (block_reader.py), which copy costs what
+Not here: the caller's arguments (client.py), verification (block_reader.py), the cost of a copy
 (path_cost.py).
 """
 
@@ -40,8 +40,9 @@ class Getter:
         self._is_verified = is_verified
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """Where each block is, without a lease: what is read is verified, so that if a block went
-        away meanwhile it is a miss, and a lease would cost more than the copy of a small block."""
+        """The copies of each block, without a lease. Every read is verified, so a block that
+        disappears during the read is a miss. A lease would cost more than the copy of a small
+        block."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
     def get_known(
@@ -52,8 +53,10 @@ class Getter:
         offset_bytes: int,
         deadline_s: float,
     ) -> list[bool]:
-        """Which blocks could be read where a replica of the index says they are. It may be behind:
-        what does not prove whole here says nothing about the copy that the directory knows."""
+        """Which blocks could be read where a replica of the index lists them.
+
+        The replica may be out of date, so a failed read here does not report a bad copy.
+        """
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         known = [request.fitting(index, copies) for index, copies in enumerate(found)]
         best = self._nodes.choose(known)
@@ -70,7 +73,8 @@ class Getter:
         owner: str,
         deadline_s: float,
     ) -> list[bool]:
-        """Which blocks are in their targets now. What is missing is tried once more, leased."""
+        """Which blocks are in their targets now. Missing blocks are tried once more, with a
+        lease."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         in_dram = [
             copies  # nearly always one copy, in DRAM
@@ -94,7 +98,7 @@ class Getter:
         return request.arrived
 
     def _get_leased(self, request: _Request, missing: Sequence[int], owner: str) -> None:
-        """These went away while they were read, or lie on SSDs only."""
+        """Read blocks that disappeared during the unleased read, or that are only on SSDs."""
         lease_s = request.left_s + LEASE_MARGIN_S
         keys = [request.keys[index] for index in missing]
         again = self._directory.lookup(keys, owner, lease_s, prefix_only=False)
@@ -138,7 +142,7 @@ class Getter:
             is_sure = self._is_verified and target.nbytes == copy.size_bytes and copy.checksum != 0
             checksums = (copy.checksum,) if is_sure else ()
             span = ByteSpan(0, target.nbytes)
-            # Not verified: does the slot still have the block that was asked for?
+            # unverified reads check that the slot still holds the requested block
             key = b"" if is_sure else request.keys[index]
             wants.append(Want(copy, request.offset_bytes, (target, span), checksums, key=key))
         came = self._reader.read(wants, request.left_s, is_current)
@@ -147,7 +151,7 @@ class Getter:
 
 
 class _Request:
-    """One call: what is wanted, and what has arrived."""
+    """One call: its targets, its deadline, and the blocks that have arrived."""
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class _Request:
         self.until_s = until_s
 
     def fitting(self, index: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-        """Those of a block that is as large as it was thought to be."""
+        """The copies that are large enough for the target."""
         target = self.targets[index]
         if target is None:
             return ()

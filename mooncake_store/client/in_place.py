@@ -1,15 +1,16 @@
-"""Blocks of a mapped segment that are used where they lie: verified, and recognised afterwards.
+"""Blocks used in place in a mapped segment: verified first, and checked again after the read.
 
-A copy is verified while it is made, so the bytes that arrived are known to be whole. A reader that
-copies from the slot itself, later (a GPU's copy engine, say), is told two things instead: the block
-is whole now, and these are its headers. A writer changes the headers before it fills the slot anew.
-A lease keeps the slot, and so the headers. If they are unchanged after the reading, the bytes that
-were read are those that were verified. Slots that were allocated here can be filled in place too;
-their digests are then computed in place, but only for slots that no earlier transfer can write into
-(Store.slots_in_place).
+A normal read copies a block and verifies the copy. A reader that copies from the slot itself, later
+(a GPU's copy engine, for example), receives two things instead: the result of a verification in
+place, and the block's headers. A writer changes the headers before it refills the slot. A lease
+protects the slot and so the headers. If the headers are unchanged after the read, the bytes read
+are the bytes that were verified.
 
-A late byte of a transfer that was given up changes no header. It is not noticed when it lands
-between the verification of a block and the reading of it in place.
+Slots that were allocated here can be filled in place too. Their digests are then computed in place,
+but only for slots that no earlier transfer can still write (Store.slots_in_place).
+
+Limit: a late byte of an abandoned transfer changes no header. It is not detected if it arrives
+between the verification of a block and the read in place.
 
 Not here: leases (the directory), how a header is made (slot_memory.py).
 """
@@ -28,17 +29,18 @@ from mooncake_store.records.blocks import Copy, Slot
 
 
 class PlacedBlock(NamedTuple):
-    """Offsets in the segment."""
+    """A block's position: offsets in the segment, in bytes."""
 
     offset_bytes: int
     headers_offset_bytes: int
-    headers_bytes: int  # its own, and those of its other units, which are zeros
-    first: bytes  # how its own header begins
+    headers_bytes: int  # of its own header and those of its further units, which are zeros
+    first: bytes  # first bytes of its own header
 
 
 class PlacedBlocks(NamedTuple):
     incarnation: str  # of the node whose segment it is
-    blocks: list[PlacedBlock | None]  # None: not whole, or there was no time to look
+    # None: the block failed verification, or `until_s` passed first
+    blocks: list[PlacedBlock | None]
 
 
 NOTHING_PLACED = PlacedBlocks("", [])
@@ -47,7 +49,7 @@ NOTHING_PLACED = PlacedBlocks("", [])
 def placed_blocks(
     view: ByteArray, shape: Geometry, copies: Sequence[Copy], layers: int, until_s: float
 ) -> list[PlacedBlock | None]:
-    """`until_s`: as of time.monotonic()."""
+    """Verify the blocks until `until_s` of time.monotonic()."""
     memory = SlotMemory(view, shape)
     found: list[PlacedBlock | None] = []
     for copy in copies:
@@ -79,14 +81,14 @@ def _block(shape: Geometry, slot: int, size_bytes: int, first: bytes) -> PlacedB
 def begun_blocks(
     shape: Geometry, slots: Sequence[Slot], size_bytes: int
 ) -> list[PlacedBlock | None]:
-    """Slots that are being filled under these generations, which others may fill."""
+    """Slots that are being written under these generations, for other processes to fill."""
     return [_block(shape, slot.slot, size_bytes, begun_prefix(slot.generation)) for slot in slots]
 
 
 def digests_in_place(
     memory: SlotMemory, slots: Sequence[Slot], size_bytes: int, layers: int
 ) -> list[tuple[int, ...] | None]:
-    """Of the layers of what others have filled; None: that slot is not being filled any more."""
+    """Layer digests of slots that others have filled; None: the slot is no longer being written."""
     found: list[tuple[int, ...] | None] = []
     for slot in slots:
         packed = b""
@@ -97,7 +99,7 @@ def digests_in_place(
 
 
 def is_still(view: ByteArray, block: PlacedBlock) -> bool:
-    """Has nobody begun to fill any of its units since?"""
+    """True while no writer has begun to refill any of the block's units."""
     start = block.headers_offset_bytes
     raw = view[start : start + block.headers_bytes].tobytes()
     return raw.startswith(block.first) and not any(raw[HEADER_BYTES:])

@@ -1,15 +1,15 @@
-"""Where blocks are, as far as this host's replica of the index says: in microseconds, unleased.
+"""Finds blocks in this host's replica of the index: in microseconds, without a lease.
 
-The replica may be behind by the time an event takes, by four seconds at the very most: then
-its writer has stopped stamping it, or has heard no directory for so long, and it is not used. So
-what it says is a place to look at, and what is read there is judged by its checksum or header. What
-it does not say is asked of the directory. Keys that this client removed, or had a bad copy of, are
-asked there too, for longer than a replica can be behind: who removed a block finds it no more.
+The replica lags by the time an event takes. It is at most four seconds out of date: it is not used
+once its writer stops stamping it, or has received nothing from a directory for that time. So a hit
+is a hint: the read block is verified by its checksum or header. A miss goes to the directory. Block
+keys that this client removed, or had a bad copy of, go to the directory for longer than a replica
+can lag. So a client never finds a block after removing it.
 
-The directory orders its evictions by use. What was read without asking it is told to it afterwards,
-ten times a second at most, without waiting for an answer.
+The directory orders evictions by use. Reads that bypassed the directory are reported to it
+afterwards, at most ten times a second, without waiting for a reply.
 
-Not here: the table (memory/index_table.py), who writes it (node/index_writer.py), reading blocks
+Not here: the table (memory/index_table.py), its writer (node/index_writer.py), reading blocks
 (getter.py).
 """
 
@@ -31,11 +31,11 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.directory_protocol import KEYS_MAX
 
 log = logging.getLogger("mooncake_store.client")
-LOOK_AGAIN_S = 0.5  # for a table, after there was none that is current
-REMOVED_S = 5.0  # longer than a table that is in use can be behind
+LOOK_AGAIN_S = 0.5  # until the next search for a table, after none was current
+REMOVED_S = 5.0  # longer than a table in use can lag
 REMOVED_MAX = 65_536
 TELL_S = 0.1
-IDLE_TELLS = 20  # then the thread that tells sleeps until something is used
+IDLE_TELLS = 20  # after as many idle rounds the reporting thread sleeps until the next use
 
 
 class IndexReader:
@@ -45,19 +45,20 @@ class IndexReader:
         self._directory, self._nodes = directory, nodes
         self._view: IndexView | None = None
         self._is_wanted = is_wanted()
-        self._look_s = 0.0  # when to look for a table again
+        self._look_s = 0.0  # CLOCK_BOOTTIME of the next search for a table
         self._lock = threading.Lock()
-        self._removed: dict[bytes, float] = {}  # until when the directory is asked, oldest first
-        self._used: list[bytes] = []  # joined keys of one read each, not told yet
+        # until when the directory is asked instead, oldest first
+        self._removed: dict[bytes, float] = {}
+        self._used: list[bytes] = []  # joined block keys of one read each, not reported yet
         self._used_bytes = 0
         self._is_sleeping, self._is_closed = True, False
         self._wake = threading.Event()
         self._teller: threading.Thread | None = None
 
-    # ---- what it says
+    # ---- lookups
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """The copies of each key, as far as they are known here; none: ask the directory."""
+        """The copies of each block key in the replica; (): ask the directory."""
         view = self._current()
         if view is None or not keys:
             return [()] * len(keys)
@@ -68,7 +69,8 @@ class IndexReader:
         return found
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Is each of these keys anywhere? The directory is asked for those not known here."""
+        """True for block keys with a copy anywhere. Block keys not in the replica go to the
+        directory."""
         check_keys(keys)
         view = self._current()
         if view is None:
@@ -86,7 +88,7 @@ class IndexReader:
         return is_here
 
     def _current(self) -> IndexView | None:
-        """The table, if it can be believed now."""
+        """The table, if it is current."""
         now_s = boot_s()
         view = self._view
         if view is not None and view.is_current(now_s):
@@ -109,18 +111,19 @@ class IndexReader:
         infos = [info for info in self._nodes.all() if self._nodes.is_same_host(info)]
         return list(dict.fromkeys(info.index_path for info in infos if info.index_path))
 
-    # ---- what this client did
+    # ---- removals and uses of this client
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Call it before the directory is asked to."""
+        """Note a removal. Call it before the directory is asked to remove."""
         if not self._is_wanted:
             return
         until_s = time.monotonic() + REMOVED_S
         with self._lock:
             for key in keys:
-                self._removed.pop(key, None)  # the newest ones are last
+                self._removed.pop(key, None)  # newest last
                 self._removed[key] = until_s
-            if len(self._removed) > REMOVED_MAX:  # it would forget: no table until it may
+            # too many to remember: use no table until all entries would have expired
+            if len(self._removed) > REMOVED_MAX:
                 self._removed.clear()
                 self._view, self._look_s = None, boot_s() + REMOVED_S
 
@@ -135,8 +138,8 @@ class IndexReader:
             return self._removed.keys() & set(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These were read without asking, in the order of a chain."""
-        joined = b"".join(reversed(keys))  # the end of a chain is colder, so it is told first
+        """Note blocks that were read without the directory, in the order of their prefix chain."""
+        joined = b"".join(reversed(keys))  # the end of a chain is colder, so it is reported first
         with self._lock:
             self._used.append(joined)
             self._used_bytes += len(joined)
@@ -149,7 +152,7 @@ class IndexReader:
             self._wake.set()
 
     def _tell(self) -> None:
-        """The directory of what was used, until `close`."""
+        """Report uses to the directory until `close`."""
         idle = 0
         while not self._is_closed:
             self._is_sleeping = idle >= IDLE_TELLS
@@ -164,11 +167,11 @@ class IndexReader:
             try:
                 self._directory.used(b"".join(used)[-KEYS_MAX * KEY_BYTES :])
             except StoreError as error:
-                log.debug("uses are not told: %s", error)
+                log.debug("uses are not reported: %s", error)
         return bool(used)
 
     def close(self) -> None:
-        """Before the directory's client is closed."""
+        """Call it before the directory's client is closed."""
         with self._lock:
             self._is_closed = True
         self._wake.set()

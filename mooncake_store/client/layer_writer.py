@@ -1,15 +1,16 @@
-"""Layers of blocks into slots that somebody allocated, and the word that a block is complete.
+"""Writes layers of blocks into allocated slots, and completes blocks whose layers are all written.
 
-The writers of one block may be several processes, on several hosts, each with some of its layers.
-Whoever allocated the slot leases it, and the header there says "writing" with its generation; so
-each writer looks at the header before it writes, and one whose slot has been given away since
-writes nothing. What a writer hands back are the digests of what it wrote. With those of all layers,
-from however many writers, anybody completes the block: digests, checksum and header, and then the
-directory hears of it (store.py). A share that is late, or lost, or of other bytes than its digests
-say, never becomes part of a block that is believed: without its digests nobody can complete the
-block, and bytes that come later do not fit them.
+The writers of one block may be several processes on several hosts, each with some of its layers.
+The process that allocated the slot holds its lease, and the slot's header says "writing" with the
+slot's generation. Each writer reads the header before it writes; if the slot has another use by
+then, it writes nothing. A writer returns the digests of the layers that it wrote. A process with
+the digests of all layers completes the block: it writes digests, checksum and header, and then
+commits the block to the directory (store.py).
 
-Not here: who has which layers (the pipeline's business), leases (the directory).
+A late, lost or corrupt share never becomes part of a verified block. Without its digests the block
+cannot be completed, and bytes that arrive later do not match them.
+
+Not here: which writer has which layers (the pipeline), leases (the directory).
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
 
-PART_BYTES = 4 * 1024**2  # hashed, and sent while it lies in the CPU's cache
-FINISH_S_MAX = 5.0  # headers and digests: a few KiB
-WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # key, where, the digests of all its layers
+PART_BYTES = 4 * 1024**2  # hashed, and sent while the bytes are in the CPU's cache
+FINISH_S_MAX = 5.0  # to write headers and digests, a few KiB
+WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # block key, slot, digests of all layers
 
 
 class LayerWrite(NamedTuple):
-    """Consecutive layers of one block, and where in the block they start."""
+    """Consecutive layers of one block and their offset in it."""
 
     slot: Slot
     start_bytes: int
@@ -54,7 +55,7 @@ class LayerWrite(NamedTuple):
 
 
 class LayerWriter:
-    """Into nodes other than the own one. Thread-safe."""
+    """Writes to nodes other than the local one. Thread-safe."""
 
     def __init__(
         self, nodes: KnownNodes, headers: HeaderReader, scratch: Scratch, layout: KvLayout
@@ -67,8 +68,8 @@ class LayerWriter:
     def copy(
         self, memory: SlotMemory, writes: Sequence[LayerWrite]
     ) -> list[tuple[int, ...] | None]:
-        """Into mapped memory: the digests of what was written; None when the slot is not being
-        filled under this generation, so nothing was."""
+        """Copy into mapped memory; the digests of the layers written. None: the slot is not being
+        written under this generation, so nothing was copied."""
         view, shape, layer_bytes = memory.view, memory.shape, self._layout.layer_bytes
         found: list[tuple[int, ...] | None] = []
         for (_, number, generation, _), start_bytes, source in writes:
@@ -77,7 +78,8 @@ class LayerWriter:
                 continue
             start, length_bytes = shape.slot_offset_bytes(number) + start_bytes, source.nbytes
             target = view[start : start + length_bytes]
-            if length_bytes == layer_bytes:  # one by one, as they are computed
+            # layer-wise prefill writes each layer as it is computed
+            if length_bytes == layer_bytes:
                 found.append((copy_and_sum(target, source, is_read=False),))
             else:
                 packed = copy_and_digest(target, source, self._layers_in(source), is_read=False)
@@ -90,7 +92,7 @@ class LayerWriter:
     def send(
         self, node_id: str, writes: Sequence[LayerWrite], deadline_s: float
     ) -> list[tuple[int, ...] | None]:
-        """The same into any node. TransferFailed, TransferTimeout: of none it is known."""
+        """As `copy`, into any node. TransferFailed, TransferTimeout: no result is known."""
         node, until_s = self._access(node_id), time.monotonic() + deadline_s
         try:
             if isinstance(node.transport, MappedTransport):
@@ -131,7 +133,7 @@ class LayerWriter:
         return digests
 
     def finish(self, node_id: str, blocks: Sequence[WrittenBlock]) -> list[bool]:
-        """Digests and header of blocks that are written whole; False: the slot is not ours."""
+        """Write digests and header of complete blocks. False: the slot has another use by now."""
         node, until_s = self._access(node_id), time.monotonic() + FINISH_S_MAX
         size_bytes = self._layout.block_bytes
         try:
@@ -157,7 +159,7 @@ class LayerWriter:
     def _completion(
         self, node: NodeAccess, begun: SlotHeader, slot: Slot, packed: bytes
     ) -> list[tuple[int, bytes]]:
-        """What says in the segment that the block is complete."""
+        """The pieces that mark the block as complete: (offset in the segment, bytes)."""
         size_bytes, layers = self._layout.block_bytes, self._layout.layers
         header = begun._replace(
             state=STATE_READY,
@@ -188,7 +190,7 @@ class LayerWriter:
             node.transport.write(node.info, sources, targets, left_to_write_s(until_s))
 
     def _begun(self, node: NodeAccess, slots: Sequence[Slot]) -> list[SlotHeader | None]:
-        """The headers of slots that are being filled under these very generations."""
+        """The headers of slots that are being written under these generations; None for others."""
         size_bytes = self._layout.block_bytes
         copies = [Copy(node.info.node_id, s.slot, s.generation, 0, size_bytes) for s in slots]
         return [
@@ -204,5 +206,5 @@ class LayerWriter:
     def _access(self, node_id: str) -> NodeAccess:
         node = self._nodes.access(node_id)
         if node is None:
-            raise TransferFailed(f"storage node {node_id} cannot be written from here now")
+            raise TransferFailed(f"storage node {node_id} cannot be written from this process now")
         return node

@@ -1,20 +1,21 @@
-"""Blocks from local memory onto one node: slots, bytes (header, payload, header), commit.
+"""Writes blocks from local memory to one node: reserve slots, write bytes, commit.
 
-The header says "writing" before the first byte of the payload changes and "ready" after the last.
-So a reader without checksums, and a directory that restarts, can tell whose bytes a slot holds. On
-this host the payload is copied into the mapped segment and its checksum is computed on the way;
-elsewhere it goes through the transport of the node.
+Order of the bytes: the slot's header says "writing" before the first byte of the payload changes,
+and "ready" after the last. So a reader without checksums, and a restarted directory, can determine
+which block a slot holds. On the node's host the payload is copied into the mapped segment, and the
+copy computes the checksum. From other hosts the payload goes through the transport of the node.
 
-A client that puts often has slots that it reserved ahead and marked (reserved_slots.py). Then a put
-marks the raw slots of the next put, writes payload and header, and sends one message. Otherwise the
-put asks for its slots, marks them, and asks whether it may write. The payload and the header that
-says "ready" are one transfer only where the transport keeps the order of spans. NIXL promises no
-order, and a directory that restarts believes that header (docs/decisions/0031).
+Slots: a client that puts often has reserved and marked slots in advance (reserved_slots.py). Such a
+put marks the raw slots of the next put, writes payload and header, and sends one message. Any other
+put requests its slots, marks them, and asks the directory whether it may write.
 
-What follows a failure is what may still happen: after a failed transfer nothing is in flight, and
-the slots go back at once; after a timeout bytes may still arrive, so the slots rest until the lease
-ends. Where one of several network paths got stuck (WriteGivenUp) they begin to rest at once, and
-the blocks are written once more, into other slots.
+Payload and "ready" header are one transfer only if the transport keeps the order of spans. NIXL
+guarantees no order, and a restarted directory trusts that header (docs/decisions/0031).
+
+Failures: after a failed transfer nothing is in flight, and the slots are free at once. After a
+timeout bytes may still arrive, so the slots are quarantined when their lease ends. If one of
+several network paths is stuck (WriteGivenUp), the slots are quarantined at once, and the blocks are
+written again into other slots.
 
 Not here: the caller's arguments and which node (client.py), who may write where (the directory).
 """
@@ -57,15 +58,15 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_wri
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
 UNVERIFIED_PART_BYTES = 64 * 2**20
-SHARE_BYTES_MIN = 1024**2  # less is not worth another thread
-MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # for one transfer of marks
-_NO_KEY = bytes(KEY_BYTES)  # in the header of a slot of which nobody knows yet what comes there
-ATTEMPTS_MAX = 3  # each but the last has found a network path stuck
-ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # between looks at a block that another writes
+SHARE_BYTES_MIN = 1024**2  # bytes per mover; smaller shares are not worth another thread
+MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds for one transfer of marks
+_NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
+ATTEMPTS_MAX = 3  # each attempt except the last has found a network path stuck
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # polling a block of another writer
 
 
 class Write(NamedTuple):
-    """One block and where it goes."""
+    """One block and the slot to write it to."""
 
     key: bytes
     slot: int
@@ -106,7 +107,7 @@ class Putter:
         self._reserved = ReservedSlots(directory, tenant, name, self._mark)
 
     def close(self) -> None:
-        """Gives back what it has reserved."""
+        """Release all reserved slots."""
         self._reserved.close()
 
     def put(
@@ -117,8 +118,11 @@ class Putter:
         owner: str,
         deadline_s: float,
     ) -> list[bool]:
-        """`sources` have one size. True: it is in the store, complete. A block that another client
-        is writing is waited for, and written here if that client gives it up in time."""
+        """True: the block is complete in the store. All `sources` have one size.
+
+        If another client is writing a block, the put waits for it. If that client abandons the
+        block before the deadline, the put writes it.
+        """
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
         left = [at for at, is_there in enumerate(done) if is_there is None]
@@ -130,7 +134,7 @@ class Putter:
                 done[at] = is_there
         return [bool(is_there) for is_there in done]
 
-    # ---- into slots reserved ahead
+    # ---- into slots reserved in advance
 
     def _put_reserved(
         self,
@@ -139,7 +143,7 @@ class Putter:
         sources: Sequence[ByteArray],
         deadline_s: float,
     ) -> list[bool | None]:
-        """None: it is still to be put, in slots that are asked for."""
+        """None: the block is not stored yet and needs a slot from `allocate`."""
         info = self._nodes.find(node_id)
         if info is None or self._attached.get(node_id) != info.incarnation:
             return [None] * len(keys)
@@ -161,7 +165,8 @@ class Putter:
             log.warning("put on node_id=%s: %s", node_id, error)
             self._reserved.failed(taken)
             return [None] * len(keys)
-        except TransferFailed as error:  # after a timeout bytes may still arrive: all of it rests
+        # after a timeout bytes may still arrive, so all slots are quarantined
+        except TransferFailed as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             self._reserved.failed(taken)
             if not isinstance(error, TransferTimeout):
@@ -175,8 +180,8 @@ class Putter:
     def _mark_taken(self, info: NodeInfo, size_bytes: int, taken: Taken) -> None:
         """Mark the raw slots of the next put before anything else is written.
 
-        `markable` is asked directly before, and the transfer ends with the time that it allows: a
-        later mark may land on a finished block of another client.
+        `markable` is evaluated directly before the transfer, and the transfer times out at
+        `mark_until_s`. A later mark could overwrite a finished block of another client.
         """
         if not (uses := taken.markable()):
             return
@@ -203,7 +208,7 @@ class Putter:
         else:
             self._put_headers(node, headers, until_s)
 
-    # ---- into slots that are asked for
+    # ---- into slots from `allocate`
 
     def _put_asked(
         self,
@@ -215,7 +220,7 @@ class Putter:
     ) -> list[bool]:
         done = [False] * len(keys)
         left, attempts, wait_s = list(range(len(keys))), 0, ANOTHERS_POLL_S
-        has_waited = False  # for another owner
+        has_waited = False  # for a block that another owner is writing
         while left and attempts < ATTEMPTS_MAX:
             name = f"{owner}+{next(self._numbers)}"
             chosen = [keys[at] for at in left], [sources[at] for at in left]
@@ -231,7 +236,8 @@ class Putter:
             except StoreError as error:
                 if not has_waited:
                     raise
-                log.warning("put on node_id=%s: %s", node_id, error)  # the node left meanwhile
+                # the node left during the wait
+                log.warning("put on node_id=%s: %s", node_id, error)
                 break
             for at, outcome in zip(left, outcomes, strict=True):
                 done[at] = outcome is True
@@ -251,7 +257,10 @@ class Putter:
         deadline_s: float,
     ) -> list[bool | None]:
         """True: in the store. False: no room, or not written. None: another owner is writing the
-        block. That owner may fail, so the caller asks again."""
+        block.
+
+        That owner may fail, so the caller retries a block whose result is None.
+        """
         info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
         done: list[bool | None] = [False] * len(keys)
         try:
@@ -259,7 +268,8 @@ class Putter:
                 self._reserved.asked(info, sources[0].nbytes, len(keys))
                 self._fill_asked(info, given, keys, sources, owner, deadline_s, done)
         finally:
-            if None in given.slots:  # blocks that were there already are leased to `owner` now
+            # blocks that were in the store already are leased to `owner` now
+            if None in given.slots:
                 self._directory.release_later(owner)
         others = [at for at, slot in enumerate(given.slots[: given.covered]) if slot is None]
         found = self._directory.exist([keys[at] for at in others]) if others else []
@@ -283,7 +293,7 @@ class Putter:
 
         def confirm() -> None:
             if not self._directory.may_write(given, owner, lease_s):
-                raise EpochPassed("the slots were granted by a directory that leads no more")
+                raise EpochPassed("the directory that granted the slots leads no longer")
 
         until_s = time.monotonic() + deadline_s
         try:
@@ -294,7 +304,7 @@ class Putter:
             raise
         except (EpochPassed, TransferTimeout) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
-            with contextlib.suppress(StoreError):  # the slots rest, and the keys are free
+            with contextlib.suppress(StoreError):  # quarantines the slots, frees the block keys
                 self._directory.release(owner)
             return
         except TransferFailed as error:
@@ -319,7 +329,7 @@ class Putter:
                 return info, self._directory.allocate(
                     node_id, keys, owner, lease_s, size_bytes=size_bytes, tenant=self._tenant
                 )
-            except NodeUnknown:  # it began anew a moment ago
+            except NodeUnknown:  # the node restarted a moment ago
                 self._attached.pop(node_id, None)
                 if is_last:
                     raise
@@ -357,12 +367,18 @@ class Putter:
         lease_s: float,
         until_s: float,
     ) -> None:
-        """Mark the slots. EpochPassed: they may be somebody else's; no byte of a payload may be
-        written, nor, where that was seen in time, was one of a header."""
+        """Mark the slots. EpochPassed: the slots may belong to another owner by now.
+
+        After EpochPassed no payload may be written. Usually it is raised before a header is
+        written, too.
+        """
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
-        confirm()  # and again when the headers are written, which keep the next one off these slots
-        if given.begin_s:  # no other directory begins before: a mark must not take longer
+        # again after the headers are written: from then on they protect the slots from a new
+        # directory
+        confirm()
+        # a new directory starts no earlier than this, so a mark must not take longer
+        if given.begin_s:
             is_in_time = now_s - given.asked_s <= given.begin_s
             begins_s = (given.asked_s if is_in_time else now_s) + given.begin_s
             mark_s_max = min(MARK_S_MAX, max(MARK_S_MIN, begins_s - boot_s()))
@@ -375,9 +391,10 @@ class Putter:
         confirm()
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
-        """Into slots that are marked. The checksum of each block written (0 when this store
-        computes none). TransferFailed: nothing of it may be committed. TransferTimeout: bytes may
-        still arrive.
+        """Write the blocks into marked slots; the checksum of each (0 if this store computes none).
+
+        TransferFailed: none of these blocks may be committed. TransferTimeout: bytes may still
+        arrive.
         """
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
@@ -397,7 +414,7 @@ class Putter:
         with transport.owned(info) as view:
             slots = SlotMemory(view, shape)
             if not all(slots.is_being_written(*write.use) for write in writes):
-                raise EpochPassed("the slots have been given away since: this comes too late")
+                raise EpochPassed("the slots have another owner by now: this write is too late")
             for part in copied_parts(writes, writes[0].source.nbytes, self._movers.threads):
                 digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
@@ -413,7 +430,7 @@ class Putter:
         return digests
 
     def _copied(self, view: ByteArray, shape: Geometry, part: Sequence[Write]) -> list[int]:
-        """Into their slots in mapped memory: the checksum of each (0 where none is computed)."""
+        """Copy into slots of mapped memory; the checksum of each block (0 if none is computed)."""
         packed = copy_blocks(
             [(view, shape.slot_offset_bytes(write.slot)) for write in part],
             [(write.source, 0) for write in part],
@@ -429,7 +446,7 @@ class Putter:
         size_bytes = writes[0].source.nbytes
 
         def put_part(part: Sequence[Write]) -> list[int]:
-            # Hashed just before they are sent: the transfer finds them in the CPU's cache.
+            # Hash directly before sending: the transfer finds the bytes in the CPU's cache.
             digests = [checksum(write.source) if self._is_verified else 0 for write in part]
             ready = [
                 (write.slot, write.header(STATE_READY, digest))
@@ -459,8 +476,11 @@ class Putter:
         payloads: Sequence[LocalSpan] = (),
         slots: Sequence[ByteSpan] = (),
     ) -> None:
-        """Headers of blocks of one size and one state. The payloads first, where there are any, by
-        the same write. A "writing" header also empties the headers of its block's other units."""
+        """Write payloads, if any, and then headers in the same transfer.
+
+        The headers are of blocks of one size and in one state. A "writing" header also clears the
+        headers of its block's other units.
+        """
         info, transport, shape = node
         headers = sorted(headers)
         first = headers[0][1]
@@ -482,7 +502,7 @@ class Putter:
 
 
 def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
-    """Those that lie side by side as one."""
+    """Adjacent spans merged."""
     found: list[ByteSpan] = []
     for span in spans:
         if found and sum(found[-1]) == span.offset_bytes:
@@ -494,7 +514,7 @@ def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
 
 
 def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:
-    """For slots of which nobody knows yet what comes there."""
+    """Headers for slots that are reserved for blocks not known yet."""
     return [
         (slot, SlotHeader.writing(generation, _NO_KEY, size_bytes, lease_s))
         for slot, generation in uses
@@ -503,5 +523,5 @@ def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple
 
 def _mark_mapped(slots: SlotMemory, headers: Sequence[tuple[int, SlotHeader]]) -> None:
     if any(slots.is_newer(slot, header.generation) for slot, header in headers):
-        raise EpochPassed("the slots have been given away since: this comes too late")
+        raise EpochPassed("the slots have another owner by now: this mark is too late")
     slots.write_headers([slot for slot, _ in headers], [header for _, header in headers])

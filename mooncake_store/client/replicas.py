@@ -1,10 +1,10 @@
-"""More copies of a block, fewer, or one elsewhere; and a node emptied onto others.
+"""Adds, drops and moves copies of blocks; drains a node onto others.
 
-The node that shall get a copy pulls it itself, one-sided, from a node that has it (the control verb
-`fetch`): no byte goes through whoever asks. Dropping comes after copying, and never takes the last
-copy away.
+A node that should get a copy pulls it itself, one-sided, from a node that has one (the control verb
+`fetch`). No byte passes through the requester. Copies are dropped after the copying, and the last
+copy is never dropped.
 
-Not here: pulling (fetcher.py), which node should get one (directory/core/nodes.py).
+Not here: pulling (fetcher.py), which node should get a copy (directory/core/nodes.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
 log = logging.getLogger("mooncake_store.client")
-DRAIN_BLOCKS = 256  # moved at once
-EPOCHS_MAX = 8  # attempts of a pull whose directory changed
+DRAIN_BLOCKS = 256  # per batch
+EPOCHS_MAX = 8  # attempts of a pull after changes of the directory
 EPOCH_WAIT_S = 0.25  # between two attempts; a node reports twice a second
 
 
@@ -82,8 +82,7 @@ class Replicas:
         until_s: float,
         source: str = "",
     ) -> None:
-        """Have `target` copy those of these blocks that it lacks, from `source` where that has
-        them."""
+        """Make `target` pull the blocks that it lacks, from `source` where possible."""
         for _ in range(EPOCHS_MAX):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -98,8 +97,10 @@ class Replicas:
     def _pull_leased(
         self, keys: Sequence[bytes], target: NodeInfo, owner: str, left_s: float, source: str
     ) -> None:
-        """EpochPassed: another directory leads, or `target` does not know yet which one does."""
-        epoch = self._directory.stats().epoch  # asked first: no lease below is of an earlier one
+        """EpochPassed: another directory leads, or `target` has not registered with the leader
+        yet."""
+        # read first, so that no lease below is of an earlier epoch
+        epoch = self._directory.stats().epoch
         found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
         try:
             wanted = [
@@ -121,10 +122,11 @@ class Replicas:
         on_progress: Callable[[int, int], None],
         deadline_s: float = 600.0,
     ) -> int:
-        """Give the node no new blocks and copy what only it has to others; blocks left behind.
+        """Stop new blocks on the node, and copy blocks that only it has; returns blocks left
+        behind.
 
-        on_progress(moved, left) after each batch. The node can be stopped then: 0 left means that
-        nothing is lost. A block that no other node has room for stays behind.
+        Calls on_progress(moved, left) after each batch. With 0 left the node can be stopped without
+        loss. A block stays behind if no other node has room for it.
         """
         until_s = time.monotonic() + deadline_s
         self._directory.drain(node_id, True)
@@ -149,6 +151,6 @@ class Replicas:
 
 
 def _copy_on(node_id: str, copies: Sequence[Copy]) -> Copy:
-    """Of this node, in DRAM if it is there; else the first."""
+    """The copy on this node, in DRAM if there is one; else the first copy."""
     on_node = (copy for copy in copies if copy.node_id.removesuffix(SSD_SUFFIX) == node_id)
     return next(on_node, copies[0])

@@ -1,21 +1,21 @@
-"""Slots that this client has reserved ahead: a put is then its bytes and one message.
+"""Slots that this client has reserved in advance: a put is then its bytes and one message.
 
-A reserve has slots of one size on one node, all of one owner, which is not a request: its lease is
-renewed while puts come. A slot goes through three hands:
+A reserve holds slots of one size on one node. All have one owner, which is not a request; its lease
+is renewed while puts arrive. A slot passes three states:
 
-    raw       granted, and nothing says so yet where it lies
-    marked    its header says "writing": no reader takes it for the block that was there before,
-              and a directory that begins from now on lets it rest (inventory.py)
-    ready     marked, and the directory that granted it has answered since: no other one began
-              before the mark was there, so the slot may be written without asking anybody
+    raw       granted; its header does not show that yet
+    marked    its header says "writing": readers do not take it for the earlier block, and a
+              directory that starts from now on quarantines it (inventory.py)
+    ready     marked, and the directory that granted it has answered after the mark. So no other
+              directory started before the mark, and the slot may be written without a request.
 
-A put first marks the raw slots, and its commit confirms them. The answer brings as many raw slots
-as the put used up, so two puts' worth of slots last for ever. A thread marks the raw slots that no
-put marks in time, fills a reserve at first and gives back slots that are not used any more.
-Commits of several threads at once go as one message.
+A put first marks the raw slots, and its commit confirms the marks. The reply grants as many raw
+slots as the put used, so slots for two puts are enough for any number of puts. A thread fills the
+reserve at first, marks raw slots that no put marks in time, and releases slots that are no longer
+used. Concurrent commits of several threads are sent as one message.
 
-A block that the node has already is found out by the commit, too late to save the writing of it:
-so for a while after that all puts ask first (`take` gives nothing).
+The commit of a block that the node has already is detected too late to save the write. So for
+ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
 
 Not here: bytes (putter.py), how much may be reserved (directory/core/reservations.py).
 """
@@ -39,14 +39,15 @@ from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.client")
 LEASE_S = 60.0
-BLOCKS_MAX = 64  # of a put; larger ones ask for their slots, which costs them little
+BLOCKS_MAX = 64  # of a put; for a larger put the request for its slots costs relatively little
 SIZE_BYTES_MAX = 64 * 2**20  # of a block
-IDLE_S = 3.0  # without a put, and a reserve is given back
-STEP_S = 0.25  # so long raw slots may linger
-# Then they are not marked any more but given back: a directory that began meanwhile may have given
-# them to somebody else, and a node takes longer than this to notice and to say what it holds.
+IDLE_S = 3.0  # without a put, after which a reserve is released
+STEP_S = 0.25  # the longest time that a raw slot waits for the thread
+# A raw slot older than this is released, not marked. A directory that started since may have
+# granted the slot to another owner. Before RAW_S_MAX it cannot have: it grants slots only after the
+# node has detected it and reported its blocks, and that takes longer.
 RAW_S_MAX = 0.5
-ASK_FIRST_S = 5.0  # after a put of blocks that were there
+ASK_FIRST_S = 5.0  # after a put of blocks that were stored already
 SIZES_SEEN_MAX = 64
 Use = tuple[int, int]  # slot, generation
 Row = tuple[bytes, int, int, int]  # key, slot, generation, checksum
@@ -61,30 +62,30 @@ class _Commit:
 
 @dataclass(slots=True, eq=False)
 class Reserve:
-    """Its owner's lock guards it, but for `turn`: that of whoever asks the directory."""
+    """The lock of ReservedSlots guards all fields but `turn`, held by the thread that commits."""
 
     info: NodeInfo
     size_bytes: int
     owner: str
-    epoch: int = 0  # 0: nothing was granted yet
+    epoch: int = 0  # of the directory; 0: nothing has been granted yet
     begin_s: float = 0.0
-    until_s: float = 0.0  # of the lease, by CLOCK_BOOTTIME, counted from when it was asked for
+    until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
     used_s: float = 0.0
-    wished: int = 0  # slots, in whichever hand
-    raw: list[tuple[Use, float]] = field(default_factory=list)  # and when they were asked for
-    marking: int = 0  # raw ones that somebody is just marking
+    wished: int = 0  # slots to hold, in all three states together
+    raw: list[tuple[Use, float]] = field(default_factory=list)  # with the time of the request
+    marking: int = 0  # raw slots that some thread is marking now
     marked: list[Use] = field(default_factory=list)
     ready: list[Use] = field(default_factory=list)
-    late: list[Use] = field(default_factory=list)  # raw for too long: to be given back
-    most: int = BLOCKS_MAX  # slots that the directory lets it have, as said last
-    puts: int = 0  # under way, in slots taken from it
+    late: list[Use] = field(default_factory=list)  # raw for too long: to be released
+    most: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
+    puts: int = 0  # in progress, in slots taken from this reserve
     is_dropped: bool = False
     waiting: list[_Commit] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     @property
     def missing(self) -> int:
-        """How many more to ask for."""
+        """Slots to request from the directory."""
         there = len(self.raw) + self.marking + len(self.marked) + len(self.ready)
         return max(0, self.wished - there)
 
@@ -97,24 +98,27 @@ class Reserve:
 
 
 class Taken(NamedTuple):
-    """For one put."""
+    """Slots of one put."""
 
     reserve: Reserve
-    uses: list[Use]  # to be written and committed
-    raw: list[Use]  # to be marked meanwhile
-    late: list[Use]  # raw ones for which it was too late then
+    uses: list[Use]  # to be written and committed by this put
+    raw: list[Use]  # to be marked by this put, for later puts
+    late: list[Use]  # raw slots whose time for a mark has passed
     mark_until_s: float
 
     def markable(self) -> list[Use]:
-        """Asked right before they are marked, for the process may have stood still."""
+        """The raw slots that may still be marked. Call it directly before the marks are written.
+
+        The process may have been suspended since `take`.
+        """
         if boot_s() > self.mark_until_s:
             self.late[:], self.raw[:] = [*self.late, *self.raw], []
         return self.raw
 
 
 class ReservedSlots:
-    """Thread-safe. `mark(info, size_bytes, uses, lease_s, until_s)` writes their headers until
-    then, by CLOCK_BOOTTIME; StoreError."""
+    """Thread-safe. `mark(info, size_bytes, uses, lease_s, until_s)` writes "writing" headers before
+    `until_s` by CLOCK_BOOTTIME, or raises StoreError."""
 
     def __init__(
         self,
@@ -127,7 +131,8 @@ class ReservedSlots:
         self._names = (f"{name}/ahead{number}" for number in itertools.count())
         self._lock = threading.Lock()
         self._reserves: dict[tuple[str, int], Reserve] = {}
-        self._seen: dict[tuple[str, int], float] = {}  # when a put of such blocks came last
+        # time of the last put of such blocks, by CLOCK_BOOTTIME
+        self._seen: dict[tuple[str, int], float] = {}
         self._ask_first_s = float("-inf")
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -136,8 +141,8 @@ class ReservedSlots:
     # ---- a put
 
     def take(self, info: NodeInfo, size_bytes: int, count: int, deadline_s: float) -> Taken | None:
-        """Slots for a put of so many blocks, all of them or none; they are leased for longer than
-        its deadline."""
+        """Slots for a put of `count` blocks, leased beyond its deadline. None: too few are
+        ready."""
         with self._lock:
             reserve = self._reserves.get((info.node_id, size_bytes))
             now_s = boot_s()
@@ -157,10 +162,8 @@ class ReservedSlots:
             return Taken(reserve, uses, raw, [], mark_until_s)
 
     def _take_raw(self, reserve: Reserve, now_s: float) -> tuple[list[Use], float]:
-        """Raw slots to be marked, and until when, by CLOCK_BOOTTIME.
-
-        A slot that is too old for a mark may be another client's by now: it is left.
-        """
+        """Raw slots to be marked, and the CLOCK_BOOTTIME until which marks may be written. Slots
+        too old for a mark move to `late`, because another client may own them by now."""
         limit_s = min(reserve.begin_s or RAW_S_MAX, RAW_S_MAX)
         in_time = [entry for entry in reserve.raw if entry[1] >= now_s - limit_s]
         if len(in_time) < len(reserve.raw):
@@ -171,8 +174,9 @@ class ReservedSlots:
         return [use for use, _ in in_time], until_s
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
-        """They are written, and what was to be marked is. The verdict on each: STORED, THERE or
-        REFUSED (records/blocks.py). EpochPassed when nothing of it counts: it is `failed` then."""
+        """Commit the blocks written to `taken`, and confirm its marks. The verdict on each block is
+        STORED, THERE or REFUSED (records/blocks.py). EpochPassed: no block counts; the caller calls
+        `failed`."""
         reserve, own = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
@@ -188,23 +192,24 @@ class ReservedSlots:
         return verdicts
 
     def unmarked(self, taken: Taken) -> None:
-        """Its marks may land late: the reserve is dropped, and its slots are quarantined after the
-        last put into them."""
+        """Marks of `taken` may arrive late. The reserve is dropped, and its slots are quarantined
+        after the last put into them."""
         self._drop(taken.reserve)
 
     def failed(self, taken: Taken) -> None:
-        """What was taken will not be committed: the whole reserve is given up."""
+        """The put will not commit `taken`: drop the whole reserve."""
         self._drop(taken.reserve)
         self._ended(taken.reserve)
 
     def _ended(self, reserve: Reserve) -> None:
-        """A put is over. With the last one goes what a dropped reserve has left."""
+        """A put has ended. The last put of a dropped reserve releases its slots."""
         with self._lock:
             reserve.puts -= 1
         self._release_dropped(reserve)
 
     def _drop(self, reserve: Reserve, are_idle: bool = False) -> None:
-        """Give all of it up. Its slots rest, unless nothing can be under way to any of them."""
+        """Give up the reserve. Its slots are freed if `are_idle` (no transfer can be in flight to
+        any of them), else quarantined."""
         with self._lock:
             reserve.is_dropped = True
             key = reserve.info.node_id, reserve.size_bytes
@@ -218,8 +223,8 @@ class ReservedSlots:
             self._release_dropped(reserve)
 
     def _release_dropped(self, reserve: Reserve) -> None:
-        """Its slots rest, but not while a put writes into some of them: that may go on for longer
-        than a slot rests. Until then its lease protects them."""
+        """Quarantine the slots of a dropped reserve after its last put. Until then its lease
+        protects them: a put may take longer than a quarantine."""
         with self._lock:
             is_over = reserve.is_dropped and not reserve.puts and reserve.epoch
         if is_over:
@@ -227,7 +232,7 @@ class ReservedSlots:
                 self._directory.release_later(reserve.owner)
 
     def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
-        """A put asked for its slots: have some ahead for the next ones, from the second on."""
+        """A put used `allocate`. From the second such put on, reserve slots for the next ones."""
         if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
             return
         key, now_s = (info.node_id, size_bytes), boot_s()
@@ -250,7 +255,7 @@ class ReservedSlots:
     # ---- the directory
 
     def _commit(self, reserve: Reserve, own: _Commit) -> Sequence[int]:
-        """With whatever other threads have to commit on this reserve."""
+        """Commit, in one message with the commits of other threads that wait on this reserve."""
         with self._lock:
             reserve.waiting.append(own)
         with reserve.turn:
@@ -286,7 +291,7 @@ class ReservedSlots:
             return
         except BaseException:
             for each in batch:
-                each.error = StoreUnavailable("whoever sent the commit was interrupted")
+                each.error = StoreUnavailable("the thread that sent the commit was interrupted")
             raise
         with self._lock:
             reserve.epoch, reserve.begin_s = answer.epoch, answer.begin_s
@@ -297,7 +302,8 @@ class ReservedSlots:
         if had_any and not answer.is_held:
             self._drop(reserve)
         else:
-            self._release_dropped(reserve)  # meanwhile, so nobody will use what came
+            # dropped during the commit, so no put will use the granted slots
+            self._release_dropped(reserve)
         verdicts = iter(answer.verdicts)
         for each in batch:
             each.verdicts = list(itertools.islice(verdicts, len(each.rows)))
@@ -324,7 +330,7 @@ class ReservedSlots:
                 except StoreError as error:
                     log.warning("reserving on node_id=%s: %s", reserve.info.node_id, error)
                     self._drop(reserve)
-                except Exception:  # edge: puts go on without
+                except Exception:  # edge: puts continue without reserved slots
                     log.exception("reserving on node_id=%s failed", reserve.info.node_id)
                     self._drop(reserve)
 
@@ -351,7 +357,7 @@ class ReservedSlots:
             self._commit(reserve, _Commit(()))
 
     def close(self) -> None:
-        """Gives everything back. Nobody puts any more."""
+        """Release all reserves. No put is in progress or follows."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

@@ -1,8 +1,8 @@
-"""Brings blocks that only an SSD has back into DRAM, group by group.
+"""Restores blocks that only an SSD has into DRAM, group by group.
 
-The slots in DRAM are allocated here, in the name of whoever wants the blocks; the node reads its
-file into them and verifies; they are committed here, so the next reader finds them in DRAM. While
-one group is read from the SSD, the caller already works on the one before.
+This process allocates the slots in DRAM in the name of the requester. The node reads its file into
+them and verifies. This process commits them, so the next reader finds them in DRAM. While one group
+is read from the SSD, the caller processes the group before.
 
 Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
 """
@@ -26,14 +26,14 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.node_protocol import NodeClient, Restore
 
 log = logging.getLogger("mooncake_store.store")
-LEASE_MARGIN_S = 5.0  # a lease outlives the deadline of what it protects
-GROUP_BYTES = 32 * 1024**2  # smaller ones leave the disk's queue empty and were slower
-ANOTHERS_POLL_S = 0.005  # a block that somebody else is restoring is looked up this often
-Group = list[tuple[int, Restore]]  # index of the block, and what to do
+LEASE_MARGIN_S = 5.0  # a lease ends this long after the deadline of the transfer that it protects
+GROUP_BYTES = 32 * 1024**2  # smaller groups leave the disk's queue empty and were slower
+ANOTHERS_POLL_S = 0.005  # poll interval for a block that another process is restoring
+Group = list[tuple[int, Restore]]  # (index of the block, how to restore it)
 
 
 class LeaseTerms(NamedTuple):
-    """In whose name blocks are moved, how long what is moved is leased, and when to give up."""
+    """The owner of the leases, the time they hold, and the deadline of the transfer."""
 
     owner: str
     lease_s: float
@@ -41,27 +41,26 @@ class LeaseTerms(NamedTuple):
 
 
 class Restorer:
-    """Thread-safe. Raises what the directory raises; a block that cannot be had is left out."""
+    """Thread-safe. Raises errors of the directory; a block that cannot be read is omitted."""
 
     def __init__(self, directory: DirectoryClient, nodes: KnownNodes) -> None:
         self._directory = directory
         self._nodes = nodes
         self._lock = threading.Lock()
-        self._clients: dict[str, NodeClient] = {}  # from node_id; of its newest incarnation
+        self._clients: dict[str, NodeClient] = {}  # by node_id; of the node's newest incarnation
         self._users = Counter[NodeClient]()
         self._pool: ThreadPoolExecutor | None = None
         self._restored_blocks = 0
 
     @property
     def restored_blocks(self) -> int:
-        """Those that a node read into DRAM because this process asked for them."""
+        """Blocks that nodes restored into DRAM for this process."""
         return self._restored_blocks
 
     @contextlib.contextmanager
     def client(self, node: NodeInfo) -> Iterator[NodeClient]:
-        """The control socket of a node. That of its incarnation before, which has threads and
-        descriptors, is closed as soon as nobody uses it any more.
-        """
+        """The control socket of a node. The socket of an earlier incarnation, with its threads and
+        descriptors, is closed when its last user is done."""
         with self._lock:
             before = self._clients.get(node.node_id)
             is_same = before is not None and before.address == node.control
@@ -89,9 +88,9 @@ class Restorer:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> Iterator[list[tuple[int, Copy]]]:
-        """Groups of (index, the copy in DRAM), as they arrive; `copies` are on SSDs.
+        """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs.
 
-        What is not yielded could not be had. The copies are leased to the owner.
+        Blocks that could not be read are omitted. The yielded copies are leased to the owner.
         """
         by_node: dict[tuple[str, int], list[int]] = {}
         for index, copy in enumerate(copies):
@@ -144,10 +143,11 @@ class Restorer:
             for at, group in enumerate(groups):
                 assert coming is not None
                 whole = coming.result()
-                # Only now: two at once would share the disk and both come late.
+                # start the next group only now: two at once would share the disk and both arrive
+                # late
                 coming = self._begin(client, groups, at + 1, terms.until_s, epoch)
                 if whole is None:
-                    continue  # bytes may still arrive: the lease on those slots must run out
+                    continue  # bytes may still arrive, so the lease on those slots must expire
                 arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
                 failed = [each for each, is_whole in zip(group, whole, strict=True) if not is_whole]
                 if failed:
@@ -174,7 +174,7 @@ class Restorer:
     def _ask(
         self, client: NodeClient, blocks: list[Restore], until_s: float, epoch: int
     ) -> list[bool] | None:
-        """Which blocks are in DRAM now; None when that is not known."""
+        """Which blocks are in DRAM now; None: unknown."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return [False] * len(blocks)
@@ -187,7 +187,7 @@ class Restorer:
     def _await_others(
         self, node_id: str, keys: Sequence[bytes], indices: list[int], terms: LeaseTerms
     ) -> list[tuple[int, Copy]]:
-        """Blocks that need no slot: in DRAM by now, or being restored by somebody else."""
+        """Blocks that need no slot: in DRAM by now, or being restored by another process."""
         found: dict[int, Copy] = {}
         while len(found) < len(indices) and time.monotonic() < terms.until_s:
             missing = [index for index in indices if index not in found]

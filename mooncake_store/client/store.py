@@ -1,24 +1,25 @@
-"""A worker's access to the KV store: the directory's verbs, and the bytes behind them.
+"""A worker's access to the KV store: the directory's verbs and the transfer of block bytes.
 
-A worker belongs to one storage node of its host and maps that node's segment. The worker fills
-slots there with plain copies and commits them. Blocks of other nodes are read straight into the
-engine's registered KV pool, or fetched into the own segment and committed there as a further copy.
+A worker belongs to one storage node on its host, the local node, and maps that node's segment. The
+worker copies blocks into slots of this segment and commits them. Blocks of other nodes are read
+straight into the engine's registered KV pool, or fetched into the local segment and committed there
+as a further copy.
 
-Threads: every method may be called from several threads (an engine loop and its movers). Bytes
-move outside the GIL, and reads of several threads run side by side (nixl_transport.py).
+Threads: every method may be called from several threads (an engine loop and its movers). Bytes move
+outside the GIL, and reads of several threads run in parallel (nixl_transport.py).
 
 Failure: a block that cannot be read is a miss, never an exception. A copy that proves corrupt is
-reported to the directory. A node that fails is not asked again for a moment. StoreUnavailable is
-raised when the directory itself does not answer. After a timeout bytes may still arrive: pages in
+reported to the directory. A node that fails is not tried again during a cool-down. StoreUnavailable
+is raised when the directory does not answer. After a timeout, bytes may still arrive: pages in
 pending_offsets() must not be given to a request until pending_offsets() stops listing them.
 
-When the own storage node dies its memory is unmapped within a fraction of a second, because its
-next incarnation may need the room (mapped_transport.py). Data written to its slots afterwards is
-lost, like the memory of the dead node. The next allocate() notices the new incarnation
+When the local node dies, its memory is unmapped within a fraction of a second, because its next
+incarnation may need the memory (mapped_transport.py). Data written to its slots afterwards is lost,
+like the rest of the dead node's memory. The next allocate() detects the new incarnation
 (NodeNotAttached) and maps its segment.
 
-Not here: moving and verifying (block_reader.py), nodes and their failures (known_nodes.py),
-replication that the conductor decides (the conductor calls fetch).
+Not here: transfer and verification (block_reader.py), nodes and their failures (known_nodes.py),
+replication decided by the conductor (the conductor calls fetch).
 """
 
 from __future__ import annotations
@@ -71,38 +72,40 @@ from mooncake_store.transports.transport import ByteSpan, TransferCounters
 __all__ = ["Store", "checksum"]
 
 log = logging.getLogger("mooncake_store.store")
-RECENT_LOOKUPS_MAX = 64  # remembered so that a bad copy can be named by its key
-LATE_SLOTS_MAX = 65_536  # allocated, and not saved in place because late bytes may land there
+RECENT_LOOKUPS_MAX = 64  # lookups remembered, to find the block key of a corrupt copy
+# allocated slots that late bytes may reach; their digests cannot be computed in place
+LATE_SLOTS_MAX = 65_536
 
 
 @dataclass(slots=True)
 class _Own:
-    """The own node as attached: one of its incarnations, mapped until it dies."""
+    """The local node as attached: one incarnation, mapped until it dies."""
 
     info: NodeInfo
     shape: Geometry
     segment: Segment
 
     def now(self) -> OwnSegment | None:
-        """Its memory, mapped for as long as this is held; None when it is dead."""
+        """The mapped segment; it stays mapped while the result is referenced. None: the node is
+        dead."""
         view = self.segment.view_if_open()
         return None if view is None else OwnSegment(self.info, view, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What came of a fetch."""
+    """The result of `fetch`."""
 
-    blocks: int  # leading ones that have a copy in the own node now
-    bytes_from: dict[str, int]  # by the node that sent them
+    blocks: int  # length of the prefix that has a copy in the local node now
+    bytes_from: dict[str, int]  # received bytes by sending node
 
 
 class Store:
-    """`transports` says how bytes of a node get here.
+    """`transports` chooses how this process reaches the memory of nodes.
 
-    "auto": the own node mapped, all others by NIXL. "mapped": every node of this host mapped (no
-    NIXL needed). "nixl": reads of the own node go through NIXL too, to test one against the other.
-    Writing to the own segment is a mapped copy in each.
+    "auto": the local node mapped, all others by NIXL. "mapped": every node of this host mapped;
+    NIXL is not needed. "nixl": the local node by NIXL too, to compare the two transports. Writes to
+    the local segment are mapped copies in each mode.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Store:
         transports: str = "auto",
         layers: LayerRange | None = None,
     ) -> None:
-        """`layers`: which of a block's the pages here hold; None for all."""
+        """`layers`: the layers that the pages of this worker hold; None means all layers."""
         self.node_id = node_id
         self.layout = layout
         self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
@@ -149,7 +152,7 @@ class Store:
     # ---- the own node
 
     def _attach(self, before: _Own | None) -> _Own:
-        """Format the own node as it is now, and map it unless this incarnation is mapped."""
+        """Attach the local node's current incarnation, and map it unless it is mapped already."""
         self._nodes.refresh()
         info = self._nodes.find(self.node_id)
         if info is None:
@@ -171,7 +174,7 @@ class Store:
         return _Own(info, shape, segment)
 
     def _attach_again(self, before: _Own) -> None:
-        """After NodeNotAttached: the own node restarted, or the directory did."""
+        """After NodeNotAttached: the local node or the directory restarted."""
         with self._attaching:
             if self._own is not before:
                 return  # another thread did it
@@ -179,20 +182,21 @@ class Store:
             log.warning("node_id=%s attached again", self.node_id)
 
     def _map_next_incarnation(self, before: _Own) -> None:
-        """Of the own node that died; TransferFailed while there is none."""
+        """Attach the local node's next incarnation. TransferFailed: it has not registered yet."""
         try:
             self._attach_again(before)
         except (NodeUnknown, LayoutMismatch) as error:
             raise TransferFailed(f"storage node {self.node_id} has died: {error}") from None
 
     def register_buffer(self, buffer: ByteArray) -> None:
-        """The engine's KV pool (uint8, contiguous): NIXL reads land in it without a copy."""
+        """Register the engine's KV pool (uint8, contiguous), so that NIXL reads write to it
+        directly."""
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous, buffer.dtype
         self._buffers.append(buffer)
         self._nodes.register(buffer.reshape(-1))
 
     def expect_threads(self, count: int) -> None:
-        """So many threads will move bytes at once; called once, before they do."""
+        """Call once, before transfers start. `count`: threads that move bytes at the same time."""
         if self._nodes.nixl is not None:
             self._nodes.nixl.make_lanes(count)
 
@@ -214,11 +218,11 @@ class Store:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """Slots to write in the own node.
+        """Reserve slots in the local node for these blocks and mark their headers "writing".
 
-        Nothing covered (full) while that node is down, or while the `tenant` that the blocks count
-        for has its quota full of blocks in use. `size_bytes`: of each block; 0 for blocks of the
-        own layout. TransferFailed when its process has died and the directory has not heard of it.
+        Covers nothing (store full) while the local node is down, or while blocks in use fill the
+        quota of `tenant`. `size_bytes`: the size of each block; 0 means the size of this layout.
+        TransferFailed: the node's process has died and no new incarnation is attached yet.
         """
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
@@ -237,15 +241,17 @@ class Store:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
-            with self._attaching:  # a new incarnation that gave these slots may be being mapped
+            # wait for a thread that maps the incarnation which granted these slots
+            with self._attaching:
                 own = self._own
             if not own.segment.is_owner_alive():
-                # Another worker was the first to attach the node's next incarnation, so the
-                # directory gives slots of it; or nobody has noticed yet that it died.
+                # Another worker attached the node's next incarnation first, so the slots belong to
+                # that one. Or the node has died and the directory has not noticed yet.
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
                 self._map_next_incarnation(own)
                 continue
-            # Before too: who is late finds blocks of others there, and their headers.
+            # Check before the headers are written as well: a late writer would overwrite headers of
+            # slots that belong to another owner by now.
             is_ours = self._directory.may_write(given, owner, lease_s)
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None or not is_ours:
@@ -267,19 +273,17 @@ class Store:
         deadline_s: float,
         layers: range | None = None,
     ) -> list[tuple[int, ...] | None]:
-        """Layers of the page that starts at buffer[offsets_bytes[i]] into slots[i]: their digests.
+        """Copy layers of the page at buffer[offsets_bytes[i]] into slots[i]; returns their digests.
 
-        The slots may be of any node, and allocated by another process of the same release, whose
-        lease on them must be alive. `layers`: these only, instead of all that a page holds. None:
-        that slot is not being written any more (or not by whoever allocated it), nothing was
-        changed there.
-
-        TransferFailed when its node has died, TransferTimeout when bytes may still arrive: let
-        the lease run out then, do not abandon the slot, and tell nobody the digests.
+        The slots may be of any node. Another process of the same release may have allocated them;
+        its lease must still be valid. `layers`: only these layers of the page. None as a result:
+        that slot has another use by now, and nothing changed there. TransferFailed: the slots' node
+        has died. TransferTimeout: bytes may still arrive. The caller then lets the lease expire,
+        does not abandon the slot, and does not publish the digests.
         """
         part = self._part(layers)
-        near = part.offset_bytes - self._part(None).offset_bytes
-        sources = [buffer[at + near : at + near + part.length_bytes] for at in offsets_bytes]
+        skip_bytes = part.offset_bytes - self._part(None).offset_bytes
+        sources = [buffer[at + skip_bytes :][: part.length_bytes] for at in offsets_bytes]
         writes = [
             LayerWrite(slot, part.offset_bytes, source)
             for slot, source in zip(slots, sources, strict=True)
@@ -297,7 +301,7 @@ class Store:
         return [found[index] for index in range(len(writes))]
 
     def _copy_layers(self, writes: Sequence[LayerWrite]) -> list[tuple[int, ...] | None]:
-        """Into the own segment, however else it is read."""
+        """Copy into the local segment, which is mapped for writes in every transport mode."""
         own = self._own
         here = own.now()
         done = None if here is None else self._layer_writer.copy(here, writes)
@@ -305,11 +309,9 @@ class Store:
         return done or [None] * len(writes)
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
-        """(key, slot, digests of all its layers, whoever wrote them) are written, in slots of any
-        node that `owner` has. False: not ours any more.
-
-        TransferFailed when its node has died: nobody can read what was written.
-        """
+        """Commit (block key, slot, digests of all layers, from all writers) for slots of any node
+        that `owner` holds. False: `owner` no longer holds the slot. TransferFailed: the slots' node
+        has died, so the blocks cannot be read any more."""
         done = [False] * len(blocks)
         for _, _, digests in blocks:
             if len(digests) != self.layout.layers:
@@ -326,7 +328,8 @@ class Store:
         self, node_id: str, blocks: Sequence[WrittenBlock], owner: str, lease_s: float
     ) -> list[bool]:
         epochs = {slot.epoch for _, slot, _ in blocks}
-        if len(epochs) > 1:  # what the earlier one granted is lost, and the request's prefix too
+        # grants of the earlier epoch are void, and with them the request's prefix
+        if len(epochs) > 1:
             return [False] * len(blocks)
         if node_id == self.node_id:
             own, size_bytes = self._own, self.layout.block_bytes
@@ -347,13 +350,13 @@ class Store:
         return done
 
     def _check_alive(self, own: _Own) -> None:
-        """Memory of a dead node can be written all the same, and the directory promises it for as
-        long as it waits for the node: whoever reads it would find nothing. About 1 us."""
+        """TransferFailed if the local node has died. Memory of a dead node stays writable while it
+        is mapped, and the directory lists its blocks for a while, but those blocks are lost."""
         if not own.segment.is_owner_alive():
-            raise TransferFailed(f"storage node {self.node_id} has died, what it held is lost")
+            raise TransferFailed(f"storage node {self.node_id}  has died; its blocks are lost")
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
-        """These slots will not be committed, and nothing is being written to them any more."""
+        """Free slots that will not be committed and that no transfer writes to any more."""
         self._directory.abandon(slots, owner)
 
     def renew(self, owner: str, lease_s: float) -> bool:
@@ -373,16 +376,16 @@ class Store:
         layers: range | None = None,
         checksums: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Block i of copies[i] into the page that starts at buffer[offsets_bytes[i]].
+        """Read block copies[i] into the page at buffer[offsets_bytes[i]]. False: a miss.
 
-        With `layers` only these consecutive ones, each to its position inside the page;
-        `checksums` are then the digests of the single layers, block by block. Without them, as for
-        pages that hold a part of the layers, the digests that are kept with the block are read
-        first, and count for nothing unless they are what its checksum is over. False: this block
-        is a miss (its page may hold anything).
+        `layers` restricts the read to these consecutive layers, each at its offset in the page.
+        `checksums` are then the digests of the single layers, block by block. Without `checksums`,
+        reads of a part of the layers first read the digests stored beside the block. Those digests
+        are valid only if the block's checksum is over them. After a miss the content of the page is
+        undefined.
         """
         part = self._part(layers)
-        near_bytes = part.offset_bytes - self._part(None).offset_bytes
+        skip_bytes = part.offset_bytes - self._part(None).offset_bytes
         if checksums is None and part.length_bytes == self.layout.block_bytes:
             size_bytes, layers_count = part.length_bytes, self.layout.layers
             wants = [
@@ -395,7 +398,7 @@ class Store:
         for index, (copy, offset) in enumerate(zip(copies, offsets_bytes, strict=True)):
             promised = digests[index]
             if promised is not None:
-                target = (buffer, ByteSpan(offset + near_bytes, part.length_bytes))
+                target = (buffer, ByteSpan(offset + skip_bytes, part.length_bytes))
                 single[index] = Want(copy, part.offset_bytes, target, promised)
         arrived = self._reader.read(list(single.values()), deadline_s)
         is_here = dict(zip(single, arrived, strict=True))
@@ -403,16 +406,16 @@ class Store:
 
     @property
     def own_segment(self) -> NodeInfo | None:
-        """The own node, whose segment is mapped here. None: it is dead, or not read by mapping."""
+        """The local node if its segment is mapped here. None: it is dead, or read by NIXL."""
         own = self._own
         is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
         return own.info if is_mapped and own.segment.is_owner_alive() else None
 
     def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
-        """Whole blocks of the own node, for who reads them where they lie: while a lease keeps
-        them. Nothing where that node's memory is not mapped here, or it died."""
-        info, started_s = self.own_segment, time.monotonic()
-        node = None if info is None else self._nodes.access_to(info)
+        """Verify local blocks in place, for readers that hold a lease on them. NOTHING_PLACED if
+        the local node's memory is not mapped here or the node died."""
+        started_s = time.monotonic()
+        node = self._nodes.access_to(info) if (info := self.own_segment) else None
         if node is None or not isinstance(node.transport, MappedTransport):
             return NOTHING_PLACED
         here = [copy for copy in copies if copy.node_id == self.node_id]
@@ -431,20 +434,20 @@ class Store:
         )
 
     def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
-        """Does nobody fill its slot anew? Of a node that died nobody does any more."""
+        """True unless a writer has begun to refill the block's slot. True for a dead node."""
         own = self._own
         return own.info.incarnation != incarnation or is_still(own.segment.view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
-        """Where another process of this host may fill slots of the own node, which `allocate` just
-        gave. None: late bytes may land there, so a digest of what lies there proves nothing."""
+        """Where another process of this host may fill local slots that `allocate` just granted.
+        None for a slot that late bytes may reach: a digest of such memory proves nothing."""
         own, late = self._own, set(self._late)
         blocks = begun_blocks(own.shape, slots, self.layout.block_bytes)
         safe = [at if slot not in late else None for slot, at in zip(slots, blocks, strict=True)]
         return PlacedBlocks(own.info.incarnation, safe)
 
     def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
-        """As `write`, of slots of the own node that somebody else has filled."""
+        """As `write`, for local slots that another process has filled in place."""
         own = self._own
         here, layout = own.now(), self.layout
         done = here and digests_in_place(here, slots, layout.block_bytes, layout.layers)
@@ -453,17 +456,17 @@ class Store:
 
     @property
     def keeps_digests(self) -> bool:
-        """Blocks of this layout have room for the digests of their layers."""
+        """True if blocks of this layout have room for the digests of their layers."""
         return self._own.shape.digests(0, self.layout.block_bytes, self.layout.layers) is not None
 
     def layer_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...] | None]:
-        """Of the layers that the pages here have, for who reads these one by one; None: a miss."""
+        """Digests of the layers in this worker's pages, for layer-wise reads. None: a miss."""
         return self._digests(copies, None, None)
 
     def _digests(
         self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
     ) -> list[tuple[int, ...] | None]:
-        """Of these layers of each block, as announced or as kept with it."""
+        """Digests of these layers of each block: `checksums`, or those stored beside the block."""
         wanted = self.pages.layers.indices if layers is None else layers
         if checksums is not None:
             count = len(wanted)
@@ -476,12 +479,13 @@ class Store:
                 found.append(unpack_digests(packed)[wanted.start : wanted.stop])
             else:
                 found.append(None)
-                if packed is not None:  # what is slow is not bad
+                # None: the digests could not be read in time, which proves nothing
+                if packed is not None:
                     self._report_bad_copy(copy)
         return found
 
     def _part(self, layers: range | None) -> ByteSpan:
-        """The span of these layers inside a block."""
+        """The byte span of these layers inside a block."""
         wanted = self.pages.layers.indices if layers is None else layers
         assert wanted.step == 1 and len(wanted), f"layers must be consecutive: {wanted}"
         assert self.pages.layers.first <= wanted.start and wanted.stop <= self.pages.layers.stop
@@ -491,7 +495,7 @@ class Store:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """Which copy of each block to fetch: see known_nodes.py."""
+        """The copy of each block to fetch: see known_nodes.py."""
         return self._nodes.choose(found, first)
 
     def fetch(
@@ -502,10 +506,8 @@ class Store:
         lease_s: float,
         deadline_s: float,
     ) -> Fetched:
-        """Copy blocks of other nodes, or of SSDs, into the own segment and commit them there.
-
-        `copies[i]` may be a local one already.
-        """
+        """Copy blocks of other nodes or SSDs into the local segment and commit them there.
+        `copies[i]` may be local already."""
         terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
         bytes_from = self._fetcher.fetch(lambda: self._own.now(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
@@ -513,23 +515,21 @@ class Store:
         return Fetched(local.index(False) if False in local else len(local), bytes_from)
 
     def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
-        """Where a timed-out read may still write into this registered buffer (default: the first).
-
-        Polls: call it about every 10 ms while it lists anything, and keep those pages unused.
-        """
+        """Spans of this registered buffer (default: the first) that timed-out reads may still
+        write. Call it about every 10 ms while it lists any span, and keep those pages unused."""
         if buffer is None and not self._buffers:
             return []
         return self._nodes.pending_in(self._buffers[0] if buffer is None else buffer)
 
     def _report_bad_copy(self, copy: Copy) -> None:
-        """A copy proved corrupt: the directory drops it, if its key can be found out."""
+        """Ask the directory to drop a corrupt copy, if its block key can be determined."""
         key = self._key_of(copy)
         log.warning("bad copy %s key=%s", copy, key.hex() if key else "unknown")
         if key is not None:
             self._directory.drop_copy(key, copy.node_id, copy.generation)
 
     def _key_of(self, copy: Copy) -> bytes | None:
-        """From a recent lookup of this worker, or else from the header of the slot."""
+        """The block key: from a recent lookup of this worker, else from the header of the slot."""
         for keys, found in reversed(tuple(self._recent)):
             for key, copies in zip(keys, found, strict=False):
                 if copy in copies:
@@ -540,34 +540,34 @@ class Store:
     # ---- numbers
 
     def measure_rates(self, patience_s: float = 0.0) -> dict[str, float]:
-        """Bytes per second from each node that answers now; see rates.py. Takes ~0.1 s per node,
-        and up to patience_s when one keeps silent."""
+        """Bytes per second from each node that answers; see rates.py. Takes about 0.1 s per node,
+        and up to `patience_s` if a node does not answer."""
         return self._probe.rates(patience_s)
 
     def latencies_s(self) -> dict[str, float]:
-        """Seconds for one small read from each node, as measure_rates() found them."""
+        """Seconds for one small read from each node, as measured by measure_rates()."""
         return dict(self._probe.latency_s)
 
     def paths(self) -> list[PathReport]:
-        """Which transport reaches each node, and how fast, as measure_rates() found last."""
+        """The transport that reaches each node, and its rate at the last measure_rates()."""
         return self._probe.paths()
 
     def counters(self) -> dict[str, TransferCounters]:
-        """What each transport moved. Writing into own slots is not a transfer."""
+        """Totals of each transport. Writes into local slots are not counted."""
         return {transport.name: transport.counters for transport in self._nodes.transports()}
 
     def nic_counters(self) -> dict[str, NicCounters]:
-        """What went over each network card that has a NIXL agent of its own."""
+        """Totals of each network card that has a NIXL agent of its own."""
         return self._nodes.nic_counters()
 
     @property
     def restored_blocks(self) -> int:
-        """Blocks that nodes read from their SSDs because this process wanted them."""
+        """Blocks that nodes restored from their SSDs for this process."""
         return self._restorer.restored_blocks
 
     @property
     def agents_given_up(self) -> int:
-        """NIXL agents of this process that stay unused until it ends."""
+        """NIXL agents that this process has abandoned and will not use again."""
         return frozen_agents()
 
     def close(self) -> None:
@@ -577,7 +577,7 @@ class Store:
 
 
 def _refuse_small_layers(shape: Geometry, layout: KvLayout) -> None:
-    """Single layers can be verified only where there is room for their digests."""
+    """Layers can be verified one by one only if there is room for their digests."""
     if shape.digests(0, layout.block_bytes, layout.layers) is None:
         raise LayoutMismatch(
             f"{layout.layers} layers of {layout.layer_bytes} bytes have no room for their digests "
@@ -587,7 +587,7 @@ def _refuse_small_layers(shape: Geometry, layout: KvLayout) -> None:
 
 
 def _refuse_other_host(info: NodeInfo) -> None:
-    """The own node is written by mapping it, which a path of the same name must not pretend."""
+    """Reject a node of another host: a file of the same name here would be other memory."""
     try:
         here = host_id(info.segment_path)
     except OSError:
@@ -595,6 +595,6 @@ def _refuse_other_host(info: NodeInfo) -> None:
     if info.host_id != here:
         raise NodeUnknown(
             f"storage node {info.node_id} is on another host ({info.host_id}, here it is {here}), "
-            "but a worker writes into the memory of a node of its own: give this host a storage "
-            "node and name that one as store_node"
+            "but a worker must map the memory of its node: start a storage node on this host "
+            "and name it as store_node"
         )
