@@ -1,22 +1,22 @@
-"""The one object that decides: events, reports and requests in; routes and rejections out.
+"""The conductor's state machine: events, reports and requests in; routes and rejections out.
 
-It holds all decision state behind a small interface, reads no clock and calls nobody, so the same
-class runs in the frontend's process and in the simulator. The shell
-owns the lock or the loop, calls one method, carries out what comes back. Time only moves forward:
-threads may read their clock before they get the lock, so an older `now_s` counts as the latest.
+The conductor holds all decision state, reads no clock and does no I/O. The same class therefore
+runs in the frontend's process and in the simulator. The shell serialises the calls and carries out
+the results. Time only moves forward: an older `now_s` counts as the latest one, because threads may
+read their clocks before they take the lock.
 
-    on_snapshot, on_events, on_silence         what the directory says, or that it does not
-    on_arrival, on_charged                     what a tenant used up, before a prompt is read
+    on_snapshot, on_events, on_silence         directory state, its changes, gaps without events
+    on_arrival, on_charged                     tenant limits, checked before the prompt is read
     on_request                                 a Route or a Reject; a route is reserved at once
-    on_prefill_finished                        the reservation moves from one worker to the other
-    on_finished                                done, failed or cancelled: nothing is left reserved
-    on_used                                    what it took of its tenant's limits
-    on_worker_failed                           a call failed: avoided until it reports again
-    on_worker_unreached, on_worker_reached     no way to it from here: avoided until there is one
-    on_worker_refused                          a decode worker was too full: the same, for new ones
-    on_routed_elsewhere, take_notes            what other frontends routed; what to tell them
+    on_prefill_finished                        the load moves from the prefill to the decode worker
+    on_finished                                done, failed or cancelled: reservations are dropped
+    on_used                                    tokens charged to the limits of the tenant
+    on_worker_failed                           a call failed: avoided until the next report
+    on_worker_unreached, on_worker_reached     no network path: avoided until there is one
+    on_worker_refused                          a full decode worker gets no new requests for a time
+    on_routed_elsewhere, take_notes            notes received from and sent to other frontends
     on_tick                                    housekeeping, and suggestions for hot prefixes
-    propose_flip                               a worker that had better take the other role
+    propose_flip                               a worker that should change its role
 
 Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
 """
@@ -81,7 +81,7 @@ from mooncake_store.records.events import (
 
 @dataclass(slots=True)
 class _Totals:
-    """Of ConductorStats."""
+    """Counters that ConductorStats shows."""
 
     requests: int = 0
     routed: int = 0
@@ -92,18 +92,18 @@ class _Totals:
     replicated_blocks: int = 0
 
 
-FLIPS_KEY = b"role flips"  # one frontend proposes them
+FLIPS_KEY = b"role flips"  # hashed to select the one frontend that proposes role flips
 
 
 class Conductor:
-    """Decides; never sleeps, never sends, never asks what time it is. Not thread-safe."""
+    """Decides without sleeping, sending or reading a clock. Not thread-safe."""
 
     def __init__(
         self, config: ConductorConfig, index: PrefixIndex | None = None, frontend: str = ""
     ) -> None:
-        """`frontend`: one incarnation of it, where there may be several."""
+        """`frontend`: name of this frontend's incarnation; needed where several frontends run."""
         problems = config.problems()
-        assert not problems, "the shell checks the config first: " + "; ".join(problems)
+        assert not problems, "invalid ConductorConfig: " + "; ".join(problems)
         self.config = config
         self._tiers = Tiers(PrefixIndex(config.index_blocks_max) if index is None else index)
         self._cluster = Cluster(config)
@@ -122,10 +122,10 @@ class Conductor:
         self._rejected: Counter[str] = Counter()
         self._advised: Counter[str] = Counter()
 
-    # What the directory says
+    # Directory events
 
     def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
-        """Start over from the directory's word; reservations of workers that stayed are kept."""
+        """Replace the known cluster by a snapshot; keep reservations of workers still in it."""
         now_s = self._advance(now_s)
         nodes = {info.node_id: info.incarnation for info in snapshot.nodes}
         for node_id, known in list(self._cluster.nodes.items()):
@@ -144,10 +144,10 @@ class Conductor:
         self.on_events([WorkerReported(report) for report in snapshot.reports], now_s)
 
     def on_events(self, events: Iterable[Event], now_s: float) -> None:
-        """Apply what changed, in order."""
+        """Apply directory events in order. Runs of equal block events are applied as one batch."""
         now_s = self._advance(now_s)
         kind: type[BlockAdded] | type[BlockRemoved] = BlockAdded
-        node_id = ""  # of the changes of the index that are still to be made
+        node_id = ""  # of the collected block events
         keys: list[bytes] = []
         for event in events:
             if event.__class__ is BlockAdded or event.__class__ is BlockRemoved:
@@ -171,7 +171,7 @@ class Conductor:
             elif isinstance(event, NodeDown):
                 self._node_down(event.node_id, event.incarnation)
             elif isinstance(event, FrontendNoted):
-                pass  # the shell reads its bytes: on_routed_elsewhere
+                pass  # the shell decodes the notes and calls on_routed_elsewhere
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
         if keys:
@@ -180,7 +180,7 @@ class Conductor:
     def _index(
         self, kind: type[BlockAdded] | type[BlockRemoved], keys: Sequence[bytes], node_id: str
     ) -> None:
-        """These blocks came to the node, or left it."""
+        """Add these blocks to the node's index, or remove them."""
         if kind is BlockRemoved:
             self._tiers.remove_many(keys, node_id)
             return
@@ -188,7 +188,7 @@ class Conductor:
         self._hotspots.arrived_many(keys, node_id)
 
     def on_silence(self, seconds: float, now_s: float) -> None:
-        """The directory said nothing for so long, so the workers could not be heard of either."""
+        """The directory sent nothing for `seconds`, so worker reports could not arrive either."""
         self._cluster.excuse(seconds, self._advance(now_s))
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
@@ -201,10 +201,10 @@ class Conductor:
     def on_arrival(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """Why this tenant may not have one more request, before anything of it is read.
+        """Apply the tenant's limits to one more request, before its prompt is read.
 
-        `in_flight`: its requests at this frontend, those that are being read among them; None:
-        what is asked for will not be in flight.
+        `in_flight`: the tenant's requests at this frontend, including those still being read. None:
+        the new work will not be in flight.
         """
         now_s = self._advance(now_s)
         if in_flight is not None:
@@ -216,13 +216,13 @@ class Conductor:
         return self._refuse(used_up)
 
     def on_charged(self, tenant: str, now_s: float) -> None:
-        """Work that is no request, or an invalid one, counts as one request of its tenant."""
+        """Count work that is not a request, or an invalid request, as one request of the tenant."""
         usage = self._quotas.charged(tenant, self._advance(now_s))
         if self._others:
             self._noted.add(usage)
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
-        """Where this request goes, or why not. A retry replaces the attempt before it."""
+        """The route of this request, or its rejection. A retry replaces the previous attempt."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._drop(request.request_id, now_s)
@@ -253,9 +253,9 @@ class Conductor:
         return self._send(request, pair, options, advice, now_s)
 
     def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
-        """The best pairs with their terms, and what would become of each. Changes nothing.
+        """The best pairs with their terms and the verdict on each. Changes no state.
 
-        A fleet has thousands of pairs: only the `count_max` that are shown are made.
+        A large cluster has thousands of pairs; only `count_max` of them become objects.
         """
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
@@ -282,7 +282,7 @@ class Conductor:
         return Explanation(tuple(candidates), len(ranked) - shown)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
-        """The terms of every worker that may take the request, or why there is none."""
+        """The terms of every worker that may take the request, or a rejection."""
         cluster, excluded = self._cluster, request.excluded_workers
         tokens, prefills, decodes = request.prompt_tokens, cluster.prefills, cluster.decodes
         cluster.look(now_s)
@@ -312,7 +312,7 @@ class Conductor:
     def _send(
         self, request: Request, pair: Pair, options: Options, advice: Reject | None, now_s: float
     ) -> Route:
-        """Reserve the pair and count."""
+        """Reserve the pair, update the totals and notes, and build the route."""
         prefill, decode = pair.prefill, pair.decode
         route = Route(
             request_id=request.request_id,
@@ -348,7 +348,7 @@ class Conductor:
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
     ) -> None:
-        """The first token is there. `seconds`: what computing took, when the worker said so."""
+        """The first token was computed. `seconds`: prefill time, if the worker reported it."""
         now_s = self._advance(now_s)
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
@@ -361,7 +361,7 @@ class Conductor:
     def _learn(
         self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float
     ) -> None:
-        """Compare what was predicted with what came."""
+        """Compare the predictions of TTFT and prefill time with the measured times."""
         predicted = routed.route.predicted
         predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
         self._ttft_errors.add(predicted_s, took_s)
@@ -371,9 +371,9 @@ class Conductor:
             self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
-        """Done, failed or cancelled: drop all that is reserved for it. Again is harmless.
+        """Done, failed or cancelled: drop all reservations of the request. Idempotent.
 
-        `output_tokens`: how long the answer was, when the caller knows; for predictive_lengths.
+        `output_tokens`: length of the answer, if known; `predictive_lengths` learns from it.
         """
         now_s = self._advance(now_s)
         routed = self._drop(request_id, now_s, output_tokens)
@@ -383,8 +383,8 @@ class Conductor:
                 self._balance.ended(output_tokens, now_s)
 
     def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
-        """A request whose tenant has limits is over, all attempts of it: it used so many tokens.
-        `request_id`: of the attempt that was let in."""
+        """All attempts of a request have ended, and they used `tokens` of the tenant's limits.
+        `request_id`: of the attempt that was admitted."""
         now_s = self._advance(now_s)
         usage = self._quotas.ended(request_id, tokens, now_s)
         if usage is not None and self._others:
@@ -393,7 +393,7 @@ class Conductor:
     def _drop(
         self, request_id: str, now_s: float, output_tokens: int | None = None
     ) -> InFlightRequest | None:
-        """Nothing is left of it here, and the other frontends will hear of that."""
+        """Drop the reservations of the request, and note the end for other frontends."""
         routed = self._cluster.drop(request_id, now_s)
         if routed is not None and self._others and not routed.is_elsewhere:
             length = -1 if output_tokens is None else output_tokens
@@ -401,53 +401,54 @@ class Conductor:
         return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """A call to it failed. The mark lasts until its next report or failed_mark_s."""
+        """A call failed. The mark ends with the next report or after failed_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
     def on_worker_unreached(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """There is no way to it from here, however well it reports."""
+        """This frontend has no network path to the worker, whatever the worker reports."""
         self._advance(now_s)
         self._cluster.worker_reached((worker_id, incarnation), False)
 
     def on_worker_reached(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """There is one again."""
+        """The network path to the worker works again."""
         self._advance(now_s)
         self._cluster.worker_reached((worker_id, incarnation), True)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """A decode worker was too full for a request that came (arrival_check.py): it counts as
-        full until its next report or for overload_mark_s."""
+        """A decode worker was too full for a request on its arrival (arrival_check.py). It counts
+        as full until its next report, at most for overload_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
 
-    # Other frontends: what was routed there, and what to tell them
+    # Notes of other frontends
 
     def on_routed_elsewhere(self, batch: NoteBatch, now_s: float) -> None:
-        """Notes of another frontend, about requests at the workers that we share."""
+        """Notes of another frontend about requests at the shared workers."""
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
             if self._others.on_batch(batch, now_s):
-                offset_s = now_s - batch.sent_s  # from its clock to ours
+                offset_s = now_s - batch.sent_s  # converts that frontend's clock to this one
                 for usage in batch.usage:
                     self._quotas.heard(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
                 self._balance.heard(batch, now_s)
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
-        """What this frontend has to tell, or that it lives; a batch that is not sent is lost."""
+        """A batch of notes for the other frontends; an empty batch is a heartbeat. A batch that the
+        shell does not send is lost."""
         now_s = self._advance(now_s)
         return self._noted.take(now_s, count_max, self._gate.wanted_of(now_s), is_last)
 
     @property
     def notes_waiting(self) -> int:
-        """None while nobody else is known, who could want them."""
+        """Notes not yet taken; always 0 while no other frontend is known."""
         return len(self._noted)
 
     @property
     def frontends_known(self) -> int:
-        """Others than this one, which were heard of lately."""
+        """Other frontends that sent a batch recently."""
         return len(self._others)
 
     def _note_routed(self, route: Route, request: Request, send_s: float, now_s: float) -> None:
@@ -477,10 +478,10 @@ class Conductor:
     def on_tick(
         self, now_s: float, held: Callable[[], Collection[str]] = frozenset
     ) -> list[Replicate]:
-        """About once a second. Suggestions may be ignored; they come again if they were.
+        """Called about once a second. Suggestions that are not carried out are made again.
 
-        `held`: the attempts, by request id, that the frontend still has. They stay in flight for
-        longer than request_s_max.
+        `held`: request ids of the attempts that the frontend still holds. These attempts stay in
+        flight for longer than request_s_max.
         """
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
@@ -502,15 +503,15 @@ class Conductor:
         return suggestions
 
     def copies_by_heat(self, now_s: float) -> tuple[HeatClass, ...]:
-        """Hot blocks of requests that came here, coldest class first; as of the latest tick."""
+        """Hot blocks of requests at this frontend, coldest class first; as of the latest tick."""
         return self._hotspots.copies_by_heat(self._tiers.dram, self._advance(now_s))
 
     def hot_prefixes(self, now_s: float, count_max: int) -> list[HotPrefix]:
-        """The hottest of those that requests found lately, hottest first."""
+        """The hottest prefixes of recent requests, hottest first."""
         return self._hotspots.hottest(self._tiers.dram, self._advance(now_s), count_max)
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
-        """About once a second. Of several frontends one proposes; all agree which."""
+        """Called about once a second. One of several frontends proposes; all agree on which one."""
         now_s = self._advance(now_s)
         if self._balance is None:
             return None
@@ -540,7 +541,7 @@ class Conductor:
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
-        """Every known worker, as the conductor sees it now."""
+        """The state of every known worker, as the conductor sees it."""
         now_s = max(now_s, self._now_s)
         found = []
         for _, worker in sorted(self._cluster.workers.items()):
@@ -562,7 +563,7 @@ class Conductor:
         return found
 
     def check(self) -> None:
-        """Prove the invariants of everything below."""
+        """Assert the invariants of all parts."""
         self._cluster.check(self._now_s)
         self._hotspots.check()
         self._others.check()
@@ -573,10 +574,10 @@ class Conductor:
             self._balance.check()
         self._tiers.check()
         routed_or_not = self._totals.routed + sum(self._rejected.values())
-        assert routed_or_not == self._totals.requests, "a request was neither routed nor not"
+        assert routed_or_not == self._totals.requests, "a request was neither routed nor rejected"
 
     def _advance(self, now_s: float) -> float:
-        """The latest time that any call named; time does not go back."""
+        """The latest time that any call named, at least `now_s`."""
         self._now_s = max(now_s, self._now_s)
         return self._now_s
 

@@ -1,29 +1,30 @@
-"""Whose prompt is computed next inside a prefill worker, and which prompts share one step.
+"""Shortest job first with ageing: the order of prompts in a prefill queue, and step sharing.
 
-**Order**: short work first, with ageing. Each request gets a key when it arrives, and the least key
-goes first:
+Plain shortest-first order starves long prompts. Ageing bounds the wait of a long prompt.
+
+**Order.** Each request gets an order key when it arrives. The smallest order key runs first:
 
     order_key_s = arrived_s + min(stretch * work_s, wait_s_max)
 
-`work_s` is the predicted time of its prefill, after what is cached. Nobody is overtaken by one that
-came more than `wait_s_max` later: that is the ageing. `stretch = 0` is first come, first
-served. A key never changes, so the worker may keep a heap, the conductor can tell which of the
-requests that it routed there will go ahead of a new one, and both agree without talking about it.
+`work_s` is the predicted prefill time of the tokens that are not cached. A request that arrives
+more than `wait_s_max` after another one never overtakes it. `stretch = 0` is first come, first
+served. An order key never changes, so a worker can keep its queue in a heap. The conductor computes
+the same order key, and predicts without messages which of its requests run before a new one.
 
-**Sharing**: a full step keeps everybody in it waiting until its end. Taking one more prompt into a
-step that already ends `sharing` prompts costs these `sharing * per_token * tokens`, and spares the
-prompt and those behind it one overhead. So it is taken while
+**Sharing.** All prompts of a step wait until the step ends. Adding a prompt to a step that already
+ends `sharing` prompts delays each of them by `per_token * tokens`. It saves the added prompt and
+the prompts behind it one step overhead each. A prompt is added while
 
     sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
 
-Short prompts behind a deep queue share steps; a long prompt does not fill the rest of a short one's
-step (docs/reference/conductor.md, "Sharing a prefill step").
+Short prompts in front of a deep queue share steps. A long prompt does not fill the rest of a short
+prompt's step (docs/reference/conductor.md, "Sharing a prefill step").
 
-**Making way**: while the cached prefix of a prompt that goes first is still being loaded, the
-engine computes others, and a step is never interrupted. So such a step is a short one: MAKING_WAY
-times as many tokens as its overhead is worth, in whole blocks.
+**Making way.** The engine computes other prompts while the cached prefix of the first prompt is
+being loaded. A running step is never interrupted, so such a step is kept short. It takes at most
+MAKING_WAY times the tokens that its overhead is worth, in whole blocks.
 
-Not here: what the queue holds (prefill_queue.py; in a worker backends/engine/batching/batching.py).
+Not here: queue contents (prefill_queue.py; in a worker backends/engine/batching/batching.py).
 """
 
 from __future__ import annotations
@@ -34,35 +35,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """How much later a request may queue per second of its work, and at most."""
+    """Seconds of queueing added per second of work, and the bound on the added seconds."""
 
     stretch: float
     wait_s_max: float
 
     def key_s(self, arrived_s: float, work_s: float) -> float:
-        """Position in the queue, in seconds on the clock of `arrived_s`; the least goes first."""
+        """Order key in seconds, on the clock of `arrived_s`; the smallest key runs first."""
         return arrived_s + min(self.stretch * work_s, self.wait_s_max)
 
 
 FIFO = QueueOrder(stretch=0.0, wait_s_max=0.0)
 
 
-ALWAYS = float("inf")  # as overhead_tokens: every step is filled as far as it goes
-MAKING_WAY = 4  # a short step loses at most a fifth of its time to overhead
+ALWAYS = float("inf")  # a value of overhead_tokens: every step is filled to its token limit
+MAKING_WAY = 4  # overhead is at most a fifth of a short step
 
 
 def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) -> bool:
-    """Whether the next prompt is computed in this step too; the first one always is.
+    """Whether the next prompt joins this step; the first prompt of a step always does.
 
-    `sharing`: prompts in the step so far. `behind`: prompts that are not in it, the one in question
-    included. `tokens`: what the step would compute more.
+    `sharing`: prompts that end in the step so far. `behind`: prompts not in the step, the next one
+    included. `tokens`: tokens that the next prompt would add to the step.
     """
     assert sharing >= 0 and behind >= 1 and tokens > 0, (sharing, behind, tokens)
     return sharing * tokens <= behind * overhead_tokens
 
 
 def short_step_tokens(chunk_tokens: int, block_tokens: int, overhead_tokens: float) -> int:
-    """What a step takes at most while a prompt that goes first is being loaded."""
+    """Token limit of a step while the cached prefix of the first prompt is being loaded."""
     wanted = MAKING_WAY * overhead_tokens
     if wanted >= chunk_tokens:
         return chunk_tokens

@@ -1,41 +1,41 @@
-"""Whether the best pair is good enough, and if not, what to answer the client.
+"""SLO-based admission: whether the best pair keeps its limits, and the answer to a rejected client.
 
-A request that will miss its service level wastes the prefill that is spent on it, so it is better
-rejected before (Mooncake, "Overload"). What "will miss" means on the decode side is a policy, a
-function from what a decode worker has to the load that the request would meet:
+A request that will miss its service level wastes its prefill, so an early rejection is cheaper
+(Mooncake, "Overload"). On the decode side a load policy predicts the load that the request will
+meet. A load policy is a pure function of the decode batch:
 
-    reserved   all that is decoding or on its way there; nobody is assumed to leave
-    predictive_lengths  ours: the same moment, where each request leaves with the probability that
-                its class of prompts gives an answer of its age (lengths.py, decode_forecast.py)
-    predictive  the paper's system-level form: the load when this prefill will have ended, which
-               adds the requests that will have joined and takes away those that will have left
-                (both predictions also keep room for expected arrivals: decode_forecast.py)
-    early      the load now; it acts one prefill too late, so the two pools swing
-    baseline   no decode check: overload there shows only after prefill was paid for
-    none       no service level is checked; only bounded queues and batches reject
+    reserved    all requests that are decoding or on their way there; no request leaves
+    predictive  the paper's system-level form: the load at the end of this prefill, with the
+                requests that will have joined and without those that will have left
+    predictive_lengths  this project's form: the same moment, where a request leaves with the
+                probability that its class of prompts gives an answer of its age (lengths.py,
+                decode_forecast.py)
+    early       the load now; it reacts one prefill too late, so the load of the pools oscillates
+    baseline    no check of decode load; overload appears only after the prefill is computed
+    none        no service level is checked; only bounded queues and batches reject
 
-`reserved` keeps what it promises; `predictive_lengths` wastes least (README.md says where the
-numbers are). The gain of `predictive` is room that will be free; its price is that a request with a
-long prefill books that room ahead of those with a short one, and that two bookings of one room are
-noticed late.
-A new policy is a new entry in LOAD_POLICIES; it must be a pure function of the same arguments.
+Both predictive policies also keep room for expected arrivals (decode_forecast.py). `reserved` keeps
+its predictions, and `predictive_lengths` wastes the least work (README.md names the measurements).
+`predictive` uses room that will become free. Its cost is that a long prefill books that room before
+short ones, and that two bookings of the same room are detected late. A new policy is a new entry in
+LOAD_POLICIES.
 
-`Gate` is the part that learns: how far predictions are off, and who asked for what lately.
+`Gate` also learns the errors of predictions and the recent demand. Its rules:
 
-    an idle cluster     always admits what its workers can hold. A service level is a promise about
-                        load; a prompt that takes longer than its limit with nobody in front
-                        harms nobody, and "come back later" would not help it
-    fits its limits     predicted TTFT x measured error <= limit, TBT <= limit, room
-    fair share          under overload, those that would fit are fewer than those that may come in
-                        (fair_share.py)
-    goes on             a request that lost its workers was admitted before: it always is
+    idle cluster        A request that its workers can hold is always admitted. Service levels limit
+                        load. A long prompt without a queue delays no other request, and a later
+                        retry would be no faster.
+    limits              predicted TTFT x measured error <= limit, TBT <= limit, room
+    fair share          Under overload, some requests that keep their limits are rejected too
+                        (fair_share.py).
+    resumed request     A request that lost its workers was admitted before, so it is admitted.
 
-Its `objection` changes nothing, so `explain` shows what `on_request` would do; `note` counts what
-was decided.
+`Gate.objection` changes no state, so `explain` shows what `on_request` would decide. `Gate.note`
+counts the decision.
 
-`retry_after_s` is when the same prediction would fit: queues drain one second per second, batches
-when their requests are expected to leave. It is bounded on both sides, because a prediction about
-the far future is a guess and an immediate retry is more load.
+`retry_after_s` is the time until the same prediction would fit. Queues drain one second per second,
+and batches shrink as requests are expected to leave. The value is bounded on both sides: a distant
+prediction is a guess, and an immediate retry is more load.
 
 Not here: finding the best pair (routing.py), counting rejections (conductor.py).
 """
@@ -60,11 +60,11 @@ from conductor.queue_order import QueueOrder
 from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
 
-SHOWN_MAX = 3  # workers that a reason goes into
-RETRY_NOBODY_S = 3.0  # workers report every second and a reload takes two
+SHOWN_MAX = 3  # workers named in a reason
+RETRY_NO_WORKER_S = 3.0  # workers report every second, and a model reload takes two
 
 
-# (batch, when the prefill will end, now, expected decode time) -> load without the request
+# (batch, end of the prefill, now, expected decode time) -> load without the request
 LoadPolicy = Callable[[DecodeBatch, float, float, float], DecodeLoad]
 
 
@@ -84,10 +84,10 @@ def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> 
 
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
-    "predictive_lengths": load_when_prefill_ends,  # of all workers at once: see decode_loads()
+    "predictive_lengths": load_when_prefill_ends,  # decode_loads() predicts all workers in one call
     "predictive": load_when_prefill_ends,
     "early": load_now,
-    "baseline": load_reserved,  # shown, not judged: see objection()
+    "baseline": load_reserved,  # shown, not checked: see objection()
     "none": load_reserved,
 }
 
@@ -95,8 +95,8 @@ LOAD_POLICIES: Mapping[str, LoadPolicy] = {
 def decode_loads(
     cluster: Cluster, workers: Sequence[WorkerState], at_s: float, now_s: float
 ) -> list[DecodeLoad]:
-    """What each of these decode workers has, without the request, as the admission policy sees it
-    for one whose prefill ends at `at_s`."""
+    """The load of each decode worker, without the request, as the admission policy predicts it for
+    a prefill that ends at `at_s`."""
     if not workers:
         return []
     if cluster.forecasts is not None and len(workers) == 1 and workers[0].batch.forecast:
@@ -113,13 +113,13 @@ def decode_loads(
         return loads
     workers_there = len(cluster.decodes.workers)
     arrivals = cluster.expected_arrivals.expected(at_s, now_s, workers_there)
-    # A request that joins an empty batch slows nobody down, whatever may come later.
+    # A request that joins an empty batch delays no other request, so no room is kept beside it.
     return [load.plus(*arrivals) if load.sequences > 0 else load for load in loads]
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """No worker of this role can take it: none takes requests, or each is too small. One that goes
-    on waits for the worker that was large enough: it may be starting again."""
+    """The rejection if no worker of this role can take the request: none takes requests, or each is
+    too small. A resumed request waits for a large enough worker, which may be restarting."""
     takers = [w for w in cluster.takers(role, now_s) if w.key not in request.excluded_workers]
     tokens = request.prompt_tokens + request.output_tokens_max * (role == "decode")
     if takers and not (request.is_resumed and tokens <= cluster.largest_seen[role]):
@@ -133,14 +133,14 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
             reasons[why] = reasons.get(why, 0) + 1
     counts = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
     reason = f"no {role} worker takes requests ({counts or 'none is registered'})"
-    retry_s = _bounded(RETRY_NOBODY_S, cluster.config)
+    retry_s = _bounded(RETRY_NO_WORKER_S, cluster.config)
     return Reject(request.request_id, f"no_{role}_worker", reason, None, retry_s)
 
 
 def _too_large(
     cluster: Cluster, role: str, workers: Sequence[WorkerState], request: Request
 ) -> Reject:
-    """No worker that is there could ever hold it; asking again will not help."""
+    """No registered worker could ever hold the request, so a retry cannot help."""
     info = max((worker.info for worker in workers), key=cluster.tokens_max)
     node_blocks, wanted = cluster.node_blocks(info), request.prompt_tokens
     if node_blocks < min(info.pages_max, blocks_touched(wanted, info.block_tokens)):
@@ -159,7 +159,7 @@ def _too_large(
 
 
 def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_s: float) -> str:
-    """The kind of rejection that this pair would meet; empty when it keeps its limits."""
+    """The kind of rejection for this pair; "" if the pair keeps all limits."""
     if not pair.prefill.has_room:
         return "prefill_full"
     if config.admission == "none":
@@ -177,12 +177,12 @@ def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_
 
 @dataclass(frozen=True, slots=True)
 class RejectionCase:
-    """All that a rejection is worded from."""
+    """The facts from which the text of a rejection is built."""
 
     pair: Pair
     options: Options
     request: Request
-    shed: Shed | None  # of kind fair_share
+    shed: Shed | None  # only for kind fair_share
     now_s: float
     cluster: Cluster
 
@@ -193,7 +193,7 @@ class RejectionCase:
 
 
 def reject_for(kind: str, case: RejectionCase) -> Reject:
-    """Words, numbers, the limit, and when to come back."""
+    """The rejection with its reason, the limit, and when to retry."""
     reason, wait_s = WORDS[kind](case)
     retry_s = _bounded(wait_s, case.cluster.config)
     return Reject(case.request.request_id, kind, reason, case.pair.predicted, retry_s)
@@ -204,7 +204,7 @@ def _prefill_full(case: RejectionCase) -> tuple[str, float]:
     queues = ", ".join(
         f"{p.worker.queue.requests} of {p.worker.info.slots_max}" for p in prefills[:SHOWN_MAX]
     )
-    # There is room when the shortest queue has finished one of its requests.
+    # A queue has room after it has finished one of its requests.
     wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
     return f"the queues of all {len(prefills)} prefill workers are full ({queues})", wait_s
 
@@ -257,10 +257,10 @@ def _decode_full(case: RejectionCase) -> tuple[str, float]:
 
 def _fair_share(case: RejectionCase) -> tuple[str, float]:
     shed = case.shed
-    assert shed is not None, "whoever found the kind found the reason"
+    assert shed is not None, "a fair_share rejection needs its Shed record"
     above = f"above the {shed.limit_s:.3f} s that are admitted"
-    if shed.work_s <= shed.limit_s:  # in the bucket of the cut
-        above = "where some are admitted in turns, and it was not its turn"
+    if shed.work_s <= shed.limit_s:  # in the bucket that the cut divides
+        above = "at the cut, where only part of the requests is admitted"
     reason = (
         f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, held at "
         f"{shed.target_s:g} s; a prompt of {class_name(shed.length)} that costs "
@@ -271,7 +271,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
             f"; tenant {case.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
             f"{shed.granted:.2f} prefill seconds per second"
         )
-    # The queue drains one second per second; who asks for twice its share comes half as often.
+    # The queue drains one second per second. Twice the demand of a share waits twice as long.
     return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
 
 
@@ -286,7 +286,7 @@ DECODE_KINDS = ("tbt_slo", "decode_full")
 
 
 def _decode_wait_s(case: RejectionCase, tbt_limit_s: float) -> float:
-    """Until enough requests have left one of the batches for one more to fit."""
+    """Seconds until enough requests have left one of the batches for one more to fit."""
     return min(_batch_wait_s(case, decode, tbt_limit_s) for decode in case.options.decodes)
 
 
@@ -294,7 +294,7 @@ def _batch_wait_s(case: RejectionCase, decode: DecodeOption, tbt_limit_s: float)
     request, now_s, cluster = case.request, case.now_s, case.cluster
     config, info, load = cluster.config, decode.worker.info, decode.load
     estimate, tokens = decode.worker.decode_estimate, request.prompt_tokens
-    sequences = max(load.sequences, 1.0)  # the mean request stands for each of them
+    sequences = max(load.sequences, 1.0)  # at least one; step_s and pages are means per sequence
     step_s = (
         estimate.per_sequence_s + estimate.per_context_token_s * load.context_tokens / sequences
     )
@@ -309,7 +309,7 @@ def _batch_wait_s(case: RejectionCase, decode: DecodeOption, tbt_limit_s: float)
     times = decode.worker.batch.leave_times(now_s, cluster.decode_s)
     leaving = max(1, math.ceil(load.sequences - room - 1e-9))
     if room < 0 or leaving > len(times):
-        return config.retry_after_s_max  # it would not fit an empty batch either
+        return config.retry_after_s_max  # the request would not fit an empty batch either
     return times[leaving - 1] - now_s
 
 
@@ -320,8 +320,8 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
 def pressure_on(
     options: Options, decode: DecodeOption, config: ConductorConfig, elsewhere: Mapping[str, float]
 ) -> Pressure:
-    """What the pools are loaded with before this request: all prefill queues, the best batch.
-    `elsewhere`: what other frontends were asked for, by tenant."""
+    """The load of the pools without this request: all prefill queues, and the best decode batch.
+    `elsewhere`: demand at other frontends by tenant, in prefill seconds per second."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
         decode.tbt_s / config.tbt_slo_s,
@@ -334,7 +334,7 @@ def pressure_on(
 
 
 class Gate:
-    """Says what is wrong with a pair, given what was learned; learns from what became of others."""
+    """Applies the limits to pairs, with margins and shares learned from earlier requests."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
@@ -345,14 +345,14 @@ class Gate:
         self._share = FairShare(config) if sheds else None
 
     def order(self, request: Request) -> QueueOrder:
-        """By what it queues for prefill. While some of its tenant's requests are turned away,
-        cost and class decide who; an order by cost on top would keep the long ones out."""
+        """The order of the prefill queue. While the tenant's requests are shed, cost and class
+        decide the admission; a queue order by cost in addition would starve long prompts."""
         sheds = self._share is not None and self._share.is_shedding(request.tenant)
         return self._overload_order if sheds else self._order
 
     def ttft_limit_s(self, request: Request) -> float:
-        """What predicted TTFT may be. A request that matters more than others takes the risk that
-        the prediction is too low; one that matters less leaves more room."""
+        """The limit of predicted TTFT. A high priority drops the margin for prediction errors. A
+        low priority reduces the limit."""
         if request.priority > 0:
             return self._config.ttft_slo_s
         share = self._config.low_priority_load_max if request.priority < 0 else 1.0
@@ -361,8 +361,8 @@ class Gate:
     def objection(
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
     ) -> str:
-        """The kind of rejection that this pair would meet; empty when it is admitted. One that was
-        admitted before may wait, but what it has cost is not thrown away."""
+        """The kind of rejection for this pair; "" if it is admitted. A resumed request is admitted,
+        because the work it has cost would be lost."""
         if request.is_resumed:
             return ""
         kind = objection(pair, request, self._config, ttft_limit_s)
@@ -375,7 +375,7 @@ class Gate:
         return kind
 
     def shed(self, pair: Pair, request: Request, pressure: Pressure) -> Shed | None:
-        """Why fairness turns it away; None when it does not."""
+        """The fair-share objection; None if fairness does not reject the request."""
         if self._share is None:
             return None
         return self._share.objection(request, pair.predicted.prefill_s, pressure)
@@ -383,7 +383,7 @@ class Gate:
     def note(
         self, pair: Pair, request: Request, pressure: Pressure, now_s: float, kind: str
     ) -> None:
-        """Count a request that was decided on; `kind` is empty for one that was admitted."""
+        """Count a decided request; `kind` is "" if it was admitted."""
         if self._share is None:
             return
         if kind in DECODE_KINDS:
@@ -391,7 +391,8 @@ class Gate:
         self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
-        """What was offered to this frontend lately, by tenant; empty where nobody is shed."""
+        """Recent demand at this frontend by tenant, in prefill seconds per second; {} without fair
+        shares."""
         return self._share.wanted_of(now_s) if self._share is not None else {}
 
     def decode_was_short(self) -> None:
@@ -402,15 +403,15 @@ class Gate:
     def learn_ttft(
         self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float
     ) -> None:
-        """Both from routing to the end of prefill."""
+        """Both times run from routing to the end of prefill."""
         self._margin.learn(prompt_tokens, predicted_s, actual_s, now_s)
 
     def tick(self, now_s: float) -> None:
-        """About once a second."""
+        """Called about once a second."""
         self._margin.fade(now_s)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         self._margin.check()
         if self._share is not None:
             self._share.check()

@@ -1,24 +1,24 @@
-"""The admission re-check at the decode worker, when a request comes there with its prefill done.
+"""Second admission check, at the decode worker, when a request arrives with its prefill done.
 
-The conductor admitted it on a prediction, a prefill ago. Meanwhile others may have come, answers
-may have been longer than expected, the worker may have become slower. Now the load is known, and a
-step that is too slow is so for everybody in the batch. So the request is refused if the step with
-it would miss the limit, and its prefill is wasted (the second check of the Mooncake paper, section
-"Overload"; with its baseline admission it is the only one that looks at decode):
+The conductor admitted the request on a prediction made one prefill earlier. Since then other
+requests may have arrived, answers may have been longer than expected, or the worker may have become
+slower. The load is now known, and a slow step delays every request in the batch. The worker
+therefore refuses a request whose step would miss the limit, and its prefill is wasted. This is the
+second check of the Mooncake paper (section "Overload"). With `baseline` admission it is the only
+check of decode load:
 
     step = speed * estimate(sequences + 1, context + its tokens)        refused above tbt_slo_s
 
-`speed` is measured / estimated of the worker's steps, at least 1 / RATIO_MAX and at most RATIO_MAX
-(measured.py), over as many of them as a short answer has (backends/workers/step_times.py). The
-conductor looks at such a mean too; whoever is refused for a few slow steps had its prefill for
-nothing. Whoever is asked and not yet running counts in full. An empty worker takes whatever comes:
-nobody else is harmed.
+`speed` is measured / estimated of the worker's steps, between 1 / RATIO_MAX and RATIO_MAX
+(measured.py). It is a mean over as many steps as a short answer has
+(backends/workers/step_times.py). The conductor uses such a mean too, because a refusal for a few
+slow steps would waste prefills. Requests that wait for their first step count in full. An empty
+worker accepts every request, since no other request is delayed.
 
-`retry_after_s` is when so many will have left that the step would fit, if each of them used all the
-tokens it asked for: an upper bound, kept between the same limits as the conductor's.
+`retry_after_s` is the time until enough requests have left for the step to fit, if each generates
+all tokens it asked for. It is thus an upper bound, between the same limits as the conductor's.
 
-Not here: room (a worker without room for a request refuses by itself), the check before the
-prefill (admission.py).
+Not here: room (the worker checks it itself), the check before the prefill (admission.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
 
 @dataclass(frozen=True, slots=True)
 class BatchOnArrival:
-    """What a decode worker has when a request comes. `answers_left_tokens`: how many tokens each
-    request there may still get."""
+    """The load of a decode worker when a request arrives. `answers_left_tokens`: the most tokens
+    that each request there may still generate."""
 
     context_tokens: int
     answers_left_tokens: Sequence[int]
-    speed: float = 1.0  # measured / estimated of its steps, over about a short answer
+    speed: float = 1.0  # measured / estimated step time, a mean over the steps of a short answer
 
     @property
     def sequences(self) -> int:
@@ -57,7 +57,7 @@ class DecodeRefusal:
 def refusal(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
 ) -> DecodeRefusal | None:
-    """None: it is taken. `tokens`: of the request, its KV; `tbt_slo_s` 0: no limit."""
+    """None: the request is accepted. `tokens`: KV of the request; `tbt_slo_s` 0: no limit."""
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
         return None
@@ -77,8 +77,9 @@ def refusal(
 def _steps_until_it_fits(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, limit_s: float
 ) -> float:
-    """At most so many until enough have left; inf when an empty worker would be too slow too."""
-    context_each = there.context_tokens / there.sequences  # the mean request stands for each
+    """Upper bound of the steps until enough requests have left; inf if even an empty worker would
+    be too slow."""
+    context_each = there.context_tokens / there.sequences  # the mean stands for each request
     for leaving, steps in enumerate(sorted(there.answers_left_tokens), 1):
         left = there.sequences - leaving
         if estimate.step_s(left + 1, left * context_each + tokens) <= limit_s:

@@ -1,30 +1,31 @@
-"""Whom to turn away when more is offered than fits, before any limit is reached.
+"""Weighted max-min fair shares between tenants, and cost cuts inside a tenant, under overload.
 
-A limit on predicted TTFT alone is blind to what a request costs: under overload the queue stands at
-the limit, where a short prompt still fits and a long one never does. So the queue is held well
-below it. `backlog` is the mean seconds of prefill queued per worker, `target = backlog_share x
-ttft_slo_s`, and work may be admitted at the rate
+A limit on predicted TTFT alone ignores the cost of a request. Under overload the queue stands at
+the limit, where a short prompt still fits and a long prompt never does. Fair shares therefore hold
+the queue well below the limit. `backlog` is the mean of the prefill seconds queued per worker,
+`target = backlog_share x ttft_slo_s`, and work is admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
-so an excess is drained within one service level. At or below half the target nobody is turned away.
-The capacity is divided among tenants max-min fairly by `tenant_shares`, over all frontends: they
-tell each other what each tenant asked them for, and what it gets is theirs in that ratio. Of a
-tenant that gets less than it wants, the costliest requests of each class of prompt length are
-turned away, with a floor for each class (`Demand.split`):
+An excess thus drains within one service level. At or below half the target all requests are
+admitted. `tenant_shares` divide the capacity among tenants max-min fairly, over all frontends.
+Frontends exchange the demand of each tenant, and divide its share in proportion to their demand. A
+tenant with less than its demand loses the costliest requests of each class of prompt length. Each
+class has a floor (`Demand.split`):
 
     admit a request of class c  if its cost is below cut[c]
     cut[c] = the same for every class, raised where that would admit less than a floor:
              admitted share of c >= floor x admitted share of all
 
-A cut is a position in a histogram of costs with four buckets an octave: whole buckets, and a part
-of the next one. Costs are often equal, so inside that bucket turns are taken: each request that
-comes adds the part to a *credit*, and one is admitted when the credit has reached one. All sums
-fade together (forward_decay.py), in units of the weight of today, which the owner of a `Demand`
-gives it. Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
+A cut is a position in a histogram of costs with four buckets per octave: whole buckets plus a part
+of the next one. Costs are often equal, so a *credit* divides the requests inside that bucket. Each
+request adds the part to the credit, and one request is admitted when the credit reaches one. All
+sums decay together (forward_decay.py). They are counted in units of the current weight, which the
+owner of a `Demand` passes in. Plans are made at most every PLAN_S, so a decision costs two sums and
+a comparison.
 
-Why, and the parts of priority, of classes that are owed a request and of decoding:
-docs/reference/conductor.md ("Fair shares under overload"). Not here: the limits themselves
+docs/reference/conductor.md ("Fair shares under overload") gives the reasons, and the roles of
+priority, of classes below their floor and of decoding. Not here: the limits themselves
 (admission.py), counting of rejections (conductor.py).
 """
 
@@ -45,10 +46,10 @@ from conductor.messages import Request
 
 Vector = npt.NDArray[np.float64]
 
-COST_MIN_S = 2.0**-16  # costs are told apart from here ...
+COST_MIN_S = 2.0**-16  # lower end of the histogram of costs
 BUCKETS_PER_OCTAVE = 4
-BUCKETS = 28 * BUCKETS_PER_OCTAVE  # ... to 2^12 s, over an hour
-FIXED_POINT_ROUNDS = 6  # each brings the admitted share nearer by a factor of at least two
+BUCKETS = 28 * BUCKETS_PER_OCTAVE  # upper end: 2^12 s, over an hour
+FIXED_POINT_ROUNDS = 6  # each round reduces the error of the admitted share at least by half
 
 
 def bucket(cost_s: float) -> int:
@@ -58,22 +59,22 @@ def bucket(cost_s: float) -> int:
 
 
 def cost_at(cut: float) -> float:
-    """The cost at a cut, which is counted in buckets; no request costs 0, so 0 admits none."""
+    """The cost at a cut, which is counted in buckets. A cut of 0 admits no request."""
     return COST_MIN_S * 2.0 ** (cut / BUCKETS_PER_OCTAVE) if cut > 0 else 0.0
 
 
 class Demand:
-    """Faded sums of one tenant: requests and prefill seconds, offered and admitted."""
+    """Decayed sums of one tenant: requests and prefill seconds, offered and admitted."""
 
     def __init__(self) -> None:
         self.offered: Vector = np.zeros((CLASSES, BUCKETS))
         self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))
-        self.steady_s = 0.0  # all of `offered_s`
-        self.recent_s = 0.0  # offered work again, fading faster: what has changed lately
-        self.offered_of = [0.0] * CLASSES  # requests, all costs together
+        self.steady_s = 0.0  # sum of `offered_s`
+        self.recent_s = 0.0  # offered prefill seconds with a faster decay, to detect recent changes
+        self.offered_of = [0.0] * CLASSES  # requests by class, summed over costs
         self.admitted_of = [0.0] * CLASSES
-        self.cuts = NO_CUTS  # of the latest plan
-        self._credit = [0.0] * CLASSES  # of the bucket that a cut goes through; 0 .. 1
+        self.cuts = NO_CUTS  # of the latest plan, by class, in buckets
+        self._credit = [0.0] * CLASSES  # by class, for the bucket that the cut divides; 0 .. 1
 
     def is_within(self, length: int, cost_s: float) -> bool:
         """Whether the cuts admit one more request of this cost."""
@@ -85,7 +86,7 @@ class Demand:
     def note(
         self, length: int, cost_s: float, work_s: float, weight: float, is_admitted: bool
     ) -> None:
-        """Count a request that was decided on."""
+        """Count a decided request."""
         cut, position = self.cuts[length], (length, bucket(cost_s))
         if math.isfinite(cut) and position[1] == int(cut):
             credit = self._credit[length] + cut - int(cut) - is_admitted
@@ -97,8 +98,8 @@ class Demand:
         self.steady_s += weight * work_s
         self.offered_of[length] += weight
 
-    def is_owed(self, length: int, floor: float, weight: float) -> bool:
-        """Whether the class is at or below its floor even when this one is admitted."""
+    def is_below_floor(self, length: int, floor: float, weight: float) -> bool:
+        """Whether the class is at or below its floor even if this request is admitted."""
         share = sum(self.admitted_of) / (sum(self.offered_of) + weight)
         offered = self.offered_of[length] + weight
         return self.admitted_of[length] + weight <= floor * share * offered
@@ -111,12 +112,12 @@ class Demand:
         self.admitted_of = [value / divisor for value in self.admitted_of]
 
     def split(self, granted_s: float, floor: float) -> None:
-        """Make the cuts that admit `granted_s` (in units of the sums) of what was offered."""
+        """Set the cuts that admit `granted_s` of the offered work, in units of the sums."""
         below = _cumulated(self.offered)  # [class, cut]: requests below each cut
         below_s = _cumulated(self.offered_s)
         of_class = below[:, -1]
         share = below.sum(axis=0) / of_class.sum()
-        for _ in range(FIXED_POINT_ROUNDS):  # what a floor adds raises the share it refers to
+        for _ in range(FIXED_POINT_ROUNDS):  # a floor raises the mean share, and thus itself
             admitted = np.maximum(below, floor * share * of_class[:, None])
             share = admitted.sum(axis=0) / of_class.sum()
         admitted = np.minimum(admitted, of_class[:, None])
@@ -132,7 +133,7 @@ class Demand:
         wanted = admitted[:, cut] + part * (admitted[:, cut + 1] - admitted[:, cut])
         plain = below[:, cut] + part * (below[:, cut + 1] - below[:, cut])
         self.cuts = [
-            # The cut of a class below its floor is raised as far as the floor asks for.
+            # A class below its floor has its cut raised to the floor.
             max(cut + part, float(np.interp(wanted[c], below[c], CUTS)))
             if wanted[c] > plain[c]
             else cut + part
@@ -149,7 +150,7 @@ class Demand:
             assert -1e-9 <= admitted <= offered * (1 + 1e-9) + 1e-9, (admitted, offered)
 
 
-NO_CUTS = [math.inf] * CLASSES  # nobody is turned away
+NO_CUTS = [math.inf] * CLASSES  # all requests are admitted
 CUTS = np.arange(BUCKETS + 1, dtype=np.float64)
 
 
@@ -158,47 +159,47 @@ def _cumulated(rows: Vector) -> Vector:
 
 
 PLAN_S = 0.5
-RECENT_FASTER = 6.0  # demand counts as the larger of two rates: one follows a flood so much faster
-IDLE_SHARE = 0.5  # of the target: below, nothing is shed
-CAPACITY_MIN = 0.1  # of the workers: however long the queue, a little is admitted
-WINDOW_MIN_S = 10.0  # rates are taken over at least so long: one burst is no overload
-TENANTS_MAX = 256  # beyond, the one with the least work is forgotten
-FADED_REQUESTS = 1e-3  # a tenant of whom less is remembered is forgotten
-PRIORITY_MAX = 4  # levels beyond count as this one
-DECODE_BUSY = 0.9  # of its limit: below, decoding is not what is short
-DECODE_LESS, DECODE_MORE = 0.9, 0.01  # factor at a plan after a rejection, step at one without
+RECENT_FASTER = 6.0  # demand is the larger of two rates; the recent one decays so much faster
+IDLE_SHARE = 0.5  # of the target backlog; nothing is shed below it
+CAPACITY_MIN = 0.1  # of the workers; some work is admitted however long the queue is
+WINDOW_MIN_S = 10.0  # minimum averaging window, so that one burst is no overload
+TENANTS_MAX = 256  # beyond, the tenant with the least offered work is dropped
+FADED_REQUESTS = 1e-3  # a tenant with a smaller decayed sum of requests is dropped
+PRIORITY_MAX = 4  # higher and lower levels count as this level
+DECODE_BUSY = 0.9  # of its limits; below it, decoding is not the bottleneck
+DECODE_LESS, DECODE_MORE = 0.9, 0.01  # factor after a decode rejection, step without one
 
 
-NOBODY_ELSEWHERE: Mapping[str, float] = {}
+NO_OTHERS: Mapping[str, float] = {}
 
 
 class Pressure(NamedTuple):
-    """How loaded the two pools are at this moment, before the request in question."""
+    """The load of both pools, without the request in question."""
 
     backlog_s: float  # mean seconds of prefill queued, over the workers that take requests
-    workers: int  # of those
-    decode_load: float  # of the best decode worker: the highest of its loads / limits
-    is_decoding: bool = True  # it is not empty
-    # Prefill seconds per second that other frontends were asked for lately, by tenant.
-    elsewhere: Mapping[str, float] = NOBODY_ELSEWHERE
+    workers: int  # number of these workers
+    decode_load: float  # the highest load / limit of the best decode worker
+    is_decoding: bool = True  # the batch of that decode worker is not empty
+    # Prefill seconds per second that tenants offered to other frontends recently, by tenant.
+    elsewhere: Mapping[str, float] = NO_OTHERS
 
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """Turned away, and by which limit."""
+    """A request rejected for fairness, with the figures of its limit."""
 
-    length: int  # class of its prompt
+    length: int  # class of its prompt length
     work_s: float
-    limit_s: float  # what it might have cost, in its class and at its priority
+    limit_s: float  # highest cost admitted in its class at its priority, in prefill seconds
     backlog_s: float
     target_s: float
-    excess_s: float  # of backlog over what nobody is turned away at
-    wanted: float  # prefill seconds per second that its tenant offered lately
-    granted: float  # of those, what it may have
+    excess_s: float  # backlog above the threshold of shedding, >= 0
+    wanted: float  # prefill seconds per second that its tenant offered recently
+    granted: float  # the granted part of `wanted`
 
 
 class FairShare:
-    """Knows what was offered and admitted; says whom overload turns away."""
+    """Tracks offered and admitted work, and decides which requests to shed under overload."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
@@ -210,11 +211,11 @@ class FairShare:
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
         self._noted_s = -math.inf  # when the latest request was counted
-        self._decode_part = 1.0  # of what prefill could do: what decoding can
-        self._is_decode_short = False  # a request was rejected for it since the last plan
+        self._decode_part = 1.0  # decode capacity / prefill capacity; CAPACITY_MIN .. 1
+        self._is_decode_short = False  # a request was rejected for decode load since the last plan
 
     def objection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
-        """Whether this request is to be turned away; changes nothing."""
+        """Why this request is shed; None: it is not. Changes no state."""
         demand = self._demands.get(request.tenant)
         if demand is None or demand.cuts is NO_CUTS or self._is_idle(pressure):
             return None
@@ -222,8 +223,8 @@ class FairShare:
         if demand.is_within(length, cost_s):
             return None
         weight = self._decay.weight(self._noted_s)
-        is_owed = demand.is_owed(length, self._config.length_share_min, weight)
-        if is_owed and request.priority >= 0:
+        is_below_floor = demand.is_below_floor(length, self._config.length_share_min, weight)
+        if is_below_floor and request.priority >= 0:
             return None
         limit_s = cost_at(demand.cuts[length]) * work_s / cost_s
         wanted, granted = self._granted[request.tenant]
@@ -233,20 +234,20 @@ class FairShare:
         )
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
-        """Prefill seconds per second that each tenant offered here lately, taken or not."""
+        """Prefill seconds per second that each tenant offered here recently, admitted or not."""
         faded = max(0.0, now_s - self._planned_s) / self._config.demand_half_life_s
         kept = math.pow(2.0, -faded)
         return {tenant: wanted * kept for tenant, (wanted, _) in self._granted.items()}
 
     def is_shedding(self, tenant: str) -> bool:
-        """Whether the plan turns some of this tenant's requests away, when there is a queue."""
+        """Whether the plan rejects some of this tenant's requests while there is a backlog."""
         demand = self._demands.get(tenant)
         return demand is not None and demand.cuts is not NO_CUTS
 
     def note(
         self, request: Request, work_s: float, pressure: Pressure, now_s: float, is_admitted: bool
     ) -> None:
-        """Count a request that was decided on; now and then, make new plans."""
+        """Count a decided request, and make new plans if the last ones are old enough."""
         weight = self._weight(now_s)
         demand = self._demands.get(request.tenant)
         if demand is None:
@@ -287,7 +288,7 @@ class FairShare:
         return self._decay.weight(now_s)
 
     def _make_plans(self, pressure: Pressure, now_s: float) -> None:
-        """Limits for every tenant, from what was offered and the capacity that there is."""
+        """Cuts for every tenant, from the offered work and the available capacity."""
         weight = self._weight(now_s)
         per_s = 1 / (weight * max(self._decay.window_s(now_s), WINDOW_MIN_S))
         recent_window_s = max(self._recent.window_s(now_s), WINDOW_MIN_S)
@@ -304,13 +305,13 @@ class FairShare:
         capacity = self._capacity(pressure, sum(everywhere.values()))
         grants = max_min(everywhere, self._weights, capacity)
         for tenant, wanted in demands.items():
-            # What a tenant has everywhere is divided between frontends as it asks them.
+            # A tenant's share is divided among frontends in proportion to its demand at each.
             part = grants[tenant] / everywhere[tenant] if everywhere[tenant] > 0 else 1.0
             self._granted[tenant] = (wanted, wanted * part)
             if part < 1.0:
                 floor = self._config.length_share_min
-                # The mix of requests is taken from the steady rate, which has more samples, and
-                # the amount from the larger of both rates.
+                # The steady rate has more samples, so it gives the mix of requests. The larger of
+                # both rates gives the amount.
                 self._demands[tenant].split(self._demands[tenant].steady_s * part, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
@@ -332,7 +333,7 @@ class FairShare:
         del self._demands[least]
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert len(self._demands) <= TENANTS_MAX
         for demand in self._demands.values():
             demand.check()
@@ -341,12 +342,12 @@ class FairShare:
 def max_min(
     wanted: Mapping[str, float], weights: Mapping[str, float], capacity: float
 ) -> dict[str, float]:
-    """Weighted max-min fair: nobody gets more than it wants, nor less than its weight's share of
-    what the others leave. All in one unit; names without a weight weigh 1."""
+    """Weighted max-min fair allocation. Each name gets at most what it wants, and at least its
+    weight's part of the remaining capacity. All values have one unit; the default weight is 1."""
     granted = dict(wanted)
     open_ones = sorted(wanted, key=lambda name: (wanted[name] / weights.get(name, 1.0), name))
     left, weight_left = capacity, sum(weights.get(name, 1.0) for name in wanted)
-    for name in open_ones:  # least satisfied by its wish first
+    for name in open_ones:  # smallest demand per weight first
         weight = weights.get(name, 1.0)
         granted[name] = min(wanted[name], max(0.0, left) * weight / weight_left)
         left -= granted[name]

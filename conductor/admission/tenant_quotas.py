@@ -1,26 +1,25 @@
-"""What one tenant may ask for within a minute and at once, over all frontends.
+"""Sliding-window rate limits of tenants per minute, and limits of requests in flight.
 
-    requests_per_minute     requests that were let in within any 60 s
-    tokens_per_minute       their tokens: prompt and max_tokens when a request is let in; when it
-                            ends, what it did not use is given back to the second of its arrival
-    requests_in_flight_max  requests that were let in and are not over, through all their attempts
+    requests_per_minute     requests admitted within any 60 s
+    tokens_per_minute       their tokens: prompt and max_tokens at admission. Unused tokens are
+                            returned at the end, to the second of the admission.
+    requests_in_flight_max  requests admitted and not ended, over all their attempts
 
-The limits come with each request (messages.TenantLimits), so that whoever changes them changes
-nothing here; kept is only what was used. Seconds are counted whole: a request leaves the minute
-when the second in which it was let in does. So it counts for up to 61 s, and within no 60 are more
-let in than the limit says. A request that is refused for its load or its limits pays nothing; one
-that was read and is invalid, or asks for token ids only, counts as one request.
+Each request carries its limits (messages.TenantLimits). Only the usage is stored here, so a change
+of limits needs no update. Usage is counted in whole seconds, and a request leaves the window
+together with its second. It therefore counts for up to 61 s, and no 60 s admit more than the limit.
+A request rejected for load or limits is not charged. A request that was read and is invalid, or
+that needs token ids only, is charged as one request.
 
-The limits are checked twice: when a request arrives, before its prompt is read (reading four
-megabytes takes seconds), and when it is let in.
+The limits are checked twice: on arrival, before the prompt is read, and at admission. Reading four
+megabytes takes seconds.
 
-Each frontend tells the others what it let in and what was given back (notes.UsageNote); what they
-have in flight is known by their notes in any case (load/other_frontends.py). So limits hold over
-all frontends together, but for what they let in within the same fraction of a second, before the
-note came. A note that is lost is missed for a minute at most; a frontend that begins anew begins to
-count anew.
+Each frontend sends its admissions and returned tokens to the others (notes.UsageNote). Requests in
+flight elsewhere are known from other notes (load/other_frontends.py). The limits therefore hold
+over all frontends, except for admissions within the fraction of a second that a note takes. A lost
+note causes an error for at most one minute. A restarted frontend starts with empty counts.
 
-Not here: shares under overload (fair_share.py), places of a frontend (backends/frontend).
+Not here: shares under overload (fair_share.py), request slots of a frontend (backends/frontend).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from conductor.messages import Reject, Request, TenantLimits
 from conductor.notes import UsageNote
 
 WINDOW_S = 60
-TENANTS_MAX = 4_096  # beyond, the one that asked longest ago is forgotten
-IN_FLIGHT_RETRY_S = 1.0  # nobody knows when one of them ends
+TENANTS_MAX = 4_096  # beyond, the tenant with the oldest latest use is dropped
+IN_FLIGHT_RETRY_S = 1.0  # the end of a request in flight cannot be predicted
 ROUNDING_S = 0.01  # clients read hundredths of a second
 
 
@@ -47,13 +46,13 @@ class _Second:
 
 
 class UsageWindow:
-    """What one tenant was let in with, by whole seconds."""
+    """Requests and tokens admitted for one tenant, by whole seconds."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque()  # ordered, at most WINDOW_S + 1
+        self._seconds: deque[_Second] = deque()  # ordered by time; at most WINDOW_S + 1 entries
 
     def add(self, at_s: float, requests: int, tokens: int, now_s: float) -> None:
-        """Used, or given back where negative, at a moment that may be past."""
+        """Add usage, or return it where negative, at a moment that may be in the past."""
         self._forget(now_s)
         second = math.floor(min(at_s, now_s))
         if second < math.floor(now_s) - WINDOW_S:
@@ -65,11 +64,11 @@ class UsageWindow:
             self._seconds.insert(index, _Second(second, 0, 0))
             index += 1
         found = self._seconds[index - 1]
-        # What is given back may have been used before anybody here heard of it.
+        # The note of a return may arrive before the note of its use.
         found.requests = max(0, found.requests + requests)
         left = found.tokens + tokens
         found.tokens = max(0, left)
-        # By notes that took unlike long its use may count for a second beside this one.
+        # Notes with different delays can place a use one second beside its return.
         for beside in self._seconds if left < 0 else ():
             if abs(beside.at_s - second) == 1:
                 taken = min(beside.tokens, -left)
@@ -81,7 +80,7 @@ class UsageWindow:
         return sum(s.requests for s in self._seconds), sum(s.tokens for s in self._seconds)
 
     def wait_s(self, now_s: float, requests: int, tokens: int) -> float:
-        """Until so many requests and tokens of the minute are over."""
+        """Seconds until so many requests and tokens have left the window."""
         self._forget(now_s)
         for second in self._seconds:
             requests, tokens = requests - second.requests, tokens - second.tokens
@@ -95,7 +94,7 @@ class UsageWindow:
             self._seconds.popleft()
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         moments = [second.at_s for second in self._seconds]
         assert moments == sorted(set(moments)) and len(moments) <= WINDOW_S + 1, moments
         assert all(s.requests >= 0 and s.tokens >= 0 for s in self._seconds)
@@ -109,17 +108,17 @@ class _LetIn:
 
 
 class TenantQuotas:
-    """Counts what tenants used, and says who has used up what it may."""
+    """Counts the usage of tenants, and rejects requests beyond their limits."""
 
     def __init__(self, request_s_max: float) -> None:
         self._request_s_max = request_s_max
-        self._windows: dict[str, UsageWindow] = {}  # the one that was used last at the end
-        self._let_in: dict[str, _LetIn] = {}  # requests in flight here: oldest first
-        self._in_flight_of: Counter[str] = Counter()  # of those, by tenant; 0 is left out
+        self._windows: dict[str, UsageWindow] = {}  # least recently used first
+        self._let_in: dict[str, _LetIn] = {}  # requests in flight at this frontend, oldest first
+        self._in_flight_of: Counter[str] = Counter()  # of `_let_in`, by tenant; no zero entries
 
     def objection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
-        """Why its tenant may not have one more request now; `elsewhere`: how many it has in flight
-        at other frontends."""
+        """The rejection of one more request of this tenant, or None. `elsewhere`: its requests in
+        flight at other frontends."""
         limits = request.limits
         if limits is None:
             return None
@@ -140,8 +139,8 @@ class TenantQuotas:
     def arrival_objection(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """As `objection`, before the prompt is read: of a request of unknown length. `in_flight`:
-        requests of the tenant at all frontends; None: what is asked for is no request."""
+        """As `objection`, for a prompt of unknown length that is not read yet. `in_flight`: the
+        tenant's requests at all frontends; None: the new work is not a request."""
         request = Request("", 0, (), 0, tenant=tenant, limits=limits)
         return self._used_up(request, limits, in_flight, now_s)
 
@@ -161,11 +160,11 @@ class TenantQuotas:
         return None if window is None else _rate_refusal(request, limits, window, now_s)
 
     def charged(self, tenant: str, now_s: float) -> UsageNote:
-        """Something that costs as a request does, and is none: it counts as one."""
+        """Charge work that is not a request as one request."""
         return self._use(UsageNote(now_s, tenant, 1, 0), now_s)
 
     def let_in(self, request: Request, now_s: float) -> UsageNote | None:
-        """It was routed. None where nothing of it is counted."""
+        """Count an admitted request. None if it has no limits."""
         if request.limits is None:
             return None
         self._leave(request.request_id)
@@ -175,15 +174,15 @@ class TenantQuotas:
         return self._use(UsageNote(now_s, request.tenant, 1, tokens), now_s)
 
     def ended(self, request_id: str, tokens: int, now_s: float) -> UsageNote | None:
-        """It used so many tokens, prompt and answer; the others are given back. None when there is
-        nothing to give, or a minute has passed."""
+        """Return the tokens that the request did not use; `tokens` counts prompt and answer. None
+        if there is nothing to return, or the admission has left the window."""
         known = self._leave(request_id)
         if known is None or tokens >= known.tokens or now_s - known.at_s > WINDOW_S + 1:
             return None
         return self._use(UsageNote(known.at_s, known.tenant, 0, tokens - known.tokens), now_s)
 
     def heard(self, note: UsageNote, at_s: float, now_s: float) -> None:
-        """What another frontend let in, or gave back, at this moment of our clock."""
+        """Count usage at another frontend; `at_s` is on this frontend's clock."""
         self._window(note.tenant).add(at_s, note.requests, note.tokens, now_s)
 
     def _leave(self, request_id: str) -> _LetIn | None:
@@ -206,8 +205,8 @@ class TenantQuotas:
         return window
 
     def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
-        """About once a second: a request that was not ended for request_s_max, and that its
-        frontend does not hold any more, is not in flight. `held` is called only where needed."""
+        """Called about once a second. Drops requests that are older than request_s_max and that
+        their frontend does not hold any more. `held` is called only if there are such requests."""
         old = []
         for request_id, entry in self._let_in.items():  # oldest first
             if now_s - entry.at_s < self._request_s_max:
@@ -219,7 +218,7 @@ class TenantQuotas:
                 self._leave(request_id)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert len(self._windows) <= TENANTS_MAX
         for window in self._windows.values():
             window.check()
@@ -234,7 +233,7 @@ def _rate_refusal(
     request: Request, limits: TenantLimits, window: UsageWindow, now_s: float
 ) -> Reject | None:
     requests, tokens = window.used(now_s)
-    asked = max(1, asked_tokens(request))  # of a request of unknown length at least one
+    asked = max(1, asked_tokens(request))  # an unknown length counts as one token
     too_many = _above(requests + 1, limits.requests_per_minute)
     too_much = _above(tokens + asked, limits.tokens_per_minute)
     if not too_many and not too_much:

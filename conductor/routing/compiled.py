@@ -1,12 +1,13 @@
-"""A decision in one call: the terms of all workers and the best pair, computed by native.c.
+"""One routing decision in one call of compiled code: all terms and the best pair (native.c).
 
-What it computes is written down in fetching.py and routing.py, with numpy, and the same comes out
-to the last bit (tests/conductor/routing/test_compiled.py): the same operations on the same columns,
-in one pass instead of a hundred calls. The columns of the pools are passed as addresses, which are
-looked up again when a pool has other arrays (Pool.version). What it fills in are columns too, and
-`Options` reads them as it reads those of numpy; they are good until the next decision.
+fetching.py and routing.py define the same computation with numpy. Both give the same result to the
+last bit (tests/conductor/routing/test_compiled.py), because both apply the same operations to the
+same columns. The compiled code makes one pass instead of a hundred numpy calls. It reads the
+columns of the pools by address. The addresses are looked up again when a pool has new arrays
+(Pool.version). The output columns are read by `Options` like those of numpy, and are valid until
+the next decision.
 
-Without a compiler there is no `CompiledDecision`, and numpy decides. The pair is left to numpy
+Without a compiler there is no `CompiledDecision`, and numpy decides. Numpy also chooses the pair
 while workers warm up, and with the policy `random`.
 
 Not here: the formulas (fetching.py, routing.py), compiling (mooncake_store/native/library.py).
@@ -31,7 +32,7 @@ from conductor.routing.policies import POLICIES, Terms
 from conductor.routing.tiers import Holdings
 from mooncake_store.native.library import NativeFunction, quick_function
 
-PARTNERS_MAX = 64  # decode workers of so many nodes are compared at most
+PARTNERS_MAX = 64  # bound of finalists_max: nodes for which a decode partner is looked up
 COSTS = {"load_balance": 0, "cache_aware": 1, "kvcache_centric": 1, "adaptive": 2, "random": 0}
 FETCHES = {"never": 0, "threshold": 1, "times": 2}
 NUMBER, REAL, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -98,17 +99,17 @@ ASKED, SENDER, ANSWER = (
 )
 
 
-# The rows of the best pair, the mean work of a prefill worker, the hand-over of the pair; then what
-# Options._option takes. The pair's only if one was wanted.
+# The rows of the best pair, the mean work of a prefill worker and the pair's hand-over, then the
+# arguments of Options._option. Without a wanted pair, only the mean work is valid.
 Answer = tuple[Any, ...]
 
 
 class CompiledDecision:
-    """The arguments of native.c's `decide` for one cluster, kept up to date."""
+    """The arguments of native.c's `decide` for one cluster, updated when its pools change."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> CompiledDecision | None:
-        """None where nothing is compiled, or not this policy."""
+        """None without compiled code, or if it does not support this configuration."""
         made = [quick_function(name, NUMBER, [ADDRESS]) for name in ("decide", "choose_pair")]
         decide, choose_pair = made
         config = cluster.config
@@ -141,7 +142,7 @@ class CompiledDecision:
         )
         self._address = ctypes.c_void_p(ctypes.addressof(arguments))
         self._versions = (-1, -1)
-        self._kept: dict[str, Array] = {}  # what the addresses are of
+        self._kept: dict[str, Array] = {}  # keeps the arrays behind the addresses alive
         self._is_prefill = self._is_decode = np.zeros(0, bool)
         self._masks = (0, 0)  # their addresses
 
@@ -158,8 +159,8 @@ class CompiledDecision:
         ttft_limit_s: float,
         now_s: float,
     ) -> Answer:
-        """Fill in `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
-        `may_join`: the decode workers in question that have not refused."""
+        """Fill `terms`, `plans` and `has_room`, and find the best pair if it is wanted. `may_join`:
+        the candidate decode workers that did not refuse a request recently."""
         cluster = self._cluster
         prefills, decodes = cluster.prefills, cluster.decodes
         if (prefills.version, decodes.version) != self._versions:
@@ -202,19 +203,19 @@ class CompiledDecision:
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def choose(self, has_room: Mask) -> Answer:
-        """As `decide`, after it, where these decode workers have room."""
+        """Choose the pair again, after `decide`, among these decode workers."""
         self._arguments.rooms = has_room.ctypes.data
         self._choose_after(self._choose_pair(self._address))
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def _choose_after(self, row: int) -> None:
-        """From 0 on, a path is missing: that from the node of the prefill worker of this row."""
+        """Look up missing paths and retry. row >= 0: the path from that prefill worker's node."""
         while row >= 0:
             self._look_up_path(self._cluster.prefills.node_ids[row])
             row = self._choose_pair(self._address)
 
     def prepare(self) -> None:
-        """Look up paths that a decision may need, while none waits for it."""
+        """Look up paths that decisions may need, outside the critical path of a request."""
         if (self._cluster.prefills.version, self._cluster.decodes.version) != self._versions:
             self._look_up()
         missing = np.flatnonzero(self._kept["path_s"] == 0)[:PATHS_PER_TICK].tolist()
@@ -222,7 +223,7 @@ class CompiledDecision:
             self._look_up_path(self._cluster.prefills.node_ids[row])
 
     def _look_up(self) -> None:
-        """The pools have other arrays than before."""
+        """Point the arguments at the new arrays of the pools."""
         prefills, decodes = self._cluster.prefills, self._cluster.decodes
         self._versions = (prefills.version, decodes.version)
         count, node_ids = len(prefills.workers), prefills.node_ids
@@ -252,7 +253,7 @@ class CompiledDecision:
         self._has_room_address = self.has_room.ctypes.data
 
     def _new_columns(self, prefills: int, decodes: int) -> dict[str, Array]:
-        """Those that are filled in."""
+        """The output columns."""
         made: dict[str, Array] = {}
         for name in FILLED[ADDRESS].split():
             count = decodes if name.startswith("decode_") else prefills

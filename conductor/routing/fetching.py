@@ -1,35 +1,37 @@
-"""Fetch or compute: how much of a prompt's prefix is brought to a prefill worker, and from where.
+"""Fetch or compute: how much of a prompt's prefix each prefill worker fetches, and from where.
 
-A node holds a run of leading blocks in DRAM and, behind it, some more on its SSD. Prices:
+A node holds a run of leading blocks in DRAM, and the blocks after that run on its SSD. Prices:
 
-    own DRAM      nothing: it is mapped
-    own SSD       bytes / ssd rate; always restored, that is what a worker does (backends)
+    local DRAM    nothing: it is mapped
+    local SSD     bytes / SSD rate; a worker always restores these blocks (backends)
     remote DRAM   the sender's queue + latency + bytes / link rate
     remote SSD    the same, at the slower of the link and the sender's SSD
 
-What is beyond the own run may be fetched from one other node, and the rest is computed. Two rules:
+Blocks after the local run may be fetched from one other node. The worker computes the rest of the
+prompt. There are two rules:
 
-    threshold   the paper's: the longest run, if it is more than kvcache_balancing_threshold times
-                the own one (and, with fetch_must_pay, if that is predicted to be quicker)
-    times       ours: of no fetch and one from each holder, as deep as it goes, the least
-                max(wait, transfer) + prefill + eviction cost. Fetching runs in parallel with the
-                work that is queued ahead of the request, so the share of it within that wait is
-                free. With layer-wise prefill, fetching also runs in parallel with the computing
-                of all layers after the first. A shorter run at an idle node can beat the longest
-                run at a busy node. A part of one run cannot beat the whole run: each further
-                block costs the same to fetch and more to compute.
+    threshold   the paper's rule: fetch the longest run, if it is more than
+                kvcache_balancing_threshold times the local run (and, with fetch_must_pay, only
+                if the fetch is predicted to be faster)
+    times       this project's rule: compare no fetch with a fetch from each holder, as deep as its
+                run goes, and take the least max(wait, transfer) + prefill + eviction cost.
+                Fetching overlaps with the work queued before the request. With layer-wise
+                prefill, fetching also overlaps with the computation of all layers after the
+                first. A shorter run at an idle node can beat the longest run at a busy node.
+                A part of a run cannot beat the whole run: each further block costs the same to
+                fetch and more to compute.
 
-The second rule is Eq. 2 of the paper plus what Eq. 2 leaves out: queues, latency, the sender and
-later requests. Fetched blocks are kept, so where memory is full the same number of other blocks are
-evicted, and some of those will be computed again. Where memory is full, the *eviction cost* is
-EVICTION_COST_SHARE of what the fetch saves.
+The second rule is Eq. 2 of the paper plus the queues, the latency, the sender and later requests.
+Fetched blocks are kept. At a node with full memory, they evict as many other blocks, and some
+evicted blocks will be computed again. The *eviction cost* there is EVICTION_COST_SHARE of the time
+that the fetch saves.
 
-Not every holder is looked at. Of equal runs the one that can send soonest counts, and a shorter run
-only if it can be sent sooner than every longer one, as far as SOURCES_MAX of them. Where workers
-measured different rates the soonest sender need not be the quickest, so there all runs are looked
-at, up to that many.
+At most SOURCES_MAX holders are compared. Of equal runs, only the holder that can send first is
+compared. A shorter run is compared only if its holder can send before all holders of longer runs.
+If workers measured different link rates, the first sender may not be the fastest. All runs are then
+compared, up to the same limit.
 
-Not here: the work in front (prefill_queue.py), choosing the worker (routing.py).
+Not here: the queued work (prefill_queue.py), choosing the worker (routing.py).
 """
 
 from __future__ import annotations
@@ -48,46 +50,46 @@ from conductor.load.prefill_pool import PrefillPool, QueuePosition, Queues
 from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
 
-SOURCES_MAX = 4  # holders that are compared for one prompt
-# Of the seconds that a fetch saves, what its copies cost others: the chance that a block which had
-# to go would have been used once more.
+SOURCES_MAX = 4  # holders compared for one prompt
+# Share of the seconds saved by a fetch that its evictions cost other requests: the probability that
+# an evicted block would have been used again.
 EVICTION_COST_SHARE = 0.1
-NAMES_MAX = 64  # of equal holders that are asked when they can send
+NAMES_MAX = 64  # equal holders whose send queues are compared
 
 
 class FetchSource(NamedTuple):
-    """A node that could send its run."""
+    """A node that could send its run of leading blocks."""
 
     node_id: str
-    blocks: int
-    dram_blocks: int  # the first ones; the others are on its SSD
-    wait_s: float  # for the sends already reserved there
+    blocks: int  # length of the run, in blocks
+    dram_blocks: int  # the first ones; the remaining blocks are on the sender's SSD
+    wait_s: float  # seconds until the sends already reserved there are done
 
 
 @dataclass(slots=True)
 class Plans:
-    """How each prefill worker would get the prompt's KV, as columns."""
+    """How each prefill worker would get the prompt's KV cache, as columns."""
 
-    held: Holdings  # what the worker's own node has
-    sources: Sequence[FetchSource]  # those that are compared
-    fetch_s: Seconds  # restoring and fetching
-    prefill_s: Seconds  # computing the rest
-    source: Counts  # the number of the one that each worker fetches from; -1: it does not
-    fill_s: Seconds  # of prefill_s, what does not hold up those behind: a group's other stages
-    eviction_cost_s: Seconds  # what the copies of those fetches will cost others
-    beside_s: Seconds  # of prefill_s, what the fetch runs beside
-    position: QueuePosition | None = None  # in the queues with that work, if known already
+    held: Holdings  # the runs of the workers' own nodes
+    sources: Sequence[FetchSource]  # the candidates
+    fetch_s: Seconds  # restoring from SSD and fetching
+    prefill_s: Seconds  # computing the remaining tokens
+    source: Counts  # number of the source that the worker fetches from; -1: no fetch
+    fill_s: Seconds  # part of prefill_s in later pipeline stages; it does not delay later prompts
+    eviction_cost_s: Seconds  # cost to other requests of the evictions by these fetches
+    beside_s: Seconds  # part of prefill_s that overlaps with the fetch (layer-wise prefill)
+    position: QueuePosition | None = None  # computed for this prefill_s; None: not yet
 
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """At least one token is always computed: its logits are the first output token."""
+    """Cached tokens. At least one token is computed, since its logits give the first output."""
     return max(0, min(blocks * block_tokens, prompt_tokens - 1))
 
 
 def worth_asking(
     cluster: Cluster, held: Holdings, policy: Policy, now_s: float
 ) -> list[FetchSource]:
-    """The sources that are compared, longest run first; none where nobody lacks enough."""
+    """The sources to compare, longest run first; empty if no worker lacks enough blocks."""
     if policy.fetch == "threshold":
         if held.least >= held.longest / cluster.config.kvcache_balancing_threshold:
             return []
@@ -104,7 +106,7 @@ def make_plans(
     prompt_tokens: int,
     queues: Queues,
 ) -> Plans:
-    """Fetch or compute, at each worker."""
+    """Fetch or compute, decided for each worker."""
     pool = cluster.prefills
     own_tokens = _own_tokens(pool, held, prompt_tokens)
     own_s = pool.prefill_s(prompt_tokens, own_tokens)
@@ -123,7 +125,7 @@ def make_plans(
 
 
 def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int) -> None:
-    """The paper's rule: the longest run, where it is much longer than the own one."""
+    """The paper's rule: fetch the longest run if the local run is much shorter."""
     config, longest = cluster.config, plans.sources[0].blocks
     is_wanted = plans.held.blocks < longest / config.kvcache_balancing_threshold
     least_s = plans.prefill_s
@@ -137,7 +139,7 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int) -> N
 
 
 def _fetch_by_times(plans: Plans, pool: PrefillPool, prompt_tokens: int, queues: Queues) -> None:
-    """Ours: whatever lets the first token come soonest, beside the work in front."""
+    """This project's rule: the earliest first token, where the fetch overlaps with the wait."""
     plans.position = pool.position(queues, plans.prefill_s)
     hidden_s = plans.position.wait_s
     least_s = hidden_s
@@ -155,9 +157,10 @@ def _take_the_quickest(
     is_wanted: Mask | None = None,
     hidden_s: Seconds | None = None,
 ) -> None:
-    """Each worker fetches from the source with which its prefill ends soonest, if that is before
-    `least_s`. `is_wanted`: who may fetch at all; otherwise whoever has less than the source.
-    `hidden_s`: so much of the transfer costs nothing, and what runs beside the computing."""
+    """Each worker fetches from the source with the earliest end of prefill, if that is before
+    `least_s`. `is_wanted`: mask of the workers that may fetch; None: all workers with a shorter run
+    than the source. `hidden_s`: seconds of transfer that overlap with queued work; None: no overlap
+    counts, neither with queued work nor with computation."""
     held, restore_s, own_s = plans.held, plans.fetch_s, plans.prefill_s
     for number, source in enumerate(plans.sources):
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
@@ -199,8 +202,8 @@ def _take_the_quickest(
 def _with(
     source: FetchSource, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
 ) -> tuple[Seconds, Seconds]:
-    """(computing, restoring and fetching) at each worker with this source. Of use only where its
-    run is longer than the own one."""
+    """(computing, restoring and fetching) at each worker with this source. Only valid where the run
+    of the source is longer than the local run."""
     prefill_s = pool.prefill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
     path, blocks = pool.path(source.node_id), source.blocks - held.blocks
     fixed_s = path.latency_s + source.wait_s if source.wait_s else path.latency_s
@@ -216,7 +219,7 @@ def _with(
 
 
 def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | Column:
-    """Cached at each worker without fetching; one number if that is known to be the same."""
+    """Cached tokens at each worker without fetching; one number if all are known to be equal."""
     if held.is_same and pool.block_tokens:
         return min(held.longest * pool.block_tokens, prompt_tokens - 1)
     cached: Column = held.blocks * pool.block_tokens_of
@@ -226,7 +229,7 @@ def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | 
 
 
 def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
-    """`cached_tokens` at each worker; one number while their blocks are of one size."""
+    """`cached_tokens` at each worker; one number while all workers have one block size."""
     if pool.block_tokens:
         return min(blocks * pool.block_tokens, prompt_tokens - 1)
     return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
@@ -235,9 +238,9 @@ def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
 def _sources(
     cluster: Cluster, held: Holdings, is_longest_only: bool, now_s: float
 ) -> list[FetchSource]:
-    """The holders worth comparing, longest run first."""
+    """The holders to compare, longest run first."""
     are_alike = not (cluster.prefills.paths_differ or held.has_ssd)
-    if are_alike:  # mostly the first of the longest run is idle, and then nobody is better
+    if are_alike:  # the first holder of the longest run is mostly idle, so no other is better
         node_id = held.longest_holder()
         if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):
             return [FetchSource(node_id, held.longest, held.longest, 0.0)]
@@ -259,8 +262,9 @@ def _sources(
 def second_source(
     cluster: Cluster, held: Holdings, first: FetchSource, own_blocks: int, now_s: float
 ) -> str | None:
-    """Whom to ask when `first` fails: the holder that lacks least of its run, and of equal ones the
-    one that can send soonest. None when nobody else has more than the worker's own node."""
+    """The node to fetch from if `first` fails: the holder that lacks the fewest blocks of its run,
+    and among equal holders the one that can send first. None if no other node has a longer run than
+    the worker's own node."""
     least, second = (first.blocks, math.inf), None
     for blocks, _, nodes in held.groups():
         lacking = max(0, first.blocks - blocks)
@@ -280,7 +284,7 @@ def second_source(
 def _offers(
     cluster: Cluster, nodes: Iterator[str], are_alike: bool, now_s: float
 ) -> list[tuple[float, str]]:
-    """(when it can send, node), soonest first."""
+    """(seconds until it can send, node), soonest first."""
     found = []
     for node_id in islice(nodes, NAMES_MAX):
         if node_id in cluster.nodes:

@@ -1,27 +1,28 @@
-"""What each prefill policy minimises, over all prefill workers at once.
+"""Prefill policies: cost functions over all prefill workers at once.
 
-A policy says three things: its cost of each worker (the least wins), how a prefix that another
-node holds is weighed against computing it (`fetch`), and whether workers of equal cost may be told
-apart by what the hand-over to their decode worker adds (`is_blind`: it may not).
+A policy consists of three parts: its cost of each worker (the least wins), its rule for fetching a
+remote prefix (`fetch`), and `is_blind`. A blind policy does not use the hand-over to the decode
+worker to choose among workers of equal cost.
 
-    random           nothing: a hash of the request id names the worker
-    load_balance     all predicted work that the worker has
-    cache_aware      wait + prefill                        with what its own node has cached
+    random           none: a hash of the request id names the worker
+    load_balance     all predicted work of the worker
+    cache_aware      wait + prefill                        with the blocks cached on its own node
     kvcache_centric  wait + transfer + prefill             Algorithm 1 of the Mooncake paper
-    adaptive         wait + transfer + prefill + delay + eviction cost     ours
+    adaptive         wait + transfer + prefill + delay + eviction cost     this project's policy
 
-The first four are the comparison of Figure 5 of the paper. The fifth minimises the time of all
-requests together, not of this one: `delay_s` is how much later those will start that are queued
-there already and that this one overtakes (queue_order.py). Without it a short request picks the
-queue that it can jump, and others pay; with it, it goes where there is nobody to overtake.
-`eviction_cost_s` is what a fetch costs those who come later (fetching.py): a copy takes the room of
-another block.
+The first four are the comparison of Figure 5 of the paper. `adaptive` minimises the time of all
+requests together instead of the time of this request.
+
+- `delay_s` is the total delay of the queued requests that this request overtakes (queue_order.py).
+  Without it, a short request picks the queue where it overtakes most, at the cost of others.
+- `eviction_cost_s` is the cost of a fetch to later requests (fetching.py): the fetched copies evict
+  other blocks.
 
 Every formula is plain arithmetic on `Terms`, whose fields are columns: one float64 per worker, in
 seconds. A new policy is a new entry in POLICIES.
 
-Not here: where the terms come from (routing.py), fetch or compute (fetching.py), the decode worker
-(routing.py), whether the winner is good enough (admission.py).
+Not here: computing the terms and choosing the decode worker (routing.py), fetch or compute
+(fetching.py), whether the best pair is good enough (admission.py).
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Seconds = npt.NDArray[np.float64]  # one for each prefill worker
+Seconds = npt.NDArray[np.float64]  # one value per prefill worker
 
 
 class Terms(NamedTuple):
-    """What one request would meet, and cause, at each prefill worker."""
+    """Predicted terms of one request at each prefill worker."""
 
-    queue_s: Seconds  # all predicted work there
-    wait_s: Seconds  # of it, what will be computed before this request
-    transfer_s: Seconds  # bringing cached blocks, as far as the wait does not hide it
-    prefill_s: Seconds  # computing what is not cached
-    # What this request adds to the waits of those that it overtakes there, summed up; 0 if the
-    # policy does not weigh it.
+    queue_s: Seconds  # all predicted work in the queue
+    wait_s: Seconds  # the part of queue_s that runs before this request
+    transfer_s: Seconds  # fetching and restoring, without the part that overlaps with the wait
+    prefill_s: Seconds  # computing the tokens that are not cached
+    # Sum of the delays of the requests that this request overtakes; 0 if no cost of the policy.
     delay_s: Seconds
     start_s: Seconds  # wait + transfer + prefill: the first token, before the hand-over
-    eviction_cost_s: Seconds  # what those who come later lose by the copies that a fetch makes
+    eviction_cost_s: Seconds  # cost to later requests of the blocks that the fetch evicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Policy:
     cost: Callable[[Terms], Seconds]
     fetch: Literal["never", "threshold", "times"]
     is_blind: bool = False
-    spares_others: bool = False  # so its best for all may be too late for this request
+    spares_others: bool = False  # its least cost may miss the TTFT limit of this request
 
 
 def load_balance(terms: Terms) -> Seconds:
@@ -64,7 +64,7 @@ def load_balance(terms: Terms) -> Seconds:
 
 
 def cache_aware(terms: Terms) -> Seconds:
-    return terms.start_s  # nothing is fetched; what the own SSD restores counts
+    return terms.start_s  # nothing is fetched; restoring from the local SSD counts
 
 
 def kvcache_centric(terms: Terms) -> Seconds:
@@ -89,6 +89,6 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def at_random(request_id: str, names: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The same worker for the same request and the same workers, in whatever order they come."""
+    """The same worker for the same request and the same set of workers, in any order."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return sorted(names)[int.from_bytes(digest, "big") % len(names)]

@@ -1,29 +1,30 @@
-"""Which prefill worker, which decode worker: the terms of every pair, and the best of them.
+"""Pair selection: the predicted costs of every prefill and decode worker, and the best pair.
 
 For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order of queue_order.py):
 
     plan     how much of the prefix is fetched, and from where (fetching.py)
-    wait     the work there that goes before this request (prefill_queue.py)
-    ttft     wait + transfer + prefill + handover          all predicted, all in seconds
-    delay    prefill x the requests there that it overtakes (of a pipeline group: without what its
-             other stages do while those begin)
+    wait     the queued work that runs before this request (prefill_queue.py)
+    ttft     wait + transfer + prefill + handover          all predicted, in seconds
+    delay    prefill x the number of requests that this request overtakes (in a pipeline group
+             without the time of the later stages, which overlaps with those requests)
 
-and the policy (policies.py) says what of it is to be least. Then the pair. One objective, in
-seconds: when the expected answer will be done, and what that costs others. Over all pairs (p, d) of
-prefill and decode workers that have room
+The policy (policies.py) combines these terms into a cost. The pair then minimises one objective in
+seconds: the time until the expected answer is complete, plus the cost to other requests. Over all
+pairs (p, d) of prefill and decode workers with room, minimise
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
-is to be least, with cost(p) the policy's (of `adaptive` ttft + delay + eviction cost, of
-`kvcache_centric` ttft, each before the hand-over), tbt(d) the step once everything that was routed
-to d has arrived, and n the tokens that are expected: max_tokens, at most output_tokens_expected.
+- cost(p) is the policy's cost before the hand-over: ttft for `kvcache_centric`, and ttft + delay +
+  eviction cost for `adaptive`.
+- tbt(d) is the step time of d once all requests routed to d have arrived.
+- n is the expected number of output tokens: max_tokens, at most output_tokens_expected.
 
-Not every pair is looked at, and predictions within tie_ratio are equal; which pair is chosen then,
-and by how much its J may miss the least, is in docs/reference/conductor.md ("The best pair").
+The search skips pairs that a bound excludes, and treats predictions within tie_ratio as equal.
+docs/reference/conductor.md ("The best pair") gives the order among equals and the possible error.
 
-All workers are compared as columns (pool.py); only what is looked at one by one becomes an object.
-Everything here is a function of the cluster's state and changes nothing. Not here: whether the
-winner is good enough (admission.py).
+Workers are compared as columns (pool.py). Only workers that are inspected singly become objects.
+All functions read the cluster's state and change nothing. Not here: whether the best pair is good
+enough (admission.py).
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ from mooncake_store.layout import blocks_touched
 
 @dataclass(slots=True)
 class PrefillOption:
-    """One prefill worker and what the request would meet there."""
+    """One prefill worker and the predicted terms of the request at it."""
 
     worker: WorkerState
-    local_blocks: int  # its node has them, on its SSD too
-    restore_blocks: int  # of these, on the SSD
+    local_blocks: int  # leading blocks in DRAM or on the SSD of the worker's node
+    restore_blocks: int  # the last ones of local_blocks, which are on the SSD
     cached_tokens: int
-    source: FetchSource | None  # of what is fetched
-    queue_s: float  # all work there
-    wait_s: float  # of it, what goes before this request
-    fetch_s: float  # restoring and fetching
-    transfer_s: float  # of that, what neither the wait nor its own computing hides
+    source: FetchSource | None  # node from which blocks are fetched; None: no fetch
+    queue_s: float  # all predicted work in the queue
+    wait_s: float  # the part of queue_s that runs before this request
+    fetch_s: float  # restoring from the SSD and fetching
+    transfer_s: float  # the part of fetch_s that overlaps neither the wait nor the computation
     prefill_s: float
-    fill_s: float  # of that, what holds up nobody behind it (estimates/pipeline.py)
-    delay_s: float  # what it does to others there
-    eviction_cost_s: float  # ... and to those who come later, by the copies of its fetch
-    has_room: bool  # its queue is bounded
+    fill_s: float  # the part of prefill_s that delays no later request (estimates/pipeline.py)
+    delay_s: float  # sum of the delays of the queued requests that this request overtakes
+    eviction_cost_s: float  # cost to later requests of the blocks that the fetch evicts
+    has_room: bool  # the queue is below its bound
 
     @property
     def start_s(self) -> float:
-        """The first token, before the hand-over."""
+        """Seconds from now to the first token, without the hand-over."""
         return self.wait_s + self.transfer_s + self.prefill_s
 
     @property
@@ -89,11 +90,11 @@ class PrefillOption:
 
 @dataclass(slots=True)
 class DecodeOption:
-    """One decode worker and its step when this request would join it."""
+    """One decode worker and its step time with this request in the batch."""
 
     worker: WorkerState
-    load: DecodeLoad  # as the admission policy sees it, without this request
-    tbt_s: float  # with it
+    load: DecodeLoad  # as the admission policy predicts it, without this request
+    tbt_s: float  # step time with this request
     has_room: bool
 
 
@@ -104,12 +105,12 @@ class Pair:
     predicted: Prediction
 
 
-# (cluster, decode workers, when the prefill will end, now) -> their loads without the request
+# (cluster, decode workers, end of the prefill, now) -> loads without the request
 Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
 
 
 class Options:
-    """What every worker that may take the request would mean for it."""
+    """The predicted terms of one request at every worker that may take it."""
 
     def __init__(
         self,
@@ -123,9 +124,10 @@ class Options:
         now_s: float,
         compiled: CompiledDecision | None = None,
     ) -> None:
-        """`usable`: the prefill and the decode workers in question, at least one of each.
-        `loads`: what admission takes the decode loads to be; None for the reserved ones.
-        `compiled`: what computes the same; its columns are good until it is asked again."""
+        """`usable`: masks of the candidate prefill and decode workers, each with at least one
+        worker. `loads`: the decode loads that admission assumes; None: the reserved loads.
+        `compiled`: the compiled form of this search. Its columns are valid until its next
+        decision."""
         self._cluster, self._config = cluster, cluster.config
         self._policy = POLICIES[cluster.config.policy]
         self._request, self._now_s = request, now_s
@@ -133,12 +135,12 @@ class Options:
         self._loads = loads
         expected = cluster.config.output_tokens_expected
         self._spread = max(1, min(request.output_tokens_max, expected))
-        self.ttft_limit_s = ttft_limit_s  # predicted to take longer, it is not admitted
-        self.order = order  # what gives this request its place in a queue
+        self.ttft_limit_s = ttft_limit_s  # pairs with a higher predicted TTFT are rejected later
+        self.order = order  # gives the request its order key
         held = Holdings(tiers, request.block_keys, cluster.prefills)
         sources = worth_asking(cluster, held, self._policy, now_s)
         self._compiled = compiled
-        self._answer: Answer | None = None  # of `compiled`, where it said the pair
+        self._answer: Answer | None = None  # answer of `compiled`, if it chose the pair
         if compiled is None:
             self._meet_prefills(held, sources)
             self._has_room = self._rooms()
@@ -148,7 +150,7 @@ class Options:
     def _read(
         self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
     ) -> None:
-        """Everything, and the best pair, where room is all that is reserved."""
+        """Compute the terms with compiled code, and the best pair if the loads are the reserved."""
         is_usual = self._config.policy != "random"
         if not is_usual or self._cluster.warming_up("prefill", self._now_s):
             is_usual, self._compiled = False, None
@@ -187,9 +189,10 @@ class Options:
         if transfer_s is pool.zeros:
             start_s = wait_s + prefill_s
         else:
-            if policy.fetch == "times":  # fetching runs beside the work in front
+            if policy.fetch == "times":  # the transfer overlaps with the queued work
                 transfer_s = transfer_s - wait_s
-                if plans.beside_s is not pool.zeros:  # ... and beside its own layers
+                # with layer-wise prefill, it also overlaps with computation
+                if plans.beside_s is not pool.zeros:
                     transfer_s -= plans.beside_s
                 np.maximum(transfer_s, pool.zeros, transfer_s)
             start_s = wait_s + transfer_s
@@ -200,11 +203,11 @@ class Options:
         self._terms = Terms(
             queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.eviction_cost_s
         )
-        # Predicted work of a prefill worker, on average.
+        # Mean predicted work of the candidate prefill workers.
         self.backlog_s = pool.mean(queues.queue_s, self._is_prefill)
 
     def _rooms(self) -> Mask:
-        """Who of the decode workers in question has room, as admission takes the loads to be."""
+        """Mask of the candidate decode workers with room, by the loads that admission assumes."""
         pool, request = self._cluster.decodes, self._request
         tokens = request.prompt_tokens + request.output_tokens_max
         has_room = pool.has_room(tokens) & self._is_decode
@@ -215,28 +218,29 @@ class Options:
         return has_room
 
     def _ask_loads(self, tokens: int, has_room: Mask) -> None:
-        """Add to `has_room` who has room by the loads that admission looks at."""
+        """Set `has_room` for workers that have room by the predicted loads."""
         pool = self._cluster.decodes
-        # Loads are taken at one moment for all pairs, because the prefills of the finalists end
-        # within tie_ratio of each other.
+        # One moment serves all pairs, because the prefills of the finalists end within tie_ratio of
+        # each other.
         self._at_s = self._now_s + float(self._terms.start_s[self._is_prefill].min())
-        # What admission takes a load to be is mostly less than what is reserved, so a worker with
-        # room for the latter is not asked. Where it can be more, the chosen worker is asked later.
+        # A predicted load is mostly lower than the reserved load, so a worker with room for the
+        # reserved load needs no prediction. If the predicted load can be higher, `best` checks the
+        # chosen worker afterwards.
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
             has_room[row] = _fits(pool.workers[row], load, tokens)
 
     def _loads_of(self, rows: Sequence[int]) -> list[DecodeLoad]:
         workers = [self._cluster.decodes.workers[row] for row in rows]
-        assert self._loads is not None, "the pool knows the reserved ones"
+        assert self._loads is not None, "reserved loads are columns of the pool"
         return self._loads(self._cluster, workers, self._at_s, self._now_s)
 
     # Choosing the best pair
 
     def best(self) -> Pair:
-        """The pair that minimises J, as the module docstring defines it and up to its ties.
+        """The pair that minimises J, up to ties (see the module docstring).
 
-        Without room anywhere a pair is chosen all the same: admission says what is wrong with it.
+        If no worker has room, the best pair without room is returned, and admission rejects it.
         """
         pair = self._best()
         if self._may_be_more and self._leave_those_with_room(pair.decode):
@@ -254,15 +258,18 @@ class Options:
 
     @property
     def _may_be_more(self) -> bool:
-        """Whether what admission expects of a batch may be more than what is reserved there."""
+        """Whether the predicted load of a batch may be higher than its reserved load."""
         return self._config.admission == "predictive_lengths"
 
     def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
-        """A worker with room for what is reserved was not asked for its forecast, and `chosen` may
-        have no room by that. Then only the workers with room remain, if there are any: True.
+        """Restrict the search to workers with room by prediction, if `chosen` has none. True if the
+        search changed.
 
-        Its time between tokens is not asked for here: of many forecasts the best is mostly the one
-        that is most wrong, and prompts were computed for nothing (bench/RESULTS.md)."""
+        `_ask_loads` predicts no load for a worker with room for its reserved load, so `chosen` may
+        lack room by prediction. The predicted time between tokens is not used to choose: the lowest
+        of many predictions is mostly the most wrong one, and prefills were wasted
+        (bench/RESULTS.md).
+        """
         if chosen.has_room:
             return False
         has_room = np.zeros_like(self._has_room)
@@ -274,8 +281,8 @@ class Options:
         return True
 
     def _pairing(self, first: int, least_s: float, cost_s: Column) -> tuple[int, int]:
-        """The rows of the best pair: `first` and its partner, unless another prefill worker is
-        better by more than a tie once what follows its prefill counts too."""
+        """The rows of the best pair. `first` and its partner win unless another pair has a total,
+        hand-over and decoding included, that is lower by more than a tie."""
         pool, prompt_tokens = self._cluster.decodes, self._request.prompt_tokens
         nodes, rank = self._cluster.prefills.node_ids, self._cluster.prefills.rank
         decode, rest_s = self._partner(nodes[first])
@@ -283,8 +290,8 @@ class Options:
             return first, decode
         tie_s = within(least_s, self._config) - least_s
         total_s = cost_s.item(first) + rest_s
-        # No pair is done sooner than the quickest batch after the quickest hand-over. Most often
-        # this bound says already that no other prefill worker is better.
+        # Lower bound of every pair: the fastest batch after the fastest hand-over. This bound
+        # mostly excludes all other prefill workers.
         steps_s = self._spread * pool.least_step_s
         near_s, far_s = pool.paths_s_least(prompt_tokens)
         nearest_s = near_s if near_s < far_s else far_s
@@ -306,7 +313,7 @@ class Options:
             decode, rest_s = partners[node_id]
             handover_s = self._handover_s(decode, pool.path(node_id))
             if self._terms.start_s.item(row) + handover_s > self.ttft_limit_s:
-                continue  # not at the price of the request's own service level
+                continue  # a better total must not break the TTFT limit of this request
             found.append((cost_s.item(row) + rest_s, rank.item(row), row, decode))
             total_s = min(total_s, found[-1][0])
         equal = [pair for pair in found if pair[0] <= total_s + tie_s]
@@ -314,8 +321,8 @@ class Options:
         return row, decode
 
     def _first(self) -> tuple[int, float, Column]:
-        """The prefill worker that the policy prefers, the least cost, and the cost of all of them:
-        infinite for those that are no choice."""
+        """The prefill worker that the policy prefers, its cost, and the costs of all workers.
+        Workers that cannot be chosen have an infinite cost."""
         pool, config, policy = self._cluster.prefills, self._config, self._policy
         is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         if pool.full:
@@ -335,7 +342,7 @@ class Options:
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
         start_s = self._terms.start_s
-        # What is best for all must not cost this request its own service level.
+        # A lower cost for all requests must not break the TTFT limit of this request.
         if (policy.spares_others or warming_up) and (
             start_s.item(start_s.argmax()) > self.ttft_limit_s
         ):
@@ -353,10 +360,10 @@ class Options:
         return first, least_s, cost_s
 
     def _partner(self, node_id: str) -> tuple[int, float]:
-        """The row of the decode worker for a prefill worker of this node, and the least of
-        handover + n x tbt from there.
+        """The best decode worker for prefill workers of this node, as its row and the least
+        handover + n x tbt.
 
-        The least cost; among equals the emptier one, where this node's own are ahead by one.
+        Equal costs are ordered by load. Decode workers of the same node lead by one request.
         """
         pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
@@ -367,7 +374,7 @@ class Options:
         return row, self._spread * costs_s.item(least)
 
     def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
-        """The decode worker of least cost, and the first of its equals."""
+        """The rows of the decode worker of least cost, and of the first among its equals."""
         pool, least = self._cluster.decodes, int(costs_s.argmin())
         limit_s = costs_s.item(least) * (1 + self._config.tie_ratio)
         rows = (costs_s <= limit_s).nonzero()[0]
@@ -445,7 +452,7 @@ class Options:
         )
 
     def second_fetch_node(self, chosen: PrefillOption) -> str | None:
-        """Who else could send what this worker fetches."""
+        """A second node that could send the blocks that this worker fetches."""
         if chosen.source is None:
             return None
         held, own_blocks = self._plans.held, chosen.local_blocks
@@ -498,14 +505,14 @@ class Options:
 
 
 def _fits(worker: WorkerState, load: DecodeLoad, tokens: int) -> bool:
-    """Whether a request of so many tokens, its longest answer included, finds room beside it."""
+    """Whether a request of `tokens`, its longest answer included, fits beside this load."""
     pages = blocks_touched(tokens, worker.info.block_tokens)
-    # Forecasts are fractions, so 3.999 of 4 slots count as 4. The worker itself makes sure, and
-    # queues a request that finds no slot.
+    # Loads are forecasts and thus fractions, so 3.999 of 4 slots count as 4. The worker itself
+    # enforces its limit, and queues a request that finds no free slot.
     has_slot = round(load.sequences) < worker.info.slots_max
     return has_slot and load.pages + pages <= worker.info.pages_max
 
 
 def within(least_s: float, config: ConductorConfig) -> float:
-    """Predictions up to this are as good as the least one."""
+    """Upper bound of the predictions that count as equal to the least one, in seconds."""
     return least_s + max(least_s * config.tie_ratio, config.tie_s)

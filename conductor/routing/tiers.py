@@ -1,14 +1,14 @@
-"""What of a prompt's prefix each node has: a run of blocks in DRAM, and behind it one on its SSD.
+"""Prefix runs of each node: the leading blocks in DRAM, and the blocks after them on its SSD.
 
 A node with an SSD registers with the directory twice, as "s0" and as "s0/ssd"
-(mooncake_store/records/membership.py), so the directory's events name two holders. Here each kind
-has its own index. Blocks leave DRAM from the end of a prefix, so what is on an SSD is mostly the
-end of a run whose start is in memory: the run on the SSD is looked for where the one in DRAM ends.
-A prefix that changes between the two more than once is undercounted.
+(mooncake_store/records/membership.py). Directory events therefore name two holders, and each kind
+of memory has its own index here. DRAM evicts blocks from the end of a prefix. An SSD thus mostly
+holds the end of a run whose start is in DRAM, and its run is looked up where the DRAM run ends. A
+prefix that alternates between DRAM and SSD more than once is undercounted.
 
-A node that let a block go is *full* from then on: what comes there takes the room of others.
+A node counts as *full* from its first eviction on: each new block there evicts another one.
 
-Not here: what it costs to bring a block from one of them (fetching.py).
+Not here: the time to fetch or restore a block (fetching.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from conductor.load.pool import Column, Pool
 from mooncake_store.prefix_index.prefix_index import FEW_BITS, PrefixIndex, Segment, numbers_in
 from mooncake_store.records.membership import SSD_SUFFIX
 
-SEGMENTS_MAX = 256  # arrays that are kept; of 8 KiB for 1,000 workers
+SEGMENTS_MAX = 256  # cached columns; 8 KiB each for 1,000 workers
 
-Group = tuple[int, int, Iterator[str]]  # (blocks, of these in DRAM, nodes that have just so many)
+# (blocks of the run, of these in DRAM, nodes with exactly this run)
+Group = tuple[int, int, Iterator[str]]
 
 
 class Holdings:
-    """Who has how much of one prompt's prefix. Good until the next change of an index."""
+    """How much of one prompt's prefix each node holds. Valid until the next change of an index."""
 
     __slots__ = (
         "_in_dram",
@@ -50,25 +51,25 @@ class Holdings:
         self._tiers, self._keys = tiers, keys
         dram = tiers.dram
         self._in_dram = dram.find(keys)
-        self.full, full = tiers.full(pool)  # 1 where the worker's node is
-        self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks before, what follows)
-        # How many leading blocks each worker's node has in DRAM, and with its SSD behind that.
+        self.full, full = tiers.full(pool)  # 1 for each worker whose node is full, else 0
+        self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks, SSD runs after them)
+        # Leading blocks at each worker's node: in DRAM only, and in DRAM plus SSD.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
-        self.longest = self.least = 0  # no worker's node has more, and none has less
+        self.longest = self.least = 0  # bounds of the runs of all workers' nodes
         address = pool.zeros_address
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
             self.dram_blocks, self.least, address = tiers.nodes(dram, pool).blocks(self._in_dram)
             self.blocks = self.dram_blocks
-        self.addresses = address, address, full  # of blocks, dram_blocks and full; 0: nobody is
+        self.addresses = address, address, full  # of blocks, dram_blocks, full; 0: no node is full
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.has_ssd = bool(self._on_ssd)
         if self.has_ssd:
             self.addresses = self.blocks.ctypes.data, address, full
         self.is_empty = not self.longest
-        self.is_same = self.least == self.longest  # every worker's node has as much
+        self.is_same = self.least == self.longest  # all workers' nodes have equal runs
 
     def _look_on_ssds(self, pool: Pool) -> None:
         ssd = self._tiers.ssd
@@ -82,7 +83,7 @@ class Holdings:
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     def longest_holder(self) -> str:
-        """The first node of the first group; without SSDs, and not when it is empty."""
+        """The first node of the first group. Not valid with SSD runs or without any run."""
         bitmap = self._in_dram[-1][1]
         return self._tiers.dram.name((bitmap & -bitmap).bit_length() - 1)
 
@@ -97,7 +98,8 @@ class Holdings:
             deeper = bitmap
 
     def _all_groups(self) -> Iterator[Group]:
-        """With SSDs. Nodes that have more on their SSD are in two groups: part of a run is one."""
+        """`groups` with SSDs, unsorted. A node with blocks on its SSD is in two groups, because a
+        part of its run is a run too."""
         dram, ssd, deeper = self._tiers.dram, self._tiers.ssd, 0
         exactly: dict[str, int] = {}
         for depth, bitmap in reversed(self._in_dram):
@@ -115,32 +117,32 @@ class Holdings:
 
 
 class _Held(NamedTuple):
-    """How many blocks the node of each worker has."""
+    """Leading blocks at the node of each worker."""
 
     column: Column
-    least: int  # nobody has fewer
-    address: int  # of the column
+    least: int  # the minimum of the column
+    address: int  # of the column's data
 
 
 class _Nodes:
-    """The nodes of a pool's workers by their numbers in an index."""
+    """Maps the workers of a pool to the node numbers of an index."""
 
     def __init__(self, index: PrefixIndex, node_ids: Sequence[str]) -> None:
         self.node_ids, self.version = node_ids, index.numbers_version
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        # For each segment, how many blocks each node has if there were no other segment.
+        # For each segment, the blocks of each node if the index had no other segment.
         self._alone: dict[Segment, _Held] = {}
-        self._several = np.zeros(len(numbers))  # of several segments, until the next time
+        self._several = np.zeros(len(numbers))  # the next call of `blocks` overwrites it
         self._several_address = self._several.ctypes.data
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
 
     def blocks(self, found: Sequence[Segment]) -> _Held:
-        """How many of the leading blocks the node of each worker has. Of segments as `find` gives
-        them, at least one. Good until the next call; not to be changed."""
+        """Leading blocks at the node of each worker, for at least one segment from `find`.
+        Read-only, and valid until the next call."""
         alone = self._of(found[0])
         if len(found) == 1:
             return alone
@@ -161,7 +163,7 @@ class _Nodes:
     def _of(self, segment: Segment) -> _Held:
         known = self._alone.get(segment)
         if known is None:
-            if len(self._alone) >= SEGMENTS_MAX:  # most prompts have one of few
+            if len(self._alone) >= SEGMENTS_MAX:  # few different segments cover most prompts
                 self._alone.clear()
             blocks = self._index.blocks_by_number([segment]).take(self._numbers).astype(np.float64)
             known = _Held(blocks, int(blocks.min()), blocks.ctypes.data)
@@ -170,18 +172,18 @@ class _Nodes:
 
 
 class Tiers:
-    """Two indexes, fed by one stream of events."""
+    """The DRAM and the SSD index, updated by one stream of events."""
 
     def __init__(self, dram: PrefixIndex) -> None:
         self.dram = dram
         self.ssd = PrefixIndex(dram.blocks_max)
-        self._nodes: dict[int, _Nodes] = {}  # by the index
+        self._nodes: dict[int, _Nodes] = {}  # by id of the index
         self._full: set[str] = set()
-        # Of these workers' nodes, and where that column is.
+        # (node ids of the pool, its column, address of the column); None: to be computed
         self._full_rows: tuple[Sequence[str], Column, int] | None = None
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """In the order in which they were announced."""
+        """Add blocks in the order in which they were announced."""
         if keys:
             self._of(holder).add_many(keys, holder.removesuffix(SSD_SUFFIX))
 
@@ -204,8 +206,8 @@ class Tiers:
         self._full_rows = None
 
     def full(self, pool: Pool) -> tuple[Column, int]:
-        """For each worker 1 if its node's memory is full, else 0; `pool.zeros` if nobody's is.
-        And the address of that column, 0 if nobody's is."""
+        """1 for each worker whose node's memory is full, else 0, and the address of that column.
+        `pool.zeros` and 0 if no node is full."""
         if not self._full:
             return pool.zeros, 0
         if self._full_rows is None or self._full_rows[0] is not pool.node_ids:
@@ -217,7 +219,7 @@ class Tiers:
         return self.ssd if holder.endswith(SSD_SUFFIX) else self.dram
 
     def nodes(self, index: PrefixIndex, pool: Pool) -> _Nodes:
-        """The nodes of the pool's workers, as this index numbers them."""
+        """The nodes of the pool's workers by their numbers in this index."""
         known = self._nodes.get(id(index))
         if (
             known is None
@@ -228,6 +230,6 @@ class Tiers:
         return known
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         self.dram.check()
         self.ssd.check()
