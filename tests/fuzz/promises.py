@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mooncake_store.directory.core.copies import BAD_REST_S
+from mooncake_store.directory.core.copies import BAD_QUARANTINE_S
 
 if TYPE_CHECKING:
     from tests.fuzz.memory import Memory
@@ -124,7 +124,7 @@ class Promises:
         if use.leases == 0 and use.state == "writing":
             use.state, use.rests_until_s = "gone", now_s + self.quarantine_s
         elif use.leases == 0 and use.is_bad:
-            use.rests_until_s = now_s + BAD_REST_S
+            use.rests_until_s = now_s + BAD_QUARANTINE_S
         elif use.leases == 0 and use.is_ephemeral:
             use.state = "gone"
 

@@ -1,9 +1,10 @@
-"""Which key has which ready copies, over all holders.
+"""Index of all holders: block key -> its ready copies.
 
-Nearly every key has one copy, so what is held for a key is that copy itself; a key with several has
-a tuple of them, DRAM before SSD. The start of a hot prefix is on every node of a fleet, and every
-request asks for it: what a lookup answers for such a key is made once and kept until a copy comes
-or goes. Not here: how that happens (copies.py).
+Most keys have one copy, so the value is that copy itself. A key with several copies has a tuple,
+DRAM before SSD. The start of a hot prefix is on every node, and every request looks it up. The
+answer for such a key is therefore cached until a copy is added or removed.
+
+Not here: when copies are added and removed (copies.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
 from mooncake_store.records.blocks import Copy
 
 _made = tuple.__new__
-IndexPage = tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]  # blocks; are they the last?
-KEPT_FROM = 8  # copies of a key: answers for fewer are quick to make, and there are many such keys
+# (blocks, whether they are the last ones)
+IndexPage = tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]
+KEPT_FROM = 8  # copies of a key from which its answer is cached; fewer are quick to convert
 
 
 class SeveralCopies(tuple[HeldCopy, ...]):
-    """All copies of one key. Of a copy that is ready nothing changes that a lookup answers."""
+    """All copies of one key. Fields that a lookup returns never change while a copy is ready."""
 
-    answer: tuple[Copy, ...] = ()  # to a lookup, once it was made and if it is kept
+    answer: tuple[Copy, ...] = ()  # cached answer to a lookup; empty if not cached
 
 
 Held = HeldCopy | SeveralCopies
@@ -53,13 +55,16 @@ def records_of(held: Held | None) -> tuple[Copy, ...]:
 
 
 def hash_all(keys: Iterable[bytes]) -> None:
-    """Before many of them are looked up: Python keeps the hash of a `bytes`. What is left of each
-    lookup is waiting for memory, and the CPU then waits for several keys at once."""
+    """Compute the hashes of many keys before the lookups; Python caches the hash of a `bytes`.
+
+    The remaining cost of a lookup is memory latency, which the CPU can then overlap for several
+    keys.
+    """
     deque(map(hash, keys), maxlen=0)
 
 
 def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]) -> SeveralCopies:
-    """These copies with `instead` for those from `start` to `end`, and the kept answer likewise."""
+    """These copies with `instead` in the range [start, end), and the cached answer likewise."""
     before = copies_of(held)
     after = SeveralCopies((*before[:start], *instead, *before[end:]))
     if isinstance(held, SeveralCopies) and held.answer and len(after) >= KEPT_FROM:
@@ -69,15 +74,13 @@ def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]
 
 
 class BlockIndex:
-    """key -> its ready copies, over all holders.
+    """The index. At ten million keys, its dict is the largest object in the process.
 
-    Nearly every key has one copy, so the value is that copy itself; a key with several has a tuple
-    of them, DRAM before SSD. At ten million keys this dictionary is the largest thing in the
-    process. Copies that are being written are not here: their holder has them.
+    Copies that are being written are not indexed; their holder has them.
     """
 
     def __init__(self) -> None:
-        self.held: dict[bytes, Held] = {}  # read by everybody, written only here
+        self.held: dict[bytes, Held] = {}  # read by other modules, written only here
 
     def __len__(self) -> int:
         return len(self.held)
@@ -104,7 +107,7 @@ class BlockIndex:
         self.held[copy.key] = left if len(left) > 1 else left[0]
 
     def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
-        """The ready copy of `key` in this holder."""
+        """The ready copy of `key` on this holder."""
         held = self.held.get(key)
         if held is None:
             return None
@@ -113,7 +116,7 @@ class BlockIndex:
         return next((copy for copy in held if copy.size_class.holder is holder), None)
 
     def all_on(self, keys: Sequence[bytes], holder: Holder) -> list[HeldCopy | None]:
-        """`on` for each of them."""
+        """`on` for each key."""
         found: list[HeldCopy | None] = []
         for held in map(self.held.get, keys):
             if held is None or (held.__class__ is HeldCopy and held.size_class.holder is holder):
@@ -124,7 +127,7 @@ class BlockIndex:
         return found
 
     def prefix(self, keys: Sequence[bytes]) -> list[Held]:
-        """What is known of `keys` up to the first that is nowhere."""
+        """The entries of `keys` up to the first key without a ready copy."""
         hash_all(keys)
         get = self.held.get
         found: list[Held] = []
@@ -140,15 +143,17 @@ class BlockIndex:
         return list(map(self.held.get, keys))
 
     def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
-        """key -> holders, without ephemeral copies: what a replica may know."""
+        """(key, node ids) without ephemeral copies, for replicas of the index."""
         for key, held in self.held.items():
             nodes = tuple(copy.node_id for copy in copies_of(held) if not copy.is_ephemeral)
             if nodes:
                 yield key, nodes
 
     def page(self, first: int, blocks_max: int) -> IndexPage:
-        """Announced ones from number `first` on, and whether no others follow. To pass over those
-        before them takes 10 ns each."""
+        """Announced blocks from number `first` on, and whether they are the last ones.
+
+        Skipping an earlier block takes 10 ns.
+        """
         chosen = list(islice(self.held.items(), first, first + blocks_max))
         page = []
         for key, held in chosen:
@@ -165,11 +170,11 @@ class BlockIndex:
         """Prove the invariants."""
         for key, held in self.held.items():
             copies = copies_of(held)
-            assert copies, f"{key.hex()} is indexed and nowhere"
+            assert copies, f"{key.hex()} is indexed without a copy"
             assert isinstance(held, tuple) == (len(copies) > 1)
             assert all(copy.key == key for copy in copies)
             kept = held.answer if isinstance(held, SeveralCopies) else ()
-            assert kept in ((), tuple(copy.record for copy in copies)), "an old answer is kept"
+            assert kept in ((), tuple(copy.record for copy in copies)), "a cached answer is stale"
             assert all(copy.state is CopyState.READY for copy in copies)
             nodes = [copy.node_id for copy in copies]
             assert len(nodes) == len(set(nodes)), f"two copies of {key.hex()} on one holder"

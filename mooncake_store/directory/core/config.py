@@ -1,4 +1,4 @@
-"""What an operator may set of the directory, with every bound on its memory."""
+"""Options of the directory, including every bound on its memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from mooncake_store.directory.core.eviction.policies import POLICIES
 
 HELP = {
-    "node_ttl_s": "a storage node silent for so many seconds is gone, with its copies",
-    "worker_ttl_s": "a worker silent for so many seconds is gone",
-    "quarantine_s": "rest of a slot whose writer vanished; must outlive any transfer to it",
+    "node_ttl_s": "seconds without a report after which a storage node is removed with its copies",
+    "worker_ttl_s": "seconds without a report after which a worker is removed",
+    "quarantine_s": "quarantine of a slot whose writer vanished; must outlive any transfer to it",
     "lease_s_max": "longer leases are cut to this",
     "nodes_max": "most storage nodes at once",
     "workers_max": "most live workers at once",
@@ -19,7 +19,7 @@ HELP = {
     "eviction": f"which idle block goes first: {' or '.join(POLICIES)}",
     "spill_fraction": "cold blocks are copied to SSD once a segment is fuller than this, 0 to 1",
     "slow_start_s": "a new node's share of placed blocks grows to its full one in so many seconds",
-    "events_max": "events kept for the stream; whoever misses more takes a snapshot",
+    "events_max": "events kept for the stream; a client that misses more takes a snapshot",
 }
 
 
@@ -40,7 +40,7 @@ class DirectoryConfig:
     events_max: int = 8_192
 
     def problems(self) -> list[str]:
-        """Every mistake at once, each with its limit."""
+        """All mistakes at once, each with its limit."""
         found = [
             f"{field.name} is {getattr(self, field.name)}; it must be positive"
             for field in fields(self)

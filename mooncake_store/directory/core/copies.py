@@ -1,19 +1,20 @@
-"""How copies come and go: the one door through which the state of blocks changes.
+"""Table of all copies: the only module that changes the state of a copy.
 
-reserve (a slot, in state writing) -> publish (ready, indexed, announced) -> remove. Each of these
-keeps index, holder, leases, pins, quotas and the event log in step; the verbs that lead here are in
-directory.py.
+The life of a copy: reserve (a slot, in state writing) -> publish (ready, indexed, announced) ->
+remove. Each step keeps the index, the holder, the leases, the pins, the quotas and the event log
+consistent. The verbs that call these steps are in directory.py.
 
-Room for a block of one size is made by dropping the coldest idle block of that size. When there is
-none, other sizes give up slabs whose blocks are all idle.
+Eviction: room for a block comes from the coldest idle block of the same size. Without such a block,
+other sizes release slabs whose blocks are all idle.
 
-Spilling runs ahead of need: once a segment is fuller than spill_fraction, its coldest idle blocks
-that have no copy on the node's SSD are written there. Eviction stays what it was, instant; what it
-drops is then on SSD already. When blocks come faster than the SSD writes, some are dropped unspilt:
-a cache may lose them, a request must not wait.
+Spilling runs ahead of eviction. Once a segment is fuller than spill_fraction, its coldest idle
+blocks without a copy on the node's SSD are written to the SSD. A block that is evicted later is
+then on the SSD already, so eviction never waits for a write. When blocks arrive faster than the SSD
+writes, some blocks are evicted without a copy on the SSD: a cache may lose a block, but a request
+must not wait.
 
-Not here: verbs and their refusals (directory.py), the index (block_index.py), the order of
-eviction (eviction/).
+Not here: verbs and their errors (directory.py), the index (block_index.py), the order of eviction
+(eviction/).
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ from mooncake_store.records.blocks import (
 )
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 
-# Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's epoch
-# is its start in milliseconds, so the generations of a restarted directory are new (below 10**9 per
-# second), unless the clock was set back: then what nodes say they hold moves it on (outgrow).
+# # Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's
+# epoch is its start time in milliseconds, so a restarted directory grants new generations as long
+# as it grants fewer than 10**9 per second. If the clock was set back, the generations that nodes
+# report in their inventories move the counter forward (outgrow).
 
-BAD_REST_S = 2.0  # for readers that learn late that their leases were released by others
-LOOK_AGAIN_S = 1e-4  # per idle block; looking at one takes about 1e-6
+# Quarantine of a corrupt copy's slot: a reader may learn late that its lease ended
+BAD_QUARANTINE_S = 2.0
+LOOK_AGAIN_S = 1e-4  # delay of the next slab search, per idle block; visiting one takes 1e-6 s
 _made = tuple.__new__
-SPILLS_LOOKED_AT_MAX = 512  # of the coldest blocks of a size, per question
+SPILLS_LOOKED_AT_MAX = 512  # coldest blocks of one size examined per call of spill
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ class DirectoryTotals:
 
 
 class CopyTable:
-    """All copies, and everything that must change with them."""
+    """All copies, and all state that must change together with a copy."""
 
     def __init__(self, epoch: int, config: DirectoryConfig) -> None:
         self.epoch, self.config = epoch, config
@@ -81,10 +84,10 @@ class CopyTable:
         self.tenants = TenantTable()
         self.events = EventLog(config.events_max)
         self.totals = DirectoryTotals()
-        self.ephemeral = 0  # ready copies that are
+        self.ephemeral = 0  # number of ready copies of kind EPHEMERAL
         self.next_generation = min(epoch, EPOCH_MAX) * GENERATIONS_PER_EPOCH
 
-    # ---- coming
+    # ---- creation
 
     def reserve(
         self,
@@ -95,9 +98,9 @@ class CopyTable:
         is_ephemeral: bool = False,
         tenant: str = "",
     ) -> HeldCopy | None:
-        """A slot for `key`, evicting what must go; None when nothing may.
+        """Reserve a slot for `key`, with an eviction if necessary; None when none is possible.
 
-        QuotaExceeded when the tenant has no room and none of its own blocks may go.
+        Raises QuotaExceeded when the tenant's quota is full and its own blocks cannot be evicted.
         """
         self.make_tenant_room(tenant, size_bytes)
         units = holder.pool.units_for(size_bytes)
@@ -110,7 +113,7 @@ class CopyTable:
         return copy
 
     def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
-        """Evict what must go of a tenant's own; QuotaExceeded when that is not enough."""
+        """Evict the tenant's own blocks until `size_bytes` fit; QuotaExceeded when they cannot."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 
@@ -137,8 +140,11 @@ class CopyTable:
         first: int,
         until_s: float,
     ) -> list[Slot | None]:
-        """A slot, leased, for each key that is not `there` and nobody writes; up to the first that
-        finds no room. Nobody has a quota. `first`: how deep the first key is."""
+        """Grant a leased slot for each key that is neither in `there` nor being written.
+
+        Stops at the first key without room. Only for a directory without quotas. `first` is the
+        depth of the first key in the owner's chain.
+        """
         writing, epoch = holder.writing, self.epoch
         new = [
             key
@@ -173,8 +179,10 @@ class CopyTable:
     def reserve_chain(
         self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, kind: CopyKind
     ) -> list[HeldCopy]:
-        """`reserve` for as many of these keys as find room, each of them leased once. Reserved
-        ahead they have no key yet, and count for no tenant."""
+        """`reserve` for as many of these keys as there is room for; each copy has one lease.
+
+        Slots reserved ahead have no key yet and count for no tenant.
+        """
         pool, units = holder.pool, holder.pool.units_for(size_bytes)
         size_class = holder.size_class(units)
         slots = pool.take_many(units, len(keys))
@@ -204,9 +212,11 @@ class CopyTable:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """For as many of these keys as there are idle blocks of their size: the coldest of those is
-        evicted, and its slot and its row are the new copy's at once. In a full memory this is the
-        usual way."""
+        """Evict the coldest idle blocks of this size and reuse their slots and rows for these keys.
+
+        Covers at most as many keys as there are idle blocks. This is the usual path in a full
+        memory.
+        """
         holder, columns = size_class.holder, size_class.columns
         generations, checksums = columns.generation, columns.checksum
         held, made, generation = self.blocks.held, [], self.next_generation
@@ -218,7 +228,7 @@ class CopyTable:
             else:
                 gone = self._on(victim, holder)
                 self.blocks.remove(gone)
-            assert not gone.leases, f"{victim.hex()} is leased and would be evicted"
+            assert not gone.leases, f"{victim.hex()} is leased and must not be evicted"
             gone.state, row = CopyState.GONE, gone.row
             holder.used_bytes -= gone.size_bytes
             generations[row], checksums[row] = generation, 0
@@ -247,8 +257,10 @@ class CopyTable:
         until_s: float,
         tenant: str,
     ) -> list[Slot | None]:
-        """`grant` where some tenant has a quota: one key after the other. QuotaExceeded only when
-        it has no room for the very first key."""
+        """`grant` for a directory with quotas, one key at a time.
+
+        Raises QuotaExceeded only when the tenant has no room for the first key.
+        """
         payers = [tenant] * len(keys)
         if self.tenants and not tenant and not is_ephemeral:
             payers = [self.payer(key) for key in keys]
@@ -270,12 +282,12 @@ class CopyTable:
         return slots
 
     def publish(self, copy: HeldCopy, checksum: int) -> None:
-        """The slot is written: others may read it."""
+        """Mark a written copy as ready, and index and announce it."""
         copy.size_class.holder.publish(copy, checksum)
         self.show((copy,))
 
     def show(self, copies: Sequence[HeldCopy]) -> None:
-        """These are ready by the word of their holders: index and announce them."""
+        """Index and announce copies that their holders have marked as ready."""
         known, events = self.blocks.held.setdefault, []
         for copy in copies:
             if known(copy.key, copy) is not copy:
@@ -289,7 +301,7 @@ class CopyTable:
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
     def adopt(self, holder: Holder, block: InventoryBlock) -> bool:
-        """A block that the holder had before this directory began; False when it cannot be kept."""
+        """Take over a block from before this directory's start; False when it cannot be kept."""
         units = holder.pool.units_for(block.size_bytes)
         if self.blocks.on(block.key, holder) is not None or block.key in holder.writing:
             return False
@@ -305,12 +317,12 @@ class CopyTable:
         return True
 
     def outgrow(self, generation: int) -> None:
-        """A holder has used this one before: the next is larger, whatever the clock said."""
+        """Move the counter above a generation that a holder already uses."""
         assert generation < GENERATION_MAX, generation
         self.next_generation = max(self.next_generation, generation + 1)
 
     def payer(self, key: bytes) -> str:
-        """Whose quota a further copy of this block counts for; "" for nobody's."""
+        """The tenant that a further copy of this block counts for; "" for no tenant."""
         return self.tenants.payer(copies_of(self.blocks.held.get(key))) if self.tenants else ""
 
     # ---- room
@@ -323,17 +335,18 @@ class CopyTable:
         return self._free_slabs(holder, units)
 
     def _free_slabs(self, holder: Holder, units: int) -> bool:
-        """Evict all blocks of neighbouring slabs of other sizes, so that `units` fit there.
+        """Evict all blocks of adjacent slabs of other sizes, so that a slot of `units` fits there.
 
-        Only slabs whose blocks are all idle; first those of the size that has the most idle memory,
-        its coldest first. Nothing is evicted when no such neighbours are large enough. Rare (one
-        size takes memory from another), so it may look at every idle block; in vain not again for
-        LOOK_AGAIN_S for each of them, or a size without room would keep the directory busy.
+        Only slabs whose blocks are all idle qualify. The size with the most idle memory comes
+        first, and within a size the coldest block. Nothing is evicted unless the adjacent slabs are
+        large enough. The search visits every idle block, which is acceptable because one size
+        rarely takes memory from another. After a failure the next search waits LOOK_AGAIN_S per
+        idle block, so that a size without room cannot keep the directory busy.
         """
         if self.now_s < holder.look_again_s:
             return False
         pool = holder.pool
-        in_slab: dict[int, list[HeldCopy]] = {}  # start of a slab -> its idle copies
+        in_slab: dict[int, list[HeldCopy]] = {}  # first unit of a slab -> idle copies in it
         every = holder.size_classes.values()
         classes = sorted(every, key=lambda each: -len(each.idle) * each.units)
         for keys in (
@@ -355,18 +368,18 @@ class CopyTable:
 
     def _on(self, key: bytes, holder: Holder) -> HeldCopy:
         copy = self.blocks.on(key, holder)
-        assert copy is not None, f"{key.hex()} is idle on {holder.info.node_id} and not there"
+        assert copy is not None, f"{key.hex()} is idle on {holder.info.node_id} but not indexed"
         return copy
 
     def touch(self, copy: HeldCopy) -> None:
-        """It was used, perhaps without a lease."""
+        """Record a use, perhaps without a lease."""
         if copy.leases == 0:
             copy.touch()
             self.tenants.used(copy)
 
     def evict(self, copy: HeldCopy) -> None:
-        """Drop an idle copy for room."""
-        assert copy.leases == 0, f"{copy.key.hex()} is leased and would be evicted"
+        """Remove an idle copy to make room."""
+        assert copy.leases == 0, f"{copy.key.hex()} is leased and must not be evicted"
         copy.holder.evictions += 1
         self.totals.evictions += 1
         self.remove(copy, is_evicted=True)
@@ -376,19 +389,21 @@ class CopyTable:
     def spill(
         self, dram: Holder, ssd: Holder, owner: str, blocks_max: int, until_s: float
     ) -> list[Spill]:
-        """Slots on the SSD for cold blocks of the DRAM, leased to `owner`.
+        """Reserve SSD slots for cold DRAM blocks, leased to `owner`; stops when the SSD is full.
 
-        Stops when the SSD has no room. The block in DRAM is not leased meanwhile: a lease would
-        make a cold block the most recent one. If it is evicted and overwritten while the node
-        writes it out, its header has another generation afterwards, and the node gives the copy up.
+        The block in DRAM gets no lease, because a lease would make a cold block the most recent
+        one. The block may therefore be evicted and overwritten while the node writes it to the SSD.
+        In that case its slot header has another generation after the write, and the node abandons
+        the copy.
         """
         chosen = self._spillable(dram, ssd, blocks_max)
         if not chosen:
             return []
         self.leases.refuse_too_many(owner, len(chosen))
         spills: list[Spill] = []
-        for depth, copy in enumerate(reversed(chosen)):  # coldest deepest: it is idle first again
-            if not self._tenant_has_room(copy):  # those before it have filled the quota
+        # The coldest block is the deepest: it becomes idle first
+        for depth, copy in enumerate(reversed(chosen)):
+            if not self._tenant_has_room(copy):  # earlier blocks have filled the quota
                 continue
             target = self.reserve(
                 ssd, copy.key, owner, copy.size_bytes, tenant=self.payer(copy.key)
@@ -410,11 +425,11 @@ class CopyTable:
         return spills
 
     def _spillable(self, dram: Holder, ssd: Holder, blocks_max: int) -> list[HeldCopy]:
-        """The coldest idle blocks of `dram` that `ssd` neither has nor gets."""
+        """The coldest idle blocks of `dram` that are neither on `ssd` nor being written there."""
         if dram.pool.used_units < self.config.spill_fraction * dram.pool.units:
             return []
         found: list[HeldCopy] = []
-        # More than fit there would push each other out, to be written again and again.
+        # # More blocks than this would evict each other from the SSD and be written repeatedly.
         left_units = ssd.pool.units // 2
         for size_class in dram.size_classes.values():
             for key in size_class.idle.coldest_keys(SPILLS_LOOKED_AT_MAX):
@@ -428,22 +443,25 @@ class CopyTable:
         return found
 
     def _tenant_has_room(self, copy: HeldCopy) -> bool:
-        """Has the tenant that the block counts for room for a copy of it?"""
+        """Whether one more copy of the block fits the quota of the tenant that it counts for."""
         return self.tenants.has_room(self.payer(copy.key), copy.size_bytes)
 
-    # ---- going
+    # ---- removal
 
-    def remove(self, copy: HeldCopy, rest_s: float = 0.0, is_evicted: bool = False) -> None:
-        """Free the slot, after a rest where somebody may still be in it."""
+    def remove(self, copy: HeldCopy, quarantine_s: float = 0.0, is_evicted: bool = False) -> None:
+        """Free the slot, after a quarantine of `quarantine_s` where a transfer may still use it."""
         if copy.state is CopyState.READY:
             self._forget(copy)
-        until_s = self.now_s + rest_s if rest_s else None
+        until_s = self.now_s + quarantine_s if quarantine_s else None
         copy.holder.remove(copy, until_s, is_evicted)
         self.tenants.discharge(copy)
 
     def reject(self, copy: HeldCopy) -> None:
-        """A ready copy proved wrong: nobody finds it any more, nor pays for it. Others may still be
-        in its slot, so that is free soon after their last lease."""
+        """A ready copy is corrupt: remove it from the index and from the tenant's quota.
+
+        Other requests may still use its slot, which is freed after their last lease and a
+        quarantine.
+        """
         self.totals.bad_copies += 1
         if not copy.leases:
             self.remove(copy)
@@ -453,7 +471,7 @@ class CopyTable:
         copy.holder.reject(copy)
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
-        """These copies lost a lease, deepest first. What becomes of those that lost the last?"""
+        """Handle copies that lost a lease, deepest first: remove them or make them idle."""
         writing, bad, ephemeral = CopyState.WRITING, CopyState.BAD, CopyKind.EPHEMERAL
         idle: list[HeldCopy] = []
         for copy in copies:
@@ -462,7 +480,7 @@ class CopyTable:
             if copy.state is writing:
                 self.remove(copy, self.config.quarantine_s)
             elif copy.state is bad:
-                self.remove(copy, BAD_REST_S)
+                self.remove(copy, BAD_QUARANTINE_S)
             elif copy.kind is ephemeral:
                 self.remove(copy)
             else:
@@ -472,7 +490,7 @@ class CopyTable:
             self.tenants.used(copy)
 
     def lose(self, holder: Holder) -> None:
-        """The holder is gone, and its memory with it."""
+        """Forget all copies of a holder that is gone together with its memory."""
         for copy in list(self.of(holder)):
             self._forget(copy)
             copy.state = CopyState.GONE
@@ -483,7 +501,7 @@ class CopyTable:
         self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
 
     def of(self, holder: Holder) -> Iterator[HeldCopy]:
-        """The ready copies of this holder, found without going through the whole index."""
+        """The ready copies of this holder, found without a walk through the whole index."""
         for key in holder.idle_keys():
             yield self._on(key, holder)
         for copy in self.leases.copies():
@@ -492,7 +510,7 @@ class CopyTable:
         yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
 
     def listed(self, holder: Holder, only_here: bool) -> Iterator[HeldCopy]:
-        """Those that are not ephemeral; `only_here`: and that no other holder of its tier has."""
+        """Ready copies, not ephemeral; `only_here`: without another copy on the same tier."""
         for copy in self.of(holder):
             others = copies_of(self.blocks.held[copy.key]) if only_here else ()
             tiers = [other.holder.info.tier for other in others if other is not copy]
@@ -506,17 +524,17 @@ class CopyTable:
         else:
             self.events.append(BlockRemoved(copy.key, copy.size_class.node_id))
 
-    # ---- use
+    # ---- uses
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Somebody read these without asking; the last one last."""
+        """Record reads that needed no lookup; the last key was read last."""
         hits = [held for key in keys if (held := self.blocks.held.get(key)) is not None]
         self.totals.lookup_blocks += len(keys)
         self.totals.hit_blocks += len(hits)
         self.touch_all(hits)
 
     def touch_all(self, blocks: Iterable[Held]) -> None:
-        """They were used without a lease, in this order."""
+        """Record uses without a lease, in this order."""
         for held in blocks:
             for copy in copies_of(held):
                 self.touch(copy)
@@ -524,7 +542,7 @@ class CopyTable:
     # ---- pins
 
     def _possible(self, copy: HeldCopy, pin: Pin) -> Pin:
-        """A hard pin beyond hard_pin_fraction_max is a soft one."""
+        """The pin that this copy can get: a hard pin beyond hard_pin_fraction_max becomes soft."""
         holder = copy.holder
         allowed = holder.pool.units * self.config.hard_pin_fraction_max
         is_hard = pin is Pin.HARD and copy.pin is not Pin.HARD
@@ -532,7 +550,7 @@ class CopyTable:
         return Pin.SOFT if is_too_much else pin
 
     def set_pin(self, key: bytes, pin: Pin) -> bool:
-        """Pin the copies of `key`; False when a hard pin finds no room on some holder."""
+        """Pin the copies of `key`; False when some holder has no room for a hard pin."""
         done = True
         for copy in copies_of(self.blocks.held.get(key)):
             possible = self._possible(copy, pin)
@@ -544,8 +562,8 @@ class CopyTable:
     # ---- time
 
     def advance(self, now_s: float) -> None:
-        """Leases and soft pins that are due end."""
-        assert now_s >= self.now_s, f"the clock went from {self.now_s} back to {now_s}"
+        """End the leases and the soft pins that are due."""
+        assert now_s >= self.now_s, f"the clock moved back from {self.now_s} to {now_s}"
         self.now_s = now_s
         while (owner := self.leases.due(now_s)) is not None:
             self.unleased(self.leases.release(owner))
@@ -571,4 +589,4 @@ class CopyTable:
             for copy in (*copies, *holder.unready()):
                 assert copy.leases == counts.get(copy, 0)
                 if copy.state is CopyState.WRITING:
-                    assert copy.leases == 1, "a slot is written by nobody, or by two"
+                    assert copy.leases == 1, "a slot has no writer or two"

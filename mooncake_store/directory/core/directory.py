@@ -1,29 +1,29 @@
-"""The one truth about which blocks are where, who uses them, and who takes part.
+"""Directory of all blocks, copies, leases, storage nodes and workers: the source of truth.
 
-A block's life: allocate (a slot in state writing, leased to its writer) -> the writer fills it ->
-commit with a checksum (ready, announced by an event) -> lookups lease it to readers -> nobody
-leases it: idle -> evicted when its holder needs the room. A lease that runs out ends as one that is
-released does. What is uncertain is made harmless, not prevented:
+The life of a block: allocate (a slot in state writing, leased to its writer) -> write -> commit
+with a checksum (ready, announced) -> lookup (leased to readers) -> idle without leases -> evicted.
+An expired lease ends like a released one.
 
-- A writer that vanishes (its lease ran out, or it released a slot it never committed) may still
-  have a transfer in flight, so its slot is quarantined before it is used again, under a new
-  generation. `abandon` is the writer's word that nothing is in flight: free at once.
-- A late commit names a generation that is not current any more: it is refused, nothing changes.
-- A late reader finds another generation or checksum: a miss. It says so with `drop_copy`; nobody
-  finds that copy any more, and its slot is free soon after the last lease on it.
-- A storage node that came back with a new incarnation has lost its memory: its copies go.
-- A directory that came back is empty: nodes say what they have (`adopt`), then it is as before.
-  What an earlier epoch granted is refused (EpochPassed), and rests where its writer has begun.
+Faults are made harmless instead of being prevented:
+1. Vanished writer: a lease expired, or a slot was released without a commit. A transfer may still
+   be in flight, so the slot is quarantined. `abandon` confirms that no transfer is in flight, and
+   the slot is free at once.
+2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
+3. Late reader: it finds another generation or checksum, which is a miss, and reports `drop_copy`.
+   The copy is removed from the index, and its slot is freed soon after the last lease on it.
+4. Restarted storage node: a new incarnation has lost its memory, so its copies are removed.
+5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
+   rejects grants of earlier epochs (EpochPassed) and quarantines slots whose writer has begun.
 
-Ephemeral copies (the partial last block of a prompt) are never announced and never idle: they are
+Ephemeral copies (the partial last block of a prompt) are never announced and never idle. They are
 freed with their last lease.
 
-Purity: no clock, no I/O, no randomness. Every verb takes `now_s`; leases that are due end before it
-looks at anything; silent nodes and workers go at `tick`. So a simulator drives this very class, and
-the same calls give the same answers. Memory is bounded by the units and by DirectoryConfig.
+Purity: no clock, no I/O, no randomness, so a simulator can drive this class. Every verb takes
+`now_s` and first ends the leases that are due; `tick` removes silent nodes and workers. Memory is
+bounded by the units and by DirectoryConfig.
 
-Not here: how a copy comes and goes (copies.py), the rules behind each verb (leases.py, tenants.py,
-inventory.py), which copy to drop (eviction/), who is alive (nodes.py, workers.py), sockets.
+Not here: creation and removal of copies (copies.py), the rules of each verb (leases.py, tenants.py,
+inventory.py), eviction (eviction/), liveness (nodes.py, workers.py), sockets.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class Directory:
     def __init__(
         self, epoch: int, config: DirectoryConfig | None = None, begin_s: float = 0.0
     ) -> None:
-        """`begin_s`: within so long of asking for a slot its writer begins; see Allocation.
-
-        It is more than 0 exactly where directories are elected.
-        """
+        """`begin_s`: time for a writer to begin (see Allocation); positive where elections are."""
         assert epoch >= 0
         self.epoch, self.begin_s = epoch, begin_s
         self.config = config or DirectoryConfig()
@@ -71,13 +68,13 @@ class Directory:
         self._copies = CopyTable(epoch, self.config)
 
     # ---- storage nodes
-    # A node registers, reports every second, and is gone when it is silent for node_ttl_s.
+    # A node registers, reports every second, and is removed when it is silent for node_ttl_s.
 
     def register_node(self, info: NodeInfo, now_s: float) -> int:
-        """A holder is up; the epoch. A new incarnation replaces the old one and starts empty."""
+        """Register a node; returns the epoch. A new incarnation is empty and replaces the old."""
         self._copies.advance(now_s)
         if self._nodes.alive(info.node_id, info.incarnation, now_s):
-            return self.epoch  # a repeated registration: its copies are as good as before
+            return self.epoch  # repeated registration: the copies stay valid
         self._nodes.refuse_misfit(info)
         if self._nodes.get(info.node_id) is not None:
             self._copies.lose(self._nodes.take(info.node_id, is_replaced=True))
@@ -86,9 +83,9 @@ class Directory:
         return self.epoch
 
     def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
-        """The node is alive. False: it is not registered here (any more) and must register.
+        """Record that the node is alive. False: it is not registered (any more) and must register.
 
-        EpochPassed when it registered with an earlier directory: likewise.
+        EpochPassed when the node registered with an earlier directory; it must register as well.
         """
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
@@ -106,15 +103,15 @@ class Directory:
         return [holder.info for holder in self._nodes]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int, now_s: float) -> Geometry:
-        """Where slots lie in this node; LayoutMismatch when not one such block fits.
+        """The geometry of this node's slots; LayoutMismatch when not one such block fits.
 
-        To be called again after NodeNotAttached: the node or the directory has begun anew.
+        Clients call it again after NodeNotAttached: the node or the directory has restarted.
         """
         self._copies.advance(now_s)
         return self._nodes.attach(node_id, fingerprint, block_bytes)
 
     # ---- blocks
-    # What requests ask: slots to write, their commit, lookups, and to drop a copy that is bad.
+    # Verbs of requests: slots to write, commits, lookups, and reports of corrupt copies.
 
     def allocate(
         self,
@@ -127,13 +124,14 @@ class Directory:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """A fresh slot for each key that this node neither has nor is being written.
+        """A new slot for each key that this node neither stores nor has in writing.
 
-        `keys` are consecutive blocks of a chain, each of `size_bytes` (0: of the worker that
-        attached first). What is there already is leased to `owner` as well, so it cannot be
-        evicted to make room for the rest. Stops at the first key without room, since blocks behind
-        a hole in a chain cannot be found; a node that drains or is not open has no room. They count
-        for `tenant`, or else for the tenant of other copies. QuotaExceeded: no room for any key.
+        `keys` are consecutive blocks of a chain, each of `size_bytes` (0: the size of the worker
+        that attached first). Blocks already stored are leased to `owner` too, so that they are not
+        evicted for the others. The grant stops at the first key without room, because blocks after
+        a hole in a chain cannot be found. A node that drains or is not open has no room. The blocks
+        count for `tenant`, or else for the tenant of their other copies. QuotaExceeded: the tenant
+        has no room for any key.
         """
         table = self._copies
         table.advance(now_s)
@@ -144,7 +142,7 @@ class Directory:
         if holder.pool.units < holder.pool.units_for(size_bytes):
             raise RequestInvalid(
                 f"a block of {size_bytes} bytes is larger than the memory of {node_id} "
-                f"({holder.pool.units * holder.pool.unit_bytes} bytes): cut it up"
+                f"({holder.pool.units * holder.pool.unit_bytes} bytes); use smaller blocks"
             )
         table.leases.refuse_too_many(owner, len(keys))
         if not holder.is_open or holder.is_draining:
@@ -173,12 +171,12 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """(key, slot, generation, checksum) are written: ready now, and still leased to `owner`.
+        """Commit written blocks (key, slot, generation, checksum), which stay leased to `owner`.
 
-        False, and nothing changes: the slot is not (any more) this owner's to write. lease_s = 0
-        ends the lease of these copies. RequestInvalid when that cannot be the doing of time, for
-        no block of the request: it was committed already, or never allocated. EpochPassed when an
-        earlier directory granted the slots (`epoch`; 0: not said).
+        False, without any change: the slot does not belong to this owner (any more). lease_s = 0
+        ends the lease of these copies. EpochPassed when an earlier directory granted the slots
+        (`epoch`; 0: unknown). RequestInvalid when all commits are mistakes that no delay can
+        explain: the block was committed before, or never allocated.
         """
         table = self._copies
         table.advance(now_s)
@@ -218,10 +216,10 @@ class Directory:
         epoch: int = 0,
         tenant: str = "",
     ) -> ReservedCommit:
-        """(key, slot, generation, checksum) are written into slots that `owner` has reserved.
+        """Commit (key, slot, generation, checksum) of blocks in slots that `owner` has reserved.
 
-        They are ready now, and not leased. Then up to `slots` more of `size_bytes` each are
-        reserved, with no key yet, and the lease of all that `owner` has reserved begins anew.
+        The blocks become ready, without a lease. Then up to `slots` more slots of `size_bytes` each
+        are reserved without a key, and the lease of all slots reserved by `owner` is renewed.
         """
         table = self._copies
         table.advance(now_s)
@@ -238,26 +236,25 @@ class Directory:
         return ReservedCommit(tuple(verdicts), is_held, most, tuple(new), self.epoch, self.begin_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
-        """`epoch`: of the directory that granted what a verb is about; 0: not said.
+        """Reject a request about a grant of another directory; `epoch` 0: unknown.
 
-        Epochs that elections give only grow, so a later one shows a directory that it leads no
-        more. Without an election they are times of wall clocks, and any of them may be set back:
-        then all that can be said of another epoch is that it is over.
+        Elected epochs only grow, so a later epoch proves that this directory no longer leads.
+        Without elections, epochs are wall-clock times, and another epoch counts as an earlier one.
         """
         if epoch in (0, self.epoch):
             return
         is_elected = self.begin_s > 0
         if is_elected and epoch > self.epoch:
             raise StoreUnavailable(
-                f"the directory of epoch {epoch} granted this; this one is of {self.epoch} and "
-                "cannot lead any more: ask who does"
+                f"the directory of epoch {epoch} granted this; this one has epoch {self.epoch} and "
+                "cannot lead any more: find the leader"
             )
         raise EpochPassed(
-            f"the directory of epoch {epoch} granted this; {self.epoch} leads by now: ask anew"
+            f"the directory of epoch {epoch} granted this; {self.epoch} leads by now: try again"
         )
 
     def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
-        """RequestInvalid when every one of these commits is a mistake of its caller's."""
+        """Raise RequestInvalid when every one of these commits is a mistake of the caller."""
         table, holder = self._copies, self._nodes.get(node_id)
         mistakes = []
         for key, slot, generation, _ in blocks:
@@ -272,7 +269,7 @@ class Directory:
         raise RequestInvalid(f"block {blocks[0][0].hex()} on {node_id} {mistakes[0]}")
 
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
-        """Free slots that will not be committed, and to which nothing is in flight. How many."""
+        """Free slots that will not be committed and have no transfer in flight; how many."""
         self._copies.advance(now_s)
         abandoned = {slot[:3] for slot in slots}
         writing = [
@@ -293,9 +290,9 @@ class Directory:
         now_s: float,
         prefix_only: bool = True,
     ) -> list[tuple[Copy, ...]]:
-        """The ready copies of each key, up to the first that has none; leased to `owner`.
+        """The ready copies of each key up to the first key without one, leased to `owner`.
 
-        lease_s = 0 only marks them as used. prefix_only=False: one entry per key, perhaps empty.
+        lease_s = 0 only records a use. prefix_only=False: one entry per key, which may be empty.
         """
         table = self._copies
         table.advance(now_s)
@@ -315,24 +312,24 @@ class Directory:
             table.leases.refuse_too_many(owner, len(pairs))
             table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
             return answer
-        table.touch_all(reversed(hits))  # the end of the chain first: it is the colder one
+        table.touch_all(reversed(hits))  # the end of the chain is colder, so it comes first
         return answer
 
     def exist(self, keys: bytes, now_s: float) -> bytes:
-        """Is each of these keys (16 bytes each, joined) anywhere? One byte per key: 0 or 1.
+        """Whether each of these keys (16 bytes each, joined) has a copy: one byte per key, 0 or 1.
 
-        No lease and no use. Of a thousand keys at a time: neither side makes an object per key.
+        Neither a lease nor a use. Keys are joined so that neither side creates an object per key.
         """
         self._copies.advance(now_s)
         return bytes(map(self._copies.blocks.held.__contains__, split_keys(keys)))
 
     def used(self, keys: bytes, now_s: float) -> None:
-        """These (16 bytes each, joined) were read without asking; the last one was used last."""
+        """Record reads of these keys (16 bytes each, joined) without a lookup, in this order."""
         self._copies.advance(now_s)
         self._copies.used(split_keys(keys))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
-        """This copy proved missing or corrupt. False when it is not the current one."""
+        """Reject a missing or corrupt copy. False when it is not the current copy."""
         self._copies.advance(now_s)
         holder = self._nodes.get(node_id)
         copy = self._copies.blocks.on(key, holder) if holder else None
@@ -342,9 +339,9 @@ class Directory:
         return True
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
-        """Give up all copies of these keys, or those on `node_id` only. False: some is in use.
+        """Remove all copies of these keys, or those on `node_id`. False: some copy is leased.
 
-        What is leased stays; ask again when its users are done. Pins do not protect from this.
+        Leased copies stay; call again when they are released. Pins do not protect from removal.
         """
         self._copies.advance(now_s)
         gone = []
@@ -358,12 +355,12 @@ class Directory:
         return gone
 
     # ---- leases
-    # An owner is one request in one process; its leases share one deadline and end together.
+    # An owner is one request in one process. Its leases share one deadline and end together.
 
     def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
-        """Keep all that `owner` leases for longer. False: it leases nothing (any more).
+        """Extend all leases of `owner`. False: it has no leases (any more).
 
-        EpochPassed when an earlier directory granted it.
+        EpochPassed when an earlier directory granted them.
         """
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
@@ -371,14 +368,14 @@ class Directory:
         return leases.renew(owner, leases.deadline_s(now_s, lease_s))
 
     def release(self, owner: str, now_s: float) -> bool:
-        """`owner` is done with everything. Slots that it did not commit are quarantined."""
+        """End all leases of `owner`. Slots that it did not commit are quarantined."""
         self._copies.advance(now_s)
         is_known = owner in self._copies.leases
         self._copies.unleased(self._copies.leases.release(owner))
         return is_known
 
     # ---- workers
-    # They register and report here, so that all who follow the events hear of them.
+    # Workers register and report here, so that all subscribers of the events receive it.
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
         self._copies.advance(now_s)
@@ -402,22 +399,22 @@ class Directory:
         return self._workers.infos
 
     # ---- frontends
-    # They tell each other what they routed. Nothing of it is kept here.
+    # Frontends exchange the routes they chose. The directory stores nothing of it.
 
     def note_routed(self, frontend: str, number: int, notes: bytes, now_s: float) -> None:
-        """Pass a frontend's notes on to all who follow the events."""
+        """Forward a frontend's notes to all subscribers of the events."""
         self._copies.advance(now_s)
         self._copies.events.append(FrontendNoted(frontend, number, notes))
 
-    # ---- what others are shown
-    # A snapshot and then events for replicas of the index, and numbers for operators.
+    # ---- views
+    # A snapshot and later events for replicas of the index, and statistics for operators.
 
     @property
     def sequence(self) -> int:
         return self._copies.events.sequence
 
     def events_since(self, sequence: int) -> list[Event] | None:
-        """Events after number `sequence`; None when they are gone: take a snapshot."""
+        """Events after number `sequence`; None when they are no longer kept: take a snapshot."""
         return self._copies.events.since(sequence)
 
     def snapshot(self, now_s: float, with_blocks: bool = True) -> Snapshot:
@@ -457,7 +454,7 @@ class Directory:
         )
 
     # ---- admin
-    # Storage nodes and operators ask these, requests never do: rare, so they may look at more.
+    # Verbs of storage nodes and operators, not of requests. They are rare and may be slower.
 
     def adopt(
         self,
@@ -468,13 +465,12 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> int:
-        """(key, slot, generation, checksum, size_bytes, state) of what this incarnation holds.
+        """Adopt an inventory: (key, slot, generation, checksum, size_bytes, state) of each block.
 
-        In as many calls as it takes; with the last one the holder opens. How many blocks were
-        adopted: 0 until then. NodeUnknown when another incarnation of the node is registered,
-        EpochPassed when it registered with an earlier directory. A slot that is being written
-        rests: its writer does not know yet that it will not be able to commit (inventory.py). So
-        does an ephemeral block: nobody finds it any more, but its request may just be reading it.
+        The inventory may take several calls; the last one opens the holder. Returns the number of
+        adopted blocks, which is 0 before the last call. NodeUnknown when another incarnation of the
+        node is registered, EpochPassed when it registered with an earlier directory. Slots of
+        blocks in writing and of ephemeral blocks are quarantined (inventory.py).
         """
         table = self._copies
         table.advance(now_s)
@@ -482,7 +478,7 @@ class Directory:
         holder = self._nodes.registered(node_id)
         if holder.info.incarnation != incarnation:
             raise NodeUnknown(
-                f"another incarnation of storage node {node_id} is registered: register"
+                f"another incarnation of storage node {node_id} is registered: register again"
             )
         if holder.is_open:
             raise RequestInvalid(
@@ -492,7 +488,7 @@ class Directory:
         if len(holder.inventory) > min(holder.pool.units, INVENTORY_BLOCKS_MAX):
             holder.inventory.clear()
             raise RequestInvalid(
-                f"storage node {node_id} says it has more blocks than its {holder.pool.units} "
+                f"storage node {node_id} reports more blocks than its {holder.pool.units} "
                 "units can hold; begin the inventory again"
             )
         if not is_last:
@@ -518,7 +514,7 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[Spill]:
-        """Blocks of the DRAM of `node_id` to be copied to its SSD, and where to."""
+        """Blocks in the DRAM of `node_id` to copy to its SSD, with their SSD slots."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -531,32 +527,32 @@ class Directory:
         return [spill._replace(epoch=self.epoch) for spill in spills]
 
     def drain(self, node_id: str, is_on: bool, now_s: float) -> None:
-        """A draining node gets no new blocks; what it has stays readable."""
+        """Switch draining: a draining node gets no new blocks; its blocks stay readable."""
         self._copies.advance(now_s)
         self._nodes.registered(node_id).is_draining = is_on
 
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool, now_s: float
     ) -> list[tuple[bytes, Copy]]:
-        """Ready blocks of a node; `only_here`: those that no other node of its tier has."""
+        """Ready blocks of a node; `only_here`: those without a copy on another node of its tier."""
         self._copies.advance(now_s)
         found = self._copies.listed(self._nodes.registered(node_id), only_here)
         return [(copy.key, copy.record) for copy in islice(found, blocks_max)]
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str], now_s: float) -> list[str]:
-        """The node that each key (the first of a chain) should be put on; "" when none takes any.
+        """The node for each key (the first of a chain); "" when no node takes blocks.
 
-        By free memory, and a new node fills slowly: see nodes.py.
+        Placement is by free memory with a slow start for new nodes: see nodes.py.
         """
         self._copies.advance(now_s)
         without = set(excluded)
         return [self._nodes.placed(key, now_s, without) for key in keys]
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
-        """Pin these keys: "soft" for ttl_s, "hard" until "none" is asked for.
+        """Pin these keys: "soft" for ttl_s, "hard" until a later call with "none".
 
-        False: a hard pin found no room under hard_pin_fraction_max on some holder; the key's
-        other copies, present and future, are pinned.
+        False: a hard pin exceeds hard_pin_fraction_max on some holder. The other copies of the key,
+        present and future, are pinned.
         """
         table = self._copies
         table.advance(now_s)
@@ -569,7 +565,7 @@ class Directory:
 
     @property
     def pins(self) -> PinTable:
-        """Which keys are pinned, for whoever keeps that beyond this directory."""
+        """The pinned keys, for the journal that keeps them beyond this directory."""
         return self._copies.pins
 
     @property
@@ -577,15 +573,15 @@ class Directory:
         return self._copies.tenants
 
     def set_quota(self, tenant: str, quota_bytes: int, now_s: float) -> None:
-        """The most that `tenant` may store, over all holders; 0 takes the quota away."""
+        """Limit the bytes that `tenant` may store over all holders; 0 removes the quota."""
         self._copies.advance(now_s)
         self._copies.tenants.set_quota(tenant, quota_bytes)
 
     # ---- time
-    # Nothing happens by itself: whoever owns the directory calls `tick`.
+    # Nothing happens without a call: the owner of the directory calls `tick`.
 
     def tick(self, now_s: float) -> None:
-        """End what is due: leases, quarantines, silent nodes and workers. Ten times a second."""
+        """End leases, quarantines, silent nodes and workers that are due; called every 0.1 s."""
         self._copies.advance(now_s)
         for node_id in self._nodes.silent(now_s):
             self._copies.lose(self._nodes.take(node_id))

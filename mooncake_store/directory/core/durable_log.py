@@ -1,20 +1,20 @@
-"""What of a directory outlives it, pins and quotas, as a log of changes. Pure.
+"""Log of changes to pins and quotas, the state of a directory that outlives the process. Pure.
 
-Each verb that changes pins is one record of the log (its kind and its keys), whatever the number of
-its keys, so that it can be written in one piece: 65,536 keys are a megabyte, and etcd takes one and
-a half in a transaction, and 128 operations. Records have numbers; of two that name a key the later
-one counts. A quota is one entry of its tenant, written over.
+Each verb that changes pins is one record (the kind and the keys), whatever the number of keys. A
+record must fit into one etcd transaction, which takes 1.5 MB and 128 operations; 65,536 keys are 1
+MB. Records have numbers. If two records name a key, the later one counts. A quota is one entry per
+tenant, which is overwritten.
 
-The log grows with every change, also when pins end. When less than half of it still counts, or it
-has too many records, it is written anew: the pins that there are, in records at its end, and with
-the last of them everything older goes. Old records and new ones together say the same, so it may be
-interrupted anywhere. A million hard pins are 31 records, 16 MB; the log is never more than twice
-that and SLACK_ENTRIES.
+The log grows with every change, including the end of a pin. It is rewritten when less than half of
+it still counts, or when it has too many records. A rewrite appends records of all current pins, and
+its last record deletes everything older. Old and new records agree, so the rewrite may be
+interrupted at any point. A million hard pins take 31 records and 16 MB. The log never exceeds twice
+that plus SLACK_ENTRIES.
 
-Times are milliseconds of the wall clock: the next directory may be on another host. A soft pin ends
-as much earlier or later as their clocks differ.
+Times are milliseconds of the wall clock, because the next directory may run on another host. A soft
+pin ends earlier or later by the difference of the two clocks.
 
-Not here: etcd and the form of a record in it (directory/journal.py), what a pin does (holder.py).
+Not here: etcd and the encoding of a record (directory/journal.py), the effect of a pin (holder.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dataclasses import dataclass
 
 from mooncake_store.block_keys import KEY_BYTES
 
-SLACK_ENTRIES = 65_536  # more keys than twice those that are pinned, before it is written anew
-RECORDS_MAX = 4_096
-REWRITTEN_KEYS = 32_768  # in one record of a rewritten log, each with a time of its own
+SLACK_ENTRIES = 65_536  # keys in the log beyond twice the pinned ones, before a rewrite
+RECORDS_MAX = 4_096  # records in the log before a rewrite
+REWRITTEN_KEYS = 32_768  # keys per record of a rewrite, each with its own expiry
 
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """These keys are pinned so from now on, or not at all ("none")."""
+    """Sets the pin of these keys from now on; kind "none" removes it."""
 
     kind: str  # "soft" | "hard" | "none"
-    until_ms: tuple[int, ...]  # of soft pins: one for all keys, or one for each
-    keys: bytes  # joined
+    until_ms: tuple[int, ...]  # expiry of soft pins: one for all keys, or one per key
+    keys: bytes  # joined block keys of KEY_BYTES each
 
     @property
     def entries(self) -> int:
@@ -43,7 +43,7 @@ class PinRecord:
 
     @property
     def is_sound(self) -> bool:
-        """Can a directory have written it?"""
+        """Whether a directory can have written this record."""
         times = (1, self.entries) if self.kind == "soft" else (0,)
         return (
             self.kind in ("soft", "hard", "none")
@@ -54,17 +54,17 @@ class PinRecord:
 
 @dataclass(frozen=True, slots=True)
 class LogChange:
-    """What is written in one piece, or not at all."""
+    """A change that is written atomically."""
 
-    number: int  # of this change; also of its record of pins
+    number: int  # of this change; also of its pin record
     pins: PinRecord | None = None
     tenant: str = ""
-    quota_bytes: int = 0  # of the tenant; 0: it has none any more
-    drops_older: int = 0  # records below this number go
+    quota_bytes: int = 0  # of the tenant; 0 removes the quota
+    drops_older: int = 0  # deletes the records with lower numbers
 
 
 class DurableLog:
-    """The log as far as it is written. A change counts once `written` has been told of it."""
+    """The written part of the log. A change counts only after `written` was called for it."""
 
     def __init__(self) -> None:
         self.next_number = 1
@@ -75,12 +75,12 @@ class DurableLog:
         return len(self._entries)
 
     def found(self, number: int, record: PinRecord) -> None:
-        """A record of an earlier directory, in order of their numbers."""
+        """Load a record of an earlier directory; records must come in order of their numbers."""
         self.outnumber(number)
         self._note(number, record.entries)
 
     def outnumber(self, number: int) -> None:
-        """That number was used before."""
+        """Mark this number as used."""
         self.next_number = max(self.next_number, number + 1)
 
     def pin(self, keys: Iterable[bytes], kind: str, until_ms: int) -> LogChange:
@@ -91,13 +91,13 @@ class DurableLog:
         return self._numbered(tenant=tenant, quota_bytes=quota_bytes)
 
     def is_too_long(self, pinned: int) -> bool:
-        """Should it be written anew, now that so many keys are pinned?"""
+        """Whether the log should be rewritten, given the number of pinned keys."""
         return self.entries > 2 * pinned + SLACK_ENTRIES or len(self) > RECORDS_MAX
 
     def rewritten(self, pins: Mapping[str, Iterable[tuple[bytes, int]]]) -> Iterator[LogChange]:
-        """(key, until_ms) of all pins there are, by kind, as changes in order.
+        """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each.
 
-        Nothing else may be written between the first and the last of them.
+        No other change may be written between the first and the last of them.
         """
         first = self.next_number
         chunk: list[tuple[bytes, int]] = []
@@ -116,7 +116,7 @@ class DurableLog:
         yield self._numbered(pins=waiting, drops_older=first)
 
     def written(self, change: LogChange) -> None:
-        """It is in etcd, for certain."""
+        """Record that the change is in etcd for certain."""
         if change.drops_older:
             for number in [number for number in self._entries if number < change.drops_older]:
                 self.entries -= self._entries.pop(number)

@@ -1,20 +1,20 @@
-"""One holder as the directory sees it: its memory, and the copies in it.
+"""One holder from the directory's view: its memory, and the copies in it.
 
-A holder is the DRAM segment of a storage node, or its SSD file. A copy is *writing* (its owner
-fills the slot), then *ready* (others may read it), then *gone*. One that proved wrong while it is
-leased is *bad* before that: nobody finds it any more, and its slot waits for the leases. A holder
-has at most one copy of a key that is not bad. Gone copies stay in the lease table until their
-owners release them, which is why a copy carries its state.
+A holder is the DRAM segment or the SSD file of a storage node. A copy is first *writing* (its owner
+fills the slot), then *ready* (other requests may read it), then *gone*. A corrupt copy with leases
+is *bad* in between: it is not indexed, and its slot waits for the end of the leases. Except for bad
+copies, a holder has at most one copy of a block. A gone copy stays in the lease table until its
+owners release it, so a copy carries its state.
 
-The copies of one size form a *size class* with its own order of eviction: to make room for a block
-of that size, one block of the same size goes. Soft-pinned copies wait in a second order that is
-touched when the first is empty; hard-pinned copies are in none.
+The copies of one size form a *size class* with its own order of eviction: room for a block comes
+from a block of the same size. Soft-pinned copies are in a second order, used when the first one is
+empty. Hard-pinned copies are in no order.
 
-Ten million copies must fit into 4 GiB, so their numbers are in columns, the index (block_index.py)
-is the only dictionary that has every key, and who writes a copy is remembered for writing ones
-only.
+Ten million copies must fit into 4 GiB. Their numbers are therefore in columns, the index
+(block_index.py) is the only dict with every block key, and only writing copies have an entry for
+their owner.
 
-Not here: the key -> copies index over all holders (block_index.py), leases, events (copies.py).
+Not here: the index over all holders (block_index.py), leases, events (copies.py).
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class CopyState(Enum):
 
 
 class CopyKind(Enum):
-    """Where a copy comes from, and what becomes of it."""
+    """Origin of a copy, which also decides what happens at the end of its last lease."""
 
-    COMMITTED = "committed"  # written and committed, or being written
-    EPHEMERAL = "ephemeral"  # likewise, and freed with its last lease
-    ADOPTED = "adopted"  # from before this directory, or before this registration of the node
-    RESERVED = "reserved"  # a slot that its writer has ahead, of no key yet (reservations.py)
+    COMMITTED = "committed"  # committed, or being written for a commit
+    EPHEMERAL = "ephemeral"  # freed with its last lease
+    ADOPTED = "adopted"  # from an inventory: stored before the node registered with this directory
+    RESERVED = "reserved"  # a slot reserved ahead, without a key (reservations.py)
 
 
 class Pin(Enum):
-    """How a copy is held against eviction."""
+    """Protection of a copy against eviction."""
 
     NONE = "none"
-    SOFT = "soft"  # goes when nothing else is left
-    HARD = "hard"  # never goes
+    SOFT = "soft"  # evicted when no other candidate is left
+    HARD = "hard"  # never evicted
 
 
 class ColumnStore:
-    """Three numbers of each copy of one holder, in columns: slot, generation, checksum.
+    """Columns of the slot, generation and checksum of each copy of one holder.
 
-    As attributes they would be three Python integers of 32 to 48 bytes per copy; in a column they
-    are 20 bytes together. At ten million copies that is most of a gigabyte. A row that is given
-    back is used again, so the columns are as long as the most copies there ever were at once.
+    As attributes, the three Python integers would take 32 to 48 bytes each; in columns they take 20
+    bytes together. At ten million copies the difference is almost a gigabyte. Free rows are reused,
+    so the columns are as long as the highest number of copies so far.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ColumnStore:
         return len(self.slot) - len(self._free)
 
     def take(self, slot: int, generation: int) -> int:
-        """A row for a new copy; its checksum is 0."""
+        """A row for a new copy, with checksum 0."""
         if self._free:
             row = self._free.pop()
             self.slot[row], self.generation[row], self.checksum[row] = slot, generation, 0
@@ -104,18 +104,18 @@ class SizeClass:
 
     holder: Holder
     units: int
-    node_id: str  # of the holder, as is `columns`; here too because every lookup asks for them
+    node_id: str  # of the holder, like `columns`; duplicated because every lookup reads both
     columns: ColumnStore
-    idle: EvictionOrder  # ready and not leased
-    is_ssd: bool  # of the holder
-    soft: EvictionOrder = field(default_factory=Lru)  # ... and soft-pinned
+    idle: EvictionOrder  # ready copies without a lease or a pin
+    is_ssd: bool  # whether the holder is an SSD
+    soft: EvictionOrder = field(default_factory=Lru)  # soft-pinned ready copies without a lease
 
     def coldest(self) -> bytes | None:
         key = self.idle.coldest()
         return self.soft.coldest() if key is None else key
 
     def gone(self, key: bytes, is_evicted: bool) -> None:
-        """A ready copy is gone. What was evicted, a policy may know again when it comes back."""
+        """Remove a ready copy. A policy may remember the key of an evicted copy."""
         self.soft.forget(key)
         if is_evicted:
             self.idle.evicted(key)
@@ -125,16 +125,16 @@ class SizeClass:
 
 @dataclass(slots=True, eq=False)
 class HeldCopy:
-    """One block in one slot. Compared by identity: the same key may come back in the same slot."""
+    """One block in one slot. Compared by identity: the same key may return to the same slot."""
 
     key: bytes
     size_class: SizeClass
-    row: int  # of slot, generation and checksum, in the size class's columns
+    row: int  # row of slot, generation and checksum in the size class's columns
     size_bytes: int
     state: CopyState = CopyState.WRITING
     kind: CopyKind = CopyKind.COMMITTED
     pin: Pin = Pin.NONE
-    leases: int = 0  # owners in the lease table that hold it
+    leases: int = 0  # number of owners that lease the copy
 
     @property
     def is_ephemeral(self) -> bool:
@@ -160,29 +160,30 @@ class HeldCopy:
     def record(self) -> Copy:
         columns, row = self.size_class.columns, self.row
         use = self.size_class.node_id, columns.slot[row], columns.generation[row]
-        return _made(Copy, (*use, columns.checksum[row], self.size_bytes))  # half of Copy(...)
+        # Takes half the time of Copy(...)
+        return _made(Copy, (*use, columns.checksum[row], self.size_bytes))
 
     def use(self, epoch: int = 0) -> Slot:
-        """This use of its slot, as granted by the directory of that epoch."""
+        """This use of the slot, as granted by the directory of `epoch`."""
         columns, row = self.size_class.columns, self.row
         return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row], epoch)
 
     def leave_idle(self) -> None:
-        """It is leased, or gone: no candidate for eviction any more."""
+        """Remove a copy that is leased or gone from the candidates for eviction."""
         if self.pin is Pin.NONE:
             self.size_class.idle.discard(self.key)
         elif self.pin is Pin.SOFT:
             self.size_class.soft.discard(self.key)
 
     def become_idle(self) -> None:
-        """Nobody leases it any more: it may go when room is needed, unless it is hard-pinned."""
+        """Make a copy without leases a candidate for eviction, unless it is hard-pinned."""
         if self.pin is Pin.NONE:
             self.size_class.idle.add(self.key)
         elif self.pin is Pin.SOFT:
             self.size_class.soft.add(self.key)
 
     def touch(self) -> None:
-        """It was used without a lease. Only of an idle copy."""
+        """Record a use without a lease. Only for idle copies."""
         if self.pin is Pin.NONE:
             self.size_class.idle.touch(self.key)
         elif self.pin is Pin.SOFT:
@@ -190,9 +191,10 @@ class HeldCopy:
 
 
 def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[bytes]]]:
-    """The keys of these copies, none of them pinned hard, for each order that has candidates of
-    them: one call for a whole chain. Orders know nothing of each other, so only what goes to the
-    same one keeps its sequence."""
+    """Group the keys of these copies by their order of eviction, without hard-pinned copies.
+
+    One call per order then handles a whole chain. Only keys of the same order keep their sequence.
+    """
     found: dict[SizeClass, list[bytes]] = {}
     soft: dict[SizeClass, list[bytes]] = {}
     for copy in copies:
@@ -222,35 +224,35 @@ def become_idle(copies: Iterable[HeldCopy]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A registered holder. It takes blocks once it is *open*: what it had before is known."""
+    """A registered holder. It takes blocks once it is *open*, that is, its inventory is adopted."""
 
     info: NodeInfo
     seen_s: float
     geometry: Geometry
     pool: SlotPool
     registered_s: float
-    eviction: str = "lru"  # its policy, see eviction/
+    eviction: str = "lru"  # name of its policy, see eviction/
     is_open: bool = True
     is_draining: bool = False
-    is_attached: bool = False  # a user of this incarnation has asked for its geometry
-    fingerprint: str = ""  # of the worker that attached first; empty until then
-    block_bytes: int = 0  # of that worker
+    is_attached: bool = False  # a client of this incarnation has requested the geometry
+    fingerprint: str = ""  # fingerprint of the first worker that attached; empty before
+    block_bytes: int = 0  # block size of that worker, in bytes; 0 before
     columns: ColumnStore = field(default_factory=ColumnStore)
-    writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (_, owner)
-    reserved: dict[int, tuple[HeldCopy, str]] = field(
-        default_factory=dict
-    )  # by generation, (_, owner)
-    reserved_units: dict[str, int] = field(default_factory=dict)  # by owner
-    bad: dict[int, HeldCopy] = field(default_factory=dict)  # by slot
-    size_classes: dict[int, SizeClass] = field(default_factory=dict)  # by the units of a slot
-    pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # hard
+    writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (copy, owner)
+    # generation -> (copy, owner)
+    reserved: dict[int, tuple[HeldCopy, str]] = field(default_factory=dict)
+    reserved_units: dict[str, int] = field(default_factory=dict)  # owner -> units
+    bad: dict[int, HeldCopy] = field(default_factory=dict)  # slot -> corrupt copy with leases
+    size_classes: dict[int, SizeClass] = field(default_factory=dict)  # units per slot -> class
+    pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # key -> hard-pinned copy
     pinned_units: int = 0
     ready: int = 0
-    used_bytes: int = 0  # of blocks, ready and writing
+    used_bytes: int = 0  # bytes of ready and writing blocks
     evictions: int = 0
     adopted: int = 0
-    look_again_s: float = float("-inf")  # for slabs that another size could take
-    inventory: list[InventoryBlock] = field(default_factory=list)  # said so far, until it is open
+    look_again_s: float = float("-inf")  # earliest time of the next search for slabs of other sizes
+    # Reported so far; empty once the holder is open
+    inventory: list[InventoryBlock] = field(default_factory=list)
 
     def size_class(self, units: int) -> SizeClass:
         found = self.size_classes.get(units)
@@ -267,7 +269,7 @@ class Holder:
         return sum(len(each.idle) + len(each.soft) for each in self.size_classes.values())
 
     def unready(self) -> list[HeldCopy]:
-        """What has a slot and is found by nobody: being written, reserved ahead, or bad."""
+        """Copies with a slot that are not indexed: being written, reserved ahead, or bad."""
         begun = (*self.writing.values(), *self.reserved.values())
         return [*(copy for copy, _ in begun), *self.bad.values()]
 
@@ -286,7 +288,7 @@ class Holder:
         units: int,
         is_ephemeral: bool,
     ) -> HeldCopy:
-        """A copy in state writing, in a slot of so many units that the pool has handed out."""
+        """Create a copy in state writing, in a slot of `units` units taken from the pool."""
         assert key not in self.writing, f"{key.hex()} is being written already"
         size_class = self.size_classes.get(units) or self.size_class(units)
         copy = HeldCopy(key, size_class, self.columns.take(slot, generation), size_bytes)
@@ -306,7 +308,7 @@ class Holder:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """`hold` for several keys, each leased once; their generations count up from this one."""
+        """`hold` for several keys, each leased once; generations count up from `generation`."""
         take = self.columns.take
         held = [
             HeldCopy(
@@ -325,7 +327,7 @@ class Holder:
         return held
 
     def begin(self, copies: Sequence[HeldCopy], owner: str, generation: int) -> None:
-        """`owner` writes these, which are alike; their generations count up from this one."""
+        """Record `owner` as the writer of copies of one kind and size; generations count up."""
         if not copies:
             return
         if copies[0].kind is CopyKind.RESERVED:
@@ -338,7 +340,7 @@ class Holder:
         self.used_bytes += len(copies) * copies[0].size_bytes
 
     def name_reserved(self, named: dict[bytes, tuple[HeldCopy, int]], owner: str) -> None:
-        """Reserved slots that are these blocks from now on, whole; with their checksums."""
+        """Turn reserved slots into ready copies of these blocks, with their checksums."""
         checksums, generations = self.columns.checksum, self.columns.generation
         units = 0
         for key, (copy, checksum) in named.items():
@@ -356,7 +358,7 @@ class Holder:
             self.reserved_units[owner] = left
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
-        """The copy that `owner` is writing in that slot; None when it is not, or not any more."""
+        """The copy that `owner` is writing in this slot; None when it does not write it."""
         copy, writer = self.writing.get(key, (None, ""))
         if copy is None or writer != owner:
             return None
@@ -371,14 +373,14 @@ class Holder:
         self.ready += 1
 
     def reject(self, copy: HeldCopy) -> None:
-        """A leased copy proved wrong: it keeps its slot while it has leases, and nothing else."""
+        """Mark a leased copy as corrupt: it keeps only its slot, until its leases end."""
         assert copy.state is CopyState.READY and copy.leases
         self._unready(copy, is_evicted=False)
         copy.state, copy.pin = CopyState.BAD, Pin.NONE
         self.bad[copy.slot] = copy
 
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
-        """Change how a ready copy is pinned."""
+        """Change the pin of a ready copy."""
         if copy.leases == 0:
             copy.leave_idle()
         self.mark_pin(copy, pin)
@@ -386,7 +388,7 @@ class Holder:
             copy.become_idle()
 
     def mark_pin(self, copy: HeldCopy, pin: Pin) -> None:
-        """The same for a copy that is in no order of eviction."""
+        """Change the pin of a copy that is in no order of eviction."""
         assert copy.state is CopyState.READY and copy.holder is self
         if copy.pin is Pin.HARD:
             del self.pinned[copy.key]
@@ -399,7 +401,7 @@ class Holder:
     def remove(
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
     ) -> None:
-        """The copy is gone; its slot is free, at once or after the quarantine."""
+        """Remove the copy; its slot becomes free at once or after the quarantine."""
         if copy.kind is CopyKind.RESERVED:
             _, owner = self.reserved.pop(copy.generation)
             self._count_reserved(owner, -copy.size_class.units)
@@ -427,7 +429,7 @@ class Holder:
         copy.size_class.gone(copy.key, is_evicted)
 
     def late(self, slots: Sequence[Slot | None], size_bytes: int, now_s: float) -> tuple[int, ...]:
-        """Which of these, for blocks of one size, a transfer of an earlier use may still write."""
+        """Indices of slots (of blocks of one size) that an earlier transfer may still write."""
         if not self.pool.has_late_units:  # the usual case
             return ()
         given = [index for index, slot in enumerate(slots) if slot is not None]
@@ -462,7 +464,7 @@ class Holder:
         )
 
     def check(self, copies: list[HeldCopy]) -> None:
-        """Prove the invariants; `copies` are the ready ones, from the index."""
+        """Prove the invariants; `copies` are the ready copies, from the index."""
         self.pool.check()
         self.columns.check()
         ahead = [copy for copy, _ in self.reserved.values()]
@@ -492,7 +494,7 @@ class Holder:
             size_class = copy.size_class
             assert copy.holder is self and self.size_classes[size_class.units] is size_class
             assert self.pool.slab_of(copy.slot).units == size_class.units
-            if copy.state is CopyState.BAD:  # its key may be there anew, and idle
+            if copy.state is CopyState.BAD:  # its key may have a newer copy, which may be idle
                 continue
             is_idle = copy.state is CopyState.READY and copy.leases == 0
             expected = is_idle and copy.pin is Pin.NONE
@@ -500,7 +502,7 @@ class Holder:
             assert (copy.key in size_class.soft) == (is_idle and copy.pin is Pin.SOFT)
             assert not (is_idle and copy.is_ephemeral), "an ephemeral copy without a lease"
             candidates += is_idle and copy.pin is not Pin.HARD
-        assert candidates == self.idle_blocks, "a candidate for eviction is not held"
+        assert candidates == self.idle_blocks, "a candidate for eviction has no copy"
         for size_class in self.size_classes.values():
             size_class.idle.check()
             size_class.soft.check()

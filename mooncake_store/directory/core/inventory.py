@@ -1,18 +1,20 @@
-"""What a holder had before this directory began, taken over without trusting it blindly.
+"""Inventory of a holder from before this directory's start, checked before it is adopted.
 
-A directory that restarts is empty, while the nodes still hold their blocks. Each node says what its
-headers (or the manifest of its SSD) name. Such blocks may overlap: an evicted block keeps its
-header until a unit of it is written again. Of two that overlap, the higher generation is the one
-that was written later, so the other is torn, even when a third one has overwritten the later one
-since. A slot that was being written rests in quarantine: its writer may not know yet that its lease
-is void, so it rests for as long as that lease can last, and then as any slot whose writer vanished.
-Every writer writes such a header before it is too late to be seen here (Allocation.begin_s), so no
-other slot can have one. What only one request was to read (an ephemeral block) is not found again,
-and rests for a while, for it may just be read. A header that cannot be true, of a generation that
-nobody can have reached for instance, counts for nothing: neither against the others nor for the
-generations to come.
+A restarted directory is empty while the nodes still hold their blocks. Each node reports the blocks
+that its slot headers (or the manifest of its SSD) name. The rules:
+1. Overlapping blocks: an evicted block keeps its header until one of its units is overwritten. Of
+   two blocks that overlap, the higher generation was written later, so the lower one is torn. This
+   holds even if a third block has overwritten the later one since.
+2. A slot that was being written is quarantined, because its writer may not have learned that the
+   lease is void. The quarantine covers the longest time that this lease can last, and then the
+   usual time for a slot whose writer vanished. Every writer writes such a header early enough to
+   appear here (Allocation.begin_s), so no other slot can have a writer.
+3. An ephemeral block serves a single request, so it is not indexed again. Its slot is quarantined,
+   because that request may still be reading it.
+4. A header that cannot be true is ignored, for instance one with a generation that no directory can
+   have reached. Such a header counts neither against other blocks nor for later generations.
 
-Whether the bytes are what the header says is found out by the checksum, at the first read.
+Whether the bytes match the header is checked by checksum at the first read.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from mooncake_store.records.blocks import GENERATION_MAX
 
 
 class InventoryBlock(NamedTuple):
-    """A block that a holder says it has, from before this directory began."""
+    """A block that a holder reports from before this directory's start."""
 
     key: bytes
     slot: int
     generation: int
-    checksum: int  # while it is being written: its writer's lease, in milliseconds
+    checksum: int  # in STATE_WRITING: the writer's lease, in milliseconds
     size_bytes: int
     state: int  # layout.STATE_*
 
 
 def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
-    """How long its writer may believe in its slot from now on; 0 where the header does not say."""
+    """How long the writer may still rely on its lease, in seconds; 0 if the header has no lease."""
     return min(block.checksum / 1_000, lease_s_max) if block.state == STATE_WRITING else 0.0
 
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """Those that can be true of this memory, each taken by itself."""
+    """The blocks whose headers can be true of this memory, each judged alone."""
     return [
         block
         for block in blocks
@@ -55,20 +57,21 @@ def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlo
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """Of sound blocks, those that do not contradict a later one, in order of their slots."""
+    """The sound blocks without a contradicting later block, in order of their slots."""
 
     def end_of(block: InventoryBlock) -> int:
         return block.slot + pool.units_for(block.size_bytes)
 
     sane = sorted(blocks, key=lambda block: block.slot)
     is_torn = [False] * len(sane)
-    reaching: list[int] = []  # earlier ones that may reach into the next; nearly always none
+    reaching: list[int] = []  # indices of earlier blocks that may overlap the next one
     for i, block in enumerate(sane):
         reaching = [j for j in reaching if end_of(sane[j]) > block.slot]
         for j in reaching:
             is_torn[i if block.generation <= sane[j].generation else j] = True
         reaching.append(i)
-    newest: dict[bytes, int] = {}  # of a block that was evicted and came back
+    # Key -> newest generation, for a block that was evicted and stored again
+    newest: dict[bytes, int] = {}
     whole = [block for block, is_bad in zip(sane, is_torn, strict=True) if not is_bad]
     for block in whole:
         if block.state == STATE_READY:

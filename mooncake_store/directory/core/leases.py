@@ -1,16 +1,14 @@
-"""What keeps a copy from being evicted: leases of requests, pins of operators.
+"""Leases of requests and pins of operators: both protect a copy from eviction.
 
-An owner is one request in one process ("r17/prefill_0"), and its leases live and die together: they
-share one deadline, which every new lease can only move later, and one release ends them all. So
-ending a request costs its own leases and nothing else, and the heap of deadlines has one entry per
-owner, not one per block.
+An owner is one request in one process ("r17/prefill_0"). All leases of an owner share one deadline.
+A new lease can only move the deadline later, and one release ends all leases. Ending a request
+therefore costs only its own leases, and the deadline heap has one entry per owner instead of one
+per block.
 
-A lease remembers how deep in the owner's chain the block is: the directory gives copies back in
-that order, deepest first, which is the order in which eviction should take them
-(eviction/).
+Each lease records the depth of its block in the owner's chain. The directory returns copies deepest
+first, which is the order in which eviction should take them (eviction/).
 
-Not here: what becomes of a copy when its last lease ends (copies.py), what a pin does to it
-(holder.py).
+Not here: the state of a copy after its last lease (copies.py), the effect of a pin (holder.py).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ PINS_MAX = 1_000_000
 class Owner:
     name: str
     until_s: float
-    copies: dict[HeldCopy, int] = field(default_factory=dict)  # -> depth in the owner's chain
+    copies: dict[HeldCopy, int] = field(default_factory=dict)  # copy -> depth in the owner's chain
     next_depth: int = 0
     is_gone: bool = False
 
@@ -42,7 +40,7 @@ class LeaseTable:
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._owners: dict[str, Owner] = {}
-        self._heap: list[tuple[float, int, Owner]] = []  # (no later than its deadline, order, _)
+        self._heap: list[tuple[float, int, Owner]] = []  # (time <= deadline, order, owner)
         self._pushed = 0
         self._leases = 0
 
@@ -57,7 +55,7 @@ class LeaseTable:
         return owner in self._owners
 
     def next_depth(self, owner: str) -> int:
-        """One more than the deepest block that the owner holds."""
+        """One more than the depth of the deepest block that the owner leases."""
         known = self._owners.get(owner)
         return known.next_depth if known else 0
 
@@ -65,7 +63,7 @@ class LeaseTable:
         return now_s + min(lease_s, self._config.lease_s_max)
 
     def refuse_too_many(self, owner: str, more: int) -> None:
-        """StoreFull when there is no room for `more` leases of `owner`."""
+        """Raise StoreFull when there is no room for `more` leases of `owner`."""
         config = self._config
         is_new = owner not in self._owners
         if self._leases + more > config.leases_max or self.owners + is_new > config.owners_max:
@@ -75,7 +73,7 @@ class LeaseTable:
             )
 
     def hold(self, owner: str, copies: Iterable[tuple[int, HeldCopy]], until_s: float) -> None:
-        """Lease (depth, copy) to `owner`. A copy that gets its first lease stops being idle."""
+        """Lease (depth, copy) pairs to `owner`. A copy with its first lease is no longer idle."""
         holding = self._extended(owner, until_s)
         held = holding.copies
         before = len(held)
@@ -98,7 +96,7 @@ class LeaseTable:
     def write_chain(
         self, owner: str, first: int, copies: Sequence[HeldCopy], until_s: float
     ) -> None:
-        """`write` for new copies of consecutive blocks, of which the first is so deep."""
+        """`write` for new copies of consecutive blocks; `first` is the depth of the first one."""
         if not copies:
             return
         holding = self._extended(owner, until_s)
@@ -107,7 +105,7 @@ class LeaseTable:
         self._leases += len(copies)
 
     def write(self, owner: str, depth: int, copy: HeldCopy, until_s: float) -> None:
-        """Lease a copy that was just made, to its writer. `hold`, for one that is not idle."""
+        """Lease a newly reserved copy to its writer: `hold` for a copy that is not idle."""
         holding = self._extended(owner, until_s)
         holding.copies[copy] = depth
         holding.next_depth = max(holding.next_depth, depth + 1)
@@ -115,24 +113,24 @@ class LeaseTable:
         self._leases += 1
 
     def copies(self) -> Iterable[HeldCopy]:
-        """Everything that somebody leases, each once; gone copies may be among it."""
+        """Every leased copy, once; removed copies may be included."""
         every = (copy for owner in self._owners.values() for copy in owner.copies)
-        return dict.fromkeys(every)  # not a set: the order must not depend on addresses
+        return dict.fromkeys(every)  # not a set: its order depends on addresses
 
     def held(self, owner: str) -> list[HeldCopy]:
-        """What `owner` leases; gone copies may be among it."""
+        """The copies that `owner` leases; removed copies may be included."""
         known = self._owners.get(owner)
         return list(known.copies) if known else []
 
     def renew(self, owner: str, until_s: float) -> bool:
-        """Move the deadline later; False when this owner holds nothing (any more)."""
+        """Move the deadline later; False when this owner has no leases (any more)."""
         if owner not in self._owners:
             return False
         self._extended(owner, until_s)
         return True
 
     def drop(self, owner: str, copy: HeldCopy) -> None:
-        """End one lease. An owner without any is forgotten: its name may never be used again."""
+        """End one lease. An owner is forgotten with its last lease."""
         self.drop_all(owner, (copy,))
 
     def drop_all(self, owner: str, copies: Sequence[HeldCopy]) -> None:
@@ -148,7 +146,7 @@ class LeaseTable:
             self.release(owner)
 
     def release(self, owner: str) -> list[HeldCopy]:
-        """End all leases of `owner`: the copies that still exist, deepest first."""
+        """End all leases of `owner`; returns the copies that still exist, deepest first."""
         holding = self._owners.pop(owner, None)
         if holding is None:
             return []
@@ -164,7 +162,7 @@ class LeaseTable:
         return [copy for copy in ended if copy.state is not gone]
 
     def due(self, now_s: float) -> str | None:
-        """An owner whose deadline has passed; the caller releases it and asks again."""
+        """An owner whose deadline has passed. The caller releases the owner and calls again."""
         while self._heap and self._heap[0][0] <= now_s:
             _, _, owner = heappop(self._heap)
             if owner.is_gone:
@@ -180,7 +178,7 @@ class LeaseTable:
             owner = self._owners[name] = Owner(name, until_s)
             self._push(owner)
         elif until_s > owner.until_s:
-            owner.until_s = until_s  # its heap entry is early now: due() pushes it back
+            owner.until_s = until_s  # due() pushes its early heap entry again
         return owner
 
     def _push(self, owner: Owner) -> None:
@@ -188,7 +186,7 @@ class LeaseTable:
         heappush(self._heap, (owner.until_s, self._pushed, owner))
 
     def counts(self) -> dict[HeldCopy, int]:
-        """Leases per copy, counted anew; for proofs."""
+        """Leases per copy, counted from scratch for check()."""
         found: dict[HeldCopy, int] = {}
         for owner in self._owners.values():
             for copy in owner.copies:
@@ -201,7 +199,7 @@ class LeaseTable:
         assert sum(counts.values()) == self._leases, "the number of leases is wrong"
         assert all(copy.leases == count for copy, count in counts.items())
         live = [owner for _, _, owner in self._heap if not owner.is_gone]
-        assert len(live) == len(set(live)) == len(self._owners), "a deadline is lost or doubled"
+        assert len(live) == len(set(live)) == len(self._owners), "a deadline is lost or duplicated"
         assert all(due_s <= owner.until_s for due_s, _, owner in self._heap)
         assert len(self._heap) <= 2 * len(self._owners) + 65, "the heap grows without bound"
         for owner in self._owners.values():
@@ -209,16 +207,18 @@ class LeaseTable:
 
 
 class PinTable:
-    """Which keys are pinned, and until when: soft (goes last) with an expiry, hard (never goes).
+    """Pinned keys: soft pins (evicted last, with an expiry) and hard pins (never evicted).
 
-    A pin belongs to a key, so it holds for every copy of it, those that arrive later too. A soft
-    pin ends by itself; a hard one when it is taken back. How much of a holder may be hard-pinned is
-    bounded (config.hard_pin_fraction_max): a store in which nothing can move is no cache any more.
+    A pin belongs to a block key, so it holds for every copy of the block, including later copies. A
+    soft pin ends at its expiry, a hard pin when an operator removes it. The option
+    hard_pin_fraction_max keeps part of the memory free of hard pins, so that eviction always has
+    candidates.
     """
 
     def __init__(self) -> None:
         self._pins: dict[bytes, tuple[Pin, float]] = {}  # key -> (kind, until_s; inf for hard)
-        self._heap: list[tuple[float, bytes]] = []  # soft ones; an entry may be out of date
+        # (until_s, key) of soft pins; entries may be stale
+        self._heap: list[tuple[float, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -230,13 +230,13 @@ class PinTable:
         return key in self._pins
 
     def of(self, pin: Pin) -> Iterator[tuple[bytes, float]]:
-        """(key, until_s) of all keys that are pinned so."""
+        """(key, until_s) of all keys with this kind of pin."""
         return ((key, until_s) for key, (kind, until_s) in self._pins.items() if kind is pin)
 
     def restore(self, records: Iterable[tuple[Sequence[bytes], Pin, Sequence[float]]]) -> None:
-        """Pins of before this directory began, in order: keys, kind, until_s of all or of each.
+        """Restore earlier pins in order: keys, kind, until_s (one for all keys, or one per key).
 
-        No key has a copy yet. A million at once take about a second.
+        No key has a copy yet. A million pins take about a second.
         """
         for keys, pin, until_s in records:
             if pin is Pin.NONE:
@@ -251,12 +251,12 @@ class PinTable:
         heapify(self._heap)
 
     def checked(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
-        """RequestInvalid or StoreFull when these keys cannot be pinned so; nothing changes."""
+        """The kind of pin; RequestInvalid or StoreFull when these keys cannot get it."""
         if kind not in {pin.value for pin in Pin}:
-            raise RequestInvalid(f"a pin is none, soft or hard, not {kind!r}")
+            raise RequestInvalid(f"a pin is one of none, soft, hard; got {kind!r}")
         pin = Pin(kind)
         if pin is Pin.SOFT and ttl_s <= 0:
-            raise RequestInvalid("a soft pin needs ttl_s > 0: it ends by itself")
+            raise RequestInvalid("a soft pin needs ttl_s > 0")
         if pin is not Pin.NONE and len(self._pins) + len(keys) > PINS_MAX:
             raise StoreFull(f"{len(self._pins)} keys are pinned; the limit is {PINS_MAX}")
         return pin
@@ -273,7 +273,7 @@ class PinTable:
             heapify(self._heap)
 
     def due(self, now_s: float) -> list[bytes]:
-        """Keys whose soft pin has ended; they are pinned no more."""
+        """Remove and return the keys whose soft pin has expired."""
         ended = []
         while self._heap and self._heap[0][0] <= now_s:
             until_s, key = heappop(self._heap)

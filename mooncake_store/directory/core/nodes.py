@@ -1,12 +1,12 @@
-"""Which holders are alive, who may join, and which of them the next block goes to.
+"""Registered holders: liveness, admission, and the placement of new blocks.
 
-Where a block goes when its writer does not say is decided by weights, not by a ranking, so that
-many writers do not all choose the same node. A node's weight is the share of its memory that is
-free, or a floor when it is full (a full cache takes blocks too, by evicting). A new node's weight
-grows from nothing to that in slow_start_s: otherwise it would get all new blocks, and all reads of
-them, at once (users of Mooncake met that: its issue 3688).
+Placement without a named node uses weights instead of a ranking, so that many writers do not all
+choose the same node. The weight of a node is the free share of its memory, with a floor for full
+nodes, because a full cache accepts blocks by evicting others. The weight of a new node grows from
+almost nothing to this value within slow_start_s. Without the slow start a new node would receive
+all new blocks, and all reads of them, at once (Mooncake issue 3688).
 
-Not here: what becomes of the copies of a node that left (directory.py).
+Not here: the copies of a node that left (directory.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mooncake_store.errors import (
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
-INFO_BYTES_MAX = 65_536  # NIXL's metadata of one registered segment is about 450 bytes
+INFO_BYTES_MAX = 65_536  # bytes per name; NIXL's metadata of one registered segment takes about 450
 FULL_WEIGHT = 0.05
-NEW_WEIGHT = 0.01  # when it registers: a few blocks, so that its path is tried
+NEW_WEIGHT = 0.01  # at registration: a few blocks, so that the path to the node is tested
 
 
 def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
-    """0 for a holder that takes no blocks at all."""
+    """Placement weight; 0 for a holder that takes no blocks."""
     if not holder.is_open or holder.is_draining or holder.info.is_ssd or not holder.pool.units:
         return 0.0
     free = holder.pool.free_units / holder.pool.units
@@ -42,12 +42,12 @@ def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
 
 
 class NodeTable:
-    """node_id -> Holder. A holder that is taken out is handed to the caller with its copies."""
+    """node_id -> Holder. `take` returns the removed holder to the caller with its copies."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._holders: dict[str, Holder] = {}
-        self._replaced: dict[str, str] = {}  # incarnation -> node_id, of those a newer one replaced
+        self._replaced: dict[str, str] = {}  # replaced incarnation -> node_id
 
     def __iter__(self) -> Iterator[Holder]:
         return iter(self._holders.values())
@@ -63,7 +63,7 @@ class NodeTable:
         if holder is None:
             raise NodeUnknown(
                 f"storage node {node_id} is not registered; known: "
-                f"{', '.join(sorted(self._holders)) or 'none'}. It may be starting: try again."
+                f"{', '.join(sorted(self._holders)) or 'none'}. The node may be starting: retry."
             )
         return holder
 
@@ -71,12 +71,12 @@ class NodeTable:
         holder = self.registered(node_id)
         if not holder.is_attached:
             raise NodeNotAttached(
-                f"storage node {node_id} or the directory has begun anew; attach to it again"
+                f"storage node {node_id} or the directory has restarted; attach to the node again"
             )
         return holder
 
     def alive(self, node_id: str, incarnation: str, now_s: float) -> bool:
-        """Note a sign of life. False when this incarnation is not registered."""
+        """Record a report of the node. False when this incarnation is not registered."""
         holder = self._holders.get(node_id)
         if holder is None or holder.info.incarnation != incarnation:
             return False
@@ -84,12 +84,12 @@ class NodeTable:
         return True
 
     def refuse_misfit(self, info: NodeInfo) -> None:
-        """RequestInvalid or StoreFull when this node may not register."""
+        """Raise RequestInvalid or StoreFull when this node may not register."""
         names_bytes = max(map(len, (info.node_id, info.incarnation, info.agent_metadata)))
         if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
             raise RequestInvalid(
-                f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: it needs a "
-                f"name, some memory, and at most {INFO_BYTES_MAX} bytes of metadata"
+                f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: a node needs "
+                f"a name, memory, and at most {INFO_BYTES_MAX} bytes of metadata"
             )
         is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
         if not is_unit or info.tier not in ("dram", "ssd"):
@@ -98,7 +98,7 @@ class NodeTable:
                 f"{info.tier!r}; use a power of two from {UNIT_BYTES} on, and dram or ssd"
             )
         if self._replaced.get(info.incarnation) == info.node_id:
-            # Two live processes of one name would otherwise throw each other out forever.
+            # Two live processes with one node id would otherwise replace each other forever.
             raise RequestInvalid(
                 f"a newer process registered as storage node {info.node_id}; stop one of the two, "
                 "or give them different node ids"
@@ -116,7 +116,7 @@ class NodeTable:
         return holder
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
-        """Take the node out of the table."""
+        """Remove the node from the table."""
         holder = self._holders.pop(node_id)
         if is_replaced:
             while len(self._replaced) >= self._config.nodes_max:
@@ -125,12 +125,12 @@ class NodeTable:
         return holder
 
     def silent(self, now_s: float) -> list[str]:
-        """The nodes that have not reported for longer than their lease."""
+        """The nodes whose last report is older than node_ttl_s."""
         ttl_s = self._config.node_ttl_s
         return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        """Where slots lie in this node; LayoutMismatch when not one such block fits."""
+        """The geometry of this node's slots; LayoutMismatch when not one such block fits."""
         holder = self.registered(node_id)
         if holder.pool.units < holder.pool.units_for(block_bytes):
             raise LayoutMismatch(
@@ -145,8 +145,8 @@ class NodeTable:
     def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
         """The node for the chain that starts with `key`: weighted rendezvous hashing.
 
-        The same key goes to the same node while weights stay alike, so two writers of one prefix
-        do not put it on two of them. "" when no node takes blocks.
+        The same key maps to the same node while the weights are similar, so two writers of one
+        prefix do not store it on two nodes. "" when no node takes blocks.
         """
         best, best_score = "", float("-inf")
         for node_id, holder in self._holders.items():

@@ -1,17 +1,18 @@
-"""Slots that a writer reserves ahead, before it knows which blocks it will put there.
+"""Slots reserved ahead: granted to a writer before it knows the block keys.
 
-A put would ask for its slots, wait, write, and ask again to commit. A writer that puts all the time
-reserves instead: slots of one size, with generations, leased to it, of no key. It marks them in its
-own time ("writing" in their headers) and a put is then its bytes and one commit, which names the
-keys. What goes with a slot of a vanished writer goes with these: the lease runs out, it rests.
+A plain put requests slots, waits, writes, and sends a second request to commit. A writer with many
+puts reserves slots ahead instead: slots of one size, with generations and a lease, but without a
+key. The writer marks their headers as "writing" in advance. A put is then the transfer of its bytes
+and one commit, which names the keys. If the writer vanishes, its lease expires and the slots are
+quarantined like any other.
 
-Nobody else can use what is reserved, so it is bounded by what the holder could give: of its free
-and idle memory all reservations together take a quarter, those of one owner half of that.
+Other owners cannot use reserved slots, so their number is bounded. All reservations together take
+at most a quarter of the holder's free and idle memory, and those of one owner at most half of that.
 
-Whether a block is there already is found out by the commit: then its slot stays reserved. A block
-that another owner is still writing is not there yet: that owner may die.
+Only the commit finds out whether a block is already stored; its slot then stays reserved. A block
+that another owner is still writing does not count as stored, because that owner may vanish.
 
-Not here: the lease (leases.py), where the slots come from and what a commit changes (copies.py).
+Not here: the lease (leases.py), the source of the slots and the effect of a commit (copies.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RESERVED_PART = 4
 
 
 def slots_max(holder: Holder, owner: str, units: int) -> int:
-    """How many slots of so many units this owner may have reserved."""
+    """How many slots of `units` units this owner may have reserved in total."""
     reserved = holder.reserved_units
     every, own = sum(reserved.values()), reserved.get(owner, 0)
     idle = sum(len(each.idle) * each.units for each in holder.size_classes.values())
@@ -38,7 +39,7 @@ def slots_max(holder: Holder, owner: str, units: int) -> int:
 def reserve(
     table: CopyTable, holder: Holder, owner: str, size_bytes: int, wished: int, until_s: float
 ) -> list[tuple[int, int]]:
-    """(slot, generation) of slots for blocks of that size, up to so many, leased to `owner`."""
+    """Reserve up to `wished` slots of this size for `owner`, leased: (slot, generation) of each."""
     units = holder.pool.units_for(size_bytes)
     has = holder.reserved_units.get(owner, 0) // units
     wished = min(wished, slots_max(holder, owner, units) - has)
@@ -60,10 +61,10 @@ def commit(
     owner: str,
     tenant: str,
 ) -> list[int]:
-    """(key, slot, generation, checksum) were written into reserved slots: STORED, THERE, REFUSED.
+    """Commit (key, slot, generation, checksum) of written slots: STORED, THERE or REFUSED for each.
 
-    REFUSED: the slot is not this owner's (any more), another owner is still writing the block, the
-    tenant has no room, or the node drains. A refused slot that is this owner's stays reserved.
+    REFUSED: the slot does not belong to this owner (any more), another owner is still writing the
+    block, the tenant has no room, or the node drains. A refused slot of this owner stays reserved.
     """
     reserved, slots, known = holder.reserved, holder.columns.slot, table.blocks.held
     is_special = holder.is_draining or table.tenants.are_limited
@@ -96,7 +97,7 @@ def commit(
 
 
 def _payable(table: CopyTable, holder: Holder, key: bytes, copy: HeldCopy, tenant: str) -> int:
-    """STORED, and charged; REFUSED where it may not be."""
+    """STORED after charging the tenant; REFUSED when the node drains or the quota is full."""
     payer = tenant or table.payer(key)
     if holder.is_draining:
         return REFUSED

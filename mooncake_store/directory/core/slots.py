@@ -1,17 +1,17 @@
-"""The memory of one holder: units, cut into slots of several sizes, each used, free or resting.
+"""The memory of one holder: units, cut into slots of several sizes; used, free or quarantined.
 
-A *unit* is the grain of the memory (unit_bytes, a power of two). A *slot* is a run of units that
-holds one block; its number is that of its first unit, so whoever knows the geometry of the memory
-(layout.py) finds the bytes without asking. Slots of one size are cut from *slabs*: runs of slots
-that lie side by side, so that a size that goes away gives back memory another size can use. One
-size alone packs the memory without a gap. An empty slab goes back only when another size asks.
+A *unit* is the smallest allocation (unit_bytes, a power of two). A *slot* is a run of units that
+holds one block. The number of a slot is the number of its first unit, so the geometry of the memory
+(layout.py) gives the byte address. Slots of one size are cut from *slabs*: runs of adjacent slots.
+When one size is no longer needed, its slabs give memory back to other sizes. A single size packs
+the memory without a gap. An empty slab is released only when another size needs it.
 
 Every use of a slot has its own generation. NIXL cannot revoke access, so a late reader or writer
-can always touch a slot that has a new owner; the generation (and the checksum) is how everybody
-notices. A slot whose writer vanished is quarantined: a transfer may still be in flight to it.
+can always touch a slot that has a new owner. The generation and the checksum reveal such an access.
+A slot whose writer vanished is quarantined, because a transfer to it may still be in flight.
 
-Not here: what a slot holds and its generation (holder.py), which block must go when there is no
-room (eviction/, copies.py).
+Not here: the contents and the generation of a slot (holder.py), the choice of the block to evict
+(eviction/, copies.py).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-SLABS_WISHED = 64  # of the first size, when it takes everything: a slab is 1/64 of the memory,
-SLAB_BYTES_MAX = 64 * 2**20  # but not more than this, unless one block is larger
-# After its quarantine a slot may still get late bytes for so long: Linux sends what a connection of
-# TCP could not deliver for about 15 minutes (tcp_retries2).
+SLABS_WISHED = 64  # slabs of one size that fill the whole memory
+SLAB_BYTES_MAX = 64 * 2**20  # upper bound of a slab, unless one block is larger
+# For this time after its quarantine, a slot may still receive late bytes: Linux retransmits the
+# unacknowledged data of a TCP connection for about 15 minutes (tcp_retries2).
 LATE_S = 1_800.0
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """`slots` slots of `units` units each, from unit `start` on."""
+    """`slots` slots of `units` units each, starting at unit `start`."""
 
     start: int
     slots: int
     units: int
-    fresh: int = 0  # slots below this have been used once; the rest costs no list entry
+    fresh: int = 0  # slots used at least once; the others need no list entry
     freed: list[int] = field(default_factory=list)
     used: int = 0
 
@@ -56,13 +56,13 @@ class Slab:
 
 
 class FreeRuns:
-    """Runs of units that belong to no slab, sorted; neighbours are joined."""
+    """Runs of units outside all slabs, sorted; adjacent runs are joined."""
 
     def __init__(self, units: int) -> None:
         self.runs: list[tuple[int, int]] = [(0, units)] if units else []  # (start, length)
 
     def carve(self, least: int, wished: int) -> tuple[int, int] | None:
-        """(start, length) of `wished` units or, of a shorter run, as much as `least` divides."""
+        """(start, length) of `wished` units, or of a multiple of `least` in a shorter run."""
         fitting = (i for i, (_, length) in enumerate(self.runs) if length >= wished)
         index = next(fitting, None)
         if index is None:
@@ -91,7 +91,7 @@ class FreeRuns:
     def give(self, start: int, length: int) -> None:
         insort(self.runs, (start, length))
         index = bisect_right(self.runs, (start, length)) - 1
-        for i in (index, index - 1):  # join with the right neighbour, then with the left one
+        for i in (index, index - 1):  # join with the next run, then with the previous one
             if 0 <= i < len(self.runs) - 1 and sum(self.runs[i]) == self.runs[i + 1][0]:
                 joined = self.runs[i][0], self.runs[i][1] + self.runs[i + 1][1]
                 self.runs[i : i + 2] = [joined]
@@ -105,11 +105,11 @@ class SlotPool:
         self.units, self.unit_bytes = units, unit_bytes
         self.used_units = self.quarantined_units = 0
         self._runs = FreeRuns(units)
-        self._starts: list[int] = []  # of the slabs, sorted
+        self._starts: list[int] = []  # first units of the slabs, sorted
         self._slabs: dict[int, Slab] = {}  # start -> slab
-        self._open: dict[int, list[Slab]] = {}  # units of a slot -> slabs with room
+        self._open: dict[int, list[Slab]] = {}  # units per slot -> slabs with room
         self._quarantine: list[tuple[float, int]] = []  # heap of (until_s, slot)
-        self._late_until_s: dict[int, float] = {}  # by unit; in the order of these times
+        self._late_until_s: dict[int, float] = {}  # unit -> end of LATE_S, in order of time
 
     @property
     def free_units(self) -> int:
@@ -119,11 +119,11 @@ class SlotPool:
         return max(1, -(-size_bytes // self.unit_bytes))
 
     def take(self, units: int) -> int | None:
-        """A free slot of that many units; None when there is none."""
+        """A free slot of `units` units; None when there is none."""
         slabs = self._open.get(units)
         if not slabs:
             if self.units - self.used_units - self.quarantined_units < units:
-                return None  # a full memory, the usual case: no need to look for a run
+                return None  # usual case: the memory is full, so there is no free run
             slab = self._new_slab(units)
             if slab is None:
                 return None
@@ -137,7 +137,7 @@ class SlotPool:
         return slot
 
     def take_many(self, units: int, count: int) -> list[int]:
-        """Up to so many slots."""
+        """Up to `count` slots."""
         found: list[int] = []
         while len(found) < count and (slot := self.take(units)) is not None:
             found.append(slot)
@@ -148,14 +148,14 @@ class SlotPool:
         self.used_units -= units
 
     def quarantine(self, slot: int, until_s: float) -> None:
-        """This use has ended, but the slot is not handed out before `until_s`."""
+        """End this use of the slot, but do not hand the slot out before `until_s`."""
         units = self.slab_of(slot).units
         self.used_units -= units
         self.quarantined_units += units
         heappush(self._quarantine, (until_s, slot))
 
     def end_quarantines(self, now_s: float) -> bool:
-        """Whether any has ended by now."""
+        """Free the slots whose quarantine has ended; whether there were any."""
         before = len(self._quarantine)
         while self._quarantine and self._quarantine[0][0] <= now_s:
             slot = heappop(self._quarantine)[1]
@@ -171,8 +171,10 @@ class SlotPool:
         return bool(self._late_until_s)
 
     def gets_late_bytes(self, slots: Sequence[int], units: int, now_s: float) -> list[bool]:
-        """Which of these slots of so many units were quarantined less than LATE_S ago, in part or
-        whole. A transfer that was given up may still write into them."""
+        """Which of these slots of `units` units were in quarantine within LATE_S, even in part.
+
+        An abandoned transfer may still write into such a slot.
+        """
         late = self._late_until_s
         while late and next(iter(late.values())) <= now_s:
             del late[next(iter(late))]
@@ -181,10 +183,10 @@ class SlotPool:
         return [any(unit in late for unit in range(slot, slot + units)) for slot in slots]
 
     def adopt(self, slot: int, units: int) -> bool:
-        """Mark a slot as used that was in use before; False when its units are taken.
+        """Mark a slot from an earlier directory as used; False when its units are taken.
 
-        The slabs of before are not known: neighbours of one size form a new one, up to
-        the size of any other slab, so adopt them in order of their slots.
+        The earlier slabs are unknown. Adjacent slots of one size form a new slab, up to the usual
+        slab size, so slots must be adopted in ascending order.
         """
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
             return False
@@ -200,20 +202,20 @@ class SlotPool:
         return True
 
     def slab_of(self, slot: int) -> Slab:
-        """The slab in which this slot lies."""
+        """The slab that contains this slot."""
         slab = self._slabs[self._starts[bisect_right(self._starts, slot) - 1]]
         assert (slot - slab.start) % slab.units == 0, f"{slot} is no slot of {slab}"
         return slab
 
     def is_all(self, start: int, slots: int) -> bool:
-        """Are so many slots all that is used or resting in the slab that starts there?"""
+        """Whether all used or quarantined slots of the slab at `start` are these `slots` slots."""
         return self._slabs[start].used == slots
 
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
-        """Which of these slabs to empty so that a slot of `units` can be cut; None: none will do.
+        """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.
 
-        Memory that is free already counts, too. Of all ways the one whose last slab comes first in
-        `starts`.
+        Free memory between the slabs counts as well. Of all choices, the one whose last slab comes
+        first in `starts` is returned.
         """
         rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
@@ -254,7 +256,7 @@ class SlotPool:
         return slab
 
     def _slab_units(self, units: int) -> int:
-        """How large a slab of slots of that size should be."""
+        """The wished size of a slab with slots of this size."""
         wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
         return max(1, wished_units // units) * units
 
@@ -274,7 +276,7 @@ class SlotPool:
         self._starts = sorted(self._slabs)
 
     def used_slots(self) -> Iterator[int]:
-        """Slots that are used or resting; for proofs."""
+        """Slots that are used or quarantined, for check()."""
         for slab in self._slabs.values():
             freed = set(slab.freed)
             ever = range(slab.start, slab.start + slab.fresh * slab.units, slab.units)
@@ -287,7 +289,7 @@ class SlotPool:
         )
         at = 0
         for start, length in pieces:
-            assert start == at and length > 0, f"unit {at} is lost or doubled: {pieces}"
+            assert start == at and length > 0, f"unit {at} is lost or duplicated: {pieces}"
             at = start + length
         assert at == self.units, "the end of the memory is lost"
         joined = zip(self._runs.runs, self._runs.runs[1:], strict=False)

@@ -1,10 +1,11 @@
-"""What each tenant may store, and what it does: a quota in bytes over all holders.
+"""Quotas of tenants, in bytes over all holders, and their current usage.
 
-Only tenants that have a quota are counted: the others cost nothing. A tenant over its quota makes
-room by losing its own coldest blocks, never another's. A block that two tenants compute is one
-block and counts for who wrote it (with a cache salt per tenant no block is shared anyway). A
-further copy of it, fetched by a node or restored from an SSD, counts for the same tenant unless its
-writer names another. Spilling takes nothing away: a copy on SSD is made while the quota has room.
+Only tenants with a quota are counted; other tenants cost nothing. A tenant over its quota evicts
+its own coldest blocks, never those of another tenant. A block that two tenants compute is one block
+and counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A
+further copy of the block, fetched by a node or restored from an SSD, counts for the same tenant
+unless its writer names another one. Spilling evicts nothing: an SSD copy is made only while the
+quota has room.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mooncake_store.directory.core.holder import HeldCopy, Pin
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 
 TENANTS_MAX = 10_000
-LOOKED_AT_MAX = 1_024  # of a tenant's copies, oldest first, when it must give one up
+LOOKED_AT_MAX = 1_024  # copies of a tenant examined per eviction, oldest first
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +35,16 @@ class TenantTable:
         self._tenant_of: dict[HeldCopy, Tenant] = {}
 
     def __len__(self) -> int:
-        """Copies that count for somebody."""
+        """The number of copies that count for a tenant."""
         return len(self._tenant_of)
 
     @property
     def are_limited(self) -> bool:
-        """Does any tenant have a quota?"""
+        """Whether any tenant has a quota."""
         return bool(self._tenants)
 
     def set_quota(self, name: str, quota_bytes: int) -> None:
-        """0 takes the quota away. What the tenant stored before it had one is not counted."""
+        """Set a quota; 0 removes it. Copies from before the quota are not counted."""
         known = self._tenants.get(name)
         self.check_quota(name, quota_bytes)
         if quota_bytes == 0:
@@ -56,10 +57,10 @@ class TenantTable:
             self._tenants[name] = Tenant(name, quota_bytes)
 
     def check_quota(self, name: str, quota_bytes: int) -> None:
-        """RequestInvalid when `set_quota` would raise it; nothing changes."""
+        """Raise RequestInvalid when `set_quota` would raise it; nothing changes."""
         if quota_bytes and name not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             raise RequestInvalid(
-                f"{TENANTS_MAX} tenants have a quota, the most there can be: set one to 0 first"
+                f"{TENANTS_MAX} tenants have a quota, which is the limit: set one quota to 0 first"
             )
 
     def usage(self) -> list[tuple[str, int, int]]:
@@ -67,17 +68,17 @@ class TenantTable:
         return [(name, t.used_bytes, t.quota_bytes) for name, t in sorted(self._tenants.items())]
 
     def payer(self, copies: Iterable[HeldCopy]) -> str:
-        """Whom a further copy of these counts for; "" for nobody."""
+        """The tenant that a further copy of this block counts for; "" for no tenant."""
         payers = (self._tenant_of.get(copy) for copy in copies)
         return min((tenant.name for tenant in payers if tenant is not None), default="")
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        """Do so many bytes fit without anything having to go?"""
+        """Whether so many bytes fit without an eviction."""
         tenant = self._tenants.get(name)
         return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
 
     def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
-        """Which idle copies must go so that `size_bytes` more fit; QuotaExceeded when none do."""
+        """The idle copies to evict so that `size_bytes` fit; QuotaExceeded if too few."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return []
@@ -105,7 +106,7 @@ class TenantTable:
             self._tenant_of[copy] = tenant
 
     def used(self, copy: HeldCopy) -> None:
-        """The copy was used: it is the tenant's youngest now."""
+        """Record a use: the copy is now the tenant's youngest."""
         tenant = self._tenant_of.get(copy) if self._tenant_of else None
         if tenant is not None:
             del tenant.copies[copy]

@@ -1,11 +1,13 @@
-"""Which workers are alive, and that their KV fits together.
+"""Registered workers: liveness, and compatibility of their KV caches.
 
-Two incarnations of one worker may live at once: Triton loads the new model before it unloads the
-old one. All live workers have one fingerprint. A worker with another one would never find a block
-(its keys differ) or, worse, read KV of another shape; it is refused when it registers, with the
-fields that differ, instead of serving with a silent zero hit rate.
+All live workers have the same fingerprint. A worker with another fingerprint would never find a
+block, because its block keys differ, or would read KV of another shape. Registration rejects such a
+worker and names the fields that differ, instead of serving with a hit rate of zero.
 
-Not here: what a fingerprint is made of (layout.py), what a worker is charged with (the conductor).
+Two incarnations of one worker may be alive at once: Triton loads the new model before it unloads
+the old one.
+
+Not here: the contents of a fingerprint (layout.py), the load of a worker (the conductor).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class _Worker:
 
 
 class WorkerTable:
-    """(worker_id, incarnation) -> what it said. Methods return the events of what changed."""
+    """(worker_id, incarnation) -> its last report. Methods return the events of each change."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
@@ -56,13 +58,13 @@ class WorkerTable:
         if known is None and len(self._workers) >= self._config.workers_max:
             raise StoreFull(
                 f"{len(self._workers)} workers are registered and workers_max is "
-                f"{self._config.workers_max}; raise it, or find out who registers so many"
+                f"{self._config.workers_max}; raise it, or find the source of the registrations"
             )
         self._workers[name] = _Worker(info, now_s, known.report if known else None)
         return [] if known and known.info == info else [WorkerUp(info)]
 
     def report(self, report: WorkerReport, now_s: float) -> list[Event]:
-        """The event of this report; none at all when the worker is not registered."""
+        """The event of this report; no event when the worker is not registered."""
         worker = self._workers.get((report.worker_id, report.incarnation))
         if worker is None:
             return []
@@ -85,7 +87,7 @@ class WorkerTable:
     def _refuse_misfit(self, info: WorkerInfo, now_s: float) -> None:
         for worker in self._workers.values():
             other = worker.info
-            # An older incarnation of itself is about to leave and does not count.
+            # An older incarnation of the same worker is about to deregister and does not count.
             if other.worker_id == info.worker_id or not self._lives(worker, now_s):
                 continue
             if other.fingerprint != info.fingerprint:
@@ -115,7 +117,7 @@ def _measured(info: WorkerInfo) -> dict[str, Collection[float]]:
 
 
 def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
-    """Every frontend compares this worker with the others by what it has measured."""
+    """Reject non-finite measurements: every frontend compares workers by these numbers."""
     for name, values in measured.items():
         if not all(map(math.isfinite, values)):
             raise RequestInvalid(

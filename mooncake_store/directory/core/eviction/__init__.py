@@ -1,4 +1,4 @@
-"""Which idle copy of a storage node goes when its segment is full? Pure."""
+"""Eviction policies: the order in which idle copies of a full segment are evicted. Pure."""
 
 from mooncake_store.directory.core.eviction.policies import POLICIES, EvictionOrder, make_eviction
 

@@ -1,19 +1,23 @@
-"""Drops the block that can bring the fewest hits for the time and memory that keeping it takes.
+"""Two-queue eviction with ghost entries, ranked by hit density (LHD, Beckmann 2018).
 
-Least recently used keeps what came last. Of what comes to a KVCache most is never asked for again,
-and the next turn of a conversation comes long after many new ones: a cache that is small against
-that is swept clean between two turns of every conversation. A block that has come back once comes
-back again far more often (docs/decisions/0012 has the numbers), and how old it may be before it is
-not worth its memory can be measured while serving. So there are two queues, each by recency: *once*
-and *again*. The block to drop is the coldest of one of them: the one of less value at its age
-(ReuseTimes). A block that was dropped and comes back soon enough (Ghosts) joins `again`.
+Why not LRU: most blocks of a KV cache are never used again, and the next turn of a conversation
+arrives after many new blocks. LRU therefore evicts every conversation between two of its turns when
+the cache is small. A block that was used a second time is far more likely to be used again
+(docs/decisions/0012 has the numbers). The age up to which a block is worth its memory can be
+measured while serving.
 
-- A use counts when it ends (add after discard) or happens (touch). Uses that follow each other
-  within 1/64 of the cache are one: prefill writes a block and decode reads it for the same request.
-- Among blocks used at once, the start of a chain is used by more requests than its end, and both
-  queues keep the order in which they were added: the deepest goes first, as with LRU. But a chain
-  may lie half in one queue, half in the other; its start is then in `again`, which is kept longer.
-- Nothing is per block but its entry in a queue; ages are stamps that many blocks share.
+1. Blocks with one use are in the queue *once*, blocks with more in *again*, both by recency.
+2. Eviction compares the coldest block of each queue and drops the one with the lower value at its
+   age (ReuseTimes).
+3. A dropped block leaves its name in Ghosts. If the block returns while the name is kept, it joins
+   `again`.
+4. A use counts when it ends (add after discard) or happens (touch). Uses within 1/64 of the cache
+   of each other count as one: prefill writes a block and decode reads it for the same request.
+
+Among blocks used together, the start of a chain serves more requests than its end. Both queues keep
+the order of insertion, so the deepest block is evicted first, as with LRU. A chain may be split
+over both queues; its start is then in `again`, which is kept longer. The only state per block is
+its queue entry. Ages are stamps that many blocks share.
 """
 
 from __future__ import annotations
@@ -28,19 +32,19 @@ import numpy as np
 from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
 GHOSTS_PER_BLOCK = 4
-SAME_USE_SHIFT = 6  # uses closer than blocks / 2**this count once
-STAMP_SHIFT = 8  # a stamp is shared by blocks / 2**this uses
-STAMP_USES_MIN = 8  # ... and by no fewer: a new one for each use would cost more than the use
-# Of Ghosts.
+SAME_USE_SHIFT = 6  # uses closer than blocks / 2**SAME_USE_SHIFT count as one
+STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT uses share a stamp
+STAMP_USES_MIN = 8  # uses per stamp, at least: a new stamp per use would cost more than the use
+# Constants of Ghosts.
 HASH_PRIME = 2**61 - 1
-ENTRIES = 64  # of a bucket
+ENTRIES = 64  # entries per bucket
 MARK_BYTES = 3
-SPARE = 1.5  # entries per name
+SPARE = 1.5  # entries per remembered name
 STAMP_MASK = 2**16 - 1
-STAMPS = 512  # the memory's length is so many stamps
+STAMPS = 512  # stamps for which a name is remembered
 NAMES_MIN = 8_192
-NAMES_MAX = 2**23  # 60 MiB
-# Of ReuseTimes.
+NAMES_MAX = 2**23  # a table of 60 MiB
+# Constants of ReuseTimes.
 ONCE, AGAIN = 0, 1
 PER_OCTAVE = 2
 BUCKETS = 2 * 48
@@ -48,24 +52,27 @@ WIDTHS = [2.0 ** ((b + 1) / PER_OCTAVE) - 2.0 ** (b / PER_OCTAVE) for b in range
 LOG_WIDTH = log(2) / PER_OCTAVE
 AGAIN_WEIGHT = 1.5
 EVIDENCE_BLOCKS = 20
-SAMPLE_MAX = 16_384  # blocks watched; more only where one in 256 is more
-MEMORY = 8  # a block is watched for so many uses per block of the cache
-WAIT = 3  # nothing is believed before so many uses per block of the cache
-KEPT_PER_LESSON = 0.9  # old facts count less with each lesson
+SAMPLE_MAX = 16_384  # blocks sampled; more only if 1 in 256 blocks is more
+MEMORY = 8  # uses, per block of the cache, for which a block stays in the sample
+WAIT = 3  # uses, per block of the cache, before measured values are used
+KEPT_PER_LESSON = 0.9  # factor on all counts at each call of learn
 LESSON_USES_MIN = 1_000
-# The older the less, of either kind: least recently used.
+# # Before any measurement: the value falls with age for both kinds, which is LRU.
 NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUCKETS)]] * 2
 
 
 class Ghosts:
-    """Names of the last `length` blocks that were dropped for room: did this one come back?
+    """Ghost entries: the names of the last `length` blocks that were evicted for room.
 
-    A table of buckets with ENTRIES entries each: in every one 24 bits of a key's hash, and when it
-    was dropped, counted in drops. A full bucket loses its oldest name; buckets have half as many
-    entries more than names on average, so that is rare. It must be: blocks of one chain are dropped
-    and come back together, and one that is taken for new among old ones leaves a hole in its chain
-    later. A wrong "yes" comes once in 260,000 questions. 7.5 bytes a name; a dict of the keys needs
-    twenty times that.
+    A hash table of buckets with ENTRIES entries each. An entry has 24 bits of the block key's hash
+    and the time of eviction, counted in evictions. A full bucket overwrites its oldest entry.
+
+    Buckets have SPARE entries per name, so that overwriting is rare. Blocks of one chain are
+    evicted together and return together. A lost name would put one block of such a chain into the
+    wrong queue, and its eviction would later leave a hole in the chain.
+
+    The probability of a false positive is 1 in 260,000. A name takes 7.5 bytes; a dict of the block
+    keys takes twenty times as much.
     """
 
     __slots__ = ("_buckets", "_drops", "_length", "_marks", "_next", "_per_stamp", "_stamps")
@@ -73,9 +80,9 @@ class Ghosts:
     def __init__(self) -> None:
         self._length = 0
         self._drops = 0
-        self._per_stamp = 1  # drops
+        self._per_stamp = 1  # evictions per stamp
         self._buckets = 0
-        self._next = bytearray()  # of each bucket: the entry written next, its oldest
+        self._next = bytearray()  # per bucket: index of the oldest entry, which is overwritten next
         self._marks = bytearray()
         self._stamps = array("H")
 
@@ -84,7 +91,7 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember so many names, within bounds. A table that grows starts empty; none shrinks."""
+        """Remember `length` names, within bounds. A growing table starts empty; none shrinks."""
         length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return
@@ -96,7 +103,7 @@ class Ghosts:
         self._stamps = array("H", bytes(2 * ENTRIES * self._buckets))
 
     def remember(self, keys: Iterable[bytes]) -> None:
-        """They were dropped, in this order. Only after a first resize."""
+        """Record the eviction of these keys, in this order. Requires an earlier resize."""
         following, marks, stamps, per_stamp = self._next, self._marks, self._stamps, self._per_stamp
         drops, buckets, from_bytes = self._drops, self._buckets, int.from_bytes
         for key in keys:
@@ -111,7 +118,7 @@ class Ghosts:
         self._drops = drops
 
     def take(self, key: bytes) -> bool:
-        """Was it dropped not long ago? Its name is forgotten: the block is back."""
+        """Whether the block was evicted recently; forgets its name, because the block is back."""
         if not self._buckets:
             return False
         bucket, mark = self._entry(key)
@@ -127,7 +134,7 @@ class Ghosts:
         return stamps <= STAMPS
 
     def _entry(self, key: bytes) -> tuple[int, bytes]:
-        """Its bucket, and the mark of it, which is never 0."""
+        """The bucket of a key and its mark in the bucket, which is never 0."""
         rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets or 1)
         return bucket, (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")
 
@@ -141,7 +148,7 @@ class Ghosts:
 
 
 def bucket_of(age: int) -> int:
-    """Half octaves: 1, 2, 3, 4, 6, 8, 12, ... begin one each (1 begins two)."""
+    """Half octaves: buckets begin at 1, 2, 3, 4, 6, 8, 12, ... Age 1 begins two of them."""
     if age < 2:
         return 0
     bits = age.bit_length()
@@ -149,47 +156,51 @@ def bucket_of(age: int) -> int:
 
 
 class ReuseTimes:
-    """How soon are blocks used again? Learned from a sample of them, dropped ones included.
+    """Reuse statistics of a sample of blocks, including evicted ones.
 
-    Two kinds of blocks: used *once* so far, and used *again*. Age is counted in uses (of any block)
-    since a block's own last use, in buckets of half an octave. For both kinds it is counted how
-    many blocks of each age came back at that age, and how many got as old without coming back; that
-    gives the chance to be used again in the next moment (hazard), and from it what keeping a block
-    is worth:
+    There are two kinds of blocks: used *once* so far, and used *again*. The age of a block is the
+    number of uses of any block since its own last use, in buckets of half an octave. For each kind,
+    the sample counts how many blocks of an age were used again at that age, and how many reached
+    the age unused. The two counts give the probability of a use in the next moment (hazard), and
+    the hazards give the value of keeping a block:
 
         value(age) = max over t of P(used again before age + t) / expected time kept, at most t
 
-    the most hits per unit of time and memory that it can still bring. Dropping the block of the
-    least value is what is best when the future of each block does not depend on the others
-    (Gittins' index; caches call it hit density: Beckmann, Chen, Cidon, "LHD", NSDI '18).
+    The value is the highest number of hits per unit of time and memory that the block can still
+    bring. Evicting the lowest value is optimal when the future of each block is independent of the
+    others (Gittins index; hit density in caches: Beckmann, Chen, Cidon, "LHD", NSDI '18).
 
-    Few facts are no facts: as if EVIDENCE_BLOCKS blocks of every age had been seen to come back at
-    a rate of 1/age, the law under which least recently used is best. And a block used again is
-    worth at least AGAIN_WEIGHT times one of the same age that was used once: on no trace was it
-    less, and where the sample says so it is too small. Before so many uses that it could be seen
-    how long blocks stay away, nothing is known: the order is that of plain LRU.
+    Corrections for small samples:
+    1. Prior: EVIDENCE_BLOCKS blocks of every age, used again at a rate of 1/age. Under this law LRU
+       is optimal.
+    2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
+       The ratio was not lower on any trace; where the sample shows a lower one, the sample is too
+       small.
+    3. Until the cache has seen WAIT uses per block, long absences cannot be observed, and the order
+       is plain LRU.
 
-    The sample goes by the last byte of a key, so keys must be hashes; with others there may be no
-    sample, and only the weight and the law decide. Same uses, same values.
+    The last byte of a block key selects the sample, so block keys must be hashes. Other keys may
+    give no sample; then only the prior and the weight decide. The same uses always give the same
+    values.
     """
 
     __slots__ = ("_lost", "_next_lesson", "_returned", "_seen", "sampled", "value")
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, int] = {}  # key -> 2 * clock of its last use + kind, oldest first
+        self._seen: dict[bytes, int] = {}  # block key -> 2 * clock of last use + kind, oldest first
         self._returned = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._lost = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._next_lesson = LESSON_USES_MIN
-        self.sampled = 256  # keys whose last byte is below are watched
+        self.sampled = 256  # a key is in the sample if its last byte is lower
         self.value = NOTHING_KNOWN
 
     @property
     def next_lesson(self) -> int:
-        """At this clock `learn` should be called."""
+        """The clock at which the owner should call `learn`."""
         return self._next_lesson
 
     def used(self, key: bytes, clock: int, same_use: int) -> None:
-        """A watched key was used; uses less than `same_use` apart are one."""
+        """Record the use of a sampled key; uses less than `same_use` apart count as one."""
         seen = self._seen.pop(key, None)
         if seen is None:
             self._seen[key] = 2 * clock
@@ -201,7 +212,7 @@ class ReuseTimes:
         self._seen[key] = 2 * clock + kind
 
     def learn(self, clock: int, blocks: int) -> None:
-        """Values from what was seen so far, for a cache of so many blocks."""
+        """Compute the values from the counts so far, for a cache of `blocks` blocks."""
         self._next_lesson = clock + max(LESSON_USES_MIN, blocks // 2)
         self._lose(clock - MEMORY * blocks, clock)
         while len(self._seen) > SAMPLE_MAX and self.sampled > 1:
@@ -221,8 +232,7 @@ class ReuseTimes:
             counts[:] = [KEPT_PER_LESSON * count for count in counts]
 
     def _by_age(self, clock: int) -> list[list[float]]:
-        """How many watched blocks of each kind there are in each bucket: of all at once, as there
-        are thousands of them."""
+        """The number of sampled blocks per kind and age bucket, vectorised over the sample."""
         seen = np.fromiter(self._seen.values(), np.int64, len(self._seen))
         ages = (clock - (seen >> 1)).astype(np.float64)
         part, bits = np.frexp(ages)  # exact: an age is below 2**53
@@ -233,7 +243,7 @@ class ReuseTimes:
         ]
 
     def _lose(self, before: int, clock: int) -> None:
-        """Who was last used before then is not coming back."""
+        """Count sampled blocks last used before `before` as never used again."""
         gone = []
         for key, seen in self._seen.items():
             if seen >> 1 >= before:
@@ -246,20 +256,20 @@ class ReuseTimes:
     def check(self) -> None:
         """Prove the invariants."""
         clocks = [seen >> 1 for seen in self._seen.values()]
-        assert clocks == sorted(clocks), "the watched keys are not in order of their last use"
+        assert clocks == sorted(clocks), "the sampled keys are not in order of their last use"
         assert all(key[-1] < self.sampled for key in self._seen)
         pairs = zip(self.value[ONCE], self.value[AGAIN], strict=True)
         assert all(0 < once <= again for once, again in pairs)
 
 
 def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
-    """The value of a block in each bucket of age, from how many ended in it, either way."""
+    """The value per age bucket, from how many blocks ended there: used again, or not yet."""
     at_risk, older = [0.0] * BUCKETS, 0.0
     for b in reversed(range(BUCKETS)):
         ended = returned[b] + not_yet[b]
         at_risk[b] = older + ended / 2
         older += ended
-    rate = (sum(returned) + 0.1) / (sum(at_risk) * LOG_WIDTH + 1)  # of 1/age
+    rate = (sum(returned) + 0.1) / (sum(at_risk) * LOG_WIDTH + 1)  # scale of the 1/age law
     hazards = [
         (returned[b] + EVIDENCE_BLOCKS * rate * LOG_WIDTH)
         / ((at_risk[b] + EVIDENCE_BLOCKS) * WIDTHS[b])
@@ -281,7 +291,7 @@ def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
 
 
 class Density:
-    """An EvictionOrder of two queues and what was learned of both."""
+    """An EvictionOrder of two recency queues, compared by the values of ReuseTimes."""
 
     __slots__ = (
         "_again",
@@ -298,11 +308,12 @@ class Density:
     def __init__(self) -> None:
         self._once = RecencyQueue()
         self._again = RecencyQueue()
-        self._away: dict[bytes, RecencyQueue] = {}  # leased: where the next use puts it
+        # Leased key -> queue that it joins after the lease
+        self._away: dict[bytes, RecencyQueue] = {}
         self._ghosts = Ghosts()
         self._reuse = ReuseTimes()
-        self._clock = 0  # uses so far
-        self._stamp = 0  # the clock, but one object for many blocks
+        self._clock = 0  # uses of any block so far
+        self._stamp = 0  # a recent clock value; one int object that many blocks share
         self._renew_at = 0
         self._same_use = 1
 
@@ -320,7 +331,7 @@ class Density:
         self._use(key, queue)
 
     def add_many(self, keys: Sequence[bytes]) -> None:
-        """`add`, a chain at once: this is what the end of a request costs."""
+        """`add` for a whole chain: the main cost at the end of a request."""
         away, once, again, ghosts = self._away, self._once, self._again, self._ghosts
         clock, renew_at, stamp, same_use = self._clock, self._renew_at, self._stamp, self._same_use
         reuse = self._reuse
@@ -370,7 +381,7 @@ class Density:
         queue.append(key, self._stamp)
 
     def _next_queue(self, key: bytes) -> RecencyQueue | None:
-        """Take it out; where its next use puts it."""
+        """Remove the key from its queue; the queue that its next use puts it into."""
         stamp = self._once.pop(key)
         if stamp is not None:
             return self._once if self._clock - stamp < self._same_use else self._again
@@ -396,7 +407,7 @@ class Density:
     def take_coldest(self, count: int) -> list[bytes]:
         taken: list[bytes] = []
         queues, heads = (self._once, self._again), [self._once.head(), self._again.head()]
-        compared, worse = (-1, -1), ONCE  # many keys share a stamp, so few are compared anew
+        compared, worse = (-1, -1), ONCE  # many keys share a stamp, so few comparisons are needed
         for left in range(count - 1, -1, -1):
             once, again = heads
             if once is None or again is None:
@@ -423,7 +434,7 @@ class Density:
         return list(self._in_order())
 
     def _in_order(self) -> Iterator[bytes]:
-        """As they would go if nothing were used meanwhile."""
+        """All candidates in the order of eviction, provided that no more uses happen."""
         queues = iter(self._once), iter(self._again)
         once, again = next(queues[ONCE], None), next(queues[AGAIN], None)
         while once is not None or again is not None:
@@ -441,7 +452,7 @@ class Density:
                 again = next(queues[AGAIN], None)
 
     def _is_worth_less(self, stamp_of_once: int, stamp_of_again: int) -> bool:
-        """Is the one that was used once worth less than the one that was used again?"""
+        """Whether the coldest block of `once` has a lower value than the coldest of `again`."""
         value, clock = self._reuse.value, self._clock
         of_once = value[ONCE][bucket_of(clock - stamp_of_once)]
         of_again = value[AGAIN][bucket_of(clock - stamp_of_again)]
@@ -454,7 +465,7 @@ class Density:
         return len(self) + len(self._away)
 
     def _renew(self) -> None:
-        """Now and then: a new stamp, and what follows from how many blocks there are."""
+        """Take a new stamp, and update everything that depends on the number of blocks."""
         blocks = self._blocks
         self._stamp = self._clock
         self._renew_at = self._clock + max(STAMP_USES_MIN, blocks >> STAMP_SHIFT)

@@ -1,12 +1,13 @@
-"""Least recently used first: what the paper chose.
+"""Least recently used (LRU) eviction, as in the Mooncake paper.
 
-On its trace neither LFU nor a length-aware policy hits more at any size (Mooncake, arXiv version,
-Table 1: .40 against .35 and .35 with 10,000 blocks). `density.py` does: bench/RESULTS.md.
+On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size: .35
+and .35 against .40 with 10,000 blocks (Mooncake, arXiv version, Table 1). `density.py` has a
+higher one (bench/RESULTS.md).
 
-A request uses a whole chain at once, so whoever touches a chain goes through it from its end to its
-start, and the order is right by construction; no clock and no depth is stored here. A heap of
-(used_s, -depth) would give the same order at several times the cost of a lookup. A leased block
-counts as used until its last lease ends, so it comes back as the most recent one.
+A request uses its chain from the end to the start, so insertion order is recency order, and neither
+a clock nor a depth is stored. A heap of (used_s, -depth) gives the same order, but a lookup costs
+several times as much. A leased block counts as used until its last lease ends, so it returns as the
+most recent one.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 BATCH_MIN = 64
-BATCH_SHIFT = 7  # a batch is this power of two smaller than the queue
+BATCH_SHIFT = 7  # a batch is the length of the queue / 2**BATCH_SHIFT
 
 
 class RecencyQueue:
-    """key -> stamp, least recently appended first: what the policies are built of.
+    """Recency queue of key -> stamp, least recently appended first: the base of both policies.
 
-    A plain dict keeps insertion order and needs 34 to 67 bytes a key; collections.OrderedDict keeps
-    it too, and needs 79 to 126 (both at 10 million, just grown and after much use). But
-    `next(iter(dict))` walks over everything deleted in front of the first key, so draining a dict
-    from its front is quadratic. So the coldest 1/128 of the keys lie in a small OrderedDict, which
-    is filled from the dict a batch at a time: one walk over the deleted ones per batch. And when
-    more keys have left by the front than are there, the dict is copied, which leaves the deleted
-    ones behind. Stamps are the caller's; it shares one int object among many keys, so they cost no
-    memory.
+    Most keys are in a plain dict, the coldest 1/128 in an OrderedDict. A plain dict keeps insertion
+    order and takes 34 to 67 bytes per key. An OrderedDict takes 79 to 126 (both at 10 million keys,
+    after growth and after much use). But `next(iter(dict))` walks over all entries deleted before
+    the first key, so draining a dict from its front is quadratic. The OrderedDict is filled from
+    the dict in batches, with one such walk per batch. When more keys have left the dict by its
+    front than remain, the dict is copied, which drops the deleted entries.
+
+    Stamps belong to the caller, which shares one int object among many keys.
     """
 
     __slots__ = ("_coldest", "_left", "_rest")
@@ -37,7 +38,7 @@ class RecencyQueue:
     def __init__(self) -> None:
         self._coldest: OrderedDict[bytes, int] = OrderedDict()  # colder than all of _rest
         self._rest: dict[bytes, int] = {}
-        self._left = 0  # keys that left _rest by its front since it was copied
+        self._left = 0  # keys moved out of the front of _rest since its last copy
 
     def __len__(self) -> int:
         return len(self._coldest) + len(self._rest)
@@ -49,11 +50,11 @@ class RecencyQueue:
         return chain(self._coldest, self._rest)
 
     def append(self, key: bytes, stamp: int) -> None:
-        """The most recently used one; it must not be here."""
+        """Append the key as the most recently used one. The key must not be in the queue."""
         self._rest[key] = stamp
 
     def pop(self, key: bytes) -> int | None:
-        """Take a key out; its stamp, or None when it is not here."""
+        """Remove a key; its stamp, or None when the key is not in the queue."""
         stamp = self._rest.pop(key, None)
         return self._coldest.pop(key, None) if stamp is None else stamp
 
@@ -71,7 +72,7 @@ class RecencyQueue:
         return next(iter(self._coldest.items()))
 
     def pop_head(self) -> bytes:
-        """Take out the key that `head` has just named."""
+        """Remove the key that the last call of `head` returned."""
         return self._coldest.popitem(last=False)[0]
 
     def stamp(self, key: bytes) -> int:
@@ -90,13 +91,13 @@ class RecencyQueue:
 
     def check(self) -> None:
         """Prove the invariants."""
-        assert not self._coldest.keys() & self._rest.keys(), "a key lies in both parts"
+        assert not self._coldest.keys() & self._rest.keys(), "a key is in both parts"
         assert len(set(self)) == len(self)
         assert self._left >= 0
 
 
 class Lru:
-    """An EvictionOrder without any memory of what is gone."""
+    """An EvictionOrder without ghost entries."""
 
     __slots__ = ("_queue",)
 

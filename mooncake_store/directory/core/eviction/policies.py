@@ -1,19 +1,19 @@
-"""The orders of eviction by name, and the contract that they keep.
+"""The eviction policies by name, and the protocol that they implement.
 
-An order, as in Redis, only *orders* candidates; it never frees anything. A copy is a candidate only
-while nobody leases it: a leased block must survive even when it is the coldest one, because NIXL
-reads it without asking anybody.
+A policy only *orders* candidates and never frees a copy, as in Redis. A copy is a candidate only
+while it has no lease. A leased block must survive even as the coldest one, because NIXL reads it
+without another request to the directory.
 
-    use             -> the directory calls
+    use             -> call of the directory
     written, read   -> add(key) when the last lease ends
-    leased          -> discard(key); the next add(key) means that it was used once more
+    leased          -> discard(key); the next add(key) counts as one more use
     read, no lease  -> touch(key)
-    dropped         -> evicted(key): for room; a policy may remember the name, bounded
-    gone            -> forget(key): dropped by a reader, removed, lost: the name means nothing now
+    evicted         -> evicted(key): for room; a policy may remember a bounded number of names
+    removed         -> forget(key): rejected by a reader, removed, lost; no name is remembered
 
-Deepest first: whoever uses a chain of blocks adds or touches it from its end to its start, so among
-blocks used at once the deepest is the coldest. Dropping block 3 makes blocks 4, 5, ... unreachable,
-the reverse is not true. No depth is stored.
+Deepest first: the directory adds or touches a chain of blocks from its end to its start, so among
+blocks used together the deepest one is the coldest. Evicting block 3 makes blocks 4, 5, ...
+unreachable, and the reverse does not hold. No depth is stored.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ class EvictionOrder(Protocol):
     """The idle copies of one size on one holder, coldest first. Every call is O(1) amortised."""
 
     def __len__(self) -> int:
-        """How many candidates there are."""
+        """The number of candidates."""
 
     def __contains__(self, key: bytes) -> bool:
-        """Is it a candidate?"""
+        """Whether the key is a candidate."""
 
     def add(self, key: bytes) -> None:
-        """A copy became idle: it has just been used, or written."""
+        """A copy became idle after a use or a write."""
 
     def touch(self, key: bytes) -> None:
         """A candidate was used without a lease."""
 
     def discard(self, key: bytes) -> None:
-        """It is leased: no candidate until it is added again. Unknown keys are no mistake."""
+        """The copy is leased: no candidate until the next `add`. Unknown keys are allowed."""
 
     def add_many(self, keys: Sequence[bytes]) -> None:
-        """`add` each of them, in this order."""
+        """`add` for each key, in this order."""
 
     def discard_many(self, keys: Sequence[bytes]) -> None:
-        """`discard` each of them."""
+        """`discard` for each key."""
 
     def coldest(self) -> bytes | None:
-        """The copy to drop first; None when there is no candidate."""
+        """The copy to evict first; None without a candidate."""
 
     def take_coldest(self, count: int) -> list[bytes]:
-        """Up to so many times `coldest`, `evicted`: they were dropped for room."""
+        """`coldest` and `evicted`, up to `count` times: the keys that were evicted for room."""
 
     def coldest_keys(self, limit: int) -> list[bytes]:
-        """The first candidates, coldest first."""
+        """The first `limit` candidates, coldest first."""
 
     def evicted(self, key: bytes) -> None:
-        """It was dropped for room: no candidate any more. Its name may be remembered."""
+        """The copy was evicted for room. The policy may remember its name."""
 
     def forget(self, key: bytes) -> None:
-        """It is gone for another reason, leased or not: nothing about it is kept."""
+        """The copy is gone for another reason, leased or not. Nothing about it is kept."""
 
     def keys(self) -> list[bytes]:
         """All candidates, coldest first."""
@@ -76,8 +76,8 @@ POLICIES = tuple(_MAKERS)
 
 
 def make_eviction(name: str) -> EvictionOrder:
-    """A new, empty order."""
+    """A new, empty eviction order."""
     maker = _MAKERS.get(name)
     if maker is None:
-        raise ValueError(f"no eviction policy is called {name!r}; there are {', '.join(POLICIES)}")
+        raise ValueError(f"unknown eviction policy {name!r}; use one of {', '.join(POLICIES)}")
     return maker()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.copies import BAD_REST_S
+from mooncake_store.directory.core.copies import BAD_QUARANTINE_S
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.core.slots import LATE_S
 from mooncake_store.errors import (
@@ -287,7 +287,7 @@ def test_the_slot_of_a_bad_copy_is_free_soon_after_its_last_lease_and_not_before
         assert directory.allocate("s0", [other], "x", 5.0, False, 1.0).full, f"before {ended} ended"
         directory.release(ended, 1.0)
         directory.check()
-    free_s = 1.0 + BAD_REST_S
+    free_s = 1.0 + BAD_QUARANTINE_S
     assert directory.allocate("s0", [other], "x", 5.0, False, free_s - 0.1).full, "it is being left"
     again = allocated(directory, other, "x", free_s)
     assert again.slot == slot.slot and again.generation > slot.generation
@@ -324,9 +324,9 @@ def test_damage_that_gives_two_blocks_one_generation_loses_no_slot_when_both_pro
     directory.check()
     directory.release("reader", 0.0)
     directory.check()
-    directory.node_report("s0", info.incarnation, BAD_REST_S)
-    directory.tick(BAD_REST_S)
-    assert free_slots(directory, BAD_REST_S) == 8
+    directory.node_report("s0", info.incarnation, BAD_QUARANTINE_S)
+    directory.tick(BAD_QUARANTINE_S)
+    assert free_slots(directory, BAD_QUARANTINE_S) == 8
 
 
 def test_bad_copies_go_with_their_node() -> None:
@@ -414,7 +414,7 @@ def test_a_node_that_deregisters_leaves_at_once() -> None:
 def test_slots_are_had_only_after_an_attach() -> None:
     directory = Directory(1)
     directory.register_node(node_info("s0"), 0.0)
-    with pytest.raises(NodeNotAttached, match="attach to it again"):
+    with pytest.raises(NodeNotAttached, match="attach to the node again"):
         directory.allocate("s0", chain(1), "w", 5.0, False, 0.0)
 
 
@@ -523,7 +523,7 @@ def test_events_that_are_not_kept_any_more_ask_for_a_snapshot() -> None:
 def test_the_clock_may_not_go_backwards() -> None:
     directory = directory_with("s0")
     directory.tick(5.0)
-    with pytest.raises(AssertionError, match=r"from 5.0 back to 4.0"):
+    with pytest.raises(AssertionError, match=r"back from 5.0 to 4.0"):
         directory.tick(4.0)
 
 

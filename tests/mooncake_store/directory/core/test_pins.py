@@ -114,7 +114,7 @@ def test_pinning_what_is_in_use_takes_effect_when_it_is_idle(kind: str) -> None:
 
 def test_a_pin_of_an_unknown_kind_or_without_an_end_is_refused() -> None:
     directory = directory_with("s0")
-    with pytest.raises(RequestInvalid, match="none, soft or hard"):
+    with pytest.raises(RequestInvalid, match="none, soft, hard"):
         directory.pin(chain(1), "forever", 1.0, 0.0)
     with pytest.raises(RequestInvalid, match="ttl_s > 0"):
         directory.pin(chain(1), "soft", 0.0, 0.0)

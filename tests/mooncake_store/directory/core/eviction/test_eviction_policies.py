@@ -121,7 +121,7 @@ def test_draining_gives_the_order_that_keys_announced(policy: str, seed: int) ->
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'fifo'; there are lru, density"):
+    with pytest.raises(ValueError, match="'fifo'; use one of lru, density"):
         make_eviction("fifo")
 
 
