@@ -39,7 +39,7 @@ HERE_DOCUMENT = re.compile(r"<<'(\w+)'\n.*?^\1$", re.DOTALL | re.MULTILINE)
 LEADING = {"exec", "sudo", "nice", "do", "then"}
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
 PLACEHOLDER = "NAME"
-README_LINES_MAX = 150
+README_LINES_MAX = 120
 OURS = ("backends", "bench", "conductor", "loadtest", "mooncake_store", "tests", "tools")
 
 
