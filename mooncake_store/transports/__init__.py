@@ -1,1 +1,2 @@
-"""How bytes get from a node's memory to ours and back: mapped, NIXL, plain TCP; and which one."""
+"""Transports between a node's memory and local memory: mapped, NIXL, plain TCP; and their
+choice."""

@@ -1,11 +1,12 @@
-"""What topology.py understands, read from /sys: `python -m` this module prints it.
+"""Reads from /sys what topology.py parses; `python -m` this module prints it.
 
-Prints the topology as JSON; with --record the tree itself, as the recorded ones in tests/data are.
-Only a few hundred small files are read, and one that cannot be read counts as missing.
+Prints the topology as JSON; with --record the tree itself, in the format of tests/data. Reads only
+a few hundred small files. A file that cannot be read counts as missing.
 
-The interfaces of nic_choice.py are read here too, with the addresses that the kernel has for them.
+The interfaces of nic_choice.py are read here too, with the addresses that the kernel lists for
+them.
 
-Not here: what they mean (topology.py, nic_choice.py).
+Not here: interpreting the files (topology.py, nic_choice.py).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ WANTED = (  # (folder, files of each entry; its own link is read too)
     (RDMAS, ("ports/*/state", "ports/*/rate", "device/net/*/operstate", "device/numa_node")),
     (PCIS, ("class", "vendor", "numa_node")),
 )
-_PCI_CLASSES = ("0x03", "0x12")  # displays and accelerators; a server has hundreds of others
+_PCI_CLASSES = ("0x03", "0x12")  # displays and accelerators; a server has hundreds of other devices
 
 
 def read_tree(root: str = SYS) -> dict[str, str]:
-    """The tree below `root` (see topology.py); empty where there is none."""
+    """The tree below `root` (see topology.py); empty if there is none."""
     tree: dict[str, str] = {}
     for folder, files in WANTED:
         with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ def read_tree(root: str = SYS) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    """The first line; "" when it cannot be read, as the speed of a card that is down."""
+    """The first line; "" if it cannot be read, like the speed of a card that is down."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
     except OSError:
@@ -68,17 +69,17 @@ def _text(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def host_topology() -> Topology:
-    """This host's, read once."""
+    """The topology of this host, read once."""
     return parse(read_tree())
 
 
 def preferred_ucx_devices() -> str:
-    """UCX_NET_DEVICES for this process on this host; "" when there is nothing to prefer."""
+    """UCX_NET_DEVICES for this process on this host; "" if no device is preferred."""
     return host_topology().ucx_net_devices(os.sched_getaffinity(0))
 
 
 def host_interfaces(root: str = SYS) -> list[Interface]:
-    """This host's, but the loopback; of this network namespace, where it is in one."""
+    """Interfaces of this host's current network namespace, without the loopback."""
     by_interface = {nic.interface: nic for nic in host_topology().nics if nic.has_rdma}
     found = []
     with contextlib.suppress(OSError):
@@ -106,7 +107,7 @@ def host_interfaces(root: str = SYS) -> list[Interface]:
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
-    """The interface's first IPv4 address and all its IPv6 ones."""
+    """The interface's first IPv4 address and all its IPv6 addresses."""
     found: list[ipaddress.IPv4Interface | ipaddress.IPv6Interface] = []
     request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -125,15 +126,15 @@ def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
 
 
 def host_data_network() -> DataNetwork:
-    """Which cards of this host move KV by NIXL to other hosts, as the environment says now."""
-    # UCX's ports know no keys: where everything else asks for them, cards have to be named.
+    """The cards of this host that move KV to other hosts by NIXL, from the current environment."""
+    # UCX's ports have no access keys. Where the process has keys, cards must be named explicitly.
     unless_named = None if of_process() is None else ""
     trusted = os.environ.get(TRUSTED_NICS, unless_named)
     return data_network(host_interfaces(), trusted, os.environ.get("UCX_NET_DEVICES", ""))
 
 
 def has_carrier(interface: str) -> bool:
-    """Is the card up, as far as this host can see? False: nothing comes through it."""
+    """False: the kernel reports the card as down, so nothing arrives through it."""
     return _text(Path(SYS, NETS, interface, "operstate")) in ("up", "unknown")
 
 
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m mooncake_store.transports.host_topology",
         description="NUMA nodes, network cards and GPUs of a host, and which is near which.",
     )
-    parser.add_argument("--sys", default=SYS, help="another tree than /sys")
+    parser.add_argument("--sys", default=SYS, help="read this tree instead of /sys")
     parser.add_argument("--record", action="store_true", help="print the tree instead")
     options = parser.parse_args(argv)
     tree = read_tree(options.sys)

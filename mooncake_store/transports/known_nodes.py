@@ -1,18 +1,18 @@
-"""The storage nodes as one worker sees them: who they are, how to reach them, who is out of order.
+"""The storage nodes that one process can reach: their transports, and which have failed.
 
-Which transport serves a node is decided per node, by `mode`:
+The transport is chosen per node, by `mode`:
 
-    auto    the own node mapped, all others by NIXL; where NIXL cannot be used (it does not load
+    auto    the local node mapped, all others by NIXL; where NIXL cannot be used (it does not load
             here, or that node runs without it) mapped on this host and plain TCP elsewhere
     mapped  every node of this host mapped; others cannot be read
-    nixl    every node by NIXL, the own one too; NixlUnavailable when it does not load
-    tcp     every node by plain TCP, the own one too
+    nixl    every node by NIXL, the local one too; NixlUnavailable if NIXL does not load
+    tcp     every node by plain TCP, the local one too
 
-The directory is asked rarely: at start, for a name that is not known, and after a transfer failed.
-A node of another host is reached by one NIXL agent per network card, where nic_choice.py says so.
+The directory is asked rarely: at start, for an unknown node, and after a failed transfer. Nodes of
+other hosts are reached by one NIXL agent per network card where nic_choice.py chooses so.
 
-A node whose transfer failed is left alone for BAD_NODE_S, so that one dead node costs one deadline
-and not one per request; a new incarnation of it is used at once.
+A node whose transfer failed is in cool-down for BAD_NODE_S, so that a dead node costs one deadline
+and not one per request. A new incarnation of the node is used at once.
 
 Not here: moving bytes (block_reader.py), measuring rates (rates.py).
 """
@@ -46,14 +46,16 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 log = logging.getLogger("mooncake_store.store")
 
 BAD_NODE_S = 2.0
-REFRESH_S = 0.02  # the directory is not asked for unknown or bad nodes more often than this
+# the shortest time between two queries of the directory for unknown or failed nodes
+REFRESH_S = 0.02
 MODES = ("auto", "mapped", "nixl", "tcp")
 NODES_MAX = 4_096
-GONE_S = 60.0  # out of the directory for so long: no restart, and no change of leader
+# after this absence from the directory a node is gone: no restart and no new leader takes so long
+GONE_S = 60.0
 
 
 class NodeAccess(NamedTuple):
-    """A node, how bytes get there and back, and where its slots lie."""
+    """A node, the transport that reaches it, and the layout of its slots."""
 
     info: NodeInfo
     transport: Transport
@@ -61,19 +63,19 @@ class NodeAccess(NamedTuple):
 
 
 class Traffic:
-    """How many bytes this process has asked of each storage node: not here yet, and in all.
+    """Bytes that this process has requested from each node: not arrived yet, and in total.
 
-    Thread-safe. Remembers the last NODES_MAX nodes that something was asked of.
+    Thread-safe. Keeps the NODES_MAX nodes that were used last.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[str, int] = {}  # under way; nodes with nothing are not in it
+        self._bytes: dict[str, int] = {}  # in flight; nodes without transfers have no entry
         self._asked_bytes: dict[str, int] = {}
 
     @contextlib.contextmanager
     def moving(self, node_id: str, moved_bytes: int) -> Iterator[None]:
-        """So many bytes are under way until the block ends, however it ends."""
+        """Count `moved_bytes` as in flight until the context exits."""
         with self._lock:
             self._bytes[node_id] = self._bytes.get(node_id, 0) + moved_bytes
             self._asked_bytes[node_id] = self._asked_bytes.pop(node_id, 0) + moved_bytes
@@ -92,36 +94,38 @@ class Traffic:
         return self._bytes.get(node_id, 0)
 
     def asked_bytes(self) -> dict[str, int]:
-        """Since this process began, from node_id."""
+        """Total since this process started, by node_id."""
         with self._lock:
             return dict(self._asked_bytes)
 
 
 class KnownNodes:
-    """node_id -> NodeInfo, and the transport for it. Thread-safe."""
+    """Thread-safe. node_id -> NodeInfo and transport."""
 
     def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
-        library()  # compiled now, which takes seconds once, and not within a transfer's deadline
+        # compile now: that takes seconds once, and must not happen within a transfer's deadline
+        library()
         self._directory = directory
         self._own_id = own_id
         self._mode = mode
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeInfo] = {}
-        self._gone_s: dict[str, float] = {}  # from node_id; when it was out of the directory first
+        # by node_id: when the node was first missing from the directory
+        self._gone_s: dict[str, float] = {}
         self._asked_s = 0.0
         self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
-        self._host_id = host_id("/dev/shm/segment")  # while the own node is not registered
+        self._host_id = host_id("/dev/shm/segment")  # used while the local node is not registered
         self.mapped = MappedTransport(before_close=lambda segment: self.unregister(segment.view))
         self.tcp = TcpTransport()
         self.nixl = self._nixl()
         self.traffic = Traffic()
-        self.bytes_per_s: dict[str, float] = {}  # from node_id; as rates.py measured last
+        self.bytes_per_s: dict[str, float] = {}  # by node_id; last measured by rates.py
         self.refresh()
 
     def refresh(self) -> None:
-        """Ask the directory; StoreUnavailable when it is gone."""
+        """Query the directory; StoreUnavailable if it does not answer."""
         asked_s = time.monotonic()
         nodes = {info.node_id: info for info in self._directory.nodes()}
         there = {(info.node_id, info.incarnation) for info in nodes.values()}
@@ -132,17 +136,19 @@ class KnownNodes:
             self._nodes, self._asked_s = nodes, asked_s
             self._bad = {name: bad for name, bad in self._bad.items() if (name, bad[0]) in there}
         for node_id in over:
-            self._let_go(node_id)
+            self._disconnect_gone(node_id)
 
-    def _let_go(self, node_id: str) -> None:
-        """Of what leads to a node that is gone. Mapped memory goes by its owner's life instead."""
+    def _disconnect_gone(self, node_id: str) -> None:
+        """Disconnect from a node that is gone. Mapped memory is unmapped by its owner's lock
+        instead."""
         is_over = self.tcp.disconnect(node_id)
         if self.nixl is not None:
             is_over &= self.nixl.disconnect(node_id)
         with self._lock:
             if is_over:
                 self._gone_s.pop(node_id, None)
-            elif node_id in self._gone_s:  # a lane connects to a silent node, say: again later
+            # a lane is busy (it may be connecting to a silent node): retry later
+            elif node_id in self._gone_s:
                 self._gone_s[node_id] = time.monotonic()
 
     def all(self) -> list[NodeInfo]:
@@ -150,16 +156,16 @@ class KnownNodes:
             return list(self._nodes.values())
 
     def find(self, node_id: str) -> NodeInfo | None:
-        """The node, or None when the directory does not know it."""
+        """The node; None: the directory does not list it."""
         return self._find(node_id)[0]
 
     def usable(self, node_id: str) -> NodeInfo | None:
-        """The node, or None when it is unknown or this incarnation has failed a moment ago."""
+        """The node; None: it is unknown, or this incarnation failed a moment ago."""
         info, is_bad = self._find(node_id)
         return None if is_bad else info
 
     def access(self, node_id: str) -> NodeAccess | None:
-        """How a node that is usable is read and written; None when it cannot be from here."""
+        """How to read and write a usable node; None: it cannot be reached from this process."""
         info = self.usable(node_id)
         return None if info is None else self.access_to(info)
 
@@ -170,7 +176,8 @@ class KnownNodes:
         return NodeAccess(info, transport, geometry(info.segment_bytes, info.unit_bytes))
 
     def _find(self, node_id: str) -> tuple[NodeInfo | None, bool]:
-        """The node, and whether it is bad; the directory is asked when that may change it."""
+        """The node, and whether it is in cool-down; asks the directory if that may change
+        either."""
         for is_last in (False, True):
             with self._lock:
                 info = self._nodes.get(node_id)
@@ -187,9 +194,9 @@ class KnownNodes:
             self._bad[info.node_id] = (info.incarnation, time.monotonic() + BAD_NODE_S)
 
     def transport(self, info: NodeInfo) -> Transport | None:
-        """How bytes of this node get here; None when they cannot in this mode."""
+        """The transport that reaches this node; None: none does in this mode."""
         if info.is_ssd:
-            return None  # its node restores what lies there first
+            return None  # its node first restores the blocks into DRAM
         has_nixl = self.nixl is not None and self.nixl.reaches(info, self.is_same_host(info))
         has_tcp = bool(info.data_address)
         if self._mode == "tcp":
@@ -203,7 +210,7 @@ class KnownNodes:
         return self.tcp if self._mode == "auto" and has_tcp else None
 
     def is_same_host(self, info: NodeInfo) -> bool:
-        """Can the segment of this node be mapped here?"""
+        """True if the segment of this node can be mapped by this process."""
         own = self._own()
         return info.host_id == (own.host_id if own else self._host_id)
 
@@ -216,11 +223,13 @@ class KnownNodes:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """One copy of each block of a lookup: that of the nodes `first`, in this order, where they
-        have it, else the cheapest one; None where no holder can be read now."""
+        """One copy of each block: on the first of the nodes `first` that has it, else the cheapest.
+
+        None: no node with a copy can be read now.
+        """
         names = dict.fromkeys(copy.node_id for copies in found for copy in copies)
-        holders = {name: self.usable(name) for name in names}  # asks the directory where it must
-        if not any(len(copies) > 1 for copies in found):  # nearly always: nothing is to be compared
+        holders = {name: self.usable(name) for name in names}  # asks the directory where needed
+        if not any(len(copies) > 1 for copies in found):  # nearly always: no block has two copies
             reached = {name for name, info in holders.items() if info and self._is_reached(info)}
             return [
                 copies[0] if copies and copies[0].node_id in reached else None for copies in found
@@ -233,7 +242,7 @@ class KnownNodes:
         return [a or b for a, b in zip(named, best_copies(others, routes), strict=True)]
 
     def routes(self) -> dict[str, CopyRoute]:
-        """What each holder that is not out of order costs from here; see path_cost.py."""
+        """The cost of each node that is not in cool-down, as seen from here; see path_cost.py."""
         own, now_s = self._own(), time.monotonic()
         host, rack = (own.host_id, own.rack) if own else (self._host_id, "")
         with self._lock:
@@ -250,7 +259,7 @@ class KnownNodes:
         return found
 
     def _is_reached(self, info: NodeInfo) -> bool:
-        """Can what it holds be had from here?"""
+        """True if blocks of this node can be read from this process."""
         return info.is_ssd or self.transport(info) is not None
 
     def _is_bad(self, info: NodeInfo, now_s: float) -> bool:
@@ -280,11 +289,11 @@ class KnownNodes:
         return self.nixl.nic_counters() if isinstance(self.nixl, MultiNicTransport) else {}
 
     def pending_targets(self) -> list[LocalSpan]:
-        """Local memory into which a read that timed out may still write."""
+        """Local memory that a timed-out read may still write."""
         return [span for transport in self.transports() for span in transport.pending_targets()]
 
     def pending_in(self, memory: ByteArray) -> list[ByteSpan]:
-        """Where in this memory such a read may still write, as offsets from its start."""
+        """Parts of `memory` that a timed-out read may still write, as offsets from its start."""
         start = address_of(memory)
         late = []
         for target, span in self.pending_targets():
@@ -298,7 +307,7 @@ class KnownNodes:
             transport.close()
 
     def _nixl(self) -> NixlTransport | MultiNicTransport | None:
-        """NIXL where the mode wants it; without it `auto` goes on, and says so."""
+        """NIXL if the mode uses it; None: `auto` continues without it."""
         if self._mode in ("mapped", "tcp"):
             return None
         network = host_data_network()
@@ -309,5 +318,5 @@ class KnownNodes:
         except NixlUnavailable as error:
             if self._mode == "nixl":
                 raise
-            log.warning("goes on without NIXL, by plain TCP to other hosts: %s", error)
+            log.warning("continuing without NIXL, by plain TCP to other hosts: %s", error)
             return None

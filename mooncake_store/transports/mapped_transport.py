@@ -1,15 +1,14 @@
-"""Transport over shared memory: the node's segment is mapped and bytes are copied by memcpy.
+"""Transport over shared memory: the node's segment is mapped, and bytes are copied by memcpy.
 
-For nodes of this host only (same /dev/shm). No cooperation of the node is needed, so a frozen
-node is served; a dead one is refused, because its segment is nobody's any more: before and after
-each batch the owner's lock on the file is looked at (segment.py).
+For nodes of this host only (same /dev/shm). The node takes no part in it, so a frozen node is
+served. A dead node is rejected: before and after each batch the transport checks the owner's lock
+on the segment file (segment.py).
 
-The memory of a dead node stays taken until the last process has unmapped it, and its next
-incarnation may need that room. So a thread looks at the locks all the time, whether anything moves
-or not, and lets go of what is dead. A view that is in use keeps its mapping until it is dropped
-(segment.py).
+The memory of a dead node stays allocated until the last process has unmapped it, and the node's
+next incarnation may need it. So a thread checks the locks continuously and unmaps segments of dead
+nodes. A view in use keeps its mapping until the view is dropped (segment.py).
 
-Not here: deciding that a node is on this host (store.py).
+Not here: deciding that a node is on this host (known_nodes.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.transport import TransferBatch, Transport
 
 log = logging.getLogger("mooncake_store.store")
-LOOK_S = 0.25  # between two looks at the owners' locks; a look takes a microsecond per segment
+LOOK_S = 0.25  # between two checks of the owners' locks; a check takes a microsecond per segment
 
 
 class MappedTransport(Transport):
@@ -37,13 +36,13 @@ class MappedTransport(Transport):
     name = "mapped"
 
     def __init__(self, before_close: Callable[[Segment], None] = lambda segment: None) -> None:
-        """`before_close`: called before a mapping is let go, in whichever thread does it."""
+        """`before_close`: called before a segment is unmapped, in the thread that unmaps it."""
         super().__init__()
         self._before_close = before_close
         self._lock = threading.Lock()
         self._segments: dict[str, tuple[str, Segment]] = {}  # node_id -> (incarnation, mapping)
         self._stop = threading.Event()
-        self._watch: threading.Thread | None = None  # made with the first mapping
+        self._watch: threading.Thread | None = None  # started with the first mapping
 
     def connect(self, node: NodeInfo) -> None:
         self.segment(node)
@@ -70,11 +69,11 @@ class MappedTransport(Transport):
         while not self._stop.wait(LOOK_S):
             try:
                 self.drop_dead()
-            except Exception:  # edge: the others must be looked at the next time
+            except Exception:  # edge: the other segments must be checked in the next round
                 log.exception("unmapping failed")
 
     def drop_dead(self) -> list[str]:
-        """Let go of every segment whose owner is dead; which nodes those were."""
+        """Unmap every segment whose owner is dead; returns the nodes."""
         with self._lock:
             dead = {
                 node_id: segment
@@ -113,9 +112,7 @@ class MappedTransport(Transport):
     @contextlib.contextmanager
     def owned(self, node: NodeInfo) -> Iterator[ByteArray]:
         """The node's whole segment, for the caller to copy; its owner is alive before and after.
-
-        TransferFailed at the end when the node died meanwhile: what was read or written is void.
-        """
+        TransferFailed at the end if the node died: what was read or written is void."""
         try:
             segment = self.segment(node)
             yield _living_view(node, segment)
@@ -125,7 +122,7 @@ class MappedTransport(Transport):
             raise
 
     def note(self, is_read: bool, moved_bytes: int, started_s: float) -> None:
-        """Count what was moved under `owned`; started_s as of time.monotonic()."""
+        """Count bytes moved under `owned`; started_s by time.monotonic()."""
         self._tally.moved(is_read, moved_bytes, time.monotonic() - started_s)
 
     def disconnect(self, node_id: str) -> bool:
@@ -144,7 +141,7 @@ class MappedTransport(Transport):
 
 
 def _living_view(node: NodeInfo, segment: Segment) -> ByteArray:
-    """Its memory, while its owner is alive."""
+    """The mapped memory; TransferFailed if its owner is dead."""
     _check_alive(node, segment)
     view = segment.view_if_open()
     if view is None:
@@ -155,6 +152,6 @@ def _living_view(node: NodeInfo, segment: Segment) -> ByteArray:
 def _check_alive(node: NodeInfo, segment: Segment) -> None:
     if not segment.is_owner_alive():
         raise TransferFailed(
-            f"node {node.node_id} died: nobody owns {node.segment_path} any more; "
+            f"node {node.node_id} died: no process owns {node.segment_path} any more; "
             "its blocks are lost"
         )

@@ -1,11 +1,11 @@
-"""A few threads that move the parts of one batch side by side.
+"""Threads that move the parts of one batch in parallel.
 
-Over CMA a transfer is a copy by the calling thread: one thread moves what one core can. Reading a
-batch in two halves by two threads (each on a NIXL lane of its own) is 1.6 times as fast on two
-cores. Copies into and out of the own node's mapped segment are shared by helpers in native.c, as
-many in all, which need no lock of Python's.
+Over CMA a transfer is a copy by the calling thread, so one thread moves what one core can copy. Two
+threads that read half a batch each (each on its own NIXL lane) are 1.6 times as fast on two cores.
+Copies into and out of the local node's mapped segment use as many helper threads in native.c, which
+do not need the GIL.
 
-Not here: which parts (block_reader.py, putter.py).
+Not here: the parts (block_reader.py, putter.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-COPIED_BYTES = 16 * 1024**2  # through a mapped segment between two looks at the clock
+COPIED_BYTES = 16 * 1024**2  # through a mapped segment between two checks of the deadline
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Movers:
-    """`threads` of them, the caller's included; 1: everything in the caller's thread."""
+    """`threads` in all, including the caller's; 1: everything runs in the caller's thread."""
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1
@@ -30,7 +30,8 @@ class Movers:
         self._pool: ThreadPoolExecutor | None = None
 
     def each(self, task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
-        """task(part) of every part. All have ended when this returns, or raises the first error."""
+        """Run task(part) for every part. All have ended when this returns or raises the first
+        error."""
         if self.threads == 1 or len(parts) < 2:
             return _all(task, parts)
         shares = [parts[number :: self.threads] for number in range(self.threads)]
@@ -41,7 +42,7 @@ class Movers:
         results: list[list[R]] = []
         try:
             results.append(_all(task, shares[0]))
-        except Exception as failed:  # the others must end before anybody may use the memory
+        except Exception as failed:  # the other threads must end before the memory may be reused
             error = failed
         for other in others:
             try:
@@ -70,13 +71,14 @@ def _all(task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
 
 
 def copied_parts(items: Sequence[T], block_bytes: int, threads: int) -> list[list[T]]:
-    """Blocks of one size that are copied between two looks at the clock: no fewer than threads."""
+    """Blocks of one size in runs that are copied between two checks of the deadline; a run has at
+    least one block per thread."""
     count = max(COPIED_BYTES // max(1, block_bytes), threads)
     return [list(items[at : at + count]) for at in range(0, len(items), count)]
 
 
 def parts_of(items: Sequence[T], size_bytes: Callable[[T], int], part_bytes: int) -> list[list[T]]:
-    """Consecutive items in runs of at most `part_bytes`; one that is larger is a run of its own."""
+    """Consecutive items in runs of at most `part_bytes`; a larger item is a run of its own."""
     parts: list[list[T]] = []
     filled_bytes = 0
     for item in items:

@@ -1,27 +1,27 @@
-"""Transport over NIXL with an agent for each network card: one that is cut costs a moment only.
+"""NIXL transport with one agent per network card: a cut card delays a transfer only briefly.
 
-Nodes of this host are reached by the shared agent, as ever. A transfer with another host is cut
-into parts, and each goes over one pair of cards (nic_paths.py says over which, and when it is given
-up). One thread posts the parts of a call and looks after all of them.
+Nodes of this host are reached by the shared agent. A transfer with another host is cut into parts.
+Each part uses one pair of cards (nic_paths.py chooses the pair, and decides when a part is
+abandoned). One thread posts all parts of a call and polls them.
 
-What may be used again after a part was given up:
+Memory of an abandoned part:
 
-* Memory of this process, into which it was read: at once. The lane of the part is frozen
-  (nixl_transport.py): its agent has no thread and nobody calls it any more, so nothing is written
+- Local memory that the part was reading into can be reused at once. The part's lane is frozen
+  (nixl_transport.py): its agent has no thread and is never called again, so nothing is written
   there. The part is read again over another path, into the same memory.
-* The slots of a node that it was writing: not at all. The kernel of this host keeps what it could
-  not send, and sends it when the card works again, be it minutes later. So nothing is written into
-  those slots again: WriteGivenUp says that the call is void, its slots rest in quarantine, and the
-  caller writes into fresh ones (putter.py). Bytes that still arrive after the quarantine break the
-  checksum of the block that lies there then. A verified read takes that for a miss. A read that
-  checks only the header (a part of a block, `is_verified=False`) does not notice such bytes. No
-  checksum is computed from what lies in a slot that such bytes may reach (Allocation.late).
-* After a deadline of a call without another path everything is as with one agent: the transfer
-  becomes an orphan, and its memory rests (pending_targets).
+- Slots that the part was writing cannot be reused. This host's kernel keeps the unsent bytes and
+  sends them when the card works again, possibly minutes later. So the call raises WriteGivenUp, its
+  slots are quarantined, and the caller writes into other slots (putter.py). Bytes that arrive after
+  the quarantine corrupt the block that is in the slot then, and its checksum detects them: a
+  verified read is a miss. A read that checks only the header (a part of a block,
+  `is_verified=False`) does not detect them. No checksum is ever computed from slot memory that such
+  bytes may reach (Allocation.late).
+- After the deadline of a call without another path, the same holds as with one agent: the transfer
+  becomes an orphan, and its memory is quarantined (pending_targets).
 
-A path that rests is probed by a thread: first whether anything answers where the agent there
-listens, then by a small read. Without the first step UCX would try to connect in pauses that grow
-to minutes.
+A path in cool-down is probed by a thread. The probe first tests whether the remote agent's address
+answers, then does a small read. Without the first step UCX would retry the connection at intervals
+that grow to minutes.
 
 Not here: which cards there are (nic_choice.py), one agent's transfers (nixl_transport.py).
 """
@@ -65,7 +65,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, TransferBat
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 4096
 PROBE_LOOK_S = 0.1
-WANTED_S = 60.0  # paths that nobody has wanted for so long are not probed
+WANTED_S = 60.0  # paths that no call has used for this time are not probed
 NODES_MAX = 1_024
 
 
@@ -73,39 +73,41 @@ NODES_MAX = 1_024
 class NicRoute:
     """A path to one incarnation of a node."""
 
-    nic: Interface  # of this host
-    node: NodeInfo  # as the agent of the card there has it; its address is where that listens
+    nic: Interface  # card of this host
+    # the node as its card's agent describes it; data_address is where that agent listens
+    node: NodeInfo
     path: NicPath
-    wanted_s: float = 0.0  # when a call wanted it last
-    probe: PostedTransfer | None = None  # of the probing thread
+    wanted_s: float = 0.0  # time.monotonic() of the last call that could use it
+    probe: PostedTransfer | None = None  # used by the probing thread only
 
 
 class MultiNicTransport(Transport):
-    """See transport.Transport, and the module's docstring."""
+    """See transport.Transport and the module docstring."""
 
     name = "nixl"
 
     def __init__(self, network: DataNetwork, is_same_host: Callable[[NodeInfo], bool]) -> None:
         super().__init__()
-        self.lock = threading.Lock()  # of every NicPath
+        self.lock = threading.Lock()  # guards every NicPath
         self._network = network
         self._is_same_host = is_same_host
         self._shared = NixlTransport(AgentDevices(network.shared_devices))
         self._making = threading.Lock()
-        self._cards: dict[str, NixlTransport] = {}  # from the name of the card
+        self._cards: dict[str, NixlTransport] = {}  # by card name
         self._buffers: list[ByteArray] = []
         self._nics = {nic.name: NicCounters() for nic in network.nics}
         self._routes: dict[str, tuple[str, list[NicRoute]]] = {}  # node_id -> incarnation, routes
-        self.scratch = np.zeros(PROBE_BYTES, np.uint8)  # for probes; what it holds matters to none
+        # target of probes; its content is never used
+        self.scratch = np.zeros(PROBE_BYTES, np.uint8)
         self._stop = threading.Event()
         self._prober: threading.Thread | None = None
         if network.missing:
             log.warning("network cards %s are not there", ", ".join(network.missing))
 
-    # ---- who is reached how
+    # ---- routes to nodes
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
-        """Can NIXL move bytes between this process and the node?"""
+        """True if NIXL can move bytes between this process and the node."""
         if not is_same_host and nic_pairs(self._network.nics, node.nics):
             return True
         return self._shared.reaches(node, is_same_host) and (
@@ -113,7 +115,7 @@ class MultiNicTransport(Transport):
         )
 
     def routes(self, node: NodeInfo) -> list[NicRoute]:
-        """The paths to this incarnation of a node; none: by the shared agent."""
+        """The paths to this incarnation of a node; empty: use the shared agent."""
         with self.lock:
             known = self._routes.get(node.node_id)
             if known is not None and known[0] == node.incarnation:
@@ -129,18 +131,18 @@ class MultiNicTransport(Transport):
             return made
 
     def _route(self, node: NodeInfo, own: int, there: int) -> NicRoute:
-        nic, far = self._network.nics[own], node.nics[there]
-        peer = f"{node.node_id}/{far.nic}"  # of a card here it may reach two cards there
-        address = far.addresses[0] if far.addresses else ""
+        nic, peer_nic = self._network.nics[own], node.nics[there]
+        peer = f"{node.node_id}/{peer_nic.nic}"  # one card here may reach two cards of the node
+        address = peer_nic.addresses[0] if peer_nic.addresses else ""
         address = f"[{address}]" if ":" in address else address
         info = replace(
             node,
             node_id=peer,
-            agent_name=far.agent_name,
-            agent_metadata=far.agent_metadata,
-            data_address=f"{address}:{far.port}" if address and far.port else "",
+            agent_name=peer_nic.agent_name,
+            agent_metadata=peer_nic.agent_metadata,
+            data_address=f"{address}:{peer_nic.port}" if address and peer_nic.port else "",
         )
-        has_rdma = bool(nic.rdma_devices) and far.has_rdma
+        has_rdma = bool(nic.rdma_devices) and peer_nic.has_rdma
         path = NicPath(peer, self._nics[nic.name], has_rdma)
         return NicRoute(nic, info, path)
 
@@ -150,7 +152,7 @@ class MultiNicTransport(Transport):
             route.path.forget()
 
     def card(self, nic: Interface) -> NixlTransport:
-        """The transport of one card, made at its first use. TransferFailed while it cannot be."""
+        """The transport of one card, made on first use. TransferFailed: it cannot be made now."""
         with self._making:
             made = self._cards.get(nic.name)
             if made is None:
@@ -169,17 +171,17 @@ class MultiNicTransport(Transport):
             return made
 
     def begin(self, route: NicRoute, batch: TransferBatch) -> PostedTransfer:
-        """TransferFailed, too, while the card is down."""
+        """Post a part over a path. TransferFailed also if the card is down."""
         try:
             return self.card(route.nic).begin(batch)
-        except NixlUnavailable as error:  # it wanted a further agent
+        except NixlUnavailable as error:  # the transfer needed another agent
             raise TransferFailed(f"network card {route.nic.name}: {error}") from error
 
     def _made(self) -> list[NixlTransport]:
         with self._making:
             return [self._shared, *self._cards.values()]
 
-    # ---- the contract
+    # ---- the transport contract
 
     def keeps_order(self, node: NodeInfo) -> bool:
         return self._is_same_host(node) and self._shared.keeps_order(node)
@@ -190,7 +192,7 @@ class MultiNicTransport(Transport):
             cards = list(self._cards.values())
         self._shared.register(buffer)
         for card in cards:
-            card.remember(buffer)  # it may be down at this moment
+            card.remember(buffer)  # the card may be down at this moment
 
     def unregister(self, buffer: ByteArray) -> None:
         address = int(buffer.ctypes.data)
@@ -201,7 +203,7 @@ class MultiNicTransport(Transport):
             transport.unregister(buffer)
 
     def make_lanes(self, count: int) -> None:
-        """See NixlTransport; cards make theirs when they are first used."""
+        """See NixlTransport; a card makes its lanes on first use."""
         self._shared.make_lanes(count)
 
     def connect(self, node: NodeInfo) -> None:
@@ -238,13 +240,13 @@ class MultiNicTransport(Transport):
         for route in routes:
             for transport in self._made():
                 is_over &= transport.disconnect(route.node.node_id)
-        if is_over:  # else they name what is still to be disconnected
+        if is_over:  # otherwise the routes name what is still to be disconnected
             with self.lock:
                 self._forget(node_id)
         return is_over
 
     def nic_counters(self) -> dict[str, NicCounters]:
-        """By the name of each card of this host that has an agent of its own."""
+        """By name of each card of this host that has an agent of its own."""
         with self.lock:
             return {name: replace(counters) for name, counters in self._nics.items()}
 
@@ -259,9 +261,9 @@ class MultiNicTransport(Transport):
 
     # ---- probing
 
-    def note_rest(self, route: NicRoute, why: object) -> None:
-        """A path has begun to rest: see to it that it is probed."""
-        log.warning("network card %s to %s rests: %s", route.nic.name, route.path.peer, why)
+    def note_cool_down(self, route: NicRoute, why: object) -> None:
+        """A path's cool-down has started: have it probed."""
+        log.warning("network card %s to %s cools down: %s", route.nic.name, route.path.peer, why)
         with self._making:
             if self._prober is None and not self._stop.is_set():
                 self._prober = threading.Thread(target=self._probe_all, name="probe", daemon=True)
@@ -271,13 +273,14 @@ class MultiNicTransport(Transport):
         due: list[NicRoute] = []
         while not self._stop.wait(PROBE_LOOK_S):
             now_s = time.monotonic()
-            due = [route for route in due if route.probe is not None]  # wanted any more, or not
+            # finish probes that have started
+            due = [route for route in due if route.probe is not None]
             with self.lock:
                 due += [
                     route
                     for _, routes in self._routes.values()
                     for route in routes
-                    if route.path.is_resting
+                    if route.path.is_cooling_down
                     and route.probe is None
                     and now_s - route.wanted_s < WANTED_S
                     and now_s >= route.path.probe_s
@@ -285,23 +288,24 @@ class MultiNicTransport(Transport):
             for route in due:
                 try:
                     self._probe(route)
-                except Exception:  # edge: the other paths must be probed all the same
+                except Exception:  # edge: the other paths must be probed
                     log.exception("probing %s failed", route.path.peer)
 
     def _probe(self, route: NicRoute) -> None:
-        """One step: begin a probe, or look after the one that is under way."""
+        """One step: start a probe, or poll the one in flight."""
         try:
             if route.probe is None:
                 if not has_carrier(route.nic.name):
                     raise TransferFailed(f"network card {route.nic.name} is down")
                 if not is_reached(route.node.data_address, _source(route)):
-                    raise TransferFailed("the card there is not reached")
+                    raise TransferFailed("the remote card does not answer")
                 if self.card(route.nic).has_late_reads(route.node, self.scratch):
                     raise TransferFailed("an earlier probe has not ended yet")
                 route.probe = self.begin(route, self.hello(route.node))
             is_done = self.card(route.nic).poll(route.probe)
             if not is_done and time.monotonic() >= route.probe.batch.until_s:
-                self.card(route.nic).leave(route.probe)  # TransferTimeout, unless it ends now
+                # raises TransferTimeout unless the probe ends now
+                self.card(route.nic).leave(route.probe)
                 is_done = True
         except TransferFailed as error:
             log.debug("%s to %s: %s", route.nic.name, route.path.peer, error)
@@ -323,16 +327,16 @@ class MultiNicTransport(Transport):
 
 
 def _source(route: NicRoute) -> str:
-    """The address of the card here from which the one there is reached."""
+    """The address of the local card that is of the same family as the remote card's."""
     is_v6 = route.node.data_address.startswith("[")
     return next((each for each in route.nic.addresses if (":" in each) == is_v6), "")
 
 
 @dataclass(slots=True, eq=False)
 class _PostedPart:
-    pieces: list[Piece]  # none: a small read, to see whether its path works
+    pieces: list[Piece]  # empty: a small read that tests the path
     size_bytes: int
-    at: int  # which path
+    at: int  # index of the path
     posted: PostedTransfer
     posted_s: float
     allowance_s: float
@@ -340,7 +344,7 @@ class _PostedPart:
 
 
 class SplitTransfer:
-    """One call over several paths, from its first part to its last. One thread's own."""
+    """One call over several paths, from its first part to its last. Used by one thread."""
 
     def __init__(
         self, owner: MultiNicTransport, batch: TransferBatch, routes: Sequence[NicRoute]
@@ -350,13 +354,13 @@ class SplitTransfer:
         lengths_bytes = [length for _, length in batch.remote]
         now_s = time.monotonic()
         with owner.lock:
-            working = sum(not path.is_resting for path in self._paths)
+            working = sum(not path.is_cooling_down for path in self._paths)
             for route in routes:
                 route.wanted_s = now_s
         self._left = deque(cut(lengths_bytes, part_bytes_for(sum(lengths_bytes), working)))
         self._posted: list[_PostedPart] = []
         self._failures = 0
-        self._error: TransferFailed | None = None  # no more parts are posted
+        self._error: TransferFailed | None = None  # set: no further parts are posted
         self._looked_s = now_s
 
     def run(self) -> None:
@@ -372,7 +376,7 @@ class SplitTransfer:
             else:
                 pause(moved_s)
             if not self._left and all(not part.pieces for part in self._posted):
-                self._leave_all()  # small reads that nobody waits for
+                self._leave_all()  # only test reads are left; the call does not wait for them
                 break
         if self._error is not None:
             raise self._error
@@ -380,11 +384,11 @@ class SplitTransfer:
     # ---- posting
 
     def _post_next(self) -> bool:
-        """Post the next part, if a path has room for it."""
+        """Post the next part if a path has room for it. False: none has."""
         under_way = [sum(part.at == at for part in self._posted) for at in range(len(self._paths))]
         with self._owner.lock:
             at = next_path(self._paths, under_way)
-            if at is None and not self._posted:  # all rest; one of them may work by now
+            if at is None and not self._posted:  # all are in cool-down; one may work again by now
                 at = next_path(self._paths, under_way, is_last_resort=True)
         if at is None:
             return False
@@ -425,21 +429,21 @@ class SplitTransfer:
         return True
 
     def _failed(self, at: int, error: TransferFailed) -> None:
-        """A path failed. Nothing of the part is under way, so it may go over another one."""
+        """A path failed. Nothing of the part is in flight, so another path may move it."""
         route = self._routes[at]
         with self._owner.lock:
-            was_resting = route.path.is_resting
+            was_cooling_down = route.path.is_cooling_down
             route.path.failed(time.monotonic())
-        if not was_resting:
-            self._owner.note_rest(route, error)
+        if not was_cooling_down:
+            self._owner.note_cool_down(route, error)
         self._failures += 1
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
-    # ---- looking after what is under way
+    # ---- polling
 
     def _look(self) -> bool:
-        """Poll every part once. True: one of them came to an end."""
+        """Poll every part once. True: at least one has ended."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, LOOK_S), now_s
         has_moved = False
@@ -454,7 +458,7 @@ class SplitTransfer:
         return has_moved
 
     def _poll(self, part: _PostedPart) -> bool:
-        """True: it has come to an end."""
+        """True: the part has ended."""
         if not part.posted.is_done:
             card = self._owner.card(self._routes[part.at].nic)
             try:
@@ -487,7 +491,7 @@ class SplitTransfer:
             self._paths[part.at].ended(part.size_bytes)
 
     def _void(self, part: _PostedPart) -> None:
-        """A part was given up: it is read again, but never written again."""
+        """A part was abandoned: a read is repeated; a write raises WriteGivenUp."""
         if not part.pieces:
             return
         if self._batch.is_read:
@@ -495,11 +499,11 @@ class SplitTransfer:
             return
         self._error = self._error or WriteGivenUp(
             f"node {self._batch.node.node_id}: network card {self._routes[part.at].nic.name} got "
-            "stuck in the middle of a write: the slots may still be written, take others"
+            "stuck during a write: late bytes may still change these slots, so use other slots"
         )
 
     def _overdue(self, part: _PostedPart) -> None:
-        """Give it up if another path works; find out whether one does."""
+        """Abandon the part if another path works; otherwise test the other paths."""
         path = self._paths[part.at]
         others = [each for each in self._paths if each is not path]
         with self._owner.lock:
@@ -509,7 +513,7 @@ class SplitTransfer:
             return
         asked = {each.at for each in self._posted if not each.pieces}
         for at, other in enumerate(self._paths):
-            if other is not path and at not in asked and not other.is_resting:
+            if other is not path and at not in asked and not other.is_cooling_down:
                 node = self._routes[at].node
                 left_s = self._batch.until_s - time.monotonic()
                 self._post(at, [], self._owner.hello(node, left_s))
@@ -518,18 +522,19 @@ class SplitTransfer:
         route = self._routes[part.at]
         self._owner.card(route.nic).freeze(route.node.node_id)
         if not part.posted.lane.is_frozen:
-            part.allowance_s = float("inf")  # too many agents are frozen: wait for the deadline
+            # the limit of frozen agents is reached: wait for the deadline
+            part.allowance_s = float("inf")
             return
         self._take(part)
         with self._owner.lock:
-            was_resting = route.path.is_resting
+            was_cooling_down = route.path.is_cooling_down
             route.path.gave_up(time.monotonic())
-        if not was_resting:
-            self._owner.note_rest(route, f"nothing came for {part.waited_s:.2f} s")
+        if not was_cooling_down:
+            self._owner.note_cool_down(route, f"no progress for {part.waited_s:.2f} s")
         self._void(part)
 
     def _leave_all(self) -> None:
-        """The deadline has passed: what is under way becomes orphans."""
+        """The deadline has passed: parts in flight become orphans."""
         for part in list(self._posted):
             self._take(part)
             card = self._owner.card(self._routes[part.at].nic)
@@ -542,10 +547,10 @@ class SplitTransfer:
                     self._error = _graver(self._error, error)
         if self._left and self._error is None:
             self._error = TransferTimeout(
-                f"node {self._batch.node.node_id} did not move all bytes within the deadline"
+                f"node {self._batch.node.node_id} did not transfer all bytes within the deadline"
             )
 
 
 def _graver(one: TransferFailed | None, other: TransferFailed) -> TransferFailed:
-    """That of the two after which more may still be under way."""
+    """The error after which more bytes may still arrive."""
     return other if one is None or isinstance(other, TransferTimeout) else one

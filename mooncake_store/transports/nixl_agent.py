@@ -1,21 +1,22 @@
-"""Making NIXL agents that behave: environment, logging, threads, errors.
+"""Makes NIXL agents with usable defaults: environment, logging, threads, errors.
 
-The stock wrapper, as measured with nixl 1.5.1 on a machine without RDMA:
+Problems of the stock wrapper, measured with nixl 1.5.1 on a machine without RDMA:
 
-* its progress thread spins on a whole core (pthrDelay = 0, hard-coded). A node's agent gets a
-  progress thread that sleeps up to 10 ms but is woken by events (0.5 % of a core idle; 2.5 with 1
-  ms, and reads over TCP are as fast with both); a client's agent gets none, it makes progress when
-  it polls;
-* it logs to stdout and goes on without a transport when a plugin is missing: every warning of
-  the wrapper becomes NixlUnavailable here, and stdout stays the program's own;
-* its agents may abort the process when they are destroyed, so they never are (make_agent);
-* it dies with a filesystem error when HOME is unreadable, and with a segmentation fault at exit
-  when Debian's libibverbs is installed too (UCX_MODULES=^ib, or os._exit on RDMA hosts).
+- Its progress thread spins on a whole core (pthrDelay = 0, hard-coded). A node's agent gets a
+  progress thread that sleeps up to 10 ms and is woken by events. That takes 0.5 % of a core when
+  idle (2.5 % with 1 ms, with equally fast reads over TCP). A client's agent has no progress thread:
+  it makes progress when it polls.
+- It logs to stdout, and continues without a transport when a plugin is missing. Here every warning
+  of the wrapper becomes NixlUnavailable, and stdout belongs to the program.
+- Destroying an agent may abort the process, so agents are never destroyed (make_agent).
+- It fails with a filesystem error if HOME is unreadable. It crashes at exit if Debian's libibverbs
+  is installed too (remedy: UCX_MODULES=^ib, or os._exit on RDMA hosts).
 
-UCX reads its settings when an agent is made: this file sets most of them before it imports nixl.
-Everything set there can be overridden from outside (setdefault). An agent for certain network cards
-gets its own UCX_NET_DEVICES for the moment in which it is made, and without RDMA UCX_TLS=tcp, so
-that it never copies through the kernel between what only look like two hosts.
+UCX reads its settings when an agent is made, so this module sets most of them before it imports
+nixl. The environment can override each of them (setdefault). An agent for certain network cards has
+its own UCX_NET_DEVICES while it is made. Without RDMA such an
+agent also has UCX_TLS=tcp, so that UCX never copies through the kernel between processes that only
+seem to be on two hosts.
 
 Not here: moving bytes (nixl_transport.py).
 """
@@ -42,30 +43,30 @@ import numpy.typing as npt
 from mooncake_store.errors import StoreError, TransferFailed
 from mooncake_store.transports.host_topology import preferred_ucx_devices
 
-# An event that is missed waits for so long (NIXL works around such bugs of UCX), and an idle node
-# wakes up as often.
+# How long a missed event may wait (NIXL works around such bugs of UCX), and how often an idle
+# node's progress thread wakes up.
 NODE_PROGRESS_DELAY_US = 10_000
-# Builds of NIXL. The package `nixl` only chooses between them; without a GPU it imports torch (0.7
-# s, 150 MB) to ask for a CUDA version and then takes the first, so it is asked last there.
+# Builds of NIXL. The package `nixl` only chooses between them. Without a GPU it imports torch (0.7
+# s, 150 MB) to find a CUDA version and then takes the first build, so there it is tried last.
 _BUILDS = ("nixl_cu13._api", "nixl_cu12._api")
 _CHOOSER = "nixl._api"
-_LISTENS = "0A"  # in /proc/net/tcp
+_LISTENS = "0A"  # state LISTEN in /proc/net/tcp
 _making = threading.Lock()
 
 
 class NixlUnavailable(StoreError):
-    """NIXL cannot be used here; the message says why and what to do."""
+    """NIXL cannot be used in this process; the message names the reason and the remedy."""
 
 
 class AgentDevices(NamedTuple):
-    """The network cards of one agent; none named: as the environment says."""
+    """The network cards of one agent; none given: those of the environment."""
 
-    net_devices: str = ""  # as in UCX_NET_DEVICES
+    net_devices: str = ""  # in the format of UCX_NET_DEVICES
     is_tcp_only: bool = False
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Settings that UCX reads while this block makes an agent."""
+        """Set what UCX reads, for the time in which an agent is made."""
         wished = {"UCX_NET_DEVICES": self.net_devices} if self.net_devices else {}
         if self.is_tcp_only and "UCX_TLS" not in os.environ:
             wished["UCX_TLS"] = "tcp"
@@ -89,25 +90,26 @@ ALL_DEVICES = AgentDevices()
 
 
 def has_rdma() -> bool:
-    """Does this host have an InfiniBand or RoCE device?"""
+    """True if this host has an InfiniBand or RoCE device."""
     with contextlib.suppress(OSError):
         return any(Path("/sys/class/infiniband").iterdir())
     return False
 
 
 def prepare_environment() -> None:
-    """Settings that UCX and NIXL read once, when they are loaded."""
+    """Set what UCX and NIXL read once, when they are loaded."""
     if not has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
     elif devices := preferred_ucx_devices():
         os.environ.setdefault("UCX_NET_DEVICES", devices)
-    # 8 KiB by default; 128 KiB doubles a READ over TCP (the responder's setting counts too).
-    # UCX refuses to start when RX is smaller than TX, so who sets one gets the other too.
+    # The default is 8 KiB. 128 KiB doubles the rate of a READ over TCP; the responder's setting
+    # counts too. UCX refuses to start if RX is smaller than TX, so one setting from the environment
+    # sets both.
     segment = os.environ.get("UCX_TCP_TX_SEG_SIZE") or os.environ.get("UCX_TCP_RX_SEG_SIZE", "128K")
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", segment)
     os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", segment)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its warnings go to stdout otherwise
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX warnings go to stdout otherwise
     home = os.environ.get("HOME")
     if home and os.path.isdir(home) and not os.access(home, os.R_OK | os.X_OK):
         raise NixlUnavailable(
@@ -117,7 +119,7 @@ def prepare_environment() -> None:
 
 
 class _RaiseOnWarning(logging.Handler):
-    """NIXL's wrapper logs what it should raise."""
+    """Raises the errors that NIXL's wrapper only logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -126,7 +128,7 @@ class _RaiseOnWarning(logging.Handler):
 
 @lru_cache(maxsize=1)
 def load_nixl() -> Any:
-    """The module nixl._api, loaded once with our environment; NixlUnavailable when it is not."""
+    """The module nixl._api, loaded once with this environment; NixlUnavailable on failure."""
     prepare_environment()
     raises_in_handlers = logging.raiseExceptions
     try:
@@ -137,7 +139,7 @@ def load_nixl() -> Any:
             "[nixl-cu12] for CUDA 12), or use transports='mapped' on one host"
         ) from error
     finally:
-        logging.raiseExceptions = raises_in_handlers  # nixl's import switches it off globally
+        logging.raiseExceptions = raises_in_handlers  # importing nixl switches it off globally
     logger = logging.getLogger("nixl")
     logger.handlers[:] = [_RaiseOnWarning()]
     logger.propagate = False
@@ -145,8 +147,8 @@ def load_nixl() -> Any:
 
 
 def _modules() -> tuple[str, ...]:
-    """What to import, by preference. Where there is a GPU the build must be of torch's CUDA: the
-    package `nixl` finds out which that is, and without it, it is asked here."""
+    """Modules to import, by preference. With a GPU the build must match torch's CUDA version. The
+    package `nixl` finds out that version; without that package _cuda_major() does."""
     if not _has_gpu_stack():
         return (*_BUILDS, _CHOOSER)
     if importlib.util.find_spec("nixl") is not None:
@@ -155,7 +157,7 @@ def _modules() -> tuple[str, ...]:
 
 
 def _cuda_major() -> str:
-    """Of the installed torch; "" where there is none, or one without CUDA."""
+    """CUDA version of the installed torch; "": no torch, or torch without CUDA."""
     with contextlib.suppress(ImportError):
         cuda = importlib.import_module("torch.version").cuda
         return str(cuda or "").partition(".")[0]
@@ -163,7 +165,7 @@ def _cuda_major() -> str:
 
 
 def _has_gpu_stack() -> bool:
-    """Is there a GPU driver, or torch, by which the package nixl picks its build?"""
+    """True if there is a GPU driver or torch, by which the package `nixl` chooses its build."""
     return "torch" in sys.modules or os.path.exists("/proc/driver/nvidia")
 
 
@@ -177,20 +179,21 @@ def _import_first(names: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=1)
 def nixl_errors() -> tuple[type[Exception], ...]:
-    """What NIXL raises: its classes share no base, so they are listed."""
+    """The exceptions of NIXL; its classes share no base, so they are listed."""
     bindings = load_nixl().nixlBind
     found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
     return (*found, NixlUnavailable)
 
 
 def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL_DEVICES) -> Any:
-    """A nixl_agent with the UCX backend, not thread-safe (SYNC_NONE): its owner has a lock.
+    """A nixl_agent with the UCX backend. It is not thread-safe (SYNC_NONE): its owner has a lock.
 
-    `name` must be unique in time too: a peer refuses a name that it already knows.
+    `name` must be unique over time too: a peer rejects a name that it has seen before.
 
-    An agent is never destroyed. Destroying one whose peer has died may abort the process (UCX
-    1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)' failed"), at exit too. So it
-    is given a reference that nobody takes back; closed lanes are used again (nixl_transport.py).
+    An agent is never destroyed, because its destruction may abort the process after a peer has
+    died, also at exit (UCX 1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)'
+    failed"). So it gets a reference that is never released. Closed lanes are reused
+    (nixl_transport.py).
     """
     agent = _bare_agent(name, has_progress_thread)
     try:
@@ -199,7 +202,7 @@ def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL
     except nixl_errors() as error:
         raise NixlUnavailable(
             f"NIXL's UCX backend does not start ({error}); UCX_TLS={os.environ.get('UCX_TLS')}: "
-            "leave UCX_TLS unset, or name tcp in it (errors of a peer are seen over tcp only)"
+            "leave UCX_TLS unset, or name tcp in it (only tcp reports errors of a peer)"
             f"{devices.remedy}"
         ) from error
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
@@ -210,7 +213,8 @@ def _bare_agent(name: str, has_progress_thread: bool) -> Any:
     """A nixl_agent without a backend."""
     api = load_nixl()
     failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
-    with _making:  # the config class is swapped for a moment; no other hook sets pthrDelay
+    # the config class is replaced for this call; there is no other way to set pthrDelay
+    with _making:
         stock: Any = api.nixlBind.nixlAgentConfig
         api.nixlBind.nixlAgentConfig = _with_progress_delay(stock)
         try:
@@ -223,7 +227,7 @@ def _bare_agent(name: str, has_progress_thread: bool) -> Any:
 
 
 def _with_progress_delay(stock: Any) -> Any:
-    """The config class, but its pthrDelay is ours whatever the wrapper assigns."""
+    """The config class with pthrDelay fixed, whatever value the wrapper assigns."""
 
     def assign(self: Any, field: str, value: object) -> None:
         stock.__setattr__(self, field, NODE_PROGRESS_DELAY_US if field == "pthrDelay" else value)
@@ -248,7 +252,7 @@ def _listening_ports() -> set[int]:
 
 
 class NodeAgent:
-    """A storage node's side: registers its segment once and answers without the GIL."""
+    """A storage node's agent: registers the segment once and answers without the GIL."""
 
     def __init__(
         self, name: str, address: int, size_bytes: int, devices: AgentDevices = ALL_DEVICES
@@ -256,12 +260,14 @@ class NodeAgent:
         self.name = name
         before = _listening_ports()
         self._agent = make_agent(name, has_progress_thread=True, devices=devices)
-        self.ports = sorted(_listening_ports() - before)  # for TCP, if nothing else listens anew
+        # listening ports of this agent, if no other thread starts to listen meanwhile
+        self.ports = sorted(_listening_ports() - before)
         self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def close(self) -> None:
-        """Deregister. Twice is harmless. Peers see a disconnect when the process ends."""
+        """Deregister the memory. A second call has no effect. Peers are disconnected when the
+        process ends."""
         if self._memory is None:
             return
         with contextlib.suppress(*nixl_errors()):
@@ -270,10 +276,10 @@ class NodeAgent:
 
 
 class FileAgent:
-    """NIXL's POSIX plugin between one memory and one open file. Its owner has a lock.
+    """NIXL's POSIX plugin between one memory range and one open file. Its owner has a lock.
 
-    Unlike agents with UCX it has no peers, so it may be destroyed like any object, once nothing is
-    under way: with a transfer that the kernel works on, its destructor aborts the process.
+    Unlike agents with UCX it has no peers, so it may be destroyed once nothing is in flight. Its
+    destructor aborts the process if the kernel still works on a transfer.
     """
 
     def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
@@ -281,7 +287,8 @@ class FileAgent:
         self._name = f"file-{os.getpid()}-{secrets.token_hex(4)}"
         agent = _bare_agent(self._name, has_progress_thread=False)
         try:
-            agent.create_backend("POSIX", {})  # it takes libaio or io_uring, whichever works here
+            # uses libaio or io_uring, whichever works on this host
+            agent.create_backend("POSIX", {})
             regions = [
                 agent.register_memory([(address, size_bytes, 0, "")], "DRAM"),
                 agent.register_memory([(0, file_bytes, descriptor, "")], "FILE"),
@@ -293,9 +300,7 @@ class FileAgent:
 
     def post(self, operation: str, rows: npt.NDArray[np.uint64]) -> Any:
         """Start a "READ" (file to memory) or "WRITE" of rows (memory offset, file offset, bytes).
-
-        Returns what is_done() wants.
-        """
+        Returns a handle for is_done()."""
         memory = np.empty((len(rows), 3), np.uint64)
         memory[:, 0] = rows[:, 0] + np.uint64(self._address)
         memory[:, 1], memory[:, 2] = rows[:, 2], 0
@@ -315,7 +320,8 @@ class FileAgent:
         return handle
 
     def is_done(self, handle: Any) -> bool:
-        """Is it complete? Then the handle is gone. TransferFailed without the plugin's errno."""
+        """True: complete, and the handle is released. TransferFailed does not contain the plugin's
+        errno."""
         try:
             state = self._agent.check_xfer_state(handle)
             if state == "PROC":
@@ -324,22 +330,22 @@ class FileAgent:
         except nixl_errors() as error:
             raise TransferFailed(f"NIXL's POSIX plugin: {error}") from error
         if state != "DONE":
-            raise TransferFailed("NIXL's POSIX plugin says ERR")
+            raise TransferFailed("NIXL's POSIX plugin reports ERR")
         return True
 
     def has_ended(self, handle: Any) -> bool:
-        """Is nothing of it under way, however it went? Then the handle is gone."""
+        """True: nothing is in flight, whatever the result, and the handle is released."""
         with contextlib.suppress(*nixl_errors()):
             if self._agent.check_xfer_state(handle) == "PROC":
                 return False
         try:
             self._agent.release_xfer_handle(handle)
-        except nixl_errors():  # it failed in part, and the kernel is not done with the rest
+        except nixl_errors():  # a part failed, and the kernel still works on the rest
             return False
         return True
 
     def close(self) -> None:
-        """Forget memory and file. Twice is harmless."""
+        """Deregister memory and file. A second call has no effect."""
         regions, self._regions = self._regions, []
         for region in regions:
             with contextlib.suppress(*nixl_errors()):

@@ -1,13 +1,14 @@
-"""One NIXL agent as an initiator: its peers, its memory, its transfers.
+"""One NIXL agent as an initiator: its peers, its registered memory, its transfers.
 
-Every method needs `lock` held, unless it says otherwise: the agent is made without locks of its
-own. The lock covers single calls, not whole transfers, so several transfers may be under way on one
-lane. `release` gives it back, and first unregisters what others could not (let_go_of).
+Every method needs `lock` held, unless its docstring says "needs no lock": the agent is made without
+locks of its own. The lock covers single calls, not whole transfers, so several transfers may be in
+flight on one lane. `release` releases the lock, after it has unregistered memory that other threads
+could not unregister (unregister_later).
 
-Descriptors are given with each transfer. NIXL can have them prepared, and then wants indices: that
-saves 0.05 us a span, and to find the indices costs 6 us a batch and more (bench/RESULTS.md).
+Descriptors are passed with each transfer. NIXL could prepare them and then use indices. That saves
+0.05 us per span, but finding the indices costs 6 us or more per batch (bench/RESULTS.md).
 
-Not here: deadlines and which lane to take (nixl_transport.py).
+Not here: deadlines and the choice of a lane (nixl_transport.py).
 """
 
 from __future__ import annotations
@@ -36,19 +37,17 @@ from mooncake_store.transports.nixl_agent import (
 )
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
-REFUSED_S = 1.0  # each refused connection leaks a socket inside UCX: do not insist
+REFUSED_S = 1.0  # pause after a refused connection: each one leaks a socket inside UCX
 REFUSED_MAX = 64
 REACH_S_MAX = 0.5
-LONG_BYTES = 128 * 1024  # more than a socket takes at once, so over TCP its post returns first
+# more than a socket takes at once, so over TCP a post of this size returns early
+LONG_BYTES = 128 * 1024
 
 
 def is_reached(address: str, source: str = "") -> bool:
-    """Does the host of this HOST:PORT answer, with a connection or a refusal? "" counts as yes.
-
-    To connect to a host that keeps silent, NIXL waits for two minutes and holds the thread that
-    asked.
-    """
-    host, _, port = address.partition("#")[0].rpartition(":")  # what follows # is a public key
+    """True if the host of this HOST:PORT answers, with a connection or a refusal; "" counts as yes.
+    NIXL itself would wait two minutes for a host that does not answer, and block the caller."""
+    host, _, port = address.partition("#")[0].rpartition(":")  # the part after # is a public key
     if not host:
         return True
     try:
@@ -63,7 +62,7 @@ def is_reached(address: str, source: str = "") -> bool:
 
 
 class Region:
-    """A registered local buffer; holding the array keeps its memory alive."""
+    """A registered local buffer; the reference to the array keeps its memory alive."""
 
     def __init__(self, buffer: ByteArray) -> None:
         self.buffer = buffer
@@ -76,51 +75,57 @@ class Region:
 
 @dataclass(slots=True)
 class NixlPeer:
-    """One incarnation of a node, as this lane's agent knows it."""
+    """One incarnation of a node, as this lane's agent sees it."""
 
-    agent_name: str  # of that incarnation; no other has this name
-    transfers: int = 0  # under way, orphans included: the peer cannot be removed before they end
+    agent_name: str  # unique to the incarnation
+    transfers: int = 0  # in flight, orphans included; the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
-    has_moved: bool = False  # something, so it is wired up
-    is_copied_at_once: bool | None = None  # are long transfers over when their post returns?
+    has_moved: bool = False  # a transfer has completed, so the connection is established
+    # True: a long transfer is complete when its post returns (CMA)
+    is_copied_at_once: bool | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A posted transfer. `targets` are the local spans that it writes (none for a write)."""
+    """A posted transfer. `targets`: the local spans that it writes (empty for a write)."""
 
     handle: Any
     peer: NixlPeer
     targets: list[LocalSpan]
-    regions: frozenset[Region]  # that its local spans lie in
-    memory: list[LocalSpan] = field(default_factory=list)  # kept alive until it ends
+    regions: frozenset[Region]  # registered memory that its local spans use
+    # keeps the local buffers alive until the transfer ends
+    memory: list[LocalSpan] = field(default_factory=list)
     is_done: bool = False
 
 
 class AgentLane:
-    """An agent, its lock and everything that hangs on it."""
+    """An agent, its lock, its peers, its regions and its transfers."""
 
     def __init__(self, name: str, devices: AgentDevices = ALL_DEVICES) -> None:
         self.lock = threading.Lock()
         self.devices = devices
         self.orphans: list[Transfer] = []
-        self.has_failed = False  # a connection broke once: do not hand this lane on
-        self.is_frozen = False  # never to be called again, so that nothing of it moves any more
-        self.adding_since_s = float("inf")  # a peer: whoever holds the lock may wait for minutes
-        self._adding = threading.Lock()  # of that, and of freezing meanwhile
+        # a connection broke once: later transports must not reuse this lane
+        self.has_failed = False
+        # the agent is never called again, so none of its transfers moves any bytes
+        self.is_frozen = False
+        # time.monotonic() of an add of a peer, during which the lock may be held for minutes
+        self.adding_since_s = float("inf")
+        self._adding = threading.Lock()  # guards adding_since_s, and freezing during an add
         self._errors = nixl_errors()
         self._failures: tuple[type[Exception], ...] = (*self._errors, TransferFailed)
         self._agent = make_agent(name, has_progress_thread=False, devices=devices)
         self._registered: dict[Region, Any] = {}
         self._under_way: set[Transfer] = set()  # orphans included
-        self._leaving: set[Region] = set()  # to be unregistered when the last of these has ended
-        self._unwanted: deque[Region] = deque()  # to be unregistered before the lock is given back
-        self._peers: dict[str, NixlPeer] = {}  # node_id -> its present incarnation
-        self._retired: list[NixlPeer] = []  # earlier ones that still have transfers under way
-        self._refused: dict[str, float] = {}  # agent name -> when to try again
+        self._leaving: set[Region] = set()  # to be unregistered when their last transfer has ended
+        self._unwanted: deque[Region] = deque()  # to be unregistered before the lock is released
+        self._peers: dict[str, NixlPeer] = {}  # node_id -> its current incarnation
+        # earlier incarnations that still have transfers in flight
+        self._retired: list[NixlPeer] = []
+        self._refused: dict[str, float] = {}  # agent name -> time.monotonic() of the next attempt
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register those of these regions that this agent does not know yet."""
+        """Register the regions that this agent has not registered yet."""
         for region in regions:
             if region not in self._registered:
                 whole = [(region.address, region.size_bytes, 0, "")]
@@ -132,26 +137,28 @@ class AgentLane:
                         "needs as much locked memory, see ulimit -l"
                     ) from error
 
-    def let_go_of(self, regions: Sequence[Region], wait_s: float) -> None:
-        """Unregister these as soon as nobody holds the lock, by now or later. Needs no lock."""
+    def unregister_later(self, regions: Sequence[Region], wait_s: float) -> None:
+        """Unregister these regions, now or when the lock is next released. Needs no lock."""
         self._unwanted.extend(regions)
         if self.lock.acquire(timeout=wait_s):
             self.release()
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         while True:
             if self.is_frozen:
                 self._unregister_all()
             while self._unwanted:
                 self._unregister(self._unwanted.popleft())
             self.lock.release()
-            # What was asked for since then is done by whoever has the lock now, if somebody has.
+            # requests that arrived since then are handled by the lock's next holder, if there is
+            # one
             if not self._unwanted or not self.lock.acquire(blocking=False):
                 return
 
     def _unregister(self, region: Region) -> None:
-        """At once, or when the last transfer in it has ended: NIXL works on its registration."""
+        """Unregister now, or when the region's last transfer has ended: NIXL uses its
+        registration."""
         if any(region in transfer.regions for transfer in self._under_way):
             self._leaving.add(region)
             return
@@ -162,7 +169,7 @@ class AgentLane:
                 self._agent.deregister_memory(memory)
 
     def _unregister_all(self) -> None:
-        """It moves nothing, in contrast to every other call."""
+        """Unregister all memory. Unlike every other call, this makes no progress on transfers."""
         for memory in self._registered.values():
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
@@ -170,24 +177,22 @@ class AgentLane:
         self._leaving.clear()
 
     def check(self, regions: Sequence[Region]) -> None:
-        """`regions`: those that its transport has."""
+        """Check invariants; `regions`: those of the transport."""
         in_use = {region for transfer in self._under_way for region in transfer.regions}
         left = self._registered.keys() - set(regions)
-        assert left <= in_use, f"{len(left - in_use)} regions are registered that nobody has"
-        assert left == self._leaving, f"{len(left)} are to go, {len(self._leaving)} are known to"
-        assert not self.is_frozen or not self._registered, "its memory is safe, and registered"
+        assert left <= in_use, f"{len(left - in_use)} regions are registered without a use"
+        assert left == self._leaving, f"{len(left)} to unregister, {len(self._leaving)} noted"
+        assert not self.is_frozen or not self._registered, "a frozen lane has registered memory"
 
     def peer(self, node: NodeInfo) -> NixlPeer | None:
-        """Of this incarnation, if it is connected."""
+        """The peer of this incarnation; None: not connected."""
         peer = self._peers.get(node.node_id)
         is_usable = peer and not peer.is_broken and peer.agent_name == node.agent_name
         return peer if is_usable else None
 
     def connect(self, node: NodeInfo) -> None:
-        """To this incarnation; replaces an earlier one and a broken connection.
-
-        It may take two minutes, when nothing answers.
-        """
+        """Connect to this incarnation; replaces an earlier one or a broken connection. May take two
+        minutes if the node does not answer."""
         if self.peer(node) is None:
             self.disconnect(node.node_id)
             self._remove_retired()
@@ -232,33 +237,32 @@ class AgentLane:
                 self._agent.remove_remote_agent(peer.agent_name)
 
     def has_transfers(self, node_id: str) -> bool:
-        """Is anything with this node under way, orphans included?"""
+        """True if any transfer with this node is in flight, orphans included."""
         peer = self._peers.get(node_id)
         return peer is not None and peer.transfers > 0
 
     @property
     def is_awaited(self) -> bool:
-        """Does somebody wait for a transfer of it? Needs no lock."""
+        """True if a caller waits for a transfer of this lane. Needs no lock."""
         return len(self._under_way) > len(self.orphans)
 
     def freeze(self) -> None:
-        """Nothing calls this agent ever again, but to unregister memory.
+        """Never call this agent again, except to unregister memory.
 
-        It has no thread of its own, so nothing is read from its connections any more and no byte of
-        its transfers reaches local memory: the memory that they were given may be used again.
+        The agent has no thread of its own. So its connections are not read any more, and no byte of
+        its transfers reaches local memory: the memory of those transfers may be reused.
         """
         self.is_frozen = True
         for transfer in self._under_way:
-            # To release a handle reads from the connections, and Python would do it.
+            # releasing a handle would read from the connections, so the handle is kept alive
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfer.handle))
         self._under_way.clear()
         self.orphans = []
 
     def freeze_while_adding(self) -> bool:
-        """Without the lock, if its holder adds a peer: that moves nothing of the other peers.
-
-        He sees it before he calls anything else. False: he does something else.
-        """
+        """Freeze a lane whose lock holder is adding a peer, which moves no bytes of other peers.
+        The lock holder sees `is_frozen` before its next call. False: it is doing something else.
+        Needs no lock."""
         with self._adding:
             is_adding = self.adding_since_s != float("inf")
             if is_adding:
@@ -266,14 +270,14 @@ class AgentLane:
             return is_adding
 
     def post(self, batch: TransferBatch) -> Transfer:
-        """Start a transfer; it may be done already. The spans have been checked."""
+        """Start a transfer, whose spans have been checked; it may be complete already."""
         node, remote, local, _, is_read = batch
         peer = self.peer(node)
         if peer is None:
             raise TransferFailed(f"node {node.node_id}: its connection broke a moment ago")
-        near, regions = self._addresses(local)
+        starts, regions = self._addresses(local)
         rows = np.zeros((2, len(remote), 3), np.uint64)  # address, length, device
-        rows[0, :, 0] = near
+        rows[0, :, 0] = starts
         rows[1, :, 0] = [offset + node.base_address for offset, _ in remote]
         rows[:, :, 1] = lengths = [length for _, length in remote]
         try:
@@ -302,7 +306,7 @@ class AgentLane:
             self._step(transfer, self._agent.check_xfer_state)
 
     def _step(self, transfer: Transfer, call: Any) -> None:
-        """Post or poll; errors come as exceptions, and the string "ERR" means one too."""
+        """Post or poll. An exception and the state "ERR" both mean that the transfer failed."""
         try:
             state = call(transfer.handle)
             if state == "ERR":
@@ -311,6 +315,7 @@ class AgentLane:
             self._end(transfer)
             transfer.peer.is_broken = self.has_failed = True
             raise TransferFailed(
+                f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
                 f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
                 "cut off"
             ) from error
@@ -326,7 +331,7 @@ class AgentLane:
             self._unregister(region)
 
     def reap(self) -> None:
-        """Poll the orphans; those that came to an end, either way, are forgotten."""
+        """Poll the orphans and forget those that have ended, with or without success."""
         for orphan in self.orphans:
             with contextlib.suppress(TransferFailed):
                 self.poll(orphan)
@@ -337,7 +342,7 @@ class AgentLane:
             handle.release()
 
     def _addresses(self, local: Sequence[LocalSpan]) -> tuple[list[int], frozenset[Region]]:
-        """Where these spans start, and the regions that they lie in."""
+        """The start addresses of these spans, and the regions that contain them."""
         known: dict[int, int] = {}  # buffer -> its address
         regions: set[Region] = set()
         region: Region | None = None  # nearly always that of the buffer before, too
@@ -362,7 +367,7 @@ class AgentLane:
         )
 
     def close(self) -> bool:
-        """Release everything; False (and nothing released) while anything is under way."""
+        """Release everything. False: a transfer is in flight, and nothing was released."""
         self.reap()
         if self._under_way:
             return False

@@ -1,27 +1,27 @@
-"""Transport over NIXL: one-sided reads and writes (RDMA, CMA between processes, or TCP).
+"""NIXL transport: one-sided reads and writes (RDMA, CMA between processes, or TCP).
 
-A transport owns up to LANES_MAX *lanes*: a lane is one NIXL agent with a lock around each of its
-calls. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
-serves one thread: two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two
+Lanes: a transport owns up to LANES_MAX lanes. A lane is one NIXL agent with a lock around each of
+its calls. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
+serves one thread. Two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two
 (128 KiB x 64, cold). A further lane is made when a thread finds every lane busy, unless
-`make_lanes` has made them before. Over TCP a post returns at once and the lock is free between
+`make_lanes` has made it before. Over TCP a post returns at once, and the lock is free between
 polls.
 
-A transfer that misses its deadline cannot be revoked: NIXL writes into the target even after the
-handle is released and the peer removed (measured). So its handle and buffers become an *orphan*,
-polled until it resolves; pending_targets() says which local memory is not safe meanwhile. Agents
-here have no progress thread, so bytes over TCP arrive only while somebody polls.
+Orphans: a transfer that misses its deadline cannot be revoked. NIXL writes to the target even after
+the handle is released and the peer removed (measured). So its handle and buffers become an orphan,
+which is polled until it ends. pending_targets() lists the local memory that orphans may still
+write. Agents here have no progress thread, so bytes over TCP arrive only while the agent is polled.
 
-Therefore a transfer over TCP can be revoked after all, at a price: its lane is *frozen*, so that
-nobody calls its agent again, and another lane takes its position. An agent cannot be destroyed
-(nixl_agent.py), so a frozen one stays, with its connections, until the process ends; a process
-freezes FROZEN_MAX at most. Only the local side is safe then: what a write has handed to the kernel
-may still reach the node when the network is there again.
+Freezing: because of that, a transfer over TCP can be stopped, at a price. Its lane is frozen, which
+means that its agent is never called again, and another lane replaces it. An agent cannot be
+destroyed (nixl_agent.py), so a frozen agent and its connections remain until the process exits. A
+process freezes at most FROZEN_MAX agents. Only the local side is safe then: bytes of a write that
+the kernel has taken may still reach the node when the network works again.
 
-To connect to a node that keeps silent may take NIXL two minutes, in which nobody can use the lane.
-So it is tried first whether its host answers at all. Then another thread connects, on a lane whose
-transfers nobody waits for, one lane at a time for each node; a lane that takes longer than
-CONNECT_S_MAX no longer counts, so that the others go on with as many as before.
+Connecting: NIXL may take two minutes to connect to a node that does not answer, and the lane is
+blocked for that time. So the transport first tests whether the node's host answers. Then another
+thread connects, on a lane that no caller waits for, one lane at a time for each node. A lane that
+takes longer than CONNECT_S_MAX is not counted, so another lane may be made in its place.
 
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
@@ -47,25 +47,25 @@ from mooncake_store.transports.nixl_lane import AgentLane, Region, Transfer, is_
 from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transport
 
 LANES_MAX = 4
-STUCK_MAX = 8  # further ones, for those that connect and connect
+STUCK_MAX = 8  # further lanes, in place of lanes that are stuck connecting
 FROZEN_MAX = 32
-SPIN_S = 0.002  # poll without sleeping for this long: a TCP transfer of a few MB
-POLL_S = 0.0001  # then this often: a silent peer must not cost a core
-CONNECT_S_MAX = 2.0  # a call waits so long for a connection, if its deadline allows
-LOCK_S_MAX = 0.05  # of a lane; nobody has it for so long who does not connect
+SPIN_S = 0.002  # polls without sleep for this long: a TCP transfer of a few MB
+POLL_S = 0.0001  # then at this interval: a silent peer must not cost a core
+CONNECT_S_MAX = 2.0  # a call waits this long for a connection, if its deadline allows
+LOCK_S_MAX = 0.05  # a lane's lock is held longer only while it connects
 
 _keeping = threading.Lock()
-_spare: list[AgentLane] = []  # closed in good health: the next transport uses them
-_abandoned: list[AgentLane] = []  # closed with transfers under way: until these have ended
-_frozen: list[AgentLane] = []  # of transports that gave a path up
+_spare: list[AgentLane] = []  # closed without errors: the next transport reuses them
+_abandoned: list[AgentLane] = []  # closed with transfers in flight; kept until these have ended
+_frozen: list[AgentLane] = []  # of transports that gave up a path
 
 
 class LaneFrozen(TransferFailed):
-    """Another transfer of this lane was given up, and the lane with it: nothing more arrives."""
+    """The lane was frozen because of another transfer; nothing more arrives."""
 
 
 class PostedTransfer(NamedTuple):
-    """A transfer under way, and the lane that it is on."""
+    """A transfer in flight and its lane."""
 
     batch: TransferBatch
     lane: AgentLane
@@ -77,12 +77,13 @@ class PostedTransfer(NamedTuple):
 
 
 def frozen_agents() -> int:
-    """How many agents of this process were given up for good."""
+    """Agents of this process that were frozen."""
     return len(_frozen)
 
 
 def pause(idle_since_s: float) -> None:
-    """Between two polls of something that has not moved since then (time.monotonic())."""
+    """Wait between two polls of a transfer without progress since `idle_since_s`
+    (time.monotonic())."""
     time.sleep(0.0 if time.monotonic() < idle_since_s + SPIN_S else POLL_S)
 
 
@@ -94,26 +95,27 @@ class NixlTransport(Transport):
     def __init__(self, devices: AgentDevices = ALL_DEVICES) -> None:
         super().__init__()
         self._devices = devices
-        self._lock = threading.Lock()  # of the two lists and of making lanes
+        self._lock = threading.Lock()  # guards both lists and the making of lanes
         self._regions: list[Region] = []
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_closed = False
-        self._connecting: dict[str, threading.Event] = {}  # from agent_name; set when it is over
+        # by agent_name; set when the attempt has ended
+        self._connecting: dict[str, threading.Event] = {}
         self._lanes = [self._new_lane()]
 
     def register(self, buffer: ByteArray) -> None:
         self.remember(buffer)
-        self._take_lane(time.monotonic() + 60.0).release()  # complain now if it cannot be
+        self._take_lane(time.monotonic() + 60.0).release()  # raise now if it cannot be registered
 
     def remember(self, buffer: ByteArray) -> None:
-        """Register it with the next transfer."""
+        """Register the buffer with the next transfer."""
         assert buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
 
     def make_lanes(self, count: int) -> None:
-        """Have so many now, and not in the middle of a request: each has some ten descriptors."""
+        """Make lanes up to `count` now, not during a request: each has some ten descriptors."""
         assert 1 <= count <= LANES_MAX, count
         with self._lock:
             while not self._is_closed and len(self._lanes) < count:
@@ -126,15 +128,15 @@ class NixlTransport(Transport):
             self._regions = [region for region in self._regions if region.address != address]
             lanes = list(self._lanes)
         for lane in lanes:
-            lane.let_go_of(gone, LOCK_S_MAX)
+            lane.unregister_later(gone, LOCK_S_MAX)
 
     def _each_lane(self) -> Iterator[AgentLane]:
-        """Each lane that is not frozen, with its lock held meanwhile."""
+        """Each lane that is not frozen, with its lock held."""
         with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
             if not lane.lock.acquire(timeout=LOCK_S_MAX):
-                continue  # it connects to a node that keeps silent
+                continue  # it is connecting to a silent node
             try:
                 if not lane.is_frozen:
                     yield lane
@@ -145,12 +147,12 @@ class NixlTransport(Transport):
         self._connect(node, time.monotonic() + CONNECT_S_MAX)
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
-        """Can NIXL move bytes between this process and the node?"""
+        """True if NIXL can move bytes between this process and the node."""
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """Where long transfers are over when their post returns: that is CMA, a copy by the kernel
-        in the thread that posts, span by span (docs/decisions/0031)."""
+        """True for nodes whose long transfers are complete when their post returns. That is CMA:
+        the posting thread copies in the kernel, span by span (docs/decisions/0031)."""
         with self._lock:
             peers = [lane.peer(node) for lane in self._lanes]
         found = [peer.is_copied_at_once for peer in peers if peer is not None]
@@ -160,7 +162,7 @@ class NixlTransport(Transport):
         self.move(batch)
 
     def move(self, batch: TransferBatch) -> None:
-        """Move all of it; the spans have been checked, and somebody else counts."""
+        """Move all of it. The caller has checked the spans and counts the transfer."""
         posted = self.begin(batch)
         began_s = time.monotonic()
         while not posted.is_done:
@@ -171,7 +173,7 @@ class NixlTransport(Transport):
             self.poll(posted)
 
     def begin(self, batch: TransferBatch) -> PostedTransfer:
-        """Start a transfer, whose spans have been checked; it may be done already."""
+        """Start a transfer, whose spans have been checked; it may be complete already."""
         while True:
             lane = self._take_lane(batch.until_s, batch.node)
             try:
@@ -183,7 +185,7 @@ class NixlTransport(Transport):
             self._connect(batch.node, batch.until_s, lane)
 
     def poll(self, posted: PostedTransfer) -> bool:
-        """Is it done? TransferFailed when it failed; LaneFrozen when it cannot end any more."""
+        """True: complete. TransferFailed: it failed. LaneFrozen: it can never end."""
         lane = posted.lane
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -197,26 +199,25 @@ class NixlTransport(Transport):
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
-        """Its deadline has passed: it becomes an orphan, and TransferTimeout says so.
-
-        Nothing happens when it ends at this last moment.
-        """
+        """The deadline has passed: the transfer becomes an orphan, and TransferTimeout is raised.
+        Returns normally if the transfer ends in this last poll."""
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
-        posted.lane.orphans.append(posted.transfer)  # who connects has looked at them before
+        # a thread that connects has polled the orphans before
+        posted.lane.orphans.append(posted.transfer)
         if is_ours:
             posted.lane.release()
         raise TransferTimeout(
-            f"node {posted.batch.node.node_id} did not move the bytes within the deadline: it is "
+            f"node {posted.batch.node.node_id} did not transfer the bytes within the deadline: "
             "frozen, cut off or overloaded; they may still arrive, so the targets stay quarantined"
         )
 
     def freeze(self, node_id: str) -> bool:
-        """Give up all that is under way with this node, and forget its connections.
+        """Freeze the lanes with transfers of this node in flight, and drop its connections.
 
-        Nothing of it arrives in local memory after this. False: FROZEN_MAX agents are given up
-        already, so nothing was done.
+        Afterwards nothing of them arrives in local memory. False: FROZEN_MAX agents are frozen
+        already, so some lanes are unchanged.
         """
         with self._lock:
             lanes = list(self._lanes)
@@ -227,8 +228,8 @@ class NixlTransport(Transport):
         return True
 
     def has_late_reads(self, node: NodeInfo, target: ByteArray) -> bool:
-        """May anything of this node still arrive in this memory, after its deadline?"""
-        self.pending_targets()  # what has ended by now is forgotten
+        """True if a timed-out read of this node may still write to this memory."""
+        self.pending_targets()  # forgets what has ended
         with self._lock:
             orphans = [orphan for lane in self._lanes for orphan in lane.orphans]
         return any(
@@ -238,19 +239,19 @@ class NixlTransport(Transport):
         )
 
     def check(self) -> None:
-        """Registered is what somebody has; what was removed only while a transfer is in it."""
+        """Check invariants: registered memory has a user, or a transfer that is still in flight."""
         for lane in self._each_lane():
             lane.check(self._regions)
 
     def _take_lane(self, until_s: float, node: NodeInfo | None = None) -> AgentLane:
-        """A lane with its lock held and every buffer registered; best one that has this peer."""
+        """A lane with its lock held and every buffer registered; preferably one with this peer."""
         lane = self._locked_lane(until_s, node)
-        while lane.is_frozen:  # by somebody who had its lock a moment ago
+        while lane.is_frozen:  # frozen while this thread waited for the lock
             lane.release()
             lane = self._locked_lane(until_s, node)
         try:
-            lane.register(self._regions)  # read under the lane's lock: what is taken out meanwhile
-            # is unregistered before the lock is given back
+            # Regions removed by another thread meanwhile are unregistered before the release.
+            lane.register(self._regions)
         except BaseException:
             lane.release()
             raise
@@ -266,17 +267,18 @@ class NixlTransport(Transport):
                 lane = self._free_lane(node)
             if lane is not None:
                 return lane
-            lane = lanes[turn % len(lanes)]  # all busy: first the one this thread would rather have
+            # all are busy: threads begin to wait at different lanes
+            lane = lanes[turn % len(lanes)]
             left_s = until_s - time.monotonic()
             if lane.lock.acquire(timeout=max(0.0, min(left_s, LOCK_S_MAX))):
                 return lane
             if left_s <= 0:
                 break
-        raise TransferTimeout("every NIXL lane of this process is busy; nothing was moved")
+        raise TransferTimeout("every NIXL lane of this process is busy; nothing was transferred")
 
     def _free_lane(self, node: NodeInfo | None) -> AgentLane | None:
-        """With its lock held; needs `_lock`. Best one that has this peer already. Else one on which
-        nobody waits for anything, because to connect may take long."""
+        """A free lane, now locked; needs `_lock`. Preferably one that has this peer. Else one
+        without awaited transfers, because connecting may take long."""
         peers = [lane for lane in self._lanes if node is not None and lane.peer(node) is not None]
         for lane in [*peers, *(lane for lane in self._lanes if not node or not lane.is_awaited)]:
             if lane.lock.acquire(blocking=False):
@@ -291,7 +293,7 @@ class NixlTransport(Transport):
         return next((lane for lane in self._lanes if lane.lock.acquire(blocking=False)), None)
 
     def _connect(self, node: NodeInfo, until_s: float, wanted: AgentLane | None = None) -> None:
-        """Have another thread connect a lane to this node, and wait for it, but not for ever."""
+        """Connect a lane to this node in another thread, and wait for at most CONNECT_S_MAX."""
         left_s = max(0.0, min(until_s - time.monotonic(), CONNECT_S_MAX))
         failures: list[Exception] = []
         is_over = threading.Event()
@@ -299,7 +301,7 @@ class NixlTransport(Transport):
         if other is not is_over:
             if not other.wait(left_s):
                 raise _not_connected(node, left_s)
-            return  # the caller sees whether it is connected now
+            return  # the caller checks whether it is connected now
 
         def connect() -> None:
             try:
@@ -309,14 +311,14 @@ class NixlTransport(Transport):
                     )
                 if wanted is not None and wanted.lock.acquire(timeout=LOCK_S_MAX):
                     lane = wanted
-                else:  # another thread connects it to another node, say
+                else:  # for example: the wanted lane is connecting to another node
                     lane = self._take_lane(until_s, node)
                 try:
                     if not lane.is_frozen:
                         lane.connect(node)
                 finally:
                     lane.release()
-            except Exception as error:  # edge of this thread: the one that waits raises it
+            except Exception as error:  # edge of this thread: the waiting thread raises it
                 failures.append(error)
             finally:
                 del self._connecting[node.agent_name]
@@ -324,7 +326,7 @@ class NixlTransport(Transport):
 
         try:
             threading.Thread(target=connect, name="connect", daemon=True).start()
-        except RuntimeError as error:  # this process has as many threads as it may
+        except RuntimeError as error:  # the process has reached its limit of threads
             del self._connecting[node.agent_name]
             is_over.set()
             raise TransferFailed(f"node {node.node_id}: cannot connect: {error}") from error
@@ -393,7 +395,7 @@ class NixlTransport(Transport):
 
 
 def _give_up(lane: AgentLane, node_id: str) -> bool:
-    """Nothing of what this lane has under way with the node arrives any more. False: too many."""
+    """Stop all transfers with the node on this lane. False: FROZEN_MAX lanes are frozen already."""
     while True:
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -413,10 +415,10 @@ def _give_up(lane: AgentLane, node_id: str) -> bool:
         finally:
             if is_ours:
                 lane.release()
-        # Its lock is held by somebody who posts or polls, on a slow machine: bytes may arrive.
+        # another thread posts or polls, on a slow machine: bytes may arrive, so try again
 
 
 def _not_connected(node: NodeInfo, waited_s: float) -> TransferFailed:
     return TransferFailed(
-        f"node {node.node_id}: no connection within {waited_s:.2g} s; nothing was moved"
+        f"node {node.node_id}: no connection within {waited_s:.2g} s; nothing was transferred"
     )

@@ -1,15 +1,15 @@
-"""By which transport and how fast bytes come from each storage node: a short probe, for estimates.
+"""Probes the transport and the rate of each storage node, for estimates.
 
-A probe connects with one small read, then reads a little and PROBE_BYTES a few times each into
-memory of its own and takes the medians. It is not a benchmark: it shares the machine with whatever
-runs.
+A probe connects with one small read. It then reads HELLO_BYTES and PROBE_BYTES several times each
+into its own memory, and takes the medians. It is not a benchmark: it shares the machine with all
+other work.
 
-What it finds is logged once for each incarnation of a node. Between processes of one host NIXL
-copies through the kernel (CMA), unless they differ in user, PID namespace or IPC namespace: then it
-goes over TCP without a word, several times slower. So such a node is read by plain TCP too, and
-when NIXL is hardly faster than that, the log says why that may be.
+The result is logged once for each incarnation of a node. Between processes of one host NIXL copies
+through the kernel (CMA). If they differ in user, PID namespace or IPC namespace, NIXL uses TCP
+without a message, several times slower. So such a node is read by plain TCP too, and if NIXL is
+hardly faster, a warning gives the likely reason.
 
-Not here: what the numbers are used for (path_cost.py, the conductor's estimates).
+Not here: the use of the numbers (path_cost.py, the conductor's estimates).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ HELLO_BYTES = 4096
 ROUNDS = 5
 PROBE_S_MAX = 0.25  # per node and transport
 AGAIN_S = 0.05  # between two probes of a node that did not answer
-CMA_OVER_TCP_MIN = 1.5  # seen: 3.9 with CMA, 0.9 without
+CMA_OVER_TCP_MIN = 1.5  # measured: 3.9 with CMA, 0.9 without
 
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """How one node is reached, as measured last."""
+    """The path to one node, as measured last."""
 
     node_id: str
     transport: str
     bytes_per_s: float
     latency_s: float  # of one read of HELLO_BYTES
-    warning: str  # "" when all is as it should be
+    warning: str  # "" if the path is as expected
 
 
 class Probe:
-    """Probes the nodes that a worker knows. Thread-safe: one probe at a time."""
+    """Probes the nodes that a worker can reach. Thread-safe: one probe at a time."""
 
     def __init__(self, nodes: KnownNodes) -> None:
         self._nodes = nodes
@@ -62,19 +62,16 @@ class Probe:
 
     @property
     def latency_s(self) -> dict[str, float]:
-        """Of one small read, from node_id."""
+        """Seconds for one small read, by node_id."""
         return {node_id: path.latency_s for node_id, path in self._paths.items()}
 
     def paths(self) -> list[PathReport]:
-        """What rates() found last."""
+        """The result of the last rates()."""
         return list(self._paths.values())
 
     def rates(self, patience_s: float = 0.0) -> dict[str, float]:
-        """Bytes per second from each node that answers within PROBE_S_MAX.
-
-        Those that did not are probed again until patience_s have passed: on a machine that is busy
-        a good node may be late.
-        """
+        """Bytes per second from each node that answers within PROBE_S_MAX. Other nodes are probed
+        again until `patience_s` has passed: on a busy machine a working node may answer late."""
         found: dict[str, PathReport] = {}
         until_s = time.monotonic() + patience_s
         self._nodes.refresh()
@@ -91,7 +88,7 @@ class Probe:
         return dict(rates)
 
     def _is_found(self, info: NodeInfo, found: dict[str, PathReport]) -> bool:
-        """Probe this node; also true of one to which there is no way, which needs no patience."""
+        """Probe this node. True also if no transport reaches it, because retries would not help."""
         transport = self._nodes.transport(info)
         path = self._path(info, transport) if transport else None
         if path is not None:
@@ -140,10 +137,8 @@ class Probe:
             log.warning("node_id=%s is %s", path.node_id, path.warning)
 
     def _measured(self, info: NodeInfo, transport: Transport) -> tuple[float, float] | None:
-        """(bytes per second, seconds for one small read); None when time was too short for one.
-
-        TransferFailed when the node failed before the first.
-        """
+        """(bytes per second, seconds for one small read); None: the time was too short.
+        TransferFailed: the node failed before the first read of PROBE_BYTES."""
         until_s = time.monotonic() + PROBE_S_MAX
         length_bytes = min(PROBE_BYTES, info.segment_bytes)
         hello_bytes = min(HELLO_BYTES, length_bytes)

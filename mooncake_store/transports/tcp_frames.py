@@ -1,21 +1,21 @@
-"""How the plain TCP transport speaks: frames of version 1, and whole pieces of memory at a time.
+"""Frames of the plain TCP transport, version 1, and sending and receiving pieces of memory.
 
-A connection begins with HELLO and its token. Then the client asks, one request after the other:
+A connection begins with HELLO and its token. Then the client sends one request after another:
 
     HELLO    header(count = bytes of the token)    token
     READ     header(count = spans)    spans                 -> DONE, bytes of the spans in order
-    WRITE    header(count = spans)    spans    bytes        -> DONE, when they lie in the segment
-    answers: DONE     header(count = bytes that follow)
-             REFUSED  header(count = bytes of a text that says why)
-             CROWDED  header(count = how many connections may wait to show who they are)
-             FULL     header(count = how many connections members may have)
+    WRITE    header(count = spans)    spans    bytes        -> DONE, when they are in the segment
+    replies: DONE     header(count = bytes that follow)
+             REFUSED  header(count = bytes of a text with the reason)
+             CROWDED  header(count = limit of connections that are not authenticated yet)
+             FULL     header(count = limit of connections of members)
 
-CROWDED comes in plain, where TLS is due too, to a client that is not let in to show anything.
+CROWDED is sent in plain, even where TLS is required, because the client is rejected before TLS.
 
-A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight).
-A span is two numbers of eight bytes: where in the segment, how long.
+A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight). A
+span is two numbers of eight bytes: offset in the segment, length.
 
-The same frames go through TLS where a process has keys (tcp_tls.py).
+Processes with keys send the same frames through TLS (tcp_tls.py).
 
 Not here: the two ends (tcp_server.py, tcp_transport.py).
 """
@@ -37,7 +37,7 @@ SPAN_BYTES = 16
 SPANS_MAX = 65_536  # in one request; the client splits longer ones
 TOKEN_BYTES_MAX = 256
 TEXT_BYTES_MAX = 4_096
-PIECES_MAX = 512  # handed to the kernel at once (it takes 1,024)
+PIECES_MAX = 512  # passed to the kernel in one call (it accepts 1,024)
 
 
 class FrameKind(enum.IntEnum):
@@ -51,19 +51,19 @@ class FrameKind(enum.IntEnum):
 
 
 class FrameInvalid(Exception):
-    """What came is no frame of this version; the connection cannot go on."""
+    """The bytes are no frame of this version; the connection cannot continue."""
 
 
 class PeerClosed(ConnectionError):
-    """The other side closed the connection in the middle of something."""
+    """The other side closed the connection in the middle of a frame or reply."""
 
 
 class LimitReached(ConnectionError):
-    """The server has as many connections as it lets in: CROWDED or FULL."""
+    """The server is at its limit of connections: CROWDED or FULL."""
 
     def __init__(self, kind: FrameKind, limit: int) -> None:
         whose = (
-            "connections that have not shown who they are"
+            "connections that are not authenticated yet"
             if kind is FrameKind.CROWDED
             else "connections of members"
         )
@@ -76,13 +76,13 @@ def pack(kind: FrameKind, count: int, version: int = VERSION) -> bytes:
 
 
 def unpack(raw: bytes | bytearray) -> tuple[FrameKind, int]:
-    """(kind, count); FrameInvalid says what came instead."""
+    """(kind, count); FrameInvalid describes other bytes."""
     magic, version, kind, count = HEADER.unpack(raw)
     if magic != MAGIC:
         raise FrameInvalid(f"{bytes(raw[:4])!r} is not the start of a {MAGIC.decode()} frame")
     if version != VERSION:
         raise FrameInvalid(
-            f"the other side speaks version {version} of the TCP transport, this one {VERSION}: "
+            f"the other side has version {version} of the TCP transport, this one {VERSION}: "
             "run one release on all hosts"
         )
     if kind not in FrameKind.__members__.values():
@@ -100,7 +100,7 @@ def unpack_spans(raw: bytes | bytearray) -> list[tuple[int, int]]:
 
 
 def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
-    """All of these pieces, in order. TimeoutError at `until_s`, OSError when it breaks."""
+    """Send all pieces in order. TimeoutError at `until_s`, OSError if the connection breaks."""
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))
@@ -108,7 +108,7 @@ def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float
 
 
 def receive(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
-    """Fill all of these pieces, in order; PeerClosed when the stream ends before."""
+    """Fill all pieces in order. PeerClosed if the stream ends before."""
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))
@@ -122,7 +122,7 @@ def receive_bytes(connection: socket.socket, length_bytes: int, until_s: float) 
 
 
 def _sent(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
-    """One call of sendmsg, which TLS does not have."""
+    """One call of sendmsg; TLS has only send."""
     if not isinstance(connection, ssl.SSLSocket):
         return connection.sendmsg(pieces)
     try:
@@ -132,7 +132,7 @@ def _sent(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
 
 
 def received(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
-    """One call of recvmsg_into, which TLS does not have; PeerClosed instead of nothing."""
+    """One call of recvmsg_into; TLS has only recv_into. PeerClosed if the stream has ended."""
     if isinstance(connection, ssl.SSLSocket):
         try:
             moved_bytes = connection.recv_into(pieces[0])
@@ -146,7 +146,7 @@ def received(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
 
 
 class Pieces:
-    """Runs of pieces of memory for sendmsg and recvmsg, which may stop anywhere."""
+    """Pieces of memory for sendmsg and recvmsg, which may stop at any byte."""
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:
         self._pieces = [piece for piece in pieces if piece.nbytes]

@@ -1,23 +1,23 @@
-"""A storage node's plain TCP side: spans of its segment, read and written for who knows its token.
+"""A storage node's plain TCP server: reads and writes spans of its segment for authorized clients.
 
-For hosts where NIXL cannot load, and for networks that are not trusted: with keys, clients show a
-certificate of the cluster, and nothing goes in plain (tcp_tls.py). Without, the bytes go straight
-from and to the mapped segment: the kernel copies them into and out of the socket, outside the GIL.
-One thread accepts and each connection has its own, because a client keeps a connection per thread
-that moves bytes.
+It serves hosts where NIXL cannot load, and networks that are not trusted. With keys, clients
+present a certificate of the cluster and all bytes are encrypted (tcp_tls.py). Without keys, the
+kernel copies bytes between the socket and the mapped segment, outside the GIL. One thread accepts,
+and each connection has a thread of its own, because a client keeps one connection per thread that
+moves bytes.
 
-The token is what the directory says of this incarnation of the node, so neither a
-stranger nor a client that still means an earlier one behind a port that was taken again touches
-this memory.
+The token is listed by the directory and is unique to this incarnation of the node. So
+neither an unauthenticated client, nor a client that addresses an earlier incarnation on a reused
+port, can touch this memory.
 
-Who has not shown the token yet is a *stranger*, and strangers have limits of their own, per host
-and in all, so that members are let in however many of those keep silent. When a limit is reached,
-the one that has kept us waiting for longest makes room.
+A connection that has not sent the token yet is *unauthenticated*. Such connections have limits of
+their own, per host and in total, so that members are always accepted. When a limit is reached, the
+oldest unauthenticated connection is closed to make room.
 
-A write whose client has given up must not go on: the client resets the connection at its deadline,
-and before each piece is taken out of the socket the server looks whether it did. So after a freeze
-what lies in the socket of a given-up write is thrown away instead of landing in memory that may
-have a new owner.
+A write must stop once its client has abandoned it. The client resets the connection at its
+deadline, and the server checks for that before it reads each piece from the socket. So after a
+freeze, the queued bytes of an abandoned write are discarded. They never reach memory that may have
+a new owner.
 
 Not here: the frames (tcp_frames.py), the client (tcp_transport.py), who may use which slot.
 """
@@ -58,9 +58,9 @@ from mooncake_store.transports.transport import TransferCounters, TransferTally
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256  # of members
 STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64
-HELLO_S = 5.0  # until a stranger has shown a certificate, if there are keys, and the token
-HURRY_S = 0.5  # a stranger that came after this makes no room for others
-SILENCE_S = 30.0  # in the middle of a message
+HELLO_S = 5.0  # until a client has presented a certificate, if there are keys, and the token
+HURRY_S = 0.5  # an unauthenticated connection younger than this is not closed to make room
+SILENCE_S = 30.0  # the longest silence within a message
 _GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -69,24 +69,24 @@ class TcpServerRefused(StoreError):
 
 
 class RequestRefused(Exception):
-    """The request is not carried out; the text goes to the client."""
+    """The request is rejected; the text is sent to the client."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenConnection:
-    """A client, a stranger at first."""
+    """A client's connection, unauthenticated at first."""
 
-    socket: socket.socket  # with TLS on it, as soon as there is
+    socket: socket.socket  # with TLS, once the handshake has started
     host: str
     opened_s: float
-    is_member: bool = False  # it has shown the token
-    reached_limit: int = 0  # it made room for another stranger; which limit was reached
+    is_member: bool = False  # it has sent the token
+    reached_limit: int = 0  # > 0: it is closed to make room for another; the limit that was reached
     thread: threading.Thread | None = None
 
 
 class TcpServer:
-    """Serves `memory` until close(). `address` is where it listens, and what goes into
-    NodeInfo.data_address unless another one is advertised: then it may be all of this host's."""
+    """Serves `memory` until close(). `address` is where it listens. It is advertised as
+    NodeInfo.data_address, unless another address is; only then may it be a wildcard address."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class TcpServer:
         refuse_unguarded(f"{host}:{port}", folder.of_process())
         self._tls = contexts_of_process()
         if self._tls is not None:
-            _ = self._tls.server  # KeysInvalid now rather than at the first client
+            _ = self._tls.server  # raises KeysInvalid now, not at the first client
         self._memory = memory
         self._token = token
         self._lock = threading.Lock()
-        self._open: list[OpenConnection] = []  # the oldest first
+        self._open: list[OpenConnection] = []  # oldest first
         self._is_closing = False
         self._refusals = RefusalLog(log)
         self._tally = TransferTally()
@@ -134,11 +134,12 @@ class TcpServer:
 
     @property
     def counters(self) -> TransferCounters:
-        """What clients have read and written here; failures are connections that broke."""
+        """Totals of clients' reads and writes; failures are connections that broke."""
         return self._tally.counters()
 
     def close(self) -> None:
-        """Stop listening, break every connection, wait for the threads. Twice is harmless."""
+        """Stop listening, close every connection, wait for the threads. A second call has no
+        effect."""
         with self._lock:
             self._is_closing = True
             clients = list(self._open)
@@ -159,21 +160,22 @@ class TcpServer:
             except OSError as error:
                 if self._is_closing:
                     return
-                log.warning("no TCP connection accepted: %s", error)  # out of descriptors, say
+                # for example: out of descriptors
+                log.warning("no TCP connection accepted: %s", error)
                 time.sleep(0.1)
                 continue
             client = OpenConnection(connection, peer[0], time.monotonic())
             try:
                 self._begin(client)
             except LimitReached as error:
-                self._turn_away(client, error)
+                self._reject(client, error)
                 connection.close()
-            except RuntimeError as error:  # this process has as many threads as it may
+            except RuntimeError as error:  # the process has reached its limit of threads
                 log.warning("no TCP connection accepted: %s", error)
                 connection.close()
 
     def _begin(self, client: OpenConnection) -> None:
-        """Have a thread of its own serve it; LimitReached when there is no room for it."""
+        """Start a thread that serves the client; LimitReached if there is no room."""
         with self._lock:
             if self._is_closing:
                 client.socket.close()
@@ -193,30 +195,30 @@ class TcpServer:
                 if arriving.opened_s - group[0].opened_s < HURRY_S:
                     raise LimitReached(FrameKind.CROWDED, limit)
                 group[0].reached_limit = limit
-                _wake(group[0].socket, socket.SHUT_RD)  # its thread still tells it why
+                _wake(group[0].socket, socket.SHUT_RD)  # its thread still sends it the reason
                 return
 
-    def _turn_away(self, client: OpenConnection, why: LimitReached) -> None:
+    def _reject(self, client: OpenConnection, why: LimitReached) -> None:
         self._refusals.note(client.host, str(why))
         header = memoryview(frames.pack(why.kind, why.limit))
         with contextlib.suppress(OSError):
             frames.send(client.socket, [header], time.monotonic() + HELLO_S)
 
     def _serve(self, client: OpenConnection) -> None:
-        """One connection, until the client or close() ends it."""
+        """Serve one connection until the client or close() ends it."""
         try:
             client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-            if not self._is_let_in(client):
+            if not self._is_admitted(client):
                 return
             while True:
-                client.socket.settimeout(None)  # a member may be idle for as long as it likes
+                client.socket.settimeout(None)  # a member may be idle without limit
                 if not (first := client.socket.recv(1)):
                     return
                 self._answer(client.socket, first, time.monotonic())
         except LimitReached as error:
-            self._turn_away(client, error)
+            self._reject(client, error)
         except (RequestRefused, FrameInvalid) as error:
             self._tally.failed(is_timeout=False)
             self._refusals.note(client.host, str(error))
@@ -232,15 +234,16 @@ class TcpServer:
                 self._open.remove(client)
             client.socket.close()
 
-    def _is_let_in(self, client: OpenConnection) -> bool:
-        """It has shown who it is. False: it went without a word, and only looked who answers."""
+    def _is_admitted(self, client: OpenConnection) -> bool:
+        """True: the client is authenticated. False: it closed without sending, so it only tested
+        the address."""
         until_s = client.opened_s + HELLO_S
         try:
             client.socket.settimeout(HELLO_S)
             first = client.socket.recv(len(frames.MAGIC), socket.MSG_PEEK)
             if not first:
                 if client.reached_limit:
-                    raise PeerClosed("it said nothing")
+                    raise PeerClosed("it sent nothing")
                 return False
             if self._tls is not None:
                 if first == frames.MAGIC:
@@ -254,7 +257,8 @@ class TcpServer:
         return True
 
     def _wrapped(self, client: OpenConnection, tls: TlsContexts) -> ssl.SSLSocket:
-        """The same connection with TLS on it; close() finds it as what it is then."""
+        """The same connection with TLS. `client.socket` is replaced, so that close() closes the
+        wrapper."""
         with self._lock:
             client.socket = wrapped = wrapped_by_server(client.socket, tls)
             is_closing = self._is_closing
@@ -266,15 +270,15 @@ class TcpServer:
         header = frames.receive_bytes(client.socket, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
         if kind is not FrameKind.HELLO or count > frames.TOKEN_BYTES_MAX:
-            raise RequestRefused("a connection begins with its token")
+            raise RequestRefused("a connection must begin with its token")
         token = frames.receive_bytes(client.socket, count, until_s)
         if not hmac.compare_digest(bytes(token), self._token):
             raise RequestRefused(
-                "the token is not this storage node's: it restarted, or another node listens here "
-                "now; ask the directory for its address again"
+                "the token is not valid here: this storage node restarted, or another node listens "
+                "here now; look the node's address up in the directory again"
             )
         with self._lock:
-            if client.reached_limit:  # while it said this
+            if client.reached_limit:  # during the handshake
                 raise LimitReached(FrameKind.CROWDED, client.reached_limit)
             if sum(each.is_member for each in self._open) >= CONNECTIONS_MAX:
                 raise LimitReached(FrameKind.FULL, CONNECTIONS_MAX)
@@ -283,12 +287,12 @@ class TcpServer:
         frames.send(client.socket, [done], until_s)
 
     def _answer(self, connection: socket.socket, first: bytes, started_s: float) -> None:
-        """The rest of the request that begins with this byte, and its answer."""
+        """Read the rest of the request that begins with this byte, and reply."""
         until_s = started_s + SILENCE_S
         header = first + frames.receive_bytes(connection, frames.HEADER.size - 1, until_s)
         kind, count = frames.unpack(header)
         if kind not in (FrameKind.READ, FrameKind.WRITE) or count > frames.SPANS_MAX:
-            raise RequestRefused(f"{kind.name} of {count} spans cannot be asked for")
+            raise RequestRefused(f"{kind.name} of {count} spans is not a valid request")
         raw = frames.receive_bytes(connection, count * frames.SPAN_BYTES, until_s)
         pieces = self._pieces(frames.unpack_spans(raw))
         moved_bytes = sum(piece.nbytes for piece in pieces)
@@ -311,19 +315,20 @@ class TcpServer:
 
 
 def _wake(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Have whatever waits for it end, in whichever thread: TLS's own shutdown must not meet it."""
+    """Make a thread that waits for this connection return. TLS's own shutdown is not
+    thread-safe."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)
 
 
 def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]) -> None:
-    """Fill the pieces, but no further than until the client closed the connection."""
+    """Fill the pieces, but stop when the client closes the connection."""
     watch = select.poll()
     watch.register(connection, select.POLLIN | select.POLLRDHUP)
     connection.settimeout(0.0)
     left = Pieces(pieces)
     while batch := left.next():
-        # What TLS has decrypted already does not make the socket readable.
+        # bytes that TLS has already decrypted do not make the socket readable
         is_pending = isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
         events = watch.poll(0 if is_pending else SILENCE_S * 1000)
         if not events and not is_pending:

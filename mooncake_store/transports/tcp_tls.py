@@ -1,7 +1,7 @@
-"""Mutual TLS on the connections of the TCP transport, where a process has keys.
+"""Mutual TLS on the connections of the TCP transport, for processes with keys.
 
-Each side shows its host's certificate before the first frame. A side that is refused gets a word it
-can read: a client without TLS a frame in plain, one with a wrong certificate TLS's alert.
+Each side presents its host's certificate before the first frame. A rejected client receives a
+reason that it can read: without TLS a frame in plain, with a wrong certificate TLS's alert.
 
 Not here: the certificates (keys/tls.py), the frames (tcp_frames.py).
 """
@@ -21,26 +21,27 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameKind
 
-LEFTOVER_BYTES_MAX = 64 * 1024  # of a refused client, thrown away so that it reads why
+# read from a rejected client and discarded, so that it receives the alert
+LEFTOVER_BYTES_MAX = 64 * 1024
 LEFTOVER_S_MAX = 1.0
-RECORD_HEADER_BYTES = 5  # TLS looks at so many before it says that they are none of its own
+RECORD_HEADER_BYTES = 5  # TLS reads this many bytes before it rejects a stream that is not TLS
 PLAIN_CLIENT = (
-    "this storage node asks for a certificate, and the client speaks plain TCP: set "
+    "this storage node requires a certificate, and the client uses plain TCP: set "
     f"{folder.VARIABLE} to the folder of the client's host (mooncake keys add-host)"
 )
 
 
 class TransferRefused(AccessRefused, TransferFailed):
-    """No bytes move, because one side does not believe the other."""
+    """No bytes move, because one side rejects the other's certificate."""
 
 
 def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.SSLSocket:
-    """`connection` is used up."""
+    """TLS on an accepted connection; the caller must not use `connection` afterwards."""
     return contexts.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
 def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
-    """Until the client has shown its certificate; OSError when it has none that we believe."""
+    """Complete the handshake; OSError if the client presents no valid certificate."""
     secured.settimeout(max(0.001, until_s - time.monotonic()))
     try:
         secured.do_handshake()
@@ -50,7 +51,8 @@ def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
 
 
 def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> ssl.SSLSocket:
-    """The client's side; OSError closes it. A server that refuses us says so at the first read."""
+    """The client's side of TLS; OSError closes the connection. A server that rejects this client
+    reports the reason at the first read."""
     secured = contexts.client.wrap_socket(
         connection, server_hostname=MEMBER, do_handshake_on_connect=False
     )
@@ -58,7 +60,7 @@ def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> 
     try:
         secured.do_handshake()
     except OSError as error:
-        said = _said_in_plain(secured)
+        said = _plain_reply(secured)
         secured.close()
         if said is None and isinstance(error, ssl.SSLEOFError | ConnectionResetError):
             said = frames.PeerClosed("it closed the connection in the middle of a handshake")
@@ -68,8 +70,8 @@ def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> 
     return secured
 
 
-def _said_in_plain(secured: ssl.SSLSocket) -> ConnectionError | None:
-    """What a server says that has no room for us. OpenSSL has taken the first bytes of it."""
+def _plain_reply(secured: ssl.SSLSocket) -> ConnectionError | None:
+    """The CROWDED frame of a server without room; OpenSSL has consumed its first bytes."""
     with contextlib.suppress(OSError, struct.error, frames.FrameInvalid):
         raw = socket.socket.recv(secured, frames.HEADER.size, socket.MSG_DONTWAIT)
         begin = frames.pack(FrameKind.CROWDED, 0)[:RECORD_HEADER_BYTES]
@@ -80,10 +82,10 @@ def _said_in_plain(secured: ssl.SSLSocket) -> ConnectionError | None:
 
 
 def _hang_up(secured: ssl.SSLSocket) -> None:
-    """Close so that the alert arrives: unread bytes would make the kernel reset the connection."""
+    """Close so that the alert arrives: with unread bytes the kernel would reset the connection."""
     with contextlib.suppress(OSError):
         secured.settimeout(LEFTOVER_S_MAX)
-        secured.shutdown(socket.SHUT_WR)  # of the socket below: what is read from here on is raw
+        secured.shutdown(socket.SHUT_WR)  # of the socket below TLS: bytes read from here on are raw
         until_s, left_bytes = time.monotonic() + LEFTOVER_S_MAX, LEFTOVER_BYTES_MAX
         while left_bytes > 0 and time.monotonic() < until_s:
             if not (data := secured.recv(4096)):

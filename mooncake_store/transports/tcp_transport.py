@@ -1,17 +1,17 @@
-"""Transport over plain TCP: a request and its bytes on one connection, for where NIXL cannot load.
+"""Transport over plain TCP, where NIXL cannot load: a request and its bytes on one connection.
 
-A connection serves one transfer at a time, so each thread that moves bytes takes one out of the
-pool of its node, or makes one. It goes back only after a transfer that ended well. At a deadline or
-an error it is closed: after that nothing can arrive in the targets of a read, so pending_targets()
-is always empty, and the node stops a write as soon as it sees that (closed by a reset, which
-overtakes the bytes that are still queued).
+A connection serves one transfer at a time. So each thread that moves bytes takes a connection from
+the node's pool or opens a new one. It returns the connection only after a successful transfer. At a
+deadline or an error the connection is closed. Nothing can then arrive in the targets of a read, so
+pending_targets() is always empty. The node stops a write as soon as it detects the close, which is
+a reset, because a reset overtakes the bytes that are still queued.
 
-A pooled connection may have died while it lay there, or belong to an earlier incarnation. So
-when it breaks, one more attempt is made on a new connection; both directions may be repeated,
-because a transfer always moves the same bytes to the same address.
+A pooled connection may have died, or belong to an earlier incarnation. So when it breaks, one more
+attempt is made on a new connection. Both directions may be repeated, because a transfer always
+moves the same bytes to the same address.
 
-Socket buffers are left to the kernel: what it tunes by itself reaches further than a fixed size
-(net.ipv4.tcp_rmem), and fixing 4 MiB changed nothing on one host.
+Socket buffers are left to the kernel: its auto-tuning exceeds a fixed size (net.ipv4.tcp_rmem), and
+a fixed size of 4 MiB made no difference on one host.
 
 Not here: the frames (tcp_frames.py), the node's side (tcp_server.py).
 """
@@ -40,11 +40,12 @@ from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
-CROWDED_S_MAX, CROWDED_PAUSE_S = 2.0, 0.05  # a crowd of strangers thins within this time
+# retries of a CROWDED reply: unauthenticated connections time out within this time
+CROWDED_S_MAX, CROWDED_PAUSE_S = 2.0, 0.05
 
 
 class ConnectionsFull(TransferFailed):
-    """The node lets no further connection in: it has as many as it may."""
+    """The node is at its limit of connections."""
 
 
 @dataclass(slots=True)
@@ -63,31 +64,31 @@ class TcpTransport(Transport):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._pools: dict[str, _Pool] = {}  # from node_id
+        self._pools: dict[str, _Pool] = {}  # by node_id
         self._is_closed = False
         self._tls = contexts_of_process()
 
     def connect(self, node: NodeInfo) -> None:
         until_s = time.monotonic() + CONNECT_S
         try:
-            self._give(node, self._take(node) or _let_in(node, until_s, self._tls))
+            self._give(node, self._take(node) or _admitted(node, until_s, self._tls))
         except (OSError, FrameInvalid) as error:
             raise _failure(node, error, 0, is_read=True) from error
 
     def _transfer(self, batch: TransferBatch) -> None:
-        """Over a pooled connection, and if that one is broken over a new one."""
+        """Use a pooled connection; if it is broken, a new one."""
         pooled = self._take(batch.node)
         try:
             if pooled is not None:
                 with contextlib.suppress(ConnectionError):
                     self._ask(pooled, batch)
                     return
-            self._ask(_let_in(batch.node, batch.until_s, self._tls), batch)
+            self._ask(_admitted(batch.node, batch.until_s, self._tls), batch)
         except (OSError, FrameInvalid) as error:
             raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
     def _ask(self, connection: socket.socket, batch: TransferBatch) -> None:
-        """The whole transfer on this connection, which is closed unless all went well."""
+        """The whole transfer on this connection, which is closed unless it succeeds."""
         node, remote, local, until_s, is_read = batch
         try:
             for start in range(0, len(remote), frames.SPANS_MAX):
@@ -110,7 +111,7 @@ class TcpTransport(Transport):
         self._give(node, connection)
 
     def _take(self, node: NodeInfo) -> socket.socket | None:
-        """An idle connection to this incarnation; those to another are closed."""
+        """An idle connection to this incarnation; connections to other incarnations are closed."""
         with self._lock:
             if self._is_closed:
                 raise TransferFailed("this transport is closed")
@@ -134,7 +135,7 @@ class TcpTransport(Transport):
         with self._lock:
             pool = self._pools.pop(node_id, None)
         _close(pool.idle if pool else [])
-        return True  # connections in use are closed when they are given back
+        return True  # connections in use are closed when they are returned
 
     def close(self) -> None:
         with self._lock:
@@ -144,8 +145,8 @@ class TcpTransport(Transport):
             _close(pool.idle)
 
 
-def _let_in(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
-    """As _opened(), and again while strangers take all the room there is to show who one is."""
+def _admitted(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
+    """As _opened(), with retries while unauthenticated connections take all room (CROWDED)."""
     again_until_s = min(until_s, time.monotonic() + CROWDED_S_MAX) - CROWDED_PAUSE_S
     while True:
         try:
@@ -157,7 +158,7 @@ def _let_in(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.s
 
 
 def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
-    """A new connection that has shown its token; OSError, FrameInvalid or TransferFailed."""
+    """A new connection that has sent its token; OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
         raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
     host, _, port = node.data_address.rpartition(":")
@@ -188,12 +189,12 @@ def _expect_done(
         text = frames.receive_bytes(connection, min(count, frames.TEXT_BYTES_MAX), until_s)
         said = text.decode(errors="replace")
         kind_of_error = TransferRefused if said == PLAIN_CLIENT else TransferFailed
-        raise kind_of_error(f"node {node.node_id} at {node.data_address} refuses: {said}")
+        raise kind_of_error(f"node {node.node_id} at {node.data_address} rejects: {said}")
     if kind in (FrameKind.CROWDED, FrameKind.FULL):
         raise LimitReached(kind, count)
     if kind is not FrameKind.DONE or count != follows_bytes:
         raise FrameInvalid(
-            f"DONE and {follows_bytes} bytes were expected, {kind.name} {count} came"
+            f"expected DONE with {follows_bytes} bytes, received {kind.name} {count}"
         )
 
 
@@ -208,12 +209,13 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
             f"off or overloaded; the connection is closed, {late}"
         )
     if isinstance(error, LimitReached):
-        return ConnectionsFull(f"{where} lets no further connection in: {error}")
+        return ConnectionsFull(f"{where} accepts no further connection: {error}")
     return TransferFailed(f"{where}: {error}; the node is gone or cut off")
 
 
 def _reset(connection: socket.socket) -> None:
-    """Close at once: a polite end of stream would queue behind the bytes of a given-up write."""
+    """Close by a reset: a normal end of stream would queue after the bytes of an abandoned
+    write."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -1,20 +1,20 @@
-"""What every transport promises: bytes between a node's segment and registered local memory.
+"""The contract of every transport: moves bytes between a node's segment and local memory.
 
-A transport knows spans, never keys or blocks. Its contract, which
-tests/mooncake_store/transports/test_transport_contract.py runs against each:
+A transport handles spans, never block keys or blocks. Its contract, which
+tests/mooncake_store/transports/test_transport_contract.py runs against each transport:
 
-* All spans of one call move, or an exception says that none may be trusted.
-* A span outside the segment or its buffer is refused before anything is posted.
-* A dead node is TransferFailed, soon; a silent one is TransferTimeout at the deadline.
-* After TransferTimeout of a read the local spans may still be written at any later moment (NIXL
-  cannot revoke a transfer). pending_targets() lists them; do not reuse that memory before it
-  stops doing so. After TransferTimeout of a write the *remote* spans are in that state, and the
+- All spans of one call move, or an exception means that none may be trusted.
+- A span outside the segment or its buffer is rejected before anything is posted.
+- A dead node raises TransferFailed soon; a silent node raises TransferTimeout at the deadline.
+- After TransferTimeout of a read the local spans may still be written at any later time (NIXL
+  cannot revoke a transfer). pending_targets() lists them; do not reuse that memory before it stops
+  listing them. After TransferTimeout of a write the *remote* spans are in that state, and the
   directory's quarantine covers them.
-* Every method may be called from several threads; the GIL is released while bytes move.
+- Every method may be called from several threads; the GIL is released while bytes move.
 
-Not here: which transport serves which node (known_nodes.py), the transports themselves
-(mapped_transport.py, which needs no second process and so is the twin for unit tests too,
-nixl_transport.py and tcp_transport.py).
+Not here: the choice of a transport (known_nodes.py), the transports themselves
+(mapped_transport.py, which needs no second process and so serves unit tests too, nixl_transport.py
+and tcp_transport.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mooncake_store.records.membership import NodeInfo
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5x as long to make.)"""
+    """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5 times as long to
+    make.)"""
 
     offset_bytes: int
     length_bytes: int
@@ -43,30 +44,32 @@ LocalSpan = tuple[
 
 
 class TransferBatch(NamedTuple):
-    """One call: remote[i] of the node's segment to local[i], or the other way round."""
+    """One call: remote[i] of the node's segment to local[i] for a read, else local[i] to
+    remote[i]."""
 
     node: NodeInfo
     remote: Sequence[ByteSpan]
     local: Sequence[LocalSpan]
-    until_s: float  # as of time.monotonic()
+    until_s: float  # by time.monotonic()
     is_read: bool
 
 
 @dataclass(slots=True)
 class TransferCounters:
-    """What a transport moved since it was made. A call is counted once, when it ends."""
+    """Totals of a transport since it was made. A call is counted once, when it ends."""
 
     reads: int = 0
     writes: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
     seconds: float = 0.0  # of finished calls; concurrent calls add up
-    failures: int = 0  # TransferFailed, timeouts not included
+    failures: int = 0  # TransferFailed without timeouts
     timeouts: int = 0
 
 
 def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[LocalSpan]) -> int:
-    """The bytes to move; TransferFailed when a span leaves its memory or a pair differs."""
+    """The bytes to move; TransferFailed if a span leaves its memory. Span pairs have equal
+    lengths."""
     assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
     moved_bytes, segment_bytes = 0, node.segment_bytes
     for there, (buffer, here) in zip(remote, local, strict=True):
@@ -87,7 +90,7 @@ def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[Loca
 
 
 def left_to_write_s(until_s: float) -> float:
-    """Seconds until then; raises TransferTimeout when none are left."""
+    """Seconds until then; TransferTimeout if none are left."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TransferTimeout("the deadline passed before everything was written")
@@ -95,7 +98,7 @@ def left_to_write_s(until_s: float) -> float:
 
 
 class TransferTally:
-    """The thread-safe hand that counts for a transport."""
+    """Thread-safe counters of a transport."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,10 +127,8 @@ class TransferTally:
 
 
 class Transport:
-    """Moves bytes between a node's segment and local memory; see the module docstring.
-
-    Checking, counting and both directions as one `_transfer` are here; the rest is each one's own.
-    """
+    """Moves bytes between a node's segment and local memory; see the module docstring. This class
+    checks spans, counts, and maps both directions to `_transfer`; subclasses do the rest."""
 
     name: str
 
@@ -139,40 +140,36 @@ class Transport:
         return self._tally.counters()
 
     def connect(self, node: NodeInfo) -> None:
-        """Get ready for this node. Idempotent; a new incarnation replaces the old one."""
+        """Prepare for this node. Idempotent; a new incarnation replaces the old one."""
         raise NotImplementedError
 
     def _transfer(self, batch: TransferBatch) -> None:
-        """Move all of it; the spans have been checked."""
+        """Move all of it. The spans have been checked."""
         raise NotImplementedError
 
     def disconnect(self, node_id: str) -> bool:
-        """Forget this node; unknown names are fine. False: something of it is busy, ask again."""
+        """Forget this node; unknown names are accepted. False: part of it is busy, call again."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of everything. Twice is harmless."""
+        """Release everything. A second call has no effect."""
         raise NotImplementedError
 
     def register(self, buffer: ByteArray) -> None:
-        """Local uint8 memory that transfers may touch. Once per buffer; it must stay alive.
-
-        Nothing to do for a transport that reaches any memory.
-        """
+        """Register local uint8 memory for transfers, once per buffer; it must stay alive.
+        Transports that reach any memory ignore the call."""
 
     def unregister(self, buffer: ByteArray) -> None:
-        """Forget a buffer; nothing may be under way in it. Unknown ones are fine."""
+        """Forget a buffer without transfers in flight. Unknown buffers are accepted."""
 
     def pending_targets(self) -> list[LocalSpan]:
-        """Local spans of timed-out reads that may still be written. Asking also makes progress.
-
-        None, ever, for a transport whose bytes stop at the deadline.
-        """
+        """Local spans of timed-out reads that may still be written. The call also makes progress.
+        Always empty for a transport whose bytes stop at the deadline."""
         return []
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """Do the spans of one transfer with this node move in their order, the earlier ones whole
-        before the later ones are read or written?"""
+        """True if the spans of one transfer with this node move in order: each span is complete
+        before the next is read or written."""
         return False
 
     def read(

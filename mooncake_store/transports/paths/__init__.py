@@ -1,1 +1,1 @@
-"""Which path do bytes take, and what does it cost? Pure."""
+"""The choice of network paths and their cost. Pure."""

@@ -1,22 +1,23 @@
-"""Which network cards (NICs) of a host move KV, and which card here talks to which card there.
+"""Chooses the network cards (NICs) of a host that move KV, and pairs them with another host's.
 
-UCX does not fail over: an agent that uses two cards hangs when one of them is cut in the middle of
-a transfer. So where a host has several cards to other hosts, each gets a NIXL agent of its own, in
-storage nodes and in clients. One agent more, *shared*, is that of a host with one card: it serves
-the processes of its own host (which copy through the kernel), and where no card has an agent, all.
+UCX does not fail over: an agent that uses two cards hangs if one of them is cut during a transfer.
+So where a host has several cards to other hosts, each card gets its own NIXL agent, in storage
+nodes and in clients. One more agent, the *shared* one, serves the processes of its own host (which
+copy through the kernel). Where no card has an agent, the shared agent serves all hosts.
 
-What is chosen:
+The first rule that applies:
 
-* the operator names cards (MOONCAKE_TRUSTED_NICS): each of them gets an agent, be it only one, and
-  the shared agent keeps to the loopback and to them. None named: NIXL moves nothing between hosts;
-* UCX_NET_DEVICES names several interfaces: each of them gets an agent. It names one, or devices of
-  RDMA: UCX does as it is told, with one agent;
-* the host has RDMA: UCX chooses among its cards, with one agent;
-* else each card that is up and has an address, if there are at least two.
+- The operator names cards (MOONCAKE_TRUSTED_NICS): each of them gets an agent, also a single one.
+  The shared agent uses the loopback and these cards only. An empty list: NIXL moves nothing between
+  hosts.
+- UCX_NET_DEVICES names several interfaces: each gets an agent. If it names one interface, or RDMA
+  devices, UCX follows it with one agent.
+- The host has RDMA: UCX chooses among its cards, with one agent.
+- Otherwise each card that is up and has an address gets an agent, if there are at least two.
 
-Two cards make a *pair* when they share a network. Cards that share none with any card of the other
-side are paired in order, since there is a router between them; so that the cards of a rail, which
-have the same position on each host, meet.
+Two cards make a *pair* if they share a network. Cards that share none with any card of the other
+host are paired in order, because there is a router between them. Cards of one rail have the same
+position on each host, so they are paired.
 
 Not here: reading cards (host_topology.py), using pairs (nic_paths.py, nic_transport.py).
 """
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from mooncake_store.records.membership import NicAgent
 
 LOOPBACK_DEVICE = "lo"
-PAIRS_MAX = 16  # of two hosts
+PAIRS_MAX = 16  # between two hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,13 @@ class Interface:
     """One network interface of this host."""
 
     name: str
-    addresses: tuple[str, ...] = ()  # without those that reach this link or this host only
+    addresses: tuple[str, ...] = ()  # without addresses that reach this link or this host only
     networks: tuple[str, ...] = ()  # of these addresses, as in "10.78.0.0/24"
     is_up: bool = True
-    is_physical: bool = True  # a device is behind it (also one that a hypervisor shows)
-    is_part: bool = False  # of a bridge or bond, which is used in its stead
+    is_physical: bool = True  # has a device (also one that a hypervisor emulates)
+    is_part: bool = False  # of a bridge or bond, which is used in its place
     is_bridge: bool = False
-    rdma_devices: tuple[str, ...] = ()  # as UCX names them, "mlx5_0:1"; () without RDMA
+    rdma_devices: tuple[str, ...] = ()  # UCX names, as in "mlx5_0:1"; () without RDMA
 
     @property
     def ucx_devices(self) -> str:
@@ -53,18 +54,19 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class DataNetwork:
-    """How this host's KV reaches other hosts by NIXL."""
+    """How KV of this host reaches other hosts by NIXL."""
 
-    nics: tuple[Interface, ...] = ()  # each with an agent of its own, for other hosts
-    shared_devices: str = ""  # UCX_NET_DEVICES of the shared agent; "": as the environment says
-    is_closed: bool = False  # other hosts are reached by `nics` only, or by NIXL not at all
-    missing: tuple[str, ...] = ()  # named by the operator, and not there
+    nics: tuple[Interface, ...] = ()  # each has an agent of its own for transfers with other hosts
+    shared_devices: str = ""  # UCX_NET_DEVICES of the shared agent; "": from the environment
+    # NIXL reaches other hosts by `nics` only, or not at all if `nics` is empty
+    is_closed: bool = False
+    missing: tuple[str, ...] = ()  # named by the operator, but not found
 
 
 def data_network(
     interfaces: Sequence[Interface], trusted: str | None, ucx_net_devices: str
 ) -> DataNetwork:
-    """`trusted` as in MOONCAKE_TRUSTED_NICS, None where it is not set; and UCX_NET_DEVICES."""
+    """`trusted`: MOONCAKE_TRUSTED_NICS, None if unset; `ucx_net_devices`: UCX_NET_DEVICES."""
     by_name = {each.name: each for each in interfaces}
     if trusted is not None:
         names = _names(trusted)
@@ -93,10 +95,8 @@ def _names(text: str) -> list[str]:
 
 
 def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tuple[int, int]]:
-    """Positions in `own` and in `theirs` of the cards that talk with each other.
-
-    Each card that reaches one of the other side is in a pair, the first pairs use different cards.
-    """
+    """Positions in `own` and in `theirs` of the cards that are paired. Every card that reaches the
+    other host is in a pair. The first pairs use different cards."""
     pairs: list[tuple[int, int]] = []
     networks = dict.fromkeys(network for each in own for network in each.networks)
     for network in networks:
@@ -112,7 +112,8 @@ def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tupl
 
 
 def _in_turn(here: Sequence[int], there: Sequence[int]) -> list[tuple[int, int]]:
-    """Each of both at least once; none where one side is empty."""
+    """Pairs in which each position of both sides occurs at least once; empty if one side is
+    empty."""
     if not here or not there:
         return []
     count = max(len(here), len(there))

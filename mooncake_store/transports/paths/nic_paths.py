@@ -1,22 +1,23 @@
-"""Over which pair of cards the next part of a transfer goes, and which pair rests.
+"""Chooses the pair of network cards for each part of a transfer, and cools down failing pairs.
 
 A *path* is a pair of cards: one of this host, one of a storage node's. The spans of a call are cut
-into *parts* of about equal size. A path takes the next part as soon as it has room, so a path that
-is twice as fast carries twice as much, and when one is cut only its last parts move again.
+into *parts* of about equal size. A path takes the next part as soon as it has room. So a path that
+is twice as fast carries twice as much, and when a path is cut only its last parts move again.
 
-A part is *overdue* when it has waited ALLOWANCE_S longer than four such parts took on its path
-lately. It is *given up* only when
+A part is *overdue* when it has waited ALLOWANCE_S longer than four such parts recently took on its
+path. An overdue part is abandoned only if both conditions hold:
 
-* another path to the same node has moved something since the part was posted: else the node is
-  frozen or overloaded, and its other paths would fare no better;
-* and the path has no RDMA: its card may write into this host's memory at any later moment, so
-  such a part ends by itself (as its connection fails within seconds), or with the call's deadline.
+- Another path to the same node has completed a transfer since the part was posted. Otherwise the
+  node is frozen or overloaded, and its other paths would not be faster.
+- The path has no RDMA. An RDMA card may write into this host's memory at any later time. So such a
+  part ends by itself (its connection fails within seconds) or with the call's deadline.
 
-The path then *rests*: it gets no parts until a small transfer over it, the probe, has worked.
-Probes come after REST_S, then at twice the pause, at most every REST_S_MAX.
+The path is then in *cool-down*: it gets no parts until a small transfer over it, the probe, has
+succeeded. The first probe comes after COOL_DOWN_S, each further one after twice the pause, at most
+COOL_DOWN_S_MAX.
 
-Waiting time is that which this process has spent looking: after a pause of the process itself all
-bytes may be there, unread, so one look counts LOOK_S at most.
+Waiting time is the time that this process has spent polling. After a pause of the process itself
+all bytes may have arrived unread, so one poll counts at most LOOK_S.
 
 Not here: threads, agents, clocks (nic_transport.py).
 """
@@ -27,30 +28,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PART_BYTES_MIN = 256 * 1024  # below, a second path costs more than it gives
+PART_BYTES_MIN = 256 * 1024  # below this size a second path costs more than it saves
 PART_BYTES_MAX = 4 * 1024**2
-PARTS_PER_PATH_MAX = 2  # of one call: one moves, one waits, so that the path never idles
-ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP asks again for a connection after 1 s
-UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; a slow card
-SLOWER_MAX = 4.0  # so many times slower than lately is not stuck
+PARTS_PER_PATH_MAX = 2  # of one call: one moves while one waits, so that the path is never idle
+ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP retries a connection after 1 s
+UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; the rate of a slow card
+SLOWER_MAX = 4.0  # a part this many times slower than recent ones is not stuck
 LOOK_S = 0.05
-REST_S, REST_S_MAX = 0.5, 4.0
+COOL_DOWN_S, COOL_DOWN_S_MAX = 0.5, 4.0
 _SMOOTHING = 0.2
 
 
 class Piece(NamedTuple):
     """Some bytes of one span of a call."""
 
-    span: int  # its position
-    start_bytes: int  # in the span
+    span: int  # index of the span
+    start_bytes: int  # offset in the span
     length_bytes: int
 
 
 def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
-    """These spans in parts of at most `part_bytes`: every byte is in one part, in order.
-
-    A span is cut only when it is larger than a part, so that equal spans stay equal.
-    """
+    """Cut these spans into parts of at most `part_bytes`: every byte is in one part, in order. A
+    span is cut only if it is larger than a part, so that equal spans stay equal."""
     assert part_bytes > 0
     parts: list[list[Piece]] = []
     left_bytes = 0
@@ -68,44 +67,44 @@ def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
 
 
 def part_bytes_for(total_bytes: int, paths: int) -> int:
-    """How large the parts of a call are: some for each path, so that a faster one takes more."""
+    """Size of the parts of a call: several for each path, so that a faster path takes more."""
     share_bytes = -(-total_bytes // (max(1, paths) * PARTS_PER_PATH_MAX))
     return max(PART_BYTES_MIN, min(PART_BYTES_MAX, share_bytes))
 
 
 @dataclass(slots=True)
 class NicCounters:
-    """What went over one card of this host so far, whoever was at the other end."""
+    """Totals of one card of this host, over all its paths."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     failures: int = 0  # connections that broke or could not be made
-    given_up: int = 0  # parts that were overdue
-    resting: int = 0  # paths of this card that rest now
-    rests: int = 0  # times that one began to
+    given_up: int = 0  # parts that were abandoned
+    resting: int = 0  # paths of this card in cool-down now
+    rests: int = 0  # cool-downs started
 
 
 @dataclass(slots=True)
 class NicPath:
-    """One pair of cards, as this process knows it. Its owner has a lock."""
+    """One pair of cards, as seen by this process. Its owner has a lock."""
 
-    peer: str  # node and card there
-    counters: NicCounters  # of the card here, which has other paths too
+    peer: str  # node and card of the other end
+    counters: NicCounters  # of the local card, which has other paths too
     has_rdma: bool = False
     moved_bytes: int = 0
     under_way_bytes: int = 0
-    bytes_per_s: float = 0.0  # of its parts lately, their waiting included; 0: none yet
-    answered_s: float = float("-inf")  # when something came to an end over it
-    is_resting: bool = False
-    probe_s: float = 0.0  # when the next probe is due, while it rests
-    rest_s: float = REST_S  # the pause after that
-    is_forgotten: bool = False  # its node is gone; a call that began before may still use it
+    bytes_per_s: float = 0.0  # smoothed rate of recent parts, waiting included; 0: no part yet
+    answered_s: float = float("-inf")  # when a transfer over this path last completed
+    is_cooling_down: bool = False
+    probe_s: float = 0.0  # when the next probe is due, during cool-down
+    pause_s: float = COOL_DOWN_S  # pause after the next probe
+    is_forgotten: bool = False  # its node is gone; a call that began earlier may still use it
 
     def began(self, part_bytes: int) -> None:
         self.under_way_bytes += part_bytes
 
     def ended(self, part_bytes: int) -> None:
-        """However it ended."""
+        """A part has ended, with or without success."""
         self.under_way_bytes -= part_bytes
         assert self.under_way_bytes >= 0, self
 
@@ -122,45 +121,45 @@ class NicPath:
             self.bytes_per_s = before + _SMOOTHING * (rate - before)
 
     def failed(self, now_s: float) -> None:
-        """Its connection broke, or could not be made."""
+        """The connection broke or could not be made."""
         self.counters.failures += 1
-        self._rest(now_s)
+        self._cool_down(now_s)
 
     def gave_up(self, now_s: float) -> None:
-        """A part was overdue."""
+        """A part was overdue and is abandoned."""
         self.counters.given_up += 1
-        self._rest(now_s)
+        self._cool_down(now_s)
 
-    def _rest(self, now_s: float) -> None:
-        if not self.is_resting:
-            self.is_resting, self.rest_s = True, REST_S
-            self.probe_s = now_s + self.rest_s
+    def _cool_down(self, now_s: float) -> None:
+        if not self.is_cooling_down:
+            self.is_cooling_down, self.pause_s = True, COOL_DOWN_S
+            self.probe_s = now_s + self.pause_s
             self.counters.rests += 1
-            self.counters.resting += not self.is_forgotten  # nobody would count it down again
+            self.counters.resting += (
+                not self.is_forgotten
+            )  # forget() has run, so nothing would decrement it
 
     def probe_failed(self, now_s: float) -> None:
-        self.rest_s = min(2 * self.rest_s, REST_S_MAX)
-        self.probe_s = now_s + self.rest_s
+        self.pause_s = min(2 * self.pause_s, COOL_DOWN_S_MAX)
+        self.probe_s = now_s + self.pause_s
 
     def probe_worked(self, now_s: float) -> None:
         self.answered_s = now_s
-        self._rest_ends()
+        self._end_cool_down()
 
     def forget(self) -> None:
-        """Its node is gone."""
-        self._rest_ends()
+        """The node is gone."""
+        self._end_cool_down()
         self.is_forgotten = True
 
-    def _rest_ends(self) -> None:
-        if self.is_resting:
-            self.is_resting = False
+    def _end_cool_down(self) -> None:
+        if self.is_cooling_down:
+            self.is_cooling_down = False
             self.counters.resting -= not self.is_forgotten
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
-        """How long a part that was posted just now may wait; `left_s` of the call's deadline.
-
-        Half of what is left at most, so that the other half is there to move it again.
-        """
+        """Time that a part posted now may wait; `left_s` until the call's deadline. At most half of
+        `left_s`, so that the other half is there to move the part again."""
         rate = self.bytes_per_s or UNKNOWN_BYTES_PER_S
         wished_s = ALLOWANCE_S + SLOWER_MAX * part_bytes / rate
         return max(ALLOWANCE_S_MIN, min(wished_s, left_s / 2))
@@ -169,17 +168,17 @@ class NicPath:
 def next_path(
     paths: Sequence[NicPath], parts_under_way: Sequence[int], is_last_resort: bool = False
 ) -> int | None:
-    """The position of the path for the next part; None: wait, all have enough.
+    """The index of the path for the next part; None: every path has enough parts.
 
-    `parts_under_way`: of this call, on each path. The one with the least under way, of this call
-    and of others; of equals the one that has moved least. How fast each was lately does not count:
-    a card that was slow for a moment would get no parts, and never show that it is fast again.
-    A path that rests is taken as `is_last_resort` only.
+    `parts_under_way`: parts of this call in flight, by path. Chooses the path with the fewest of
+    them, then with the fewest bytes of all calls in flight, then with the fewest bytes moved.
+    Recent rates do not count: a card that was slow for a moment would get no parts, and never show
+    that it is fast again. A path in cool-down is chosen only with `is_last_resort`.
     """
     free = [
         at
         for at, path in enumerate(paths)
-        if parts_under_way[at] < PARTS_PER_PATH_MAX and (is_last_resort or not path.is_resting)
+        if parts_under_way[at] < PARTS_PER_PATH_MAX and (is_last_resort or not path.is_cooling_down)
     ]
     if not free:
         return None
@@ -190,7 +189,7 @@ def next_path(
 
 
 def may_give_up(path: NicPath, others: Sequence[NicPath], posted_s: float) -> bool:
-    """May an overdue part that was posted then be moved over one of the others?"""
+    """True if a part posted at `posted_s` may be moved over one of the other paths."""
     return not path.has_rdma and any(
-        not other.is_resting and other.answered_s > posted_s for other in others
+        not other.is_cooling_down and other.answered_s > posted_s for other in others
     )

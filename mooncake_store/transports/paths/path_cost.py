@@ -1,16 +1,15 @@
-"""Which of several copies of a block to read: what each path costs, right now.
+"""Chooses among copies of a block by the current cost of each path.
 
-The cost is the time until the last byte would be here: what is already under way from that node,
-plus the block, over the node's rate (measured, or typical of the distance until it is). Time alone
-would send traffic across the network whenever that is a little faster for this reader; a byte that
-crosses more of what all share costs the others, so each step of distance is priced higher. Equal
-and idle, that orders same node < same host < same rack < other; a busy near node loses to an idle
-far one as soon as waiting for it takes longer.
+The cost is the time until the last byte arrives: bytes in flight from that node plus the block,
+divided by the node's rate. The rate is measured; until then it is a typical rate of the distance.
+Time alone would send traffic across the network whenever that is a little faster for this reader.
+But such a byte uses more of the shared network, so each step of distance has a higher price. With
+equal load this orders same node < same host < same rack < other. A busy close node loses to an idle
+remote one as soon as waiting for it takes longer.
 
-Copies on SSDs are last, whatever the path: reading one takes a slot of DRAM from another block.
+Copies on SSDs come last on any path: reading one takes a slot of DRAM from another block.
 
-Not here: what is under way (known_nodes.py), measuring (rates.py), which nodes there are
-(known_nodes.py).
+Not here: bytes in flight and the list of nodes (known_nodes.py), measuring (rates.py).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class Distance(enum.IntEnum):
     OTHER = 3
 
 
-PRICE = {  # of a second on this path
+PRICE = {  # price of one second on this path
     Distance.SAME_NODE: 1.0,
     Distance.SAME_HOST: 1.25,
     Distance.SAME_RACK: 1.5,
     Distance.OTHER: 2.0,
 }
-TYPICAL_BYTES_PER_S = {  # only until the node's rate is measured: their order matters, no more
+TYPICAL_BYTES_PER_S = {  # until the node's rate is measured; only their order matters
     Distance.SAME_NODE: 8e9,
     Distance.SAME_HOST: 4e9,
     Distance.SAME_RACK: 2e9,
@@ -46,25 +45,26 @@ TYPICAL_BYTES_PER_S = {  # only until the node's rate is measured: their order m
 
 @dataclass(frozen=True, slots=True)
 class CopyRoute:
-    """One holder as a reader sees it."""
+    """One node with a copy, as seen by a reader."""
 
     distance: Distance
     bytes_per_s: float  # measured; 0: not yet
-    under_way_bytes: int = 0  # asked of this node by this process and not here yet
+    under_way_bytes: int = 0  # requested from this node by this process and not arrived yet
     is_ssd: bool = False
 
     @property
     def per_byte_s(self) -> float:
-        """What one byte costs, in priced seconds."""
+        """The cost of one byte, in priced seconds."""
         return PRICE[self.distance] / (self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance])
 
     def cost_s(self, size_bytes: int) -> float:
-        """What a block costs behind all that is under way."""
+        """The cost of a block after all bytes in flight."""
         return (self.under_way_bytes + size_bytes) * self.per_byte_s
 
 
 def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
-    """How far a node is from a process at own node `own_id`, on `host_id`, in `rack`."""
+    """The distance between a node and a process with local node `own_id`, on `host_id`, in
+    `rack`."""
     if node.node_id.removesuffix(SSD_SUFFIX) == own_id:
         return Distance.SAME_NODE
     if node.host_id == host_id:
@@ -77,8 +77,8 @@ def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
 def named_copy(
     copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, CopyRoute]
 ) -> Copy | None:
-    """The copy on the first of these nodes that has one and has a route; in DRAM rather than on its
-    SSD, as a lookup orders them."""
+    """The copy on the first of these nodes that has both a copy and a route; DRAM before SSD, as in
+    a lookup."""
     for node_id in node_ids:
         for copy in copies:
             if copy.node_id.removesuffix(SSD_SUFFIX) == node_id and copy.node_id in routes:
@@ -89,12 +89,12 @@ def named_copy(
 def best_copies(
     found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
 ) -> list[Copy | None]:
-    """One copy of each block, or None where no holder has a route.
+    """One copy of each block; None: no node with a copy has a route.
 
-    The blocks of one call are one batch: what is given to a node makes it dearer for the next, so
-    a prefix with two equal holders comes half from each.
+    The blocks of one call are one batch: each block assigned to a node raises that node's cost for
+    the next. So a prefix with two equal nodes comes half from each.
     """
-    if all(len(copies) < 2 for copies in found):  # as most are: nothing to weigh
+    if all(len(copies) < 2 for copies in found):  # nearly always: no block has two copies
         return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
     ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}
     per_byte_s = {node_id: route.per_byte_s for node_id, route in routes.items()}

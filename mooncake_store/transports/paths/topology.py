@@ -1,14 +1,14 @@
-"""What a host's /sys says about memory, network cards and accelerators: which is near which.
+"""Parses a host's /sys: memory, network cards, accelerators, and their closeness on the bus.
 
-A *tree* is a map from paths below /sys to what they say: the content of a file, or "-> target" for
-a link, with its target below /sys too. host_topology.py reads one from a machine; recorded ones
-are in tests/data.
+A *tree* maps paths below /sys to their content: the text of a file, or "-> target" for a link, with
+its target below /sys too. host_topology.py reads a tree from a machine; recorded trees are in
+tests/data.
 
-How near two devices are follows from what they share on the way to the CPU: a PCI switch, a host
-bridge, a NUMA node, or nothing. A missing or impossible entry never fails: it is listed in
-`problems`, and the device counts as near nothing.
+The closeness of two devices is what they share on the way to the CPU: a PCI switch, a host bridge,
+a NUMA node, or nothing. A missing or impossible entry never fails: it is listed in `problems`, and
+the device shares nothing.
 
-Not here: reading files (host_topology.py), what a path between hosts costs (path_cost.py).
+Not here: reading files (host_topology.py), the cost of a path between hosts (path_cost.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ NODES, NETS, RDMAS, PCIS = (
 LINK = "-> "
 _PCI = re.compile(r"^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _BRIDGE = re.compile(r"^pci[0-9a-f]{4,}:[0-9a-f]{2}$")
-_ACCELERATORS = ("0x0302", "0x0380", "0x1200")  # 3D, display and processing without a monitor
-_VGA = "0x0300"  # counts when it is of one of these; a server's management chip is a VGA card too
+# 3D, display and processing controllers, which have no monitor
+_ACCELERATORS = ("0x0302", "0x0380", "0x1200")
+_VGA = "0x0300"  # counts only for _GPU_VENDORS; a server's management chip is a VGA card too
 _GPU_VENDORS = ("0x10de", "0x1002")
 
 
 class Closeness(enum.IntEnum):
-    """What two devices share; smaller is nearer."""
+    """What two devices share; smaller is closer."""
 
     SWITCH = 0
     BRIDGE = 1
@@ -46,7 +47,7 @@ class NumaNode:
     number: int
     cpus: tuple[int, ...]
     memory_bytes: int
-    distances: tuple[int, ...]  # to node 0, 1, ... as the firmware says; () when it says nothing
+    distances: tuple[int, ...]  # to node 0, 1, ... as the firmware reports them; () if it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class Nic:
     """A network card's port: an RDMA device, an Ethernet interface, or one that is both."""
 
     name: str  # of the RDMA device if there is one, else of the interface
-    interface: str  # "" when the RDMA device has none
-    rdma_ports: tuple[int, ...]  # that are active; () for one without RDMA
-    bits_per_s: int  # 0: it does not say
+    interface: str  # "" if the RDMA device has none
+    rdma_ports: tuple[int, ...]  # active ports; () for a card without RDMA
+    bits_per_s: int  # 0: not reported
     is_up: bool
     numa_node: int  # -1: unknown
     pci: tuple[str, ...]  # from the host bridge to the device
@@ -76,7 +77,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Cards for one piece of memory: take a preferred one, another when none of these works."""
+    """Cards for one range of memory: use a preferred one, or another if none of these works."""
 
     preferred: tuple[str, ...]
     secondary: tuple[str, ...]
@@ -97,15 +98,16 @@ class Topology:
         return _choice((nic, closeness(nic, gpu)) for nic in self._best())
 
     def _best(self) -> list[Nic]:
-        """Cards that work; where one has RDMA, those without are for control only."""
+        """Cards that work. If any has RDMA, only those: the others carry control traffic."""
         working = [nic for nic in self.nics if nic.is_up]
         return [nic for nic in working if nic.has_rdma] or working
 
     def ucx_net_devices(self, cpus: Iterable[int]) -> str:
-        """UCX_NET_DEVICES for a process on these CPUs; "" when there is no RDMA to prefer.
+        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA.
 
-        The RDMA ports near the NUMA nodes of these CPUs, and interfaces for TCP, so that peers
-        without RDMA stay within reach (UCX prefers RDMA by itself). Never a port that is down.
+        Contains the RDMA ports close to the NUMA nodes of these CPUs, and interfaces for TCP, so
+        that peers without RDMA can be reached (UCX prefers RDMA by itself). Never a port that is
+        down.
         """
         nodes = {node.number for node in self.numa_nodes if set(node.cpus) & set(cpus)}
         working = [nic for nic in self.nics if nic.is_up]
@@ -159,7 +161,7 @@ def closeness(one: Nic | Gpu, other: Nic | Gpu) -> Closeness:
 
 
 def _choice(rated: Iterable[tuple[Nic, int]]) -> Choice:
-    """The nearest are preferred; where all are equally far, all are."""
+    """The closest cards are preferred; all of them if all are equally close."""
     pairs = list(rated)
     nearest = min((far for _, far in pairs), default=0)
     return Choice(
@@ -169,7 +171,7 @@ def _choice(rated: Iterable[tuple[Nic, int]]) -> Choice:
 
 
 def parse(tree: Mapping[str, str]) -> Topology:
-    """The topology of a tree; whatever is odd in it ends in `problems`."""
+    """The topology of a tree; entries that are missing or invalid are listed in `problems`."""
     reader = _Reader(tree)
     nodes = tuple(reader.numa_node(name) for name in reader.names(NODES) if _is_node(name))
     nodes = tuple(sorted(nodes, key=lambda node: node.number))
@@ -189,11 +191,11 @@ def _is_node(name: str) -> bool:
 
 
 class _Reader:
-    """Fields of a tree; what cannot be read becomes a problem and a default."""
+    """Reads fields of a tree; an unreadable field becomes a problem and a default value."""
 
     def __init__(self, tree: Mapping[str, str]) -> None:
         self._tree = tree
-        self.only_node = -1  # the NUMA node of a host with one: devices need not say it
+        self.only_node = -1  # the NUMA node of a host with one; its devices need not name it
         self.problems: list[str] = []
 
     def names(self, folder: str) -> list[str]:
@@ -214,7 +216,7 @@ class _Reader:
             return default
 
     def _link(self, path: str) -> tuple[str, ...]:
-        """The PCI devices on the way to what this link means, from the host bridge on."""
+        """The PCI devices on the way to the link's target, from the host bridge on."""
         text = self._text(path)
         parts = text.removeprefix(LINK).split("/") if text.startswith(LINK) else []
         found = tuple(part for part in parts if _PCI.match(part) or _BRIDGE.match(part))
@@ -244,14 +246,15 @@ class _Reader:
         return NumaNode(int(name[4:]), cpus, memory_bytes, distances)
 
     def net(self, name: str) -> Nic | None:
-        """An Ethernet interface with hardware behind it; None for loopback and the like."""
+        """An Ethernet interface with hardware; None for the loopback and other virtual
+        interfaces."""
         folder = f"{NETS}{name}"
         pci = self._link(folder)
         if not pci:
             return None
         is_up = self._text(f"{folder}/operstate") == "up"
         megabits = 0
-        if is_up and f"{folder}/speed" in self._tree:  # virtual cards have none, or say -1
+        if is_up and f"{folder}/speed" in self._tree:  # virtual cards have no speed, or -1
             megabits = max(0, self._number(f"{folder}/speed", 0))
         numa = self._numa_of(f"{folder}/device/numa_node")
         return Nic(name, name, (), megabits * 10**6, is_up, numa, pci)

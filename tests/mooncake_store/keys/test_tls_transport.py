@@ -120,7 +120,7 @@ def test_nothing_goes_in_plain(server: TcpServer, memory: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("who", "causes"),
-    [("stranger", "another cluster"), ("", "speaks plain TCP: set MOONCAKE_KEYS")],
+    [("stranger", "another cluster"), ("", "uses plain TCP: set MOONCAKE_KEYS")],
 )
 def test_a_stranger_is_refused_by_name_and_others_are_served_on(
     hosts: Hosts, server: TcpServer, memory: np.ndarray, who: str, causes: str
@@ -318,7 +318,9 @@ def test_who_is_not_let_in_for_the_limit_reads_the_limit(
         strangers = [silent(server, b"", "127.0.0.1") for _ in range(3)]
         wait_for_connections(server, 3)
         transport = TcpTransport()
-        with pytest.raises(ConnectionsFull, match=rf"{server.address}.* limit of 3 .*who they are"):
+        with pytest.raises(
+            ConnectionsFull, match=rf"{server.address}.* limit of 3 .*not authenticated"
+        ):
             read_all(transport, server)
     for stranger in strangers:
         stranger.close()

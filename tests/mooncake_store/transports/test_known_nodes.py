@@ -88,7 +88,7 @@ def test_without_nixl_auto_says_so_once_and_nixl_refuses(
         nodes.transport(info)
     nodes.close()
     assert [record.message for record in caplog.records] == [
-        "goes on without NIXL, by plain TCP to other hosts: cannot import nixl"
+        "continuing without NIXL, by plain TCP to other hosts: cannot import nixl"
     ]
     with pytest.raises(NixlUnavailable):
         KnownNodes(directory, "own", "nixl")  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_a_process_whose_nixl_cannot_start_reads_another_host_by_plain_tcp(targe
     )
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert "goes on without NIXL" in lines[0] and "UCX_TLS" in lines[0]
+    assert "continuing without NIXL" in lines[0] and "UCX_TLS" in lines[0]
     assert lines[1].startswith("node_id=t0 is read by tcp: ")
     assert lines[-1] == "['t0'] 4096"
 

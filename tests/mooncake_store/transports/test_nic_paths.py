@@ -6,11 +6,11 @@ import random
 
 from mooncake_store.transports.paths.nic_paths import (
     ALLOWANCE_S_MIN,
+    COOL_DOWN_S,
+    COOL_DOWN_S_MAX,
     PART_BYTES_MAX,
     PART_BYTES_MIN,
     PARTS_PER_PATH_MAX,
-    REST_S,
-    REST_S_MAX,
     NicCounters,
     NicPath,
     cut,
@@ -115,37 +115,37 @@ def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
     for _ in range(3_000):
         now_s += chance.random()
         each = chance.choice(paths)
-        was_resting, before_s = each.is_resting, each.rest_s
+        was_cooling_down, before_s = each.is_cooling_down, each.pause_s
         match chance.choice(("begin", "end", "fail", "give_up", "probe", "heal")):
             case "begin":
                 posted.append((each, size := chance.randint(1, 10**6)))
                 each.began(size)
             case "end" if posted:
                 each, size = posted.pop(chance.randrange(len(posted)))
-                was_resting = each.is_resting
+                was_cooling_down = each.is_cooling_down
                 each.ended(size)
                 each.moved(size, chance.random() < 0.5, chance.random(), now_s)
                 moved += size
-                assert each.is_resting == was_resting and each.answered_s == now_s
+                assert each.is_cooling_down == was_cooling_down and each.answered_s == now_s
             case "fail":
                 each.failed(now_s)
-                assert each.is_resting
+                assert each.is_cooling_down
             case "give_up":
                 each.gave_up(now_s)
-                assert each.is_resting
-            case "probe" if each.is_resting:
+                assert each.is_cooling_down
+            case "probe" if each.is_cooling_down:
                 each.probe_failed(now_s)
-                assert each.rest_s == min(2 * before_s, REST_S_MAX)
-                assert each.probe_s == now_s + each.rest_s
+                assert each.pause_s == min(2 * before_s, COOL_DOWN_S_MAX)
+                assert each.probe_s == now_s + each.pause_s
             case "heal":
                 each.probe_worked(now_s)
-                assert not each.is_resting
-        if each.is_resting and not was_resting:
+                assert not each.is_cooling_down
+        if each.is_cooling_down and not was_cooling_down:
             rests += 1
-            assert each.probe_s == now_s + REST_S
+            assert each.probe_s == now_s + COOL_DOWN_S
         for one in paths:
             assert one.under_way_bytes == sum(size for owner, size in posted if owner is one)
-        assert counters.resting == sum(one.is_resting for one in paths)
+        assert counters.resting == sum(one.is_cooling_down for one in paths)
     assert counters.rests == rests
     assert counters.read_bytes + counters.write_bytes == moved
 
@@ -160,7 +160,7 @@ def test_a_part_that_fails_after_its_path_was_forgotten_is_counted_as_resting_by
             gone.forget()
             assert gone.counters.resting == 0
             gone.gave_up(2.0)
-            assert gone.is_resting, "the call itself avoids it"
+            assert gone.is_cooling_down, "the call itself avoids it"
             assert gone.counters.resting == 0
             if heals:
                 gone.probe_worked(3.0)

@@ -375,8 +375,8 @@ def test_a_process_without_room_for_threads_connects_when_it_has_some(
 def test_a_probe_of_a_frozen_node_has_a_deadline_and_is_not_repeated_on_top_of_itself(
     start: Callable[[str], Target], transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nic_paths, "REST_S", 0.05)
-    monkeypatch.setattr(nic_paths, "REST_S_MAX", 0.05)
+    monkeypatch.setattr(nic_paths, "COOL_DOWN_S", 0.05)
+    monkeypatch.setattr(nic_paths, "COOL_DOWN_S_MAX", 0.05)
     target, buffer = start("t0"), np.zeros(4096, np.uint8)
     nic = Interface("lo", ("127.0.0.1",), ("127.0.0.0/8",))
     agent = NicAgent(
@@ -396,7 +396,7 @@ def test_a_probe_of_a_frozen_node_has_a_deadline_and_is_not_repeated_on_top_of_i
         [route], card = cards.routes(node), cards.card(nic)
         with cards.lock:
             route.path.failed(time.monotonic())
-        cards.note_rest(route, "its connection broke")
+        cards.note_cool_down(route, "its connection broke")
         wait_until(lambda: card.has_late_reads(route.node, cards.scratch))
         due_s = set()
 
@@ -407,7 +407,7 @@ def test_a_probe_of_a_frozen_node_has_a_deadline_and_is_not_repeated_on_top_of_i
         wait_until(has_failed_again)
         assert sum(len(lane.orphans) for lane in card._lanes) == 1
         target.thaw()
-        wait_until(lambda: not route.path.is_resting)
+        wait_until(lambda: not route.path.is_cooling_down)
         card.check()
     finally:
         target.thaw()

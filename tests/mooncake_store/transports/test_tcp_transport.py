@@ -179,7 +179,7 @@ def test_a_wrong_token_is_refused_and_says_what_to_do(
     stranger = replace(node_of(server), incarnation="n0")
     for _ in range(2):
         with pytest.raises(
-            TransferFailed, match=r"restarted, or another node .* ask the directory"
+            TransferFailed, match=r"restarted, or another node .* in the directory"
         ):
             transport.read(stranger, [span], [(buffer, span)], 10.0)
         with pytest.raises(TransferFailed, match="restarted"):
@@ -191,10 +191,10 @@ def test_a_wrong_token_is_refused_and_says_what_to_do(
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (frames.pack(FrameKind.HELLO, 2, version=9) + b"n1", "speaks version 9 .* one release"),
+        (frames.pack(FrameKind.HELLO, 2, version=9) + b"n1", "has version 9 .* one release"),
         (b"GET / HTTP/1.1\r\n\r\n", "not the start of a MKTB frame"),
-        (frames.pack(FrameKind.READ, 1), "begins with its token"),
-        (frames.pack(FrameKind.HELLO, 10**6), "begins with its token"),
+        (frames.pack(FrameKind.READ, 1), "must begin with its token"),
+        (frames.pack(FrameKind.HELLO, 10**6), "must begin with its token"),
         (frames.HEADER.pack(frames.MAGIC, frames.VERSION, 77, 0), "kind 77 of frame is unknown"),
     ],
 )
