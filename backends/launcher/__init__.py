@@ -1,1 +1,1 @@
-"""`mooncake serve`: processes, environment, the mirrored repository."""
+"""`mooncake serve`: child processes, environment checks, mirrored model repository."""

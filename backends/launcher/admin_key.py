@@ -1,11 +1,12 @@
-"""The operator's admin key: who may call what on the public ports of Triton.
+"""The operator's admin key, which protects administrative APIs on Triton's public ports.
 
-The admin key opens the APIs of Triton that are closed to clients. Who may register shared
-memory with Triton can read and write the storage nodes' segments; who may unload models, trace or
-log can end serving or fill a disk. So on the public ports these ask for a key, made at each start
-and kept in a file of the operator's; health, metadata, configuration, inference and statistics stay
-open. Triton takes the key as an argument only, so it keeps out the network, not who may list the
-processes of this host.
+A client that registers shared memory with Triton can read and write the storage nodes' segments. A
+client that unloads models, traces or logs can end serving or fill a disk. These APIs therefore
+require the admin key. Health, metadata, configuration, inference and statistics stay open.
+
+Each launch makes a new key and keeps it in a file that only the operator can read. Triton accepts
+the key only as an argument. The key therefore protects against the network, but not against users
+who can list the processes of this host.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 from backends.launch_secret import make_secret
 
 RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
-# A worker's Triton is asked whether it is ready, and called by its frontend; nothing else.
+# A worker's Triton serves only readiness probes and the inference calls of frontends.
 WORKER_RESTRICTED_APIS = (*RESTRICTED_APIS, "metadata", "model-config", "statistics")
 HEADER = "mooncake-admin-key"
 
 
 class AdminKey:
-    """Of one launch; `path` tells it to the operator."""
+    """The admin key of one launch, written to the file `path` for the operator."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,13 +39,13 @@ class AdminKey:
             file.write(self._key)
 
     def remove(self) -> None:
-        """Unless it is by now another launch's."""
-        with contextlib.suppress(OSError):  # also where the state folder is none
+        """Remove the file, unless another launch has replaced it."""
+        with contextlib.suppress(OSError):  # also if the state folder is not a folder
             if self._path.read_text() == self._key:
                 self._path.unlink()
 
     def for_clients(self, open_apis: Collection[str]) -> list[str]:
-        """Arguments of the Triton that clients call."""
+        """The arguments of the frontend's Triton."""
         closed = [api for api in RESTRICTED_APIS if api not in open_apis]
         if not closed:
             return []

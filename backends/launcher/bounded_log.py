@@ -1,12 +1,12 @@
-"""The log file of a child process, kept below a size while the child goes on writing.
+"""The log file of a child process, kept below a size limit while the child writes.
 
-A child writes into the file that it was given at its start, so the file cannot be exchanged under
-it. Instead its older part is copied to `NAME.1` and taken off its front. Linux does that in one
-stroke where the file system can (FALLOC_FL_COLLAPSE_RANGE: ext4, xfs), so that no line is lost,
-also of a child that crashes at that moment. Elsewhere the file is emptied right behind the copy,
-and what is written in between, within microseconds, is lost.
+A child writes to the file that it opened at its start, so the file cannot be renamed away. Instead
+the older part of the file is copied to `NAME.1` and removed from the front. On ext4 and xfs, Linux
+removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost, even if the child
+crashes at that moment. On other file systems the file is truncated right after the copy, which
+loses lines written in the microseconds between the two.
 
-Not here: who looks at the size, and when (processes.py).
+Not here: when the size is checked (processes.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import BinaryIO
 
 COLLAPSE_RANGE = 0x08  # FALLOC_FL_COLLAPSE_RANGE of linux/falloc.h
 COPY_BYTES = 1 << 20
-LOG_BYTES_MAX = 64 * 2**20  # of a log and of its older part, each
-LOG_BYTES_MIN = 64 * 2**10  # so that the end of a start is still there
+LOG_BYTES_MAX = 64 * 2**20  # default limit of a log, and of its older part
+LOG_BYTES_MIN = 64 * 2**10  # smallest limit; keeps the last lines of a start
 
 
 class BoundedLog:
-    """Not thread-safe, but for the child, which may write at any time."""
+    """Not thread-safe within the launcher. The child may write at any time."""
 
     def __init__(self, path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
-        """Begins the file anew; what another launch left is removed."""
+        """Truncates the file and removes the older part that an earlier launch left."""
         self.path = path
         self.older_path = path.with_name(f"{path.name}.1")
         self._bytes_max = bytes_max
@@ -35,21 +35,23 @@ class BoundedLog:
         self.older_path.unlink(missing_ok=True)
 
     def open_to_append(self) -> BinaryIO:
-        """For a child. It must append, or it would write on where the front was taken away."""
+        """The file for a child. Append mode, so that the child writes at the end after a
+        shortening."""
         return self.path.open("ab")
 
     def shorten(self) -> int:
-        """Call it now and then: the bytes that have gone from the front to the older part."""
+        """Move bytes from the front to the older part if the log is too long; returns their
+        number."""
         try:
             if self.path.stat().st_size <= self._bytes_max:
                 return 0
             with self.path.open("r+b") as log:
                 return self._shorten(log)
         except OSError:
-            return 0  # the folder is gone, or its disk is full: the log grows, the child goes on
+            return 0  # the folder is gone or its disk is full; the log grows until it is writable
 
     def _shorten(self, log: BinaryIO) -> int:
-        """What is collapsed must be whole blocks, and leave something."""
+        """Collapse whole blocks of the file system; the file must keep at least one byte."""
         stat = os.fstat(log.fileno())
         block_bytes = max(stat.st_blksize, os.fstatvfs(log.fileno()).f_bsize)
         if (whole_bytes := (stat.st_size - 1) // block_bytes * block_bytes) <= 0:
@@ -58,7 +60,7 @@ class BoundedLog:
         try:
             with copy.open("wb") as older:
                 copied = _copy(log, older, whole_bytes)
-                older.flush()  # where the disk is full, before anything is taken away
+                older.flush()  # fails on a full disk, before anything is removed
                 if not _collapse(log.fileno(), copied):
                     copied += _copy(log, older, None)
                     older.flush()
@@ -69,7 +71,7 @@ class BoundedLog:
         return copied
 
     def last_lines(self, lines: int) -> str:
-        """Also those whose log was shortened a moment ago."""
+        """The last lines of the older part and the log together."""
         text = b""
         for path in (self.older_path, self.path):
             with contextlib.suppress(OSError), path.open("rb") as log:
@@ -79,7 +81,7 @@ class BoundedLog:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, bytes_max: int | None) -> int:
-    """Up to so many bytes, or to the end as it is when it is reached."""
+    """Copy `bytes_max` bytes, or up to the current end; returns the number of copied bytes."""
     copied = 0
     while bytes_max is None or copied < bytes_max:
         wanted = COPY_BYTES if bytes_max is None else min(COPY_BYTES, bytes_max - copied)
@@ -91,6 +93,6 @@ def _copy(source: BinaryIO, target: BinaryIO, bytes_max: int | None) -> int:
 
 
 def _collapse(file: int, length_bytes: int) -> bool:
-    """False where the file system cannot."""
+    """Remove bytes from the file's front; False if the file system does not support this."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     return bool(fallocate(file, COLLAPSE_RANGE, ctypes.c_long(0), ctypes.c_long(length_bytes)) == 0)

@@ -1,6 +1,6 @@
-"""`mooncake serve`: parses its options, then starts, watches and ends a launch.
+"""`mooncake serve`: parses its options, then starts, supervises and stops a launch.
 
-Not here: what serving consists of (launch.py).
+Not here: the processes of a launch (launch.py).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from mooncake_store.keys import folder
 
 console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-WORKERS_MAX = 64  # of one role
-READY_S_MAX = 300.0  # on one machine; a host of a deployment waits for the others
+WORKERS_MAX = 64  # workers of one role
+READY_S_MAX = 300.0  # limit of a start on one machine; a host of a cluster file has no limit
 
 
-# Options of one machine, which a cluster file says for each of its hosts.
+# Options that are rejected with --cluster, because the cluster file defines them for each host.
 OF_ONE_MACHINE = (
     "http_port",
     "grpc_port",
@@ -74,7 +74,7 @@ ApiKeysFile = Annotated[
     Path | None,
     typer.Option(
         help="File of tenants and their API keys (`mooncake tenants`); MOONCAKE_API_KEYS names it "
-        "as well. Without one, clients say which tenant they are."
+        "as well. Without one, clients name their own tenant."
     ),
 ]
 TritonArguments = Annotated[
@@ -83,18 +83,18 @@ TritonArguments = Annotated[
 ]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(help="A cluster file: serve the part of --host. It says all ports and sizes."),
+    typer.Option(help="A cluster file: serve the part of --host. It defines all ports and sizes."),
 ]
 LogFormat = Annotated[
     Literal["text", "json"] | None,
-    typer.Option(help="How our processes write their logs: text (default) or json, by line."),
+    typer.Option(help="Log format of all processes: text (default) or json, one object per line."),
 ]
 LogBytes = Annotated[
     str,
-    typer.Option(help="Of each process's log the latest so much is kept, and as much before it."),
+    typer.Option(help="Size limit of each process's log, and of its previous part (NAME.1)."),
 ]
 OpenaiPort = Annotated[
-    int, typer.Option(min=0, max=65535, help="Serve OpenAI's interface there; 0: do not.")
+    int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: do not serve it.")
 ]
 OpenaiWorkers = Annotated[int, typer.Option(min=1, max=64, help="Processes that share this port.")]
 OpenaiCertificate = Annotated[
@@ -133,19 +133,21 @@ CheckpointOption = Annotated[
     str,
     typer.Option(help="Hugging Face folder of all models, instead of the one in config.pbtxt."),
 ]
-Dtype = Annotated[str, typer.Option(help="Of weights, and KV but for kv_dtype: float32, bfloat16.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of weights, and of KV without kv_dtype: float32, bfloat16.")
+]
 Device = Annotated[str, typer.Option(help="Where all workers compute: cpu, cuda or cuda:N.")]
 Prefill = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=WORKERS_MAX,
-        help="So many prefill workers: the first folders of the repository, the rest made of the "
-        "first one.",
+        help="Number of prefill workers: the first folders of the repository, further workers made "
+        "from the first folder.",
     ),
 ]
 Decode = Annotated[
-    int | None, typer.Option(min=1, max=WORKERS_MAX, help="The same of decode workers.")
+    int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers, likewise.")
 ]
 PoolName = Annotated[
     str,
@@ -176,7 +178,7 @@ def serve(
     decode: Decode = None,
     ready_s_max: ReadySMax = None,
     self_check: Annotated[
-        bool, typer.Option(help="Every process proves its invariants each second, or ends.")
+        bool, typer.Option(help="Every process checks its invariants each second, or exits.")
     ] = False,
     open_api: OpenApis = None,
     api_keys: ApiKeysFile = None,
@@ -192,8 +194,8 @@ def serve(
     host: HostName = "",
     pool: PoolName = "",
 ) -> None:
-    """Start directory, storage nodes and Tritons on this machine, until Ctrl-C; with --cluster
-    those that the file gives to --host."""
+    """Run directory, storage nodes and Tritons on this machine until Ctrl-C. With --cluster, run
+    the processes that the file assigns to --host."""
     more = {
         "is_self_checked": self_check,
         "open_apis": tuple(open_api or ()),
@@ -210,11 +212,14 @@ def serve(
         refuse_options_of_one_machine(context, is_elastic=bool(pool))
         plan = plan_in_file(cluster, host, pool, address, model_repository)
         if openai_port and plan.frontend is None:
-            refuse("--openai-port stands beside a frontend, and this host has none")
+            refuse(
+                "--openai-port needs a frontend, and this host has none: give the option to a host "
+                "with a frontend"
+            )
         ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
         sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
     if host or pool:
-        refuse("--host and --pool say what of a cluster file: name it with --cluster")
+        refuse("--host and --pool choose a part of a cluster file: name the file with --cluster")
     named = parse_nodes(nodes)
     settings = settings_of_all_models(checkpoint, dtype, device, prefill, decode)
     if not settings.is_empty:
@@ -242,7 +247,7 @@ def serve(
 
 
 def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> None:
-    """Only an elastic host says its address itself."""
+    """Reject options that the cluster file defines. Only an elastic host may give --address."""
     names = OF_ONE_MACHINE if is_elastic else (*OF_ONE_MACHINE, "address")
     sources = {name: context.get_parameter_source(name) for name in names}
     given = [
@@ -251,7 +256,7 @@ def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> N
         if source is not None and source.name == "COMMANDLINE"
     ]
     if given:
-        refuse(f"{', '.join(given)}: with --cluster the file says this; change it there")
+        refuse(f"{', '.join(given)}: with --cluster the file defines this; change it there")
 
 
 def settings_of_all_models(
@@ -259,14 +264,14 @@ def settings_of_all_models(
 ) -> ServeSettings:
     if checkpoint not in ("", "demo"):
         checkpoint = str(Path(checkpoint).expanduser().resolve())
-    asked = {"prefill": prefill, "decode": decode}
-    workers = {role: count for role, count in asked.items() if count is not None}
+    counts = {"prefill": prefill, "decode": decode}
+    workers = {role: count for role, count in counts.items() if count is not None}
     return ServeSettings(checkpoint, dtype, device, workers)
 
 
 def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequence[str]) -> None:
-    """Ends the process with every mistake that the repository has with these options."""
-    # Here: they know the parameters of all engines.
+    """Exit with a list of every mistake of the repository with these options, if there is one."""
+    # Imported here, because these modules load the parameters of all engines.
     from backends.model_settings.checkpoint_facts import facts_beside
     from backends.model_settings.repository_check import check_repository
     from backends.model_settings.repository_files import read_texts, versionless
@@ -290,15 +295,20 @@ def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequ
 
 
 def refuse(reason: str) -> NoReturn:
-    console.print(f"[bold red]cannot serve[/]: {escape(reason)}", markup=True, soft_wrap=True)
+    print_refusal(reason)
     raise SystemExit(2)
+
+
+def print_refusal(reason: str) -> None:
+    console.print(f"[bold red]cannot serve[/]: {escape(reason)}", markup=True, soft_wrap=True)
 
 
 def plan_in_file(
     path: Path, host: str, pool: str, address: str, model_repository: Path
 ) -> HostPlan:
-    """What the cluster file gives to this host; ends the process with every mistake of the file."""
-    from backends.cluster.cluster_file import load  # here: it knows the parameters of all engines
+    """The part of the cluster file for this host. Exits with a list of the file's mistakes."""
+    # Imported here, because this module loads the parameters of all engines.
+    from backends.cluster.cluster_file import load
     from backends.cluster.model_rendering import TemplateMissing
     from backends.cluster.rendered_folder import RenderedFolder
 
@@ -327,12 +337,12 @@ def plan_in_file(
     except TemplateMissing as error:
         refuse(str(error))
     plan = with_own_keys(plan, pool or host)
-    os.environ.update(plan.environment)  # this process asks etcd and the directory as well
+    os.environ.update(plan.environment)  # this process calls etcd and the directory as well
     return plan
 
 
 def refuse_what_is_no_elastic_host(deployment: Deployment, host: str, address: str) -> None:
-    """Its worker and storage node are known to all others by this name and at this address."""
+    """Exit if the name or address is unfit: the other hosts use both to reach this host."""
     taken = {*deployment.hosts, *(node.name for node in deployment.storage_nodes)}
     if not ELASTIC_NAME.fullmatch(host):
         refuse(f"--host {host!r}: an elastic host needs a name of a-z, 0-9 and -, as a pod's")
@@ -340,13 +350,13 @@ def refuse_what_is_no_elastic_host(deployment: Deployment, host: str, address: s
         refuse(f"--host {host!r} is in the cluster file: an elastic host has a name of its own")
     others = [each.address for each in deployment.hosts.values()]
     if ":" in address:
-        refuse(f"--address {address}: use an IPv4 address: nothing here listens on IPv6")
+        refuse(f"--address {address}: use an IPv4 address: no process of a launch listens on IPv6")
     if is_loopback(address) and not all(is_loopback(other) for other in others):
-        refuse(f"--address {address}: say where the other hosts reach this one (--address IP)")
+        refuse(f"--address {address}: give one at which the other hosts reach this host")
 
 
 def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
-    """The file names the folder of all keys; processes get that of this host, or of its pool."""
+    """Replace the folder of all keys by the folder of this host, or of its pool."""
     if not (given := plan.environment.get(folder.VARIABLE)):
         return plan
     own = folder.folder_of_host(Path(given), owner).resolve()
@@ -356,7 +366,7 @@ def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
 
 
 def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
-    """The exit status."""
+    """Run a launch until it is stopped or fails; returns the exit status."""
     try:
         launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
     except EnvironmentProblem as problem:
@@ -370,14 +380,12 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
         except (EnvironmentProblem, ChildDied) as problem:
-            ignore_signals()  # an impatient Ctrl-C may cut neither the reason nor the clean-up
-            said = escape(str(problem))
-            console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
+            ignore_signals()  # a second Ctrl-C must cut neither the message nor the clean-up
+            print_refusal(str(problem))
             status = 1
-        except OSError as error:  # a disk that is full, most of all
+        except OSError as error:  # usually a full disk
             ignore_signals()
-            said = escape(file_problem(error))
-            console.print(f"[bold red]cannot serve[/]: {said}", markup=True, soft_wrap=True)
+            print_refusal(file_problem(error))
             status = 1
         finally:
             ignore_signals()
@@ -392,7 +400,7 @@ def file_problem(error: OSError) -> str:
 
 
 def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
-    """For who has just started it, to paste into another terminal."""
+    """A command for the operator's other terminal that sends a request."""
     if not openai_url:
         body = '{"text_input": "It is a truth", "max_tokens": 32, "stream": true}'
         return f"curl -sN {http_url}/v2/models/conductor/generate_stream -d '{body}'"
@@ -405,9 +413,9 @@ def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
 
 
 def run_until_stopped(launcher: Launcher) -> None:
-    """Start, say how to send a request, then watch; returns only by an exception."""
+    """Start the launch, print a first request, then supervise; returns only by an exception."""
     started_s = time.monotonic()
-    if not console.is_terminal:  # nothing turns there meanwhile
+    if not console.is_terminal:  # no spinner is shown there
         console.print(f"starting ... (logs: {launcher.log_dir})", soft_wrap=True)
     with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
@@ -419,18 +427,18 @@ def run_until_stopped(launcher: Launcher) -> None:
     )
     if launcher.http_url:
         console.print("try:", style="bold")
-        asked = first_request(launcher.http_url, launcher.openai_url, launcher.has_api_keys)
-        console.print(f"  {asked}", markup=False, soft_wrap=True)
+        request = first_request(launcher.http_url, launcher.openai_url, launcher.has_api_keys)
+        console.print(f"  {request}", markup=False, soft_wrap=True)
     if launcher.openai_url:
         console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
         console.print(f"  status page, playground: {launcher.openai_url}/", soft_wrap=True)
-    launcher.news()  # what was logged before we were ready is not news
+    launcher.news()  # drops what was logged before the launch was ready
     while True:
         for restart in launcher.supervise():
-            console.print(f"[bold yellow]{escape(restart.said)}[/]")
+            console.print(f"[bold yellow]{escape(restart.text)}[/]")
         for change in launcher.deployment_news():
             style = "green" if change.is_well else "bold yellow"
-            console.print(f"[{style}]{escape(change.said)}[/]", soft_wrap=True)
+            console.print(f"[{style}]{escape(change.text)}[/]", soft_wrap=True)
         for load in launcher.news():
             if load.reason:
                 what = "does not serve" if load.is_new else "kept the old settings of"

@@ -1,9 +1,10 @@
-"""Can this host reach what decides for all: etcd, and the directory that was elected there?
+"""Whether this host reaches etcd and the elected directory.
 
-`state` asks once and says it in one line. A host that starts waits until it is well; while it
-serves, a thread of `DeploymentWatch` asks now and then, and the launcher prints what changes.
+`state` checks once and describes the result in one line. A starting host waits until the result is
+good. While the host serves, a thread of `DeploymentWatch` checks every WATCH_S, and the launcher
+prints changes.
 
-Not here: starting members of either (launch.py).
+Not here: starting a directory or an etcd member (launch.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ASK_S_MAX = 1.5
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
     is_well: bool
-    said: str  # for the operator
+    text: str  # one line for the operator
 
 
 def state(directory: str) -> DeploymentState:
-    """Of the directory at this address (ipc://, tcp://, or etcd:// for one that is elected)."""
+    """The state of the directory at this address; etcd:// stands for the elected directory."""
     if not directory.startswith(ELECTED):
         return _asked(directory, f"the directory is at {directory}")
     endpoints, _ = endpoints_and_prefix(directory)
@@ -47,8 +48,8 @@ def state(directory: str) -> DeploymentState:
     except EtcdFailed:
         answers = ask_etcd(endpoints)
         if answers.has_quorum:
-            return DeploymentState(False, f"etcd elects its own leader: {answers.said()}")
-        return DeploymentState(False, f"etcd has no quorum: {answers.said()}")
+            return DeploymentState(False, f"etcd elects its own leader: {answers.summary()}")
+        return DeploymentState(False, f"etcd has no quorum: {answers.summary()}")
     except StoreError as error:
         return DeploymentState(False, str(error))
     return _asked(directory, f"a directory leads at {leader.address}")
@@ -57,14 +58,14 @@ def state(directory: str) -> DeploymentState:
 def _asked(directory: str, where: str) -> DeploymentState:
     try:
         with DirectoryClient(directory, ASK_S_MAX) as client:
-            client.exist(())  # the cheapest question: every host asks
+            client.exist(())  # the cheapest call, because every host makes it
     except StoreError as error:
-        return DeploymentState(False, f"{where}, and does not answer from here ({error})")
+        return DeploymentState(False, f"{where}, but it does not answer this host ({error})")
     return DeploymentState(True, where)
 
 
 class DeploymentWatch:
-    """Asks in a thread of its own, because what is broken may take its time to answer."""
+    """Checks in its own thread, because a broken service may answer slowly."""
 
     def __init__(self, directory: str, known: DeploymentState) -> None:
         self._directory, self._known = directory, known
@@ -75,14 +76,14 @@ class DeploymentWatch:
         self._thread.start()
 
     def news(self) -> list[DeploymentState]:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         with self._lock:
             news, self._news = self._news, []
         return news
 
     def close(self) -> None:
         self._is_closing.set()
-        self._thread.join(timeout=0.2)  # it may be asking what hangs
+        self._thread.join(timeout=0.2)  # a check may hang
 
     def _run(self) -> None:
         last = self._known

@@ -1,7 +1,8 @@
-"""Is this machine fit to serve? Every reason why not, each with the remedy.
+"""Checks of the machine before a launch; each problem is reported with its remedy.
 
-Here: finding `tritonserver`, and the checks made before anything is started (numpy, libpython,
-ports, /dev/shm, threads). Not here: copying files and starting things (launch.py).
+This module finds `tritonserver`, checks numpy, libpython, ports, /dev/shm and the thread limit, and
+makes the environment of child processes. Not here: copying files and starting processes
+(launch.py).
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ from pathlib import Path
 
 from backends.extras import install_line
 
-STATE_BYTES_MIN = 16 * 2**20  # free space of a state folder: staged backends and first logs
-# For ports that we choose: below what the kernel gives to outgoing connections, which could take
-# one of them before the server listens.
+STATE_BYTES_MIN = 16 * 2**20  # free disk space for the staged backends and the first logs
+# Range of the ports that a launch chooses. It lies below the kernel's range for outgoing
+# connections, which could take a chosen port before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
-OF_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?!#~\[\]{}]""")  # what one does not leave as it is
+# The operator may have set these for another command; a launch's plan sets its own values.
+OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
+OF_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?!#~\[\]{}]""")  # characters that a shell interprets
 
 
 class EnvironmentProblem(Exception):
-    """This machine cannot serve as asked; the message lists every reason and remedy."""
+    """This machine cannot serve with these options; the message lists each reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonInstall:
-    """Where one Triton Inference Server lies."""
+    """The paths of one Triton Inference Server."""
 
     server: Path  # the tritonserver binary
     python_backend: Path  # folder with libtriton_python.so and triton_python_backend_utils.py
     stub: Path  # triton_python_backend_stub for the running Python
-    library_folders: tuple[Path, ...]  # what LD_LIBRARY_PATH must hold
+    library_folders: tuple[Path, ...]  # folders that LD_LIBRARY_PATH must contain
 
     @property
     def is_bundled(self) -> bool:
@@ -74,7 +77,7 @@ def find_triton() -> TritonInstall:
 
 
 def libpython_folder() -> Path:
-    """The folder of this interpreter's shared library, which the stub must load and no other."""
+    """The folder of this interpreter's libpython, the only one that the stub may load."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     base = Path(sys.base_prefix)
     candidates = [Path(sysconfig.get_config_var("LIBDIR") or ""), base / "lib", base / "lib64"]
@@ -88,17 +91,34 @@ def libpython_folder() -> Path:
     )
 
 
-def python_variables() -> dict[str, str]:
-    """With these, child processes write their logs at once, and read and write paths as UTF-8 in
-    any locale, as Triton does."""
-    is_utf_8 = locale.nl_langinfo(locale.CODESET).upper() == "UTF-8"
-    return {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"} | (
-        {} if is_utf_8 else {"LC_ALL": "C.UTF-8"}
-    )
+def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of all child processes: `given` above this process's own, with libraries.
+
+    Children write their logs unbuffered, and use UTF-8 for paths in every locale, as Triton does.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in OF_A_HOST} | given
+    # The linker's default folders are left out. In LD_LIBRARY_PATH they would take precedence over
+    # the image's own folders.
+    libraries = [
+        str(each)
+        for each in (libpython_folder(), *triton.library_folders)
+        if each not in linker_folders()
+    ]
+    if before := env.get("LD_LIBRARY_PATH"):
+        libraries.append(before)
+    env["LD_LIBRARY_PATH"] = ":".join(libraries)
+    env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
+    env |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+    if locale.nl_langinfo(locale.CODESET).upper() != "UTF-8":
+        env["LC_ALL"] = "C.UTF-8"
+    # glibc keeps free memory in one arena per thread, and these processes have many threads.
+    env.setdefault("MALLOC_ARENA_MAX", "2")
+    env.pop("PYTHONHOME", None)
+    return env
 
 
 def linker_folders() -> frozenset[Path]:
-    """Where the dynamic linker looks by itself, behind LD_LIBRARY_PATH."""
+    """The default folders of the dynamic linker, which it searches after LD_LIBRARY_PATH."""
     triplet = sysconfig.get_config_var("MULTIARCH") or ""
     names = ("lib", "lib64", *([f"lib/{triplet}"] if triplet else []))
     return frozenset(Path(root) / name for root in ("/", "/usr") for name in names)
@@ -109,11 +129,13 @@ def problems(
     ports: Mapping[str, tuple[str, int]],
     shared_memory_bytes: int,
     threads_wanted: int,
-    sizes_said: str = "--store-bytes",
-    ports_said: str = "with --{}-port",
+    size_source: str = "--store-bytes",
+    port_source: str = "with --{}-port",
 ) -> Iterator[str]:
-    """Every reason why serving would fail; `ports` maps a name to (address, port). The last two:
-    where the operator says sizes and ports."""
+    """Every reason why serving would fail. `ports` maps a name to (address, port).
+
+    `size_source` and `port_source` name where the operator sets sizes and ports.
+    """
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
             yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
@@ -123,12 +145,12 @@ def problems(
             f"numpy {numpy_major}.x is installed, but the Triton inside nvidia-pytriton loses the "
             "bytes of tensors with it. Install 'numpy<2' in this environment."
         )
-    yield from _port_problems(ports, ports_said)
+    yield from _port_problems(ports, port_source)
     free_bytes = _free_bytes(Path("/dev/shm"))
     if shared_memory_bytes > free_bytes:
         yield (
             f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the storage nodes and Triton "
-            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower {sizes_said}, free something "
+            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower {size_source}, free something "
             "there, or enlarge it (docker: --shm-size)."
         )
     pids_max = _pids_max()
@@ -140,11 +162,11 @@ def problems(
 
 
 def make_writable(folder: Path, option: str) -> None:
-    """Make the folder; `option` says another one."""
+    """Make the folder. Errors name `option`, which chooses another folder."""
     if found := OF_A_SHELL.search(str(folder)):
         raise EnvironmentProblem(
             f"{folder} has a {found[0]!r} in its path, and Triton starts its Python models by a "
-            f"shell, without quotes: name a folder with {option} that has none, like /tmp/mooncake"
+            f"shell, without quotes. Name a folder without it with {option}, like /tmp/mooncake"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +177,7 @@ def make_writable(folder: Path, option: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise EnvironmentProblem(
-            f"{folder} cannot be written ({error.strerror}): name a folder with {option} that can"
+            f"{folder} cannot be written ({error.strerror}): name a writable folder with {option}"
         ) from None
 
 
@@ -166,20 +188,20 @@ def free_ports(
     port_max: int = PORT_MAX,
     host: str = "127.0.0.1",
 ) -> list[int]:
-    """Ports of `host` that nobody has now, nor is going to take; they differ."""
-    chance = random.SystemRandom()
+    """`count` distinct ports of `host` that are free now and not `promised` to a process."""
+    rng = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:
             listener = held.enter_context(socket.socket())
-            port = chance.randrange(port_min, port_max)
+            port = rng.randrange(port_min, port_max)
             if port in promised:
                 continue
             try:
                 listener.bind((host, port))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise EnvironmentProblem(f"{host}: nothing can listen there: {error}") from None
+                    raise EnvironmentProblem(f"no process can listen on {host}: {error}") from None
             else:
                 ports.append(port)
     return ports
@@ -191,7 +213,7 @@ def _numpy_major() -> int:
     return int(version("numpy").split(".")[0])
 
 
-def _port_problems(ports: Mapping[str, tuple[str, int]], said: str) -> Iterator[str]:
+def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterator[str]:
     seen: dict[int, str] = {}
     for name, (address, port) in ports.items():
         if port in seen:
@@ -213,7 +235,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], said: str) -> Iterator[
                     continue
                 yield (
                     f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
-                    f"listens there, or choose another {said.format(name)}."
+                    f"listens there, or choose another {source.format(name)}."
                 )
 
 
@@ -223,7 +245,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _pids_max() -> int | None:
-    """The container's limit of tasks, or None where there is none."""
+    """The container's limit of tasks; None if it has no limit."""
     for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         try:
             text = Path(path).read_text(encoding="utf-8").strip()

@@ -1,8 +1,9 @@
-"""etcd as a host of a deployment has it: how a member is started, and whether etcd can decide.
+"""The etcd member of a deployment's host: its command, its replacement, and etcd's health.
 
-Who leads the directories is decided by etcd's members together: by more than half of them. A member
-that comes back finds its data in the state folder and takes part again by itself. One whose data
-are lost is refused by the others, so it is replaced: removed and added under the same address.
+The etcd members elect the leading directory; an election needs more than half of them. A restarted
+member finds its data in the state folder and rejoins by itself. The other members reject a member
+that lost its data. Such a member is replaced: removed from the cluster and added again with the
+same address.
 
 Not here: what is kept in etcd (mooncake_store/directory/election.py), starting the process
 (launch.py).
@@ -31,7 +32,7 @@ CHANGE_S_MAX = 5.0
 REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5
 MISSING = (
     "etcd is not installed, but the cluster file has this host run a member: install it (Debian: "
-    "apt-get install etcd-server), or name endpoints that somebody else runs"
+    "apt-get install etcd-server), or name the endpoints of another etcd in the file"
 )
 
 
@@ -40,13 +41,13 @@ def etcd_binary() -> str | None:
 
 
 class MemberRefused(Exception):
-    """This member lost its data, and the others do not let it begin anew."""
+    """This member lost its data, and the other members reject its replacement."""
 
 
 def etcd_command(
     member: EtcdMember, data_dir: Path, is_replaced: bool = False, keys: Keys | None = None
 ) -> list[str]:
-    """`--initial-...` matter at the first start only: later the data say who the members are."""
+    """etcd uses `--initial-...` only at the first start; later it reads members from its data."""
     return [
         str(etcd_binary()),
         "--name",
@@ -71,7 +72,7 @@ def etcd_command(
         str(HEARTBEAT_MS),
         "--election-timeout",
         str(ELECTION_MS),
-        # Elections write little, but each renewal of a pin is a revision.
+        # Elections write little, but each renewal of a pin adds a revision.
         "--auto-compaction-mode",
         "periodic",
         "--auto-compaction-retention",
@@ -85,8 +86,10 @@ def etcd_command(
 
 
 def _tls_arguments(keys: Keys | None) -> list[str]:
-    """Who shows no certificate of the cluster is neither a client nor a peer. They name files:
-    etcd reads certificate and key at each handshake, the authorities when it starts."""
+    """Arguments that require a certificate of the cluster from every client and peer.
+
+    etcd reads certificate and private key at each handshake, and the authorities at its start.
+    """
     if keys is None:
         return []
     certificate, private_key = str(keys.certificate), str(keys.private_key)
@@ -109,8 +112,12 @@ def _tls_arguments(keys: Keys | None) -> list[str]:
 
 
 def etcd_environment() -> dict[str, str]:
-    """etcd 3.4 refuses some architectures unless it is told that this is known. A peer may call
-    from any address (a host with several cards, a pod): its certificate says that it takes part."""
+    """The environment variables of the etcd member.
+
+    etcd 3.4 runs on some architectures only if a variable names them. The address of a peer is not
+    verified against its certificate, because a host with several network cards or a pod may call
+    from another address.
+    """
     return {
         "ETCD_UNSUPPORTED_ARCH": os.uname().machine,
         "ETCD_EXPERIMENTAL_PEER_SKIP_CLIENT_SAN_VERIFICATION": "true",
@@ -118,11 +125,12 @@ def etcd_environment() -> dict[str, str]:
 
 
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
-    """Where this member has no data, but the others know it: have them take it anew. MemberRefused.
+    """Replace this member in the cluster if it lost its data; True if it was replaced.
 
-    One that has never started has not told them where its clients call it: with a name it is of
-    the first start of a whole cluster, without one it was added by an earlier call of this, after
-    which the host died.
+    The member lost its data if it has none while other members list it. A listed member without
+    client URLs has never started. With a name, it belongs to the first start of a whole cluster and
+    needs no replacement. Without a name, an earlier call of this function added it before the host
+    died. Raises MemberRefused if the other members reject the change.
     """
     url = member.advertised_peer_url
     for endpoint in () if _has_data(data_dir) else endpoints:
@@ -140,24 +148,24 @@ def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[
 
 
 def _has_data(data_dir: Path) -> bool:
-    """etcd makes folders before it takes part, and its log when it does."""
+    """etcd makes its folders before it joins the cluster, and its log when it joins."""
     return any((data_dir / "member" / "wal").glob("*.wal"))
 
 
 def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) -> None:
-    """Again for a while: members that were connected only lately let nobody change the cluster."""
+    """Retry for REPLACE_S_MAX: recently connected members reject changes of the cluster."""
     give_up_s = time.monotonic() + REPLACE_S_MAX
     while _cluster_call(endpoint, verb, body) is None:
         if time.monotonic() > give_up_s:
             raise MemberRefused(
-                f"the data of etcd's member {member.name} are lost, and {endpoint} does not let it "
-                f"take part anew ({verb}): start the members that are down, then this one again"
+                f"etcd member {member.name} lost its data, and {endpoint} rejects its replacement "
+                f"({verb}): start the members that are down, then restart this one"
             )
         time.sleep(REPLACE_PAUSE_S)
 
 
 def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, Any] | None:
-    """None when it was not carried out."""
+    """The JSON answer; None if the call failed."""
     try:
         with etcd_session() as session:
             answer = session.post(
@@ -170,17 +178,20 @@ def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class EtcdAnswers:
-    """Which of the endpoints answer at all, which tells a dead member from a lost quorum."""
+    """The endpoints that answer and those that do not.
+
+    This distinguishes a dead member from a lost quorum.
+    """
 
     alive: tuple[str, ...]
     silent: tuple[str, ...]
-    refused: str = ""  # what one of the silent ones has against this host's keys
+    refused: str = ""  # the key or certificate problem of one silent endpoint; "" for none
 
     @property
     def has_quorum(self) -> bool:
         return 2 * len(self.alive) > len(self.alive) + len(self.silent)
 
-    def said(self) -> str:
+    def summary(self) -> str:
         members = len(self.alive) + len(self.silent)
         needed = members // 2 + 1
         silent = f"; silent: {', '.join(self.silent)}" if self.silent else ""
@@ -191,7 +202,10 @@ class EtcdAnswers:
 
 
 def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
-    """All at once, each at most ASK_S_MAX: a member that is there answers without a quorum too."""
+    """Call all endpoints in parallel, each for at most ASK_S_MAX.
+
+    A live member answers this call even without a quorum.
+    """
     with ThreadPoolExecutor(max(len(endpoints), 1)) as pool:
         problems = dict(zip(endpoints, pool.map(_problem, endpoints), strict=True))
     return EtcdAnswers(
@@ -202,12 +216,12 @@ def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
 
 
 def member_serves(member: EtcdMember) -> bool:
-    """Does it answer by itself, as one of a quorum?"""
+    """True if this member is healthy, which requires a quorum."""
     return _problem(member.advertised_client_url.partition("//")[2], "health") is None
 
 
 def _problem(endpoint: str, what: str = "version") -> str | None:
-    """None: it answers. "": it does not. Or why one of the two sides does not believe the other."""
+    """None if the endpoint answers, "" if it does not, or its key or certificate problem."""
     try:
         with etcd_session() as session:
             answer = session.get(f"{etcd_url(endpoint)}/{what}", timeout=ASK_S_MAX)

@@ -1,8 +1,8 @@
-"""The gateway's processes of a host: started beside the frontend's Triton, supervised, drained.
+"""The gateway processes of a host: started after the frontend's Triton, supervised, drained.
 
-All of them listen on one port (backends/gateway). One that dies takes its own connections along and
-is started again; it never ends the others, nor anything else of the host. Each shows what it counts
-on a port of its own on loopback, for the launcher's metrics page.
+All gateway processes listen on one port (backends/gateway). A process that dies loses its own
+connections and is restarted; it never ends another process of the host. Each process serves its
+metrics on a loopback port of its own, for the launcher's metrics page.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from backends.launcher.triton_process import PROMISED, Restart
 from backends.tenants import api_keys
 from mooncake_store.keys.curve import INSECURE_VARIABLE, is_loopback
 
-READY_S_MAX = 60.0  # the machine is busy: all Tritons load at the same time
-DRAIN_S_MAX = 30.0  # of a process that is asked to end while the launcher goes on
+READY_S_MAX = 60.0  # generous, because all Tritons load at the same time
+DRAIN_S_MAX = 30.0  # limit of a gateway's drain while the launcher keeps running
 UNGUARDED = (
-    "can be reached from other hosts, and there are no API keys: whoever reaches it could use it. "
+    "can be reached from other hosts, and there are no API keys: every client could use it. "
     f"Name a file of keys (--api-keys), listen on a loopback address, or set {INSECURE_VARIABLE}=1 "
     "if that is what you want"
 )
@@ -33,7 +33,7 @@ Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
 
 
 def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
-    """Why this host cannot have a gateway as asked; [] where none is. `env`: of its processes."""
+    """The problems of the planned gateway; [] without one. `env`: of the host's processes."""
     gateway = _gateway_of(plan)
     if gateway is None:
         return []
@@ -48,7 +48,7 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
         found.append("--openai-certificate and --openai-private-key belong together: name both")
     for path in (gateway.certificate, gateway.private_key):
         if path and not Path(path).is_file():
-            found.append(f"{path} of the gateway's TLS is not there")
+            found.append(f"the gateway's TLS file {path} does not exist")
     return found
 
 
@@ -57,7 +57,7 @@ def _gateway_of(plan: HostPlan) -> GatewayPlan | None:
 
 
 class Gateways:
-    """None at all where the plan has no gateway."""
+    """The gateway processes of a plan, which may have none."""
 
     def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
         self._plan, self._env = _gateway_of(plan), env
@@ -74,13 +74,13 @@ class Gateways:
 
     @property
     def url(self) -> str:
-        """As its own processes would call it; "" where there is none."""
+        """The URL as a process of this host calls it; "" without a gateway."""
         if self._plan is None:
             return ""
         return f"{'https' if self._plan.certificate else 'http'}://{_reachable(self._plan.listen)}"
 
     def wait_ready(self) -> None:
-        """Until they listen; ChildDied if one cannot."""
+        """Wait until all processes listen. Raises ChildDied if one does not."""
         for child in self.children:
             child.wait_for_line("ready", READY_S_MAX)
 
@@ -128,6 +128,6 @@ class Gateways:
 
 
 def _reachable(address: str) -> str:
-    """Where a process of this host calls what listens there."""
+    """The address at which a process of this host calls a service listening on `address`."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host == UNSPECIFIED else address

@@ -1,13 +1,15 @@
 """`mooncake serve`: starts what one host runs, in order, and stops it in reverse order.
 
-The order is etcd's member, the directory, storage nodes, then the Tritons: one for the models that
-clients call and one for each worker folder. The host is ready when each of its models is. A plan
-(launch_plan.py) names the parts; on one machine all but etcd. When the launcher ends (Ctrl-C,
-SIGTERM, a child that keeps dying, a model that does not load at the start), its processes end too,
-and its files in /dev/shm and its sockets are removed.
+The order of starts is the etcd member, the directory, the storage nodes, then the Tritons: one
+Triton for the models that clients call and one for each worker folder. A plan (launch_plan.py)
+names these parts; a single machine has all of them except etcd. The host is ready when every model
+is ready.
 
-Hosts of a deployment start in any order. Each waits, and logs that it waits, until etcd has a
-quorum and a directory leads. No host waits for the models of another.
+The launcher ends on Ctrl-C or SIGTERM, when a child keeps dying, and when a model fails to load at
+the start. It then ends its processes and removes its sockets and its files in /dev/shm.
+
+The hosts of a deployment start in any order. Each host waits, and logs that it waits, until etcd
+has a quorum and a directory leads. No host waits for the models of another host.
 
 Not here: checks of the machine (environment.py), child processes (processes.py), files
 (launch_files.py), one Triton (triton_process.py, triton_arguments.py), metrics (metrics_server.py).
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,25 +78,25 @@ from mooncake_store.keys.folder import Keys, KeysInvalid
 from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
 
-TRITON_SHM_BYTES = 256 * 2**20  # what the stubs' request pools may grow to, all models together
-STOP_S_MAX = 9.0  # of it at most so much for the frontend's Triton, so much after the workers':
-FRONTEND_STOP_S, OTHERS_STOP_S = 5.0, 1.0
-GATEWAY_STOP_S = 4.0  # before all that, where there is a gateway: for its streams
-FLEET_OTHERS_STOP_S = 4.0  # one after the other: nodes, the directory, etcd's member
-WAIT_S = 0.5  # between two looks at what other hosts do
-OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
-SAY_AGAIN_S = 15.0  # that it still waits for the same
+TRITON_SHM_BYTES = 256 * 2**20  # limit of the stubs' request pools, all models together
+STOP_S_MAX = 9.0  # limit of `stop` without the gateway and the parts of a deployment
+FRONTEND_STOP_S = 5.0  # share of STOP_S_MAX for the frontend's Triton
+OTHERS_STOP_S = 1.0  # share of STOP_S_MAX that is kept for the processes after the workers
+GATEWAY_STOP_S = 4.0  # for the gateway's streams, before STOP_S_MAX begins
+FLEET_OTHERS_STOP_S = 4.0  # nodes, directory and etcd member of a deployment's host, in turn
+WAIT_S = 0.5  # between two checks of the directory while the start waits for other hosts
+REPORT_AGAIN_S = 15.0  # between two reports that the start still waits for the same thing
 
 
 class Launcher:
-    """The processes of one `mooncake serve` and what they leave on disk."""
+    """The processes of one `mooncake serve` and their files."""
 
     def __init__(
-        self, options: ServeOptions | HostOptions, say: Callable[[str], None] = lambda line: None
+        self, options: ServeOptions | HostOptions, report: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`say` hears what the start waits for, where other hosts take part."""
+        """`report` receives one line for each thing that a deployment's host waits for."""
         self.options = options
-        self._say = say
+        self._report = report
         self._files = LaunchFiles()
         self.name = self._files.name
         self.socket_dir = self._files.socket_dir
@@ -110,7 +111,7 @@ class Launcher:
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{plan.host}")
         self.log_dir = self.state_dir / f"logs-{plan.host}"
         self.repository = (base / plan.model_repository).resolve()
-        # The Python in Triton's stubs knows ASCII paths only, whatever the locale is.
+        # The Python in Triton's stubs handles ASCII paths only, in every locale.
         of_triton = self.state_dir if str(self.state_dir).isascii() else self.socket_dir
         self._mirrors = of_triton / f"repository-{plan.host}"
         self._backends = of_triton / f"backends-{plan.host}"
@@ -123,7 +124,7 @@ class Launcher:
         )
         self.frontend: Triton | None = None
         self.workers: dict[str, WorkerTriton] = {}
-        self._leaving: list[WorkerTriton] = []  # their folders are gone
+        self._leaving: list[WorkerTriton] = []  # draining, before they end or are started again
         self._stubs = Stubs()
         self._gateways: Gateways | None = None
         self._metrics: MetricsServer | None = None
@@ -131,12 +132,12 @@ class Launcher:
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Besides the Tritons, in the order of their start."""
+        """All child processes except Tritons and gateways, in the order of their start."""
         first = [each for each in (self._etcd, self._directory) if each is not None]
         return [*first, *self._nodes]
 
     def start(self) -> None:
-        """Start what the plan names; returns when all of it runs, though models still load."""
+        """Start every part of the plan. Returns once all processes run; models may still load."""
         triton = environment.find_triton()
         options, plan = self.options, self.plan
         self._keys = self._keys_of_host()
@@ -200,32 +201,33 @@ class Launcher:
         except MemberRefused as error:
             raise environment.EnvironmentProblem(str(error)) from None
         if is_replaced:
-            self._say("the data of this host's member of etcd are lost: it takes part anew")
+            self._report("this host's etcd member lost its data: it was replaced by a new member")
         return etcd_command(member, data_dir, is_replaced, self._keys)
 
     def _wait_for_directory(self) -> DeploymentState:
-        """Until a directory answers; with etcd, until its members have elected one.
+        """Wait until a directory answers; with etcd, until an elected one does.
 
-        The others' hosts may come much later, so this waits for ever, unless a child of ours ends.
+        The other hosts may start much later. So by default the wait has no limit (`ready_s_max`).
+        It ends with an error when a child process dies.
         """
         give_up_s = time.monotonic() + self.options.ready_s_max
-        said, said_s = "", 0.0
+        reported, reported_s = "", 0.0
         while not (now := state(self.plan.directory_address)).is_well:
             for child in self.children:
                 child.check_alive()
             if time.monotonic() > give_up_s:
                 raise environment.EnvironmentProblem(
-                    f"not ready after {self.options.ready_s_max:.0f} s: {now.said}"
+                    f"not ready after {self.options.ready_s_max:.0f} s: {now.text}"
                 )
-            if now.said != said or time.monotonic() - said_s > SAY_AGAIN_S:
-                said, said_s = now.said, time.monotonic()
-                self._say(f"waits: {said}")
+            if now.text != reported or time.monotonic() - reported_s > REPORT_AGAIN_S:
+                reported, reported_s = now.text, time.monotonic()
+                self._report(f"waits: {reported}")
             time.sleep(WAIT_S)
-        self._say(now.said)
+        self._report(now.text)
         return now
 
     def _start_tritons(self) -> None:
-        """All at once: they need each other only when requests come."""
+        """Start all Tritons at once. They need each other only when requests arrive."""
         self._worker_names = self._worker_folders.names()
         if self.plan.frontend is not None:
             self.frontend = self._frontend()
@@ -256,8 +258,11 @@ class Launcher:
         )
 
     def _add_worker(self, name: str) -> None:
-        """A folder that the plan does not name, because it was copied, gets any free port: among
-        hosts one of those that their firewalls leave to each other."""
+        """Add the Triton of one worker folder.
+
+        A folder that was copied while serving is not in the plan, so its Triton gets any free port.
+        In a deployment this is a port that the hosts' firewalls open to each other.
+        """
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(
@@ -278,11 +283,11 @@ class Launcher:
         return launch_plan.command_of_node(self.plan, node, segment, self.state_dir)
 
     def wait_ready(self) -> list[ModelState]:
-        """Until every model of the repository serves; raises with what the models said if not."""
+        """Wait until every model is ready. Raises with the models' own messages if one fails."""
         if self.plan.deployment:
             return self._wait_ready_among_others()
         give_up_s = time.monotonic() + self.options.ready_s_max
-        refusals: dict[str, None] = {}  # in order, each once: Triton tries again and again
+        refusals: dict[str, None] = {}  # an ordered set, because Triton retries each refused model
         while True:
             for child in self.children:
                 child.check_alive()
@@ -296,9 +301,10 @@ class Launcher:
                     for load in triton.take_loads()
                     if load.reason
                 }
-            if refusals:  # this start ends: the conductor need not wait for workers any more
-                self._files.say_stopping()
-            # A Triton answers only after it tried each of its models once: all reasons are known.
+            if refusals:  # the start failed, so the conductor must not wait for workers any longer
+                self._files.mark_stopping()
+            # A Triton answers only after it tried each of its models once. Then all refusals are
+            # here.
             if refusals and all(answer is not None for _, answer in answers):
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
@@ -306,47 +312,50 @@ class Launcher:
             states = all_states(answers)
             if states and all(state.is_ready for state in states):
                 return states
-            if time.monotonic() > give_up_s:
-                waiting = ", ".join(state.name for state in states if not state.is_ready)
-                raise environment.EnvironmentProblem(
-                    f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
-                    f"{waiting or 'Triton'}; see {self.log_dir}"
-                )
+            self._check_time(give_up_s, states)
             time.sleep(0.1)
 
     def _wait_ready_among_others(self) -> list[ModelState]:
-        """The same where other hosts take part. What does not load may wait for one of them, or for
-        an edit, so nothing ends the start but a child that does not stay up."""
+        """`wait_ready` for a deployment's host.
+
+        A model that does not load may wait for another host or for an edit. The start therefore
+        fails only on a child that keeps dying, or after `ready_s_max`.
+        """
         give_up_s = time.monotonic() + self.options.ready_s_max
-        said_s = time.monotonic()
+        reported_s = time.monotonic()
         while True:
             for restart in self.supervise():
-                self._say(restart.said)
+                self._report(restart.text)
             for load in self.news():
                 if load.reason:
-                    self._say(f"{load.model} does not load yet: {load.reason}")
+                    self._report(f"{load.model} does not load yet: {load.reason}")
             for change in self.deployment_news():
-                self._say(change.said)
+                self._report(change.text)
             states = self.states()
             if all(each.is_ready for each in states) and (states or not self._serves_models()):
                 return states
-            waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
-            if time.monotonic() > give_up_s:
-                raise environment.EnvironmentProblem(
-                    f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
-                    f"{waiting}; see {self.log_dir}"
-                )
-            if time.monotonic() - said_s > SAY_AGAIN_S:
-                said_s = time.monotonic()
-                hint = " (which waits for workers of any host)" if "conductor" in waiting else ""
-                self._say(f"still loads: {waiting}{hint}")
+            waiting = self._check_time(give_up_s, states)
+            if time.monotonic() - reported_s > REPORT_AGAIN_S:
+                reported_s = time.monotonic()
+                hint = " (it waits for workers of any host)" if "conductor" in waiting else ""
+                self._report(f"still loads: {waiting}{hint}")
             time.sleep(0.1)
 
-    def supervise(self) -> list[Restart]:
-        """Call it often while serving: carries edits over, starts again what died.
+    def _check_time(self, give_up_s: float, states: list[ModelState]) -> str:
+        """The models that are not ready, by name; raises EnvironmentProblem after `give_up_s`."""
+        waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
+        if time.monotonic() > give_up_s:
+            raise environment.EnvironmentProblem(
+                f"not ready after {self.options.ready_s_max:.0f} s, still waiting for "
+                f"{waiting}; see {self.log_dir}"
+            )
+        return waiting
 
-        Whatever it is, the others find it again by themselves, and KV stays in nodes that live.
-        ChildDied when something that all others need does not stay up.
+    def supervise(self) -> list[Restart]:
+        """Copy edits to the mirrors and restart processes that died. Call it often while serving.
+
+        The other processes reconnect to a restarted one, and KV stays in the storage nodes that are
+        alive. Raises ChildDied when a process that all others need keeps dying.
         """
         restarts = [
             Restart(child.name, pause_s)
@@ -366,18 +375,21 @@ class Launcher:
         return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
-        """A worker folder that was copied gets a Triton, one that was removed loses it."""
+        """Start Tritons for new worker folders, and drain those of removed folders.
+
+        A worker with outdated certificates is drained as well, and added again in a later call.
+        """
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
         renewable = (self.workers.keys() - gone) | ({ETCD} if self._etcd is not None else set())
         renewed = self._renewal.due(renewable, self._is_whole, self._serves)
         if renewed == ETCD and self._etcd is not None:
-            self._etcd.terminate()  # so that it hands its lead over
+            self._etcd.terminate()  # SIGTERM, so that an etcd leader transfers its leadership
             self._etcd.finish(OTHERS_STOP_S)
             self._etcd.start_again()
         elif renewed:
-            gone.add(renewed)  # and its folder is found again once it has ended
+            gone.add(renewed)  # its folder is still there, so a later call adds it again
         for name in gone:
             self._leaving.append(self.workers.pop(name))
         busy = {worker.name for worker in self._leaving}
@@ -385,7 +397,7 @@ class Launcher:
             self._add_worker(name)
 
     def _is_whole(self) -> bool:
-        """Does every worker of this host serve, and its member of etcd?"""
+        """True if every worker of this host is ready and its etcd member answers."""
         if self._leaving or self._worker_names - self.workers.keys():
             return False
         if self.plan.etcd is not None and not member_serves(self.plan.etcd):
@@ -401,15 +413,15 @@ class Launcher:
         return [load for triton in self._tritons() for load in triton.take_loads()]
 
     def deployment_news(self) -> list[DeploymentState]:
-        """What changed of etcd and the directory since the last call."""
+        """Changes of the state of etcd and the directory since the last call."""
         return self._watch.news() if self._watch is not None else []
 
     def states(self) -> list[ModelState]:
-        """Of every model; one whose Triton does not answer is not ready. From any thread."""
+        """All models; not ready while their Triton does not answer. Any thread may call this."""
         return all_states([(triton, triton.states()) for triton in self._tritons()])
 
     def settings(self) -> dict[str, object]:
-        """What is served, and what became of the newest edit of each model. From any thread."""
+        """The served settings, and the states of the newest edits. Any thread may call this."""
         mirrors = [triton.mirror for triton in self._tritons()]
         return running_settings(self.plan, self.options.settings, self._worker_folders, mirrors)
 
@@ -425,16 +437,20 @@ class Launcher:
         ] + (self._gateways.sources() if self._gateways else [])
 
     def stop(self) -> None:
-        """End everything: first the Triton that clients call, so that nobody calls the workers'
-        any more; then those, so that workers can leave the directory in order. What other hosts'
-        frontends have there is moved first: a Triton whose requests take long is killed."""
+        """End all processes and remove their files, in this order:
+
+        1. the gateways and the frontend's Triton, so that no client request reaches a worker;
+        2. the workers' Tritons, after other hosts' requests were moved away from them, because a
+           Triton whose requests take too long is killed;
+        3. storage nodes, directory and etcd member, each before the process that it leaves.
+        """
         give_up_s = time.monotonic() + STOP_S_MAX
-        self._files.say_stopping()
+        self._files.mark_stopping()
         if self._metrics is not None:
             self._metrics.close()
         if self._watch is not None:
             self._watch.close()
-        if self._gateways and self._gateways.children:  # their streams end, then their frontend
+        if self._gateways and self._gateways.children:  # before their frontend
             self._end([*self._gateways.children], GATEWAY_STOP_S)
             give_up_s = time.monotonic() + STOP_S_MAX
         first = [self.frontend] if self.frontend is not None else []
@@ -446,8 +462,8 @@ class Launcher:
             )
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
-        self._renewal.close()  # another host may have its turn
-        if self.plan.deployment:  # each says goodbye to the next
+        self._renewal.close()  # so that another host gets the turn
+        if self.plan.deployment:  # nodes deregister at the directory, which resigns in etcd
             give_up_s = time.monotonic() + FLEET_OTHERS_STOP_S
             self._end([*self._nodes], give_up_s - time.monotonic() - 2.0)
             self._end([self._directory], give_up_s - time.monotonic() - 1.0)
@@ -456,7 +472,7 @@ class Launcher:
         self._files.remove()
 
     def _end(self, children: list[ChildProcess | None], within_s: float) -> None:
-        """Ask all at once, wait, kill what is left."""
+        """Send SIGTERM to all, wait, then kill the process groups that are left."""
         running = [child for child in children if child is not None]
         give_up_s = time.monotonic() + within_s
         for child in running:
@@ -466,7 +482,7 @@ class Launcher:
 
     @property
     def http_url(self) -> str:
-        """Where clients call; "" on a host without a frontend."""
+        """The URL of Triton's HTTP port; "" on a host without a frontend."""
         if self.plan.frontend is None:
             return ""
         return f"http://{self.plan.frontend.http}".replace(
@@ -475,7 +491,7 @@ class Launcher:
 
     @property
     def openai_url(self) -> str:
-        """ "" where there is no gateway."""
+        """The URL of OpenAI's interface; "" without a gateway."""
         return self._gateways.url if self._gateways is not None else ""
 
     @property
@@ -483,14 +499,14 @@ class Launcher:
         return bool(self._env.get(api_keys.VARIABLE))
 
     def _keys_of_host(self) -> Keys | None:
-        """None where there are none."""
+        """The keys of this host; None if it has none."""
         try:
             return key_folder.of_process()
         except KeysInvalid as error:
             raise environment.EnvironmentProblem(str(error)) from None
 
     def _secret(self) -> str:
-        """A new one for one machine; the hosts of a deployment have one in common."""
+        """The launch's secret: new on a single machine, shared by the hosts of a deployment."""
         if not self.plan.deployment:
             return launch_secret.make_secret()
         if self._keys is not None:
@@ -498,7 +514,7 @@ class Launcher:
         return launch_secret.insecure_secret(self.plan.deployment)
 
     def _serves_models(self) -> bool:
-        """A host may have storage nodes or a directory alone."""
+        """False on a host with only storage nodes, a directory or an etcd member."""
         return bool(self.plan.frontend or self._worker_names)
 
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
@@ -519,52 +535,34 @@ class Launcher:
     def _check(self, triton: environment.TritonInstall) -> None:
         plan = self.plan
         if not self.repository.is_dir():
-            remedy = (
-                "`mooncake cluster render` makes it"
-                if plan.deployment
-                else (
-                    "run from the project's root, name one with --model-repository, or lay one "
-                    "down with `mooncake init FOLDER`"
-                )
-            )
+            remedy = "run from the project's root, name one with --model-repository, or make one "
+            remedy += "with `mooncake init FOLDER`"
+            if plan.deployment:
+                remedy = "`mooncake cluster render` makes it"
             raise environment.EnvironmentProblem(
                 f"there is no model repository at {self.repository}; {remedy}"
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = [] if plan.deployment else self._worker_folders.unreadable()
         found += admin_key.problems(self.options.open_apis)
-        found += self.options.observed.problems(os.environ | plan.environment)
-        found += api_keys.problems(self.options.api_keys, os.environ | plan.environment)
         env = os.environ | plan.environment
+        found += self.options.observed.problems(env)
+        found += api_keys.problems(self.options.api_keys, env)
         env |= api_keys.environment(self.options.api_keys, env)
         found += gateways.problems(plan, env)
-        said = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
-        found += environment.problems(triton, fixed_ports(plan), needed, 500, *said)
+        sources = ("dram in the cluster file", "in the cluster file") if plan.deployment else ()
+        found += environment.problems(triton, fixed_ports(plan), needed, 500, *sources)
         if plan.etcd is not None and etcd_binary() is None:
             found.append(MISSING)
         if self._keys is not None:
-            asked_for = plan.address if plan.etcd is not None else ""
-            found += certificate_problems(self._keys, address=asked_for)
+            address = plan.address if plan.etcd is not None else ""
+            found += certificate_problems(self._keys, address=address)
         if found:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
-        env = dict(os.environ)
-        for name in OF_A_HOST:  # set for another command, they are not meant for this launch
-            env.pop(name, None)
-        env |= self.plan.environment | self.options.observed.environment()
-        # Folders where the linker looks anyway are left out: put first, they would hide what the
-        # image put before them.
-        folders = [environment.libpython_folder(), *triton.library_folders]
-        libraries = [str(each) for each in folders if each not in environment.linker_folders()]
-        if given := env.get("LD_LIBRARY_PATH"):
-            libraries.append(given)
-        env["LD_LIBRARY_PATH"] = ":".join(libraries)
-        env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
-        env |= environment.python_variables()
-        # glibc gives each of many threads an arena of its own, whose free memory stays there.
-        env.setdefault("MALLOC_ARENA_MAX", "2")
-        env.pop("PYTHONHOME", None)
+        given = self.plan.environment | self.options.observed.environment()
+        env = environment.process_environment(triton, given)
         env["MOONCAKE_DIRECTORY"] = self.plan.directory_address
         env["MOONCAKE_EVENTS"] = self.plan.events_address
         env["MOONCAKE_SOCKETS"] = str(self.socket_dir)
@@ -578,8 +576,8 @@ class Launcher:
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
-        """How an incarnation of a Triton is started; memory of the one before it is removed."""
-        part = f"triton{triton.number}-"  # of a name, another could be the beginning
+        """The command of a Triton's next incarnation; removes the shared memory of the previous."""
+        part = f"triton{triton.number}-"  # a number, because one name can be the prefix of another
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"
         arguments = common_arguments(
@@ -596,5 +594,5 @@ class Launcher:
         else:
             self._renewal.started(triton.name)
             arguments += worker_arguments(self._admin_key, self._keys)
-        # Workers tell the directory where they are called.
+        # Workers register this address in the directory.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})

@@ -1,15 +1,14 @@
-"""What one launcher leaves in shared memory and in /tmp, and what dead launchers left there.
+"""The files of one launcher in shared memory and in /tmp, and the files of dead launchers.
 
-The name of each such file begins with the launcher's own name. Beside them lies NAME.lock, on which
-the launcher holds an exclusive flock as long as it lives; the kernel drops it however the launcher
-ends. That one lock decides for all that it made. Process ids cannot: containers may share /dev/shm
-and not their pids, so a launcher that lives next door looks dead, and a dead one's pid may be in
-use here.
+The name of each such file begins with the launcher's own name. The launcher holds an exclusive
+flock on NAME.lock during its life, and the kernel releases the flock however the launcher ends.
+This lock decides whether all files of the launcher are in use. Process ids cannot decide this.
+Containers may share /dev/shm without sharing pids, so the pid of a live launcher may be unknown
+here, and the pid of a dead one may be in use.
 
-Only files of this user are looked at. Files without a lock beside them stay: nobody can say whose
-they are.
+Only files of this user are removed. Files without a lock file stay, because their owner is unknown.
 
-Not here: what the files hold, and in which order things end (launch.py).
+Not here: the contents of the files, and the order in which processes end (launch.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mooncake_store.memory.segment_file import create_locked, try_lock, unlink_i
 
 SHM = Path("/dev/shm")
 LOCK_SUFFIX = ".lock"
-STOPPING = "stopping"  # there in the folder of sockets: this launch is ending
+STOPPING = "stopping"  # a file of this name in the socket folder: the launch is stopping
 _LOCK_NAME = re.compile(r"(mooncake-\d+-[0-9a-f]{8})\.lock")
 
 
@@ -41,7 +40,7 @@ class LaunchFiles:
         self._shm = shm
         self.name = f"mooncake-{os.getpid()}-{secrets.token_hex(4)}"
         self._lock_path = str(shm / f"{self.name}{LOCK_SUFFIX}")
-        self._lock = create_locked(self._lock_path)  # before anything that it decides about
+        self._lock = create_locked(self._lock_path)  # before all files that it protects
         try:
             self.socket_dir = self._make_socket_dir()
         except BaseException:
@@ -49,33 +48,35 @@ class LaunchFiles:
             raise
 
     def _make_socket_dir(self) -> Path:
-        """Not under the state folder, because paths of sockets are short. /tmp takes the place of
-        a $TMPDIR that is too long, or that has letters which Triton's stubs cannot read."""
-        place = Path(tempfile.gettempdir())
-        place = place if holds_sockets(place) else SHORT_PLACE
+        """Make the socket folder outside the state folder, because socket paths must be short.
+
+        /tmp replaces a $TMPDIR that is too long or not ASCII, which Triton's stubs require.
+        """
+        parent = Path(tempfile.gettempdir())
+        parent = parent if holds_sockets(parent) else SHORT_PLACE
         try:
-            return Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=place))
+            return Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent))
         except OSError as error:
             raise EnvironmentProblem(
-                f"no folder can be made in {place} ({error.strerror}) for the launch's sockets: "
-                "set TMPDIR to a folder that can be written, of a short path of ASCII letters"
+                f"the launch's socket folder cannot be made in {parent} ({error.strerror}): "
+                "set TMPDIR to a writable folder with a short path of ASCII letters"
             ) from None
 
     def path(self, name: str) -> Path:
-        """A file of this launcher's in shared memory."""
+        """The path of one of this launcher's files in shared memory."""
         return self._shm / f"{self.name}-{name}"
 
     def remove_part(self, name: str) -> None:
-        """Those whose names go on with `name`; nobody uses them any more."""
+        """Remove the files whose names continue with `name`, after their users have ended."""
         _remove_all(f"{self.name}-{name}", self._shm, "*")
 
-    def say_stopping(self) -> None:
-        """For processes that wait for something while they start."""
+    def mark_stopping(self) -> None:
+        """Make a file that tells starting processes to stop waiting."""
         with contextlib.suppress(OSError):
             (self.socket_dir / STOPPING).touch()
 
     def remove(self) -> None:
-        """All of them, once nobody uses them any more. Twice is harmless."""
+        """Remove all files, after the processes have ended. A second call does nothing."""
         if self._lock < 0:
             return
         _remove_all(self.name, self._shm)
@@ -85,7 +86,7 @@ class LaunchFiles:
 
 
 def remove_leftovers(shm: Path = SHM) -> list[str]:
-    """Remove what launchers left that ended without cleaning up (kill -9); their names."""
+    """Remove the files of launchers that were killed; returns the launchers' names."""
     removed = []
     for path in sorted(shm.glob(f"mooncake-*{LOCK_SUFFIX}")):
         match = _LOCK_NAME.fullmatch(path.name)
@@ -95,7 +96,7 @@ def remove_leftovers(shm: Path = SHM) -> list[str]:
             is_ours = os.fstat(lock).st_uid == os.getuid()
             if is_ours and try_lock(lock, fcntl.LOCK_EX, keep=True):
                 _remove_all(match[1], shm)
-                unlink_if_same(str(path), lock)  # last: without it nobody could judge the others
+                unlink_if_same(str(path), lock)  # last, because it protects the others
                 removed.append(match[1])
     return removed
 

@@ -1,8 +1,8 @@
-"""What can be asked of a launch, and the plan that follows: of one machine, or of a fleet's host.
+"""The options of a launch, and the plan that they result in.
 
-There is one launcher (launch.py), and it carries out a `HostPlan`. That of one machine has Unix
-sockets, no etcd, and workers as they lie in the model repository; that of a host of a deployment
-comes out of its cluster file (cluster/host_plan.py).
+The launcher (launch.py) executes a `HostPlan`. The plan of a single machine has Unix sockets, no
+etcd, and the workers of the model repository. The plan of a deployment's host comes from its
+cluster file (cluster/host_plan.py).
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
-    """What is written down of a launch besides its metrics."""
+    """The logs and traces of a launch."""
 
-    log_format: str = ""  # "": what the environment says
-    log_bytes_max: int = LOG_BYTES_MAX  # of each process
-    otlp_endpoint: str = ""  # of a collector of traces; "": what the environment says, or none
+    log_format: str = ""  # "text" or "json"; "": the environment variable, if it is set
+    log_bytes_max: int = LOG_BYTES_MAX  # limit of each process's log; >= LOG_BYTES_MIN
+    otlp_endpoint: str = ""  # of a trace collector; "": the environment variable, if it is set
 
     def environment(self) -> dict[str, str]:
-        """For its processes."""
+        """The environment variables of the launch's processes."""
         given = {FORMAT_VARIABLE: self.log_format, ENDPOINT_VARIABLE: self.otlp_endpoint}
         return {name: value for name, value in given.items() if value}
 
     def problems(self, environment: Mapping[str, str]) -> list[str]:
-        """Every one, with its remedy; `environment`: what the processes have besides."""
+        """Every problem with its remedy. `environment`: the other variables of the processes."""
         found = trace_problems({**environment, **self.environment()})
         if self.log_bytes_max < LOG_BYTES_MIN:
-            found.append(f"--log-bytes is {self.log_bytes_max}; give {LOG_BYTES_MIN} or more")
+            found.append(f"--log-bytes is {self.log_bytes_max}: give {LOG_BYTES_MIN} or more")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Whether OpenAI's interface is served, and how."""
+    """The options of OpenAI's interface."""
 
-    port: int = 0  # 0: it is not
-    workers: int = 1
+    port: int = 0  # 0: the interface is not served
+    workers: int = 1  # processes that share the port
     certificate: Path | None = None
     private_key: Path | None = None
 
@@ -75,7 +75,7 @@ class GatewayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `mooncake serve` can be asked for: paths, ports and sizes of one machine."""
+    """The options of `mooncake serve` on one machine."""
 
     model_repository: Path
     address: str = LOOPBACK
@@ -84,15 +84,15 @@ class ServeOptions:
     metrics_port: int = 8002
     metrics_address: str = LOOPBACK
     nodes: tuple[str, ...] = ("s0", "s1")
-    store_bytes: int = 1 << 30  # of each storage node, in DRAM
-    ssd_bytes: int = 0  # of each storage node; 0: no SSD tier
-    ssd_path: Path | None = None  # default: in state_dir
+    store_bytes: int = 1 << 30  # DRAM of each storage node
+    ssd_bytes: int = 0  # SSD space of each storage node; 0: no SSD tier
+    ssd_path: Path | None = None  # None: a folder in state_dir
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
     is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # that need no admin key (admin_key.py)
-    api_keys: Path | None = None  # the file of tenants and their keys; None: no keys
-    settings: ServeSettings = NO_SETTINGS  # of all models, above their config.pbtxt
+    open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (admin_key.py)
+    api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
+    settings: ServeSettings = NO_SETTINGS  # of all models; override config.pbtxt
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
     gateway: GatewayOptions = GatewayOptions()
@@ -101,7 +101,7 @@ class ServeOptions:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
         return HostPlan(
             deployment="",
-            host=str(self.http_port),  # what its folders are called by
+            host=str(self.http_port),  # part of the names of its folders
             address=LOOPBACK,
             listen=LOOPBACK,
             folder=".",
@@ -110,8 +110,8 @@ class ServeOptions:
             directory_address=directory,
             events_address=events,
             metrics=f"{self.metrics_address}:{self.metrics_port}",
-            # There is no other host, so NIXL keeps to the loopback: its ports know no keys, and a
-            # network card that is taken away while UCX uses it ends the process.
+            # There is no other host, so NIXL uses only the loopback. Its ports check no keys, and
+            # UCX ends the process if a network card that it uses is removed.
             environment={TRUSTED_NICS: ""},
             directory=DirectoryPlan(
                 listen=directory,
@@ -147,17 +147,17 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What `mooncake serve --cluster FILE --host NAME` can be asked for besides its file."""
+    """The options of `mooncake serve --cluster FILE --host NAME` besides the file."""
 
     host_plan: HostPlan
-    ready_s_max: float = float("inf")  # the other hosts may come much later
+    ready_s_max: float = float("inf")  # the other hosts may start much later
     is_self_checked: bool = False
     open_apis: tuple[str, ...] = ()
     api_keys: Path | None = None
-    settings: ServeSettings = NO_SETTINGS  # the cluster file says all
+    settings: ServeSettings = NO_SETTINGS  # the cluster file has all settings
     triton_args: tuple[str, ...] = field(default=())
     observed: ObserveOptions = ObserveOptions()
-    gateway: GatewayOptions = GatewayOptions()  # beside a frontend that the file gives this host
+    gateway: GatewayOptions = GatewayOptions()  # only on a host with a frontend
 
     def plan(self, socket_dir: Path) -> HostPlan:
         frontend = self.host_plan.frontend
@@ -168,7 +168,7 @@ class HostOptions:
 
 
 def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
-    """Where this host's processes will listen over TCP, by what for."""
+    """Service -> (address, port) of every planned TCP port of this host."""
     found = {"metrics": plan.metrics}
     if plan.frontend is not None:
         found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}

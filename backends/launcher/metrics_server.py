@@ -1,19 +1,21 @@
-"""The metrics port of `mooncake serve`: one page of all its Tritons, and who is ready.
+"""The metrics port of `mooncake serve`: one page for all Tritons, and their readiness.
 
-    GET /metrics   for Prometheus
-    GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
-                   (on a host without models always 200)
-    GET /settings  which model repository is served, and what became of the newest edit of each
-                   model, as JSON (model_settings/running_system.py)
-    GET /live      200 always, whatever the Tritons do: who asks whether this launcher hangs
+GET /metrics   for Prometheus
+GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
+               (always 200 on a host without models)
+GET /settings  the served model repository, and the state of each model's newest edit,
+               as JSON (model_settings/running_system.py)
+GET /live      always 200 while this launcher runs, whatever the Tritons do
 
-Each Triton has a page of its own, an operator wants one. Our metrics (metrics/table.py) carry the
-name of their model already; Triton's own get a label `triton`. A family's HELP and TYPE stand once.
-What an incarnation of a Triton has counted is kept when it ends, so no counter falls; its gauges go
-with it.
+Each Triton serves a page of its own, and this port merges them. The metrics of metrics/table.py
+already have a label for their model; Triton's own metrics get the label `triton`. The merged
+page has one HELP and one TYPE line for each family. The counters of an incarnation that ended
+are kept, so that no counter decreases. Its gauges are dropped.
 
-Threads of the launcher. Pages are fetched when somebody asks, and once a second, so that little of
-what a Triton counted is lost when it dies. Not here: what the numbers mean (metrics/table.py).
+The server runs in threads of the launcher. It fetches the pages for each call of /metrics, and
+once a second, so that few counts are lost when a Triton dies.
+
+Not here: what the numbers mean (metrics/table.py).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ Families = dict[str, Family]
 
 
 def parse(text: str, label: str, is_ours: Mapping[str, object]) -> Families:
-    """A page by families; samples of those that are not `is_ours` get `label`."""
+    """The families of a page; samples of families that are not in `is_ours` get `label`."""
     families: Families = {}
     for line in text.splitlines():
         if line.startswith("# "):
@@ -81,16 +83,16 @@ def _family_of(sample: str, families: Families) -> str:
 
 
 class MergedPage:
-    """The pages of several Tritons, newest incarnation each."""
+    """Merges the pages of several Tritons, each with the counts of its earlier incarnations."""
 
     def __init__(self, is_ours: Mapping[str, object]) -> None:
         self._is_ours = is_ours
         self._incarnations: dict[str, int] = {}
-        self._pages: dict[str, Families] = {}  # by Triton, of its incarnation
-        self._ended: Families = {}  # what incarnations that ended have counted
+        self._pages: dict[str, Families] = {}  # Triton -> page of its newest incarnation
+        self._ended: Families = {}  # sums of the counters of incarnations that ended
 
     def take(self, triton: str, incarnation: int, text: str) -> None:
-        """What this incarnation of a Triton says now. The next one has a larger number."""
+        """Replace the page of a Triton. A later incarnation has a larger number."""
         if incarnation > self._incarnations.get(triton, 0):
             for name, family in self._pages.pop(triton, {}).items():
                 if family.is_counted:
@@ -102,7 +104,7 @@ class MergedPage:
             self._pages[triton] = parse(text, f'triton="{triton}"', self._is_ours)
 
     def silent(self, triton: str) -> None:
-        """It says nothing (any more): what it counted stays, the rest goes."""
+        """A Triton does not answer or has ended: keep its counters, drop its gauges."""
         page = self._pages.get(triton, {})
         for name in [name for name, family in page.items() if not family.is_counted]:
             del page[name]
@@ -133,13 +135,13 @@ def _lines(families: Families) -> Iterator[str]:
 log = logging.getLogger(__name__)
 FETCH_S_MAX = 2.0
 FETCH_EVERY_S = 1.0
-SILENT_S_MAX = 10.0  # a page that is older shows only what was counted
+SILENT_S_MAX = 10.0  # gauges of an older page are dropped
 FETCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """The private metrics page of one incarnation of a Triton."""
+    """The private metrics page of one incarnation of a Triton or gateway."""
 
     triton: str
     incarnation: int
@@ -155,12 +157,12 @@ class MetricsServer:
         serves_models: Callable[[], bool] = lambda: True,
         settings: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """`sources`: those that run now. `serves_models`: is False on a host of storage nodes or a
-        directory alone. All are called from threads of this server."""
+        """`sources()` lists the processes that run now. `serves_models()` is False on a host
+        without workers and frontend. This server's threads call all four functions."""
         self._settings = settings
         self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)
-        self._heard_s: dict[str, float] = {}
+        self._answered_s: dict[str, float] = {}  # Triton -> time of its last page, in s
         self._lock = threading.Lock()
         self._fetchers = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="metrics-fetch")
         self._is_closing = threading.Event()
@@ -173,7 +175,7 @@ class MetricsServer:
             thread.start()
 
     def page(self) -> str:
-        """As of now."""
+        """The merged page, after a fetch of all pages."""
         self._fetch()
         with self._lock:
             return self._page.text()
@@ -183,35 +185,35 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         for thread in self._threads:
-            thread.join(timeout=0.2)  # one may wait for a Triton that is frozen
+            thread.join(timeout=0.2)  # a thread may wait for a hung Triton
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self) -> None:
-        with self._lock:  # an older answer must not replace a newer one
+        with self._lock:  # so that an older page cannot replace a newer one
             sources = self._sources()
             texts = list(self._fetchers.map(_fetched, sources))
             now_s = time.monotonic()
             for source, text in zip(sources, texts, strict=True):
                 if text is not None:
                     self._page.take(source.triton, source.incarnation, text)
-                    self._heard_s[source.triton] = now_s
+                    self._answered_s[source.triton] = now_s
             running = {source.triton for source in sources}
-            for triton, heard_s in list(self._heard_s.items()):
-                if triton not in running or now_s - heard_s > SILENT_S_MAX:
+            for triton, answered_s in list(self._answered_s.items()):
+                if triton not in running or now_s - answered_s > SILENT_S_MAX:
                     self._page.silent(triton)
-                    del self._heard_s[triton]
+                    del self._answered_s[triton]
 
     def _fetch_now_and_then(self) -> None:
         while not self._is_closing.wait(FETCH_EVERY_S):
             try:
                 self._fetch()
-            except Exception:  # edge: the page must outlive whatever one fetch meets
+            except Exception:  # edge: one failed fetch must not end this thread
                 log.exception("a fetch failed")
 
     def _ready(self) -> tuple[bool, bytes]:
         models = [{"name": each.name, "is_ready": each.is_ready} for each in self._states()]
         is_ready = all(model["is_ready"] for model in models)
-        if not models:  # on a host that has some: its Tritons are not started yet
+        if not models:  # the host has no models, or its Tritons are not started yet
             is_ready = not self._serves_models()
         return is_ready, json.dumps({"models": models}).encode()
 
@@ -241,7 +243,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Nobody needs a line for each reading."""
+                """Requests are not logged."""
 
         return Handler
 

@@ -1,8 +1,10 @@
-"""Child processes that end with us, whatever happens, and the signals that end us.
+"""Child processes that always end with the launcher, and the signals that stop the launcher.
 
-Each child gets its own session (so that a Ctrl-C in the terminal reaches only the launcher, which
-then stops things in order), writes to a log file, and dies when the launcher dies, by the kernel's
-parent-death signal. Not here: which processes and in which order (launch.py).
+Each child runs in its own session, so a Ctrl-C in the terminal reaches only the launcher, which
+then stops its children in order. A child writes to a log file. When the launcher dies, the kernel's
+parent-death signal ends the child.
+
+Not here: which processes and in which order (launch.py).
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from backends.launcher.bounded_log import LOG_BYTES_MAX, BoundedLog
 RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0
 PAUSE_S_MAX = 60.0
 
-# Becomes the command, after it asked the kernel for SIGTERM at the launcher's end (prctl 1 is
-# PR_SET_PDEATHSIG). In a process of its own, because Python code between fork and exec
-# (preexec_fn) may hang in a launcher that has threads.
+# This program requests SIGTERM at the launcher's death (prctl 1 is PR_SET_PDEATHSIG), then executes
+# the command. It is a separate program, because Python code between fork and exec (preexec_fn) may
+# hang in a launcher with threads.
 DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -34,19 +36,22 @@ DIE_WITH_PARENT = (
 
 
 class ChildDied(Exception):
-    """A process that serving needs ended by itself; the message ends with its last lines."""
+    """A process that serving needs has died; the message ends with its last log lines."""
 
 
 class RestartPolicy(Protocol):
-    """When a child that ended is started again."""
+    """Decides when a child that ended is started again."""
 
     def pause_s(self, lived_s: float, now_s: float) -> float | None:
-        """Asked once for each end; None: never."""
+        """Seconds until the next start; None for no further start. Called once for each end."""
 
 
 @dataclass(slots=True)
 class LimitedRestarts:
-    """For what all others need: at once, but not for ever."""
+    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S.
+
+    For a process that all others need.
+    """
 
     _at_s: list[float] = field(default_factory=list)
 
@@ -58,7 +63,10 @@ class LimitedRestarts:
 
 @dataclass(slots=True)
 class GrowingPauses:
-    """For one of several alike, which must not end the others: always, but less and less often."""
+    """Always restarts, with pauses that double up to PAUSE_S_MAX while lives are short.
+
+    For one of several similar processes, whose failure must not end the others.
+    """
 
     _short_lives: int = 0
 
@@ -75,7 +83,7 @@ class Command:
 
 
 class ChildProcess:
-    """One child process in its own session, with its output in a file."""
+    """One child process in its own session that writes its output to a file."""
 
     def __init__(
         self,
@@ -86,13 +94,13 @@ class ChildProcess:
         policy: RestartPolicy | None = None,
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """`command` is asked anew at each start: ports may have changed."""
+        """`command` is called at each start, because ports may change."""
         self.name = name
         self.log_path = log_path
         self._log = BoundedLog(log_path, log_bytes_max)
         self._command, self._cwd = command, cwd
         self._policy = policy or LimitedRestarts()
-        self._due_s: float | None = None  # it ended and will be started again then
+        self._due_s: float | None = None  # time of the next start, in s; None while the child runs
         self.starts = 0
         self._process = self._start()
 
@@ -121,9 +129,10 @@ class ChildProcess:
             )
 
     def supervise(self) -> float | None:
-        """Start it again when it ended and its pause is over; ChildDied when it keeps ending.
+        """Restart a child that ended, after its pause.
 
-        Returns once for each end, after how many seconds it is started again.
+        Returns the pause in seconds once for each end, else None. Raises ChildDied if the policy
+        allows no further restart.
         """
         if self._process.poll() is None:
             return None
@@ -140,11 +149,11 @@ class ChildProcess:
         return pause_s
 
     def bound_log(self) -> int:
-        """Call it now and then: so many bytes have gone from the front of the log."""
+        """Shorten a log that is too long; returns the bytes removed from its front."""
         return self._log.shorten()
 
     def start_again(self) -> None:
-        """At once, as if it had not been started before."""
+        """Kill and restart at once, without the restart policy."""
         self.kill()
         self._process = self._start()
 
@@ -158,7 +167,7 @@ class ChildProcess:
 
     @property
     def has_crashed(self) -> bool:
-        """Did a signal end it?"""
+        """True if a signal ended the process."""
         status = self._process.poll()
         return status is not None and status < 0
 
@@ -173,7 +182,7 @@ class ChildProcess:
         return self._log.last_lines(lines)
 
     def wait_for_line(self, text: str, deadline_s: float) -> None:
-        """Until the log has a line with `text`; ChildDied when it ended or took too long."""
+        """Wait until the log contains `text`. Raises ChildDied if the child ends or is too slow."""
         give_up_s = time.monotonic() + deadline_s
         while text not in self.log_path.read_text(errors="replace"):
             self.check_alive()
@@ -185,19 +194,19 @@ class ChildProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it and its process group now; `supervise` may start it again."""
+        """Kill the process group; `supervise` may start the child again."""
         self._kill_group()
         self._process.wait()
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM); returns at once."""
+        """Send SIGTERM and return at once."""
         self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait for its end, then kill what is left of its process group; True if it ended itself.
+        """Wait for the child's end, then kill its process group; True if it ended in time.
 
-        The group is the child's own (it leads a session), so this reaches the stubs of a Triton
-        that crashed, and nothing else.
+        The child leads its own session and group. The signal therefore reaches only its
+        descendants, like the stubs of a crashed Triton.
         """
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
@@ -214,21 +223,21 @@ class ChildProcess:
 
 
 class Stopped(Exception):
-    """A signal asked the launcher to end."""
+    """The launcher received a signal to stop."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_signals() -> None:
-    """From here on nothing interrupts the clean-up."""
+    """Ignore the stop signals, so that they do not interrupt the clean-up."""
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped, once; later ones are ignored while stopping."""
+    """The first SIGINT, SIGTERM or SIGHUP raises Stopped; later ones are ignored."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         ignore_signals()

@@ -1,20 +1,24 @@
-"""Renewed certificates reach what reads them at its start only: restarts, one by one.
+"""Rolling restarts of the processes that read certificates only at their start.
 
-When the host's folder of keys changes, each worker's Triton that was started with other
-certificates is drained and started again, while all other workers of this host serve. Hosts take
-turns, because folders may be copied to all at once: so a role with two workers always has one.
-Requests under way end where they are; new ones go elsewhere. A turn is an election of its own in
-etcd, or, where one directory serves without an election, a block that only one may write.
+A worker's Triton reads its certificates at its start. When the host's folder of keys changes, the
+launcher drains and restarts each outdated worker, one at a time, while all other workers of the
+host serve. Requests under way finish on the draining worker; new requests are routed to other
+workers.
 
-etcd's member reads its certificate at each handshake, but the authorities only when it starts, so
-it is started again when those change, before the workers, and in the same turn: so etcd keeps its
-quorum. Where etcd lets nobody in any more, as after two steps of a renewal at once, no turn can be
-had; then it is started again without.
+Hosts take turns, because an operator may copy new keys to all hosts at once. A role with two
+workers therefore always has one that serves. A turn is an election in etcd. Where one directory
+serves without an election, a turn is a block that only one owner may write.
 
-A worker that cannot be called any more, because two steps came too fast and nobody believes its
-certificate, is started again without a turn: there is nothing to lose, and it would never be whole.
+The etcd member reads its certificate at each handshake, but the authorities only at its start. It
+is restarted in the same turn, before the workers, when the authorities change. One member at a time
+keeps etcd's quorum. If etcd rejects this host's keys, as after two renewal steps at once, no turn
+can be obtained. The member is then restarted without a turn.
 
-Everything else reads renewed keys by itself: ZeroMQ, KV over TCP, and the frontends' channels.
+A worker whose certificate is no longer trusted, because two renewal steps came too fast, is
+restarted without a turn as well. It serves no requests, and with it the host would never have only
+ready workers.
+
+ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
 
 Not here: keys (mooncake_store/keys), draining and starting (triton_process.py).
 """
@@ -39,13 +43,13 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
-SETTLED_S = 3.0  # a folder that is being copied changes file by file
-SILENT_S = 5.0  # a worker is not called to be lost for one answer that is late
-WHOLE_S = 2.0  # all workers serve for so long before the next one is restarted
-TTL_S = 5
-KEPT_OUT_S = 10.0  # etcd has let nobody in for so long: no turn is to be had
-ETCD = "etcd's member"  # among the workers
-# Of a turn where nothing is elected: whose block, its size, and how it is asked for.
+SETTLED_S = 3.0  # the keys must stay unchanged for so long, because copies change file by file
+SILENT_S = 5.0  # an outdated worker that is not ready for so long is restarted without a turn
+WHOLE_S = 2.0  # all workers must be ready for so long before the next restart
+TTL_S = 5  # of the turn's lease in etcd, and the pause after a failed campaign
+KEPT_OUT_S = 10.0  # after so many seconds of failing calls to etcd, no turn can be obtained
+ETCD = "etcd's member"  # stands for the etcd member among the names of workers
+# The turn without an election: the block's key and size, its lease, and the calls for it.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
 CLOSE_S_MAX = 0.5
@@ -55,7 +59,10 @@ log = logging.getLogger(__name__)
 
 
 class HostTurn:
-    """Whether it is this host's turn. It is asked for at the first question, and given back."""
+    """This host's turn to restart processes, by an election in etcd.
+
+    The first call of `is_held` starts the campaign; `give_back` ends the turn.
+    """
 
     def __init__(self, directory_address: str, host: str) -> None:
         self._address, self._host = directory_address, host
@@ -88,7 +95,7 @@ class HostTurn:
             self._thread = None
 
     def is_kept_out(self, now_s: float) -> bool:
-        """Has etcd not answered this host for a while? Asks it."""
+        """Call etcd; True if such calls have failed for KEPT_OUT_S."""
         try:
             etcd, prefix = parse_address(self._address)
             etcd.get(prefix)
@@ -99,7 +106,7 @@ class HostTurn:
         return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
 
     def give_back(self, wait_s: float | None = None) -> None:
-        """`wait_s`: for an answer of etcd, when this process ends and the turn with it."""
+        """End the turn. `wait_s` limits the wait for etcd when this process ends."""
         self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
@@ -110,27 +117,30 @@ class HostTurn:
 
 
 class DirectoryTurn(HostTurn):
-    """The same where nothing is elected. Of a directory only one owner has the slot of a block that
-    is being written, which ends with its lease, so the host that has that of TURN_KEY restarts."""
+    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn.
+
+    A directory gives the slot of an uncommitted block to one owner only, until the owner's lease
+    expires.
+    """
 
     def __init__(self, directory_address: str, host: str) -> None:
         super().__init__(directory_address, host)
         self._owner = f"renewal of {host}"
         self._client: DirectoryClient | None = None
         self._slot: Slot | None = None
-        self._is_sure = False
-        self.asked_s = float("-inf")
+        self._is_confirmed = False  # the directory confirmed the turn at the last call
+        self.asked_s = float("-inf")  # time of the last call, in s
 
     def is_held(self) -> bool:
         now_s = time.monotonic()
         if now_s - self.asked_s >= ASK_AGAIN_S:
             self.asked_s = now_s
             try:
-                self._is_sure = self._ask_directory()
+                self._is_confirmed = self._ask_directory()
             except StoreError as error:
                 log.warning("no turn to restart workers: %s", error)
-                self._is_sure = False
-        return self._is_sure
+                self._is_confirmed = False
+        return self._is_confirmed
 
     def _ask_directory(self) -> bool:
         if self._client is None:
@@ -141,14 +151,14 @@ class DirectoryTurn(HostTurn):
             for each in client.stats().nodes
             if each.tier == "dram" and each.is_open and not each.is_draining
         ]
-        node = min(nodes, default="")  # where all hosts ask: one may come, or drain, meanwhile
+        node = min(nodes, default="")  # the same for all hosts; it changes as nodes join or drain
         if slot is not None:
             try:
                 if slot.node_id == node and client.renew(self._owner, LEASE_S, slot.epoch):
                     return True
                 client.abandon([slot], self._owner)
             except EpochPassed:
-                log.warning("the directory has begun anew: the turn to restart workers is over")
+                log.warning("the directory has restarted: the turn to restart workers is over")
             self._slot = None
         if node:
             client.attach(node, "renewal", TURN_BYTES)
@@ -159,15 +169,15 @@ class DirectoryTurn(HostTurn):
         return self._slot is not None
 
     def is_kept_out(self, now_s: float) -> bool:
-        return False  # there is no member of etcd
+        return False  # there is no etcd member to restart
 
     def give_back(self, wait_s: float | None = None) -> None:
         if self._client is not None:
-            with contextlib.suppress(StoreError):  # then it ends with its lease
+            with contextlib.suppress(StoreError):  # then the turn ends with its lease
                 self._client.abandon([self._slot] if self._slot else [], self._owner)
             self._client.close()
         self._client = self._slot = None
-        self._is_sure, self.asked_s = False, float("-inf")
+        self._is_confirmed, self.asked_s = False, float("-inf")
 
 
 def turn_at(directory_address: str, host: str) -> HostTurn:
@@ -176,7 +186,7 @@ def turn_at(directory_address: str, host: str) -> HostTurn:
 
 
 class CertificateRenewal:
-    """Which worker is to be restarted now. Asked by the launcher again and again."""
+    """Decides which worker must be restarted now. The launcher calls `due` repeatedly."""
 
     def __init__(self, keys: Keys | None, turn: HostTurn) -> None:
         self._turn = turn
@@ -187,12 +197,12 @@ class CertificateRenewal:
         self._started_with: dict[str, str] = {}
         self._seen: FileDigests | None = None
         self._changed_s = float("-inf")
-        self._is_under_way = False  # a turn was asked for, and not given back
-        self._whole_from_s: float | None = None
-        self._silent_from_s: dict[str, float] = {}  # stale workers that cannot be called
+        self._is_under_way = False  # True from the call for a turn until the turn is given back
+        self._whole_from_s: float | None = None  # all workers are ready since; None before a turn
+        self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
 
     def started(self, worker: str) -> None:
-        """Its process is being started, with the certificates of now. `worker`: or ETCD."""
+        """A process starts and reads the current certificates. `worker` may be ETCD."""
         if self._digests is not None:
             self._started_with[worker] = self._digests.get().read_by(worker)
 
@@ -203,10 +213,10 @@ class CertificateRenewal:
         serves: Callable[[str], bool],
         now_s: float | None = None,
     ) -> str:
-        """The worker to be drained and started again, or ETCD; "" for none now.
+        """The worker to drain and restart now, or ETCD; "" for none.
 
-        `is_whole`: does all of it serve on this host? `serves`: does this worker? Asked only while
-        one is to be restarted.
+        `is_whole()` is True if all workers and the etcd member serve. `serves(worker)` is True if
+        this worker does. Both are called only while a restart is due.
         """
         if self._digests is None:
             return ""
@@ -217,11 +227,11 @@ class CertificateRenewal:
         if now_s - self._changed_s < SETTLED_S:
             return ""
         if silent := self._silent(stale, serves, now_s):
-            log.info("certificates have changed, and %s cannot be called any more", silent)
+            log.info("certificates have changed and %s is not reachable: restarting it", silent)
             return silent
         self._is_under_way = True
         if not self._turn.is_held():
-            if not stale:  # they began anew by themselves
+            if not stale:  # the outdated processes were restarted for another reason
                 self._end_turn()
             elif stale[0] == ETCD and self._turn.is_kept_out(now_s):
                 return ETCD
@@ -235,21 +245,20 @@ class CertificateRenewal:
             return ""
         if stale:
             self._whole_from_s = now_s
-            log.info("certificates have changed: %s is started again", stale[0])
+            log.info("certificates have changed: restarting %s", stale[0])
             return stale[0]
         self._end_turn()
         return ""
 
     def _silent(self, stale: Collection[str], serves: Callable[[str], bool], now_s: float) -> str:
-        """A stale worker that has not served for SILENT_S: with what it was started, nobody
-        believes it."""
+        """An outdated worker that was not ready for SILENT_S: its certificate is not trusted."""
         silent = [each for each in stale if each != ETCD and not serves(each)]
         self._silent_from_s = {each: self._silent_from_s.get(each, now_s) for each in silent}
         over = (each for each, from_s in self._silent_from_s.items() if now_s - from_s >= SILENT_S)
         return next(over, "")
 
     def _stale(self, workers: Collection[str], now: FileDigests, now_s: float) -> list[str]:
-        """Which were started with other files, in the order of their restarts."""
+        """The processes that started with other files, in the order of their restarts."""
         if now != self._seen:
             self._seen, self._changed_s = now, now_s
         found = [
@@ -269,7 +278,7 @@ class CertificateRenewal:
 
 @dataclass(frozen=True, slots=True)
 class FileDigests:
-    """Of a folder of keys, as far as processes read it at their start."""
+    """Digests of the files that processes read at their start."""
 
     all_files: str
     authorities: str
@@ -279,7 +288,7 @@ class FileDigests:
 
 
 def _digests_of(keys: Keys) -> FileDigests:
-    """KeysInvalid for files that do not belong together: a folder that is being copied."""
+    """Raises KeysInvalid while the files do not match, as during a copy of the folder."""
     _ = TlsContexts(keys).server
     authorities = keys.authorities.read_bytes()
     found = hashlib.sha256(keys.certificate.read_bytes() + keys.private_key.read_bytes())

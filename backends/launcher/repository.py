@@ -1,19 +1,22 @@
-"""The model repository as a Triton has it: the folder that it polls, what it says of the models.
+"""The model repository of one Triton: its mirrored folder, and the states of its models.
 
-**The mirror.** Each Triton of the launcher serves a part of the operator's repository
-(triton_process.py), so each polls a mirror of that part: everything is a link to the operator's
-files except config.pbtxt, which is a copy. Triton loads a model anew only when its config.pbtxt
-really changes, and it never restarts a model's process that died; such a model gets a new
-*incarnation*, one more parameter at the end of its copy, and Triton starts it again. The operator's
-files are only read. A folder is taken over when its content has not changed for a moment: editors
-and copies work in steps, and Triton gives up on a model whose version folder is not there yet. The
-dates of files do not count. A config.pbtxt that Triton could not read is not copied: the mirror
-keeps the copy before it and reports the refusal with file, line and remedy.
+**Mirror.** Each Triton of the launcher serves a part of the operator's repository
+(triton_process.py). Each Triton polls a mirror of its part. The mirror links to the operator's
+files, except for config.pbtxt, which it copies. The launcher never writes to the operator's files.
 
-**What Triton says**, in words an operator can use: which models are ready, and why one is not
-(Triton's reason without its boilerplate).
+Triton reloads a model only when the content of config.pbtxt changes, and it never restarts a
+model's process that died. For such a model, the mirror appends a parameter with a new *incarnation*
+number to its copy, and Triton starts the model again.
 
-Not here: starting Triton, and noticing that a model's process died (triton_process.py).
+The mirror takes over a folder after its content stayed the same for SETTLED_S. Editors and copies
+write in several steps, and Triton gives up on a model whose version folder is missing. Modification
+times do not count. The mirror rejects a config.pbtxt that Triton could not read: it keeps the
+previous copy and reports file, line and remedy.
+
+**Model states.** Which models are ready, and Triton's reason for a model that is not, without the
+traceback around it.
+
+Not here: starting Triton, and detecting that a model's process died (triton_process.py).
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ from backends.model_settings.serve_settings import (
     served_workers,
 )
 
-SETTLED_S = 0.15
-# Names with a leading underscore are the launcher's, not the operator's.
+SETTLED_S = 0.15  # a folder's content must stay the same for so long before the mirror copies it
+# A leading underscore marks a parameter that the launcher adds.
 INCARNATION_PARAMETER = "_incarnation"
 WORKER_BACKENDS = ("prefill", "decode")
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 
 
 def backend_of(model: Path) -> str | None:
-    """As a model folder's config.pbtxt names it; None when there is none (yet), or when Triton
-    could not read the file."""
+    """The backend that the folder's config.pbtxt names; None without a backend or a readable
+    file."""
     try:
         raw = read_config(model)
     except ConfigError:
@@ -68,39 +71,42 @@ def backend_of(model: Path) -> str | None:
 
 
 class WorkerFolders:
-    """Which folders of the operator's repository are prefill or decode workers, and which workers
-    are made of others, because options of the launch ask for more (serve_settings.py)."""
+    """The prefill and decode workers of the operator's repository.
+
+    A worker has a folder of its own, or it is made from the folder of another worker because the
+    launch options ask for more workers than there are folders (serve_settings.py).
+    """
 
     def __init__(
         self, repository: Path, settings: ServeSettings = NO_SETTINGS, nodes: Sequence[str] = ()
     ) -> None:
-        """ConfigError where a role has no worker to make others from."""
+        """Raises ConfigError if a role has no folder to make its workers from."""
         self._repository = repository
         self._settings, self._nodes = settings, nodes
         self._names: set[str] = set()
         self._served = ServedWorkers()
-        self._made: dict[str, str] = {}  # worker -> the folder that it is made of now
+        self._made: dict[str, str] = {}  # worker without a folder -> the folder it is made from
         if settings.workers and repository.is_dir():
             self._served = served_workers(settings, self._backends())
             self.names()
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Folders of workers beyond the number that was asked for."""
+        """Worker folders beyond the number of workers in the launch options; not served."""
         return self._served.left_out
 
     @property
     def made(self) -> dict[str, str]:
-        """Workers without a folder, and the folder that each is made of."""
+        """Worker without a folder -> the folder that it is made from."""
         return self._made
 
     def rendered(self, model: str, text: str) -> str:
-        """What Triton is to see of a model with this config.pbtxt."""
+        """The text of the mirrored config.pbtxt for a model with the config.pbtxt `text`."""
         number = self._served.made[model][1] if model in self._made else None
         return rendered(self._settings, text, number, self._nodes)
 
     def unreadable(self) -> list[str]:
-        """Why models that are to be served cannot be read, each with its remedy."""
+        """One message with remedy for each served model whose config.pbtxt cannot be read."""
         found = []
         for model in sorted(path.parent for path in self._repository.glob(f"*/{CONFIG}")):
             if model.name not in self.left_out:
@@ -117,7 +123,7 @@ class WorkerFolders:
         return {name: backend for name, backend in found.items() if backend in WORKER_BACKENDS}
 
     def names(self) -> set[str]:
-        """A folder whose config.pbtxt says nothing at the moment is what it was."""
+        """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role."""
         try:
             folders = [path for path in self._repository.iterdir() if path.is_dir()]
         except OSError:  # the repository is moved or unmounted
@@ -142,39 +148,43 @@ class WorkerFolders:
 
 
 class EditStates:
-    """What became of the newest config.pbtxt of each model. Read from any thread."""
+    """The state of the newest config.pbtxt of each model: pending, loaded or refused.
+
+    Any thread may read the states.
+    """
 
     def __init__(self) -> None:
         self._now: dict[str, EditState] = {}
-        self._mirrored: dict[str, str] = {}  # model -> what the copy means
+        # Model -> text without comments: of the mirrored copy, and of the copy that Triton loaded.
+        self._mirrored: dict[str, str] = {}
         self._loaded: dict[str, str] = {}
-        # Model -> state of the copy that Triton has, while the mirror refuses the newest file.
+        # Model -> state of the mirrored copy, while the mirror refuses the operator's newest file.
         self._kept: dict[str, EditState] = {}
 
     def mirrored(self, model: str, digest: str, text: str) -> None:
-        """Triton is going to see this text, made of the operator's file with this digest."""
+        """The mirror is about to write `text`, made from the operator's file with this digest."""
         meaning = without_comments(text)
         before = self._kept.pop(model, self._now.get(model))
         if before is not None and meaning == self._mirrored.get(model):
             self._now[model] = replace(before, digest=digest)
             return
         self._mirrored[model] = meaning
-        # Triton loads nothing when a refused edit is taken back.
+        # Triton does not reload a model whose refused edit was undone.
         outcome = LOADED if meaning == self._loaded.get(model) else PENDING
         self._now[model] = EditState(digest, outcome)
 
     def refused(self, model: str, digest: str, reason: str) -> None:
-        """The mirror does not copy the operator's file with this digest."""
+        """The mirror refused the operator's file with this digest."""
         if model in self._mirrored and (now := self._now.get(model)) is not None:
             self._kept.setdefault(model, now)
         self._now[model] = EditState(digest, REFUSED, reason)
 
     def revived(self, model: str, text: str) -> None:
-        """Triton loads the copy that it has once more, while the newest file is refused."""
+        """Triton is about to reload its copy while the mirror refuses the newest file."""
         self._mirrored[model] = without_comments(text)
 
-    def heard(self, load: ModelLoad) -> None:
-        """Triton loaded or refused the copy that it has."""
+    def loaded(self, load: ModelLoad) -> None:
+        """Triton loaded or refused the mirrored copy."""
         states = self._kept if load.model in self._kept else self._now
         before = states.get(load.model)
         if before is None or load.model not in self._mirrored:
@@ -198,12 +208,12 @@ class EditStates:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One look at a model's folder. Equal looks have equal content; dates do not count."""
+    """The content of a model's folder at one moment, without modification times."""
 
     has_config: bool = False
-    raw: bytes = b""  # of config.pbtxt
-    problem: str = ""  # why config.pbtxt cannot be served, with its remedy; "": it can
-    entries: frozenset[str] = frozenset()  # names beside config.pbtxt
+    raw: bytes = b""  # content of config.pbtxt
+    problem: str = ""  # why config.pbtxt cannot be served, with its remedy; "" if it can
+    entries: frozenset[str] = frozenset()  # names of all entries except config.pbtxt
 
 
 class RepositoryMirror:
@@ -215,8 +225,11 @@ class RepositoryMirror:
         workers: WorkerFolders | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wants`: is this model part of the mirror? `workers`: those that are made of others, and
-        how models are rendered; without, all are as their files say."""
+        """`wants(model)` is True if the mirror contains the model.
+
+        `workers` adds workers without a folder and renders each config.pbtxt. Without it, the
+        mirror copies each config.pbtxt unchanged.
+        """
         self.source = source.resolve()
         self.target = target
         self.edits = EditStates()
@@ -224,36 +237,37 @@ class RepositoryMirror:
         self._workers = workers
         self._clock = clock
         self._incarnations: dict[str, int] = {}
-        self._seen: dict[str, tuple[ModelFolder, float]] = {}  # model -> last look, first seen at s
-        self._taken: dict[str, ModelFolder] = {}  # model -> the newest look that it serves
-        self._refused: dict[str, str] = {}  # model -> why its newest file is not served
+        # Model -> last content, and the clock time in seconds at which it was first seen.
+        self._seen: dict[str, tuple[ModelFolder, float]] = {}
+        self._taken: dict[str, ModelFolder] = {}  # model -> the newest content in the mirror
+        self._refused: dict[str, str] = {}  # model -> why the mirror refuses its newest file
         self._news: list[ModelLoad] = []
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
 
     def revive(self, model: str) -> None:
-        """Let Triton start this model once more, with the same settings."""
+        """Make Triton start this model again with the same settings."""
         self._incarnations[model] = self._incarnations.get(model, 0) + 1
 
     def models(self) -> set[str]:
-        """Those that Triton is to serve."""
+        """The names of the models that Triton should serve."""
         return {path.parent.name for path in self.target.glob("*/config.pbtxt")}
 
     def config(self, model: str) -> str:
-        """The config.pbtxt that Triton sees; "" when the model is gone."""
+        """The mirrored config.pbtxt; "" if the model was removed."""
         path = self.target / model / "config.pbtxt"
         return path.read_text("utf-8", BYTES) if path.exists() else ""
 
     def take_refusals(self) -> list[ModelLoad]:
-        """Edits that the mirror refused since the last call, and refused edits taken back."""
+        """The edits that the mirror refused since the last call, and refused edits since undone."""
         news, self._news = self._news, []
         return news
 
     def sync(self, is_first: bool = False) -> None:
-        """Bring the mirror up to date; cheap, for a call every few hundred milliseconds."""
+        """Update the mirror. A call is cheap enough for every few hundred milliseconds."""
         try:
             folders = {path.name for path in self.source.iterdir() if path.is_dir()}
-        except OSError:  # the repository is moved or unmounted: each of its models reports that
+        except OSError:  # the repository was moved or unmounted; each of its models reports that
             folders = set(self._taken)
         if self._workers is not None:
             folders |= self._workers.made.keys()
@@ -263,11 +277,11 @@ class RepositoryMirror:
             if name not in wanted:
                 self._remove(name)
         for name in sorted(wanted):
-            with contextlib.suppress(OSError):  # the target's disk is full: the next call retries
+            with contextlib.suppress(OSError):  # the mirror's disk is full; the next call retries
                 self._sync_model(name, is_first)
 
     def _remove(self, name: str) -> None:
-        gone = self.target.parent / f".{name}.gone"  # Triton shall not see a folder without files
+        gone = self.target.parent / f".{name}.gone"  # Triton must not poll a half-removed folder
         with contextlib.suppress(FileNotFoundError):
             (self.target / name).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -304,16 +318,16 @@ class RepositoryMirror:
         return ModelFolder(has_config, raw, problem, frozenset(entries - {CONFIG}))
 
     def _judge(self, name: str, folder: ModelFolder) -> None:
-        """Take a settled folder, or refuse it and report that once."""
+        """Accept a settled folder, or refuse it and report the refusal once."""
         taken = self._taken.get(name)
         problem = folder.problem or _lost_backend(name, folder, taken)
         if not problem:
             self._taken[name] = folder
             if self._refused.pop(name, None) and taken is not None and taken.raw == folder.raw:
-                self._news.append(ModelLoad(name))  # Triton loads nothing, so it reports nothing
+                self._news.append(ModelLoad(name))  # Triton does not reload, so it reports nothing
             return
         if taken is None and not folder.has_config:
-            return  # a folder that is being copied is no model yet
+            return  # config.pbtxt of a new model is not copied yet
         report = f"{digest(folder.raw)} {problem}"
         if self._refused.get(name) != report:
             self._refused[name] = report
@@ -327,7 +341,8 @@ class RepositoryMirror:
         if incarnation := self._incarnations.get(name):
             value = f'value {{ string_value: "{incarnation}" }}'
             text += f'\nparameters {{ key: "{INCARNATION_PARAMETER}" {value} }}\n'
-        # Triton reports a folder without a config.pbtxt, so a new one is made elsewhere.
+        # Triton reports an error for a folder without config.pbtxt. A new folder is therefore
+        # filled outside the mirror and then renamed.
         made = target if target.exists() else self.target.parent / f".{name}.model"
         made.mkdir(exist_ok=True)
         for link in made.iterdir():
@@ -336,9 +351,9 @@ class RepositoryMirror:
         for entry in folder.entries:
             if not (made / entry).is_symlink():
                 (made / entry).symlink_to(source / entry)
-        copy, said = made / CONFIG, text.encode("utf-8", BYTES)
-        is_new = not copy.exists() or copy.read_bytes() != said
-        # The states change before Triton can report anything of the copy.
+        copy, content = made / CONFIG, text.encode("utf-8", BYTES)
+        is_new = not copy.exists() or copy.read_bytes() != content
+        # The edit's state changes before Triton can report a load of the copy.
         if name in self._refused:
             if is_new:
                 self.edits.revived(name, text)
@@ -346,14 +361,17 @@ class RepositoryMirror:
             self.edits.mirrored(name, digest(folder.raw), text)
         if is_new:
             partial = self.target.parent / f".{name}.config"
-            partial.write_bytes(said)
-            partial.replace(copy)  # last: Triton loads a folder as soon as it has a config
+            partial.write_bytes(content)
+            partial.replace(copy)  # last, because Triton loads a folder once it has a config.pbtxt
         if made != target:
             made.rename(target)
 
 
 def _lost_backend(name: str, folder: ModelFolder, taken: ModelFolder | None) -> str:
-    """Triton guesses the backend of a model that names none, so only a loss is a mistake."""
+    """The problem of a config.pbtxt that lost its backend line; "" if it did not.
+
+    A config.pbtxt without this line is valid, because Triton can guess a model's backend.
+    """
     if taken is None or BACKEND.search(folder.raw.decode("utf-8", BYTES)):
         return ""
     found = BACKEND.search(taken.raw.decode("utf-8", BYTES))
@@ -366,7 +384,7 @@ def running_settings(
     workers: WorkerFolders,
     mirrors: Sequence[RepositoryMirror],
 ) -> dict[str, object]:
-    """What `mooncake config` asks of a running system, as its metrics port says it."""
+    """The JSON body that the metrics port serves to `mooncake config`."""
     directory = plan.directory_address
     gateway = plan.frontend.gateway if plan.frontend else None
     return asdict(
@@ -392,7 +410,7 @@ def running_settings(
 
 
 ASK_S_MAX = 2.0
-Ask = Callable[[str], bool | None]  # is this model ready? None: Triton does not answer
+Ask = Callable[[str], bool | None]  # model -> is it ready? None if Triton does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,16 +434,15 @@ def ask_http(address: str) -> Ask:
 
 
 def ask_grpc(address: str) -> Ask:
-    # gRPC writes each refused handshake to stderr, several a second; who asks says what it means.
+    # gRPC writes each refused handshake to stderr, several per second. Callers report it once.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import grpc  # here, for who only reads logs
+    import grpc  # here, because callers that only read logs do not need it
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     from backends.worker_tls import worker_channel
 
     def ask(model: str) -> bool | None:
-        # Each question gets a channel of its own, because one that was refused once waits before
-        # it connects again.
+        # Each call opens a new channel, because a channel backs off after a refused connection.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         with contextlib.closing(worker_channel(address, options)) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -440,29 +457,32 @@ def ask_grpc(address: str) -> Ask:
 
 
 class TritonLog:
-    """What Triton wrote of its models since it was read last."""
+    """Reads Triton's log incrementally: loads and refusals of models, and failed services."""
 
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
         self._log_offset = 0
-        # Why this incarnation of Triton serves without one of its ports: it goes on when one is
-        # taken.
+        # Why this incarnation lacks one of its ports; "" if it has all. Triton keeps running
+        # without a port that another process has taken.
         self.service_problem = ""
-        self._refused: dict[str, str] = {}  # model -> why its newest edit was refused
-        # A worker has said that it serves, and Triton not yet that it is loaded.
+        self._refused: dict[str, str] = {}  # model -> why Triton refused its newest edit
+        # True after the worker logged that it serves, until Triton logs its load.
         self.is_load_pending = False
 
     def moved(self, length_bytes: int) -> None:
-        """So many bytes have gone from the front of the file."""
+        """`length_bytes` were removed from the front of the file."""
         self._log_offset = max(0, self._log_offset - length_bytes)
 
     def news(self) -> list[ModelLoad]:
-        """Loads and refusals since the last call. Triton tries a refused model again at every
-        poll; the same refusal is reported once, until the model has loaded or fails otherwise."""
+        """Loads and refusals since the last call.
+
+        Triton retries a refused model at every poll. Equal refusals are reported once, until the
+        model loads or fails for another reason.
+        """
         try:
             with self._log_path.open("rb") as log:
                 if os.fstat(log.fileno()).st_size < self._log_offset:
-                    self._log_offset = 0  # it was begun anew
+                    self._log_offset = 0  # the file was truncated
                 log.seek(self._log_offset)
                 whole_lines = log.read().rpartition(b"\n")[0]
                 self._log_offset += len(whole_lines)
@@ -486,15 +506,15 @@ class TritonLog:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Triton loaded a model, or refused to."""
+    """Triton loaded a model or refused to load it."""
 
     model: str
-    reason: str = ""  # why not; "" when it is loaded
-    is_new: bool = False  # a refused model that has no older settings to serve with
+    reason: str = ""  # why the model was refused; "" if it was loaded
+    is_new: bool = False  # True for a refused model without older settings to serve with
 
 
 SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")
-WORKER_READY_OR_LOAD = re.compile(  # the first is of workers/worker_process.py
+WORKER_READY_OR_LOAD = re.compile(  # workers/worker_process.py logs the first alternative
     r"(?P<worker>\S+ \([0-9a-f]{12}\) serves on node )|successfully loaded '|failed to load '"
 )
 LOAD = re.compile(
@@ -507,7 +527,7 @@ LOAD = re.compile(
 
 
 def loads(log_text: str) -> list[ModelLoad]:
-    """What Triton's log says of loading models, in its order."""
+    """The loads and refusals in Triton's log, in the log's order."""
     return [
         ModelLoad(match["loaded"])
         if match["loaded"]
@@ -517,7 +537,7 @@ def loads(log_text: str) -> list[ModelLoad]:
 
 
 def tidy_reason(reason: str) -> str:
-    """Drop the traceback and status words that Triton wraps around a model's own message."""
+    """The model's own message, without the traceback and status words that Triton adds."""
     reason = reason.strip().removesuffix('"').replace("\\n", "\n")  # the log escapes line ends
     reason = re.sub(r"^(Internal|Invalid argument|Unavailable): ", "", reason)
     reason = re.sub(r"\n\nAt:\n.*", "", reason, flags=re.DOTALL)

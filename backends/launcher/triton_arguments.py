@@ -1,7 +1,7 @@
-"""The command lines of Triton: what each of its servers listens for, polls, and keeps closed.
+"""The command lines of Tritons: ports, polled repository, restricted APIs.
 
-Triton wants `<backend-directory>/python/` with real copies of its Python backend (a symbolic link
-is refused) and one folder per backend of ours beside it: `stage` makes that folder.
+`stage` makes the folder for `--backend-directory`. Triton requires `python/` in it with real copies
+of its Python backend (it rejects symbolic links), and one folder for each of our backends.
 
 Not here: which Tritons there are and when they start (launch.py, triton_process.py).
 """
@@ -21,13 +21,13 @@ from backends.worker_tls import server_arguments
 from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
-FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # that a Triton waits for requests and models to end
+FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # limit of Triton's wait for requests and models
 
 
 def common_arguments(
     server: Path, repository: Path, backends: Path, endpoints: Endpoints, shm_prefix: str
 ) -> list[str]:
-    """Of every Triton of ours. `shm_prefix`: what the names of its shared memory begin with."""
+    """The arguments of every Triton. `shm_prefix` is the prefix of its shared memory names."""
     return [
         str(server),
         f"--model-repository={repository}",
@@ -51,9 +51,11 @@ def common_arguments(
 def frontend_arguments(
     admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str], is_traced: bool = False
 ) -> list[str]:
-    """Of the Triton that clients call; `more` is the operator's own. A gRPC client's
-    metadata `traceparent` become the request parameter of this name, where somebody traces. (Triton
-    2.51 does so with headers of HTTP as well, but not with those of /generate.)"""
+    """The further arguments of the frontend's Triton; `more` comes from the operator.
+
+    With tracing, Triton copies the gRPC metadata `traceparent` to a request parameter of this name.
+    Triton 2.51 also copies HTTP headers, except those of /generate.
+    """
     forwarded = [f"--grpc-header-forward-pattern=(?i){TRACEPARENT}"] if is_traced else []
     return [
         f"--exit-timeout-secs={FRONTEND_EXIT_S}",
@@ -65,8 +67,11 @@ def frontend_arguments(
 
 
 def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
-    """Of a worker's Triton. Frontends of other hosts ping it (frontend/grpc_calls.py), more often
-    than gRPC's servers take by themselves."""
+    """The further arguments of a worker's Triton.
+
+    Frontends of other hosts ping a worker (frontend/grpc_calls.py) more often than a gRPC server
+    accepts by default.
+    """
     return [
         f"--exit-timeout-secs={WORKER_EXIT_S}",
         "--allow-cpu-metrics=false",
@@ -82,7 +87,7 @@ def listening(service: str, address: str) -> list[str]:
 
 
 def stage(triton: TritonInstall, folder: Path) -> Path:
-    """Fill `folder` with the Python backend and ours; returns it, for --backend-directory."""
+    """Fill `folder` with Triton's Python backend and our backends; returns `folder`."""
     if folder.exists():
         shutil.rmtree(folder)
     python = folder / "python"

@@ -1,13 +1,15 @@
 """One tritonserver of `mooncake serve`: its part of the repository, ports, log, start and death.
 
-The models that clients call share one, the *frontend's*, on the public ports. Each prefill and
-decode worker has one of its own, on loopback or, where a deployment has several hosts, where their
-frontends call it; so a process of it that is frozen, aborted or killed takes nobody along
-(docs/decisions/0017).
+The models that clients call share one Triton, the *frontend's*, on the public ports. Each prefill
+and decode worker has a Triton of its own. A worker's Triton listens on loopback, or at the address
+that frontends call where a deployment has several hosts. A hung, aborted or killed worker process
+therefore affects no other model (docs/decisions/0017).
 
 Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
-That one died is noticed here (`Stubs`, `StubWatch`), because Triton does not notice: it reports the
-model as ready. Not here: which Tritons there are (launch.py), child processes (processes.py),
+`Stubs` and `StubWatch` detect the death of such a process, because Triton does not: it keeps
+reporting the model as ready.
+
+Not here: which Tritons there are (launch.py), child processes (processes.py),
 reading Triton's log (repository.py).
 """
 
@@ -46,18 +48,21 @@ STUB = "triton_python_backend_stub"
 
 
 class Stubs:
-    """All processes of this host are looked at once for all Tritons, and strangers only once."""
+    """Finds the stub processes of all Tritons with one scan of /proc.
+
+    Processes that are no child of a Triton are inspected once and then skipped.
+    """
 
     def __init__(self) -> None:
-        self._strangers: set[str] = set()  # pids of processes that no Triton of ours has started
+        self._strangers: set[str] = set()  # pids of live processes that are no child of a Triton
 
     def models_alive(self, triton_pids: Collection[int]) -> dict[int, set[str]]:
-        """By tritonserver: the models that have a process."""
+        """Pid of a tritonserver -> names of its models that have a live process."""
         found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
         pids = set(filter(str.isdigit, os.listdir("/proc")))
-        self._strangers &= pids  # a pid that was free in between may be anybody's
+        self._strangers &= pids  # the kernel may reuse the pid of a process that ended
         for pid in pids - self._strangers:
-            with contextlib.suppress(OSError):  # it ended while we look
+            with contextlib.suppress(OSError):  # the process ended during the scan
                 stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
                 state, parent = stat.rpartition(") ")[2].split()[:2]
                 if int(parent) not in found:
@@ -68,8 +73,11 @@ class Stubs:
 
 
 def end_orphans(launches: Collection[str]) -> None:
-    """Ends processes of models that dead launches left: one whose Triton is killed while it loads
-    may wait for it for ever. `launches` are the names that their shared memory begins with."""
+    """Kill model processes of dead launches.
+
+    A stub whose Triton is killed during a load can wait for that Triton for ever. `launches` are
+    names of launches, which are prefixes of their shared memory names.
+    """
     prefixes = tuple(f"{name}-" for name in launches)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -78,20 +86,20 @@ def end_orphans(launches: Collection[str]) -> None:
 
 
 def _stub_arguments(pid: str) -> list[str]:
-    """[] for any other process."""
+    """The command line of a stub process; [] for any other process."""
     arguments = Path(f"/proc/{pid}/cmdline").read_text("utf-8", "surrogateescape").split("\0")
     is_stub = len(arguments) > 1 and Path(arguments[0]).name == STUB
     return arguments if is_stub else []
 
 
 class StubWatch:
-    """Of one incarnation of a Triton."""
+    """Detects model processes that died, within one incarnation of a Triton."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def died(self, expected: set[str], alive: set[str]) -> list[str]:
-        """Models of `expected` that had a process and have none now; each is named once."""
+        """Models of `expected` whose process is gone since the previous call."""
         lost = sorted((self._seen & expected) - alive)
         self._seen = alive
         return lost
@@ -100,25 +108,25 @@ class StubWatch:
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
 CRASHES_MAX = 2
-PROMISED: dict[str, list[int]] = {}  # ports of each Triton's newest incarnation
-INCARNATIONS = itertools.count(1)  # of all Tritons of this launcher
-NUMBERS = itertools.count(1)  # a Triton's own, whatever its incarnations
-DRAIN_S_MAX = 45.0  # a worker ends what it has within 30 s; then it leaves the directory
-END_S_MAX = 5.0
-# From a worker's word that it serves to Triton's that it is loaded, which takes milliseconds.
-# Triton 2.51 waits for ever for a stub that stood still while it was loaded, and the worker, which
-# is in the directory by then, refuses every call.
-LOAD_SAID_S_MAX = 10.0
+PROMISED: dict[str, list[int]] = {}  # process name -> ports that its newest incarnation uses
+INCARNATIONS = itertools.count(1)  # numbers the incarnations of all Tritons of this launcher
+NUMBERS = itertools.count(1)  # numbers the Tritons; a restart keeps a Triton's number
+DRAIN_S_MAX = 45.0  # a worker finishes its requests within 30 s, then deregisters
+END_S_MAX = 5.0  # from SIGTERM to SIGKILL
+# Limit between a worker's log line that it serves and Triton's line that the model is loaded.
+# Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during its
+# load. The worker is in the directory by then and refuses every call.
+LOAD_PENDING_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where one incarnation of a Triton listens, each as HOST:PORT; "" where it does not."""
+    """Where one incarnation of a Triton listens: HOST:PORT, or "" for a disabled service."""
 
     grpc: str
     metrics: str = ""
     http: str = ""
-    called_grpc: str = ""  # where others call it, when that is not where it listens
+    called_grpc: str = ""  # address that callers use for gRPC; "" if it equals `grpc`
 
     @property
     def called(self) -> str:
@@ -127,24 +135,24 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Something died and is started again."""
+    """A process or model died and is started again."""
 
     name: str
-    pause_s: float = 0.0  # it keeps dying, so not before this
+    pause_s: float = 0.0  # seconds until the start; > 0 if the process keeps dying
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         when = f" in {self.pause_s:.0f} s" if self.pause_s else ""
         return f"{self.name} died, starting it again{when}"
 
 
 @dataclass(frozen=True, slots=True)
 class AnyPort:
-    """Where a Triton listens that was given no port."""
+    """Chooses the port of a Triton without a planned port."""
 
     listen: str = LOOPBACK
-    called: str = ""  # by others, when that is not where it listens
-    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)
+    called: str = ""  # host address that callers use; "" if it equals `listen`
+    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
 
     def endpoints(self, metrics: str, promised: Collection[int]) -> Endpoints:
         [port] = free_ports(1, promised, *self.ports, self.listen)
@@ -157,7 +165,7 @@ Plan = Callable[["Triton", Endpoints], Command]
 
 
 class Triton:
-    """The frontend's, and what a worker's has in common with it."""
+    """The frontend's Triton, and the base class of a worker's Triton."""
 
     make_policy: Callable[[], RestartPolicy] = LimitedRestarts
 
@@ -172,8 +180,11 @@ class Triton:
         any_port: AnyPort = ANY_OF_LOOPBACK,
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """`fixed`: addresses that others know; without, it gets a port of its own at each start.
-        Its metrics are on loopback always. Nothing is started yet."""
+        """Does not start the process.
+
+        `fixed` are the planned addresses. Without them, each start chooses a free port from
+        `any_port`. The metrics service always listens on loopback.
+        """
         self.name = name
         self.number = next(NUMBERS)
         self.mirror = mirror
@@ -181,13 +192,13 @@ class Triton:
         self._log_bytes_max = log_bytes_max
         self._cwd, self._plan, self._fixed, self._any_port = cwd, plan, fixed, any_port
         self._log = TritonLog(log_path)
-        self.endpoints: Endpoints | None = None  # of the running incarnation
-        self.incarnation = 0  # its number
+        self.endpoints: Endpoints | None = None  # of the newest incarnation
+        self.incarnation = 0  # number of the newest incarnation; 0 before the first start
         self.child: ChildProcess | None = None
         self._starts = 0
-        self._crashes = 0  # before it was ready for the first time
+        self._crashes = 0  # crashes before the first readiness; 0 <= _crashes <= CRASHES_MAX
         self._stubs = StubWatch()
-        self._loaded: set[str] = set()  # by this incarnation
+        self._loaded: set[str] = set()  # models that the newest incarnation loaded
         self._loads: list[ModelLoad] = []
 
     def start(self) -> None:
@@ -206,7 +217,7 @@ class Triton:
         self._began()
 
     def _began(self) -> None:
-        """A new incarnation of the process."""
+        """Reset the state of the previous incarnation."""
         assert self.child is not None
         self._starts = self.child.starts
         self._stubs = StubWatch()
@@ -229,18 +240,18 @@ class Triton:
 
     @property
     def pid(self) -> int | None:
-        """While it runs."""
+        """None while the process does not run."""
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Carries edits over and starts again what died; `alive`: its models with a process."""
+        """Copy edits to the mirror and restart what died; `alive`: the models with a process."""
         self.mirror.sync()
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
-        self._log.moved(self.child.bound_log())  # behind _died, which has read all of it
+        self._log.moved(self.child.bound_log())  # after _died, which read the whole log
         if self.child.is_alive and self.service_problem():
-            self.child.kill()  # somebody else took its port: the next incarnation gets another
+            self.child.kill()  # another process took its port; the next incarnation gets another
         pause_s = self.child.supervise()
         if pause_s is not None:
             restarts.append(Restart(self.name, pause_s))
@@ -249,38 +260,39 @@ class Triton:
         return restarts
 
     def _died(self, alive: set[str]) -> list[str]:
-        """Models whose process died and that were started again, without the rest of Triton."""
+        """Models whose process died and that are started again without a restart of Triton."""
         self._read_log()
-        # The process of a model that does not load comes and goes with each attempt of Triton's,
-        # so only models that were loaded are expected to have one.
+        # Each load attempt of a model that fails to load starts and ends a process. Only loaded
+        # models are therefore expected to have one.
         died = self._stubs.died(self.mirror.models() & self._loaded, alive)
         return [model for model in died if self._revive(model)]
 
     def _revive(self, model: str) -> bool:
         if 'backend: "conductor"' in self.mirror.config(model) and self.child is not None:
-            # Triton would leave the clients of its streams waiting for ever, and may abort
-            # when the model is started again: better an error at once and a fresh Triton.
+            # Triton would leave the clients of open streams waiting for ever, and may abort when
+            # the model restarts. A new Triton fails their requests at once.
             self.child.kill()
             return False
         self.mirror.revive(model)
         return True
 
     def service_problem(self) -> str:
-        """Why this incarnation serves without one of its ports; "" if it has all."""
+        """Why this incarnation lacks one of its ports; "" if it has all."""
         self._read_log()
         return self._log.service_problem
 
     def supervise_start(self) -> str:
-        """Until it is ready for the first time: the reason why it cannot start, or "".
+        """Supervise Triton until its first readiness; returns why it cannot start, or "".
 
-        A port of its own that somebody took is replaced by another. A Triton that a signal ended is
-        started again, CRASHES_MAX times: on a busy machine 2.51 aborts now and then while it makes
-        the shared memory of its models. ChildDied when it ended by itself, or too often.
+        A chosen port that another process took is replaced by another port. A Triton that a signal
+        ended is restarted up to CRASHES_MAX times: on a busy machine Triton 2.51 sometimes aborts
+        while it creates its models' shared memory. Raises ChildDied if Triton exited by itself or
+        crashed more often.
         """
         if self.child is None:
             self.mirror.sync()
             return ""
-        problem = self.service_problem()  # that of gRPC ends Triton, that of metrics does not
+        problem = self.service_problem()  # Triton exits without gRPC, but not without metrics
         if problem and (self._fixed is None or "Metrics" in problem):
             self._start_again(self.child)
             return ""
@@ -299,19 +311,19 @@ class Triton:
 
     def _read_log(self) -> None:
         if self.child is None:
-            return  # The file there is of another incarnation.
+            return  # the file is from an earlier launch
         news = self._log.news()
         self._loads += news
         for load in news:
-            self.mirror.edits.heard(load)
+            self.mirror.edits.loaded(load)
         self._loaded |= {load.model for load in news if not load.reason}
 
     def states(self) -> list[ModelState] | None:
-        """One for each of its models; None while it does not answer.
+        """The state of each model; None while Triton does not answer.
 
-        From any thread. A Triton answers only after it has tried each of its models once.
+        A Triton answers only after it tried each of its models once. Any thread may call this.
         """
-        models, ask = sorted(self.mirror.models()), self._principal()
+        models, ask = sorted(self.mirror.models()), self._readiness_call()
         if ask is None:
             return None
         answers = {model: ask(model) for model in models}
@@ -319,7 +331,7 @@ class Triton:
             return None
         return [ModelState(model, bool(is_ready)) for model, is_ready in answers.items()]
 
-    def _principal(self) -> Ask | None:
+    def _readiness_call(self) -> Ask | None:
         endpoints = self.endpoints
         if endpoints is None:
             return None
@@ -327,7 +339,7 @@ class Triton:
 
 
 class WorkerTriton(Triton):
-    """A worker's own: started when its folder is complete, ended when it is gone."""
+    """A worker's Triton: started once its folder is complete, drained when it is removed."""
 
     make_policy = GrowingPauses
 
@@ -370,26 +382,26 @@ class WorkerTriton(Triton):
             self._load_pending_from_s = None
         elif self._load_pending_from_s is None:
             self._load_pending_from_s = now_s
-        elif now_s - self._load_pending_from_s > LOAD_SAID_S_MAX:
+        elif now_s - self._load_pending_from_s > LOAD_PENDING_S_MAX:
             self._load_pending_from_s = None
             self.child.kill()
 
     def _revive(self, model: str) -> bool:
-        """Its model is all it is for: when that dies, the whole Triton is started afresh."""
+        """Kill Triton, which `supervise` then restarts: it serves no other model."""
         assert self.child is not None
         self.child.kill()
         return False
 
     def drain(self, alive: set[str]) -> bool:
-        """Its folder is gone: let it end what it has. Call it until it says True: it ended."""
+        """Let the worker finish its requests, then end it. Call this until it returns True."""
         now_s = time.monotonic()
         if self._draining_from_s is None:
             self._draining_from_s = now_s
-        self.mirror.sync()  # Triton unloads the model, which ends when its requests have
+        self.mirror.sync()  # Triton unloads the model; its process ends after its last request
         if self.child is None:
             return True
         if not self.child.is_alive:
-            self.child.kill()  # what is left of its process group: stubs that hang
+            self.child.kill()  # kills hung stubs of its process group
             return True
         if self._ending_from_s is None:
             if alive and now_s - self._draining_from_s < DRAIN_S_MAX:
@@ -402,7 +414,7 @@ class WorkerTriton(Triton):
 
 
 def all_states(answers: Iterable[tuple[Triton, list[ModelState] | None]]) -> list[ModelState]:
-    """By name; those of a Triton that does not answer are not ready."""
+    """All models by name. Models of a Triton that does not answer are not ready."""
     found = []
     for triton, answer in answers:
         found += answer or [ModelState(model, False) for model in triton.mirror.models()]

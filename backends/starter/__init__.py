@@ -1,1 +1,1 @@
-"""What does somebody begin with who has no checkout?"""
+"""`mooncake init`: a first model repository without a checkout."""

@@ -1,7 +1,8 @@
-"""`mooncake init`: a model repository and a checkpoint of one's own, to serve and to edit.
+"""`mooncake init`: makes a model repository with a checkpoint, to serve and to edit.
 
-The models are the shipped ones; their `checkpoint` is the copy of the demo checkpoint that lies
-beside them. Nothing is there until all of it is: it is laid down in a folder of another name first.
+The models are the shipped ones. Their `checkpoint` parameter names a copy of the demo checkpoint in
+the new folder. The folder is filled under a temporary name and then renamed, so it is complete or
+missing.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from backends.cluster.model_rendering import CONFIG, parameters_of, templates_in
 from backends.shipped import shipped_checkpoint, shipped_repository
 
 CHECKPOINT = "demo_checkpoint"
-# What a server reads of a checkpoint; how the demo's was trained stays with the package.
+# The files that a server reads. The training files of the demo checkpoint are not copied.
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "README.md")
 
 
 class FolderInUse(Exception):
-    """There is something already; the message says what to do."""
+    """The folder is not empty; the message names the remedy."""
 
 
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder, for `serve --model-repository`.")],
 ) -> None:
-    """Lay down a model repository and the demo checkpoint, to serve and to edit."""
+    """Make a model repository with the demo checkpoint, to serve and to edit."""
     try:
         models = lay_down(folder)
     except (FolderInUse, OSError) as problem:
@@ -46,10 +47,10 @@ def init(
 
 
 def lay_down(folder: Path) -> list[str]:
-    """The models that are there afterwards. FolderInUse or OSError, and then nothing is."""
-    folder = folder.resolve()  # as servers do before they look beside it
+    """Make the folder; returns its models. Raises FolderInUse or OSError and leaves no folder."""
+    folder = folder.resolve()  # servers resolve links before they use relative paths
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderInUse(f"{folder} is there and not empty: name another folder, or remove it")
+        raise FolderInUse(f"{folder} exists and is not empty: name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
         whole = Path(partial) / folder.name
@@ -63,7 +64,7 @@ def _take_over(whole: Path, folder: Path) -> None:
     if not folder.exists():
         whole.rename(folder)
         return
-    for path in whole.iterdir():  # an empty folder is kept: a shell may stand in it
+    for path in whole.iterdir():  # keeps the empty folder: a shell may have it as working folder
         path.rename(folder / path.name)
 
 
@@ -71,9 +72,9 @@ def _write_models(repository: Path) -> list[str]:
     templates = templates_in(shipped_repository())
     for model, text in templates.items():
         if parameters_of(text).get("checkpoint") == "demo":
-            # Relative paths start beside the model repository (config_pbtxt.py).
+            # A relative path starts at the parent folder of the repository (config_pbtxt.py).
             text = with_parameters(text, {"checkpoint": f"{repository.name}/{CHECKPOINT}"})
-        (repository / model / "1").mkdir(parents=True)  # Triton wants a folder for each version
+        (repository / model / "1").mkdir(parents=True)  # Triton needs a folder for each version
         (repository / model / CONFIG).write_text(text, encoding="utf-8")
     return list(templates)
 

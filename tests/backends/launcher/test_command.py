@@ -54,8 +54,8 @@ POD = ("--pool", "decode", "--host", "decode-x7", "--address", "10.77.0.9")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--host", "a", "--address", "10.77.0.1"), "with --cluster the file says this"),
-        (POD[:4], "say where the other hosts reach this one"),
+        (("--host", "a", "--address", "10.77.0.1"), "with --cluster the file defines this"),
+        (POD[:4], "give one at which the other hosts reach this host"),
         ((*POD[:5], "fd00::9"), "use an IPv4 address"),
         ((*POD[:3], "", *POD[4:]), "needs a name"),
         ((*POD[:3], "My Host/..", *POD[4:]), "needs a name"),

@@ -129,7 +129,7 @@ def members(tmp_path: Path) -> Iterator[Members]:
 def test_a_member_comes_back_with_its_data_and_is_replaced_without(members: Members) -> None:
     assert members.client.write_unless_changed({"key": 0}, {"key": b"value"}, {})
     directory = f"etcd://{','.join(members.endpoints)}/test"
-    assert state(directory).said.startswith("no directory leads yet")
+    assert state(directory).text.startswith("no directory leads yet")
 
     members.kill("a")
     answers = ask_etcd(members.endpoints)
@@ -146,12 +146,12 @@ def test_a_member_comes_back_with_its_data_and_is_replaced_without(members: Memb
     members.kill("a")
     members.kill("b")
     now = wait_until(
-        lambda: (now := state(directory)).said.startswith("etcd has no quorum") and now,
+        lambda: (now := state(directory)).text.startswith("etcd has no quorum") and now,
         "the quorum to be missed",
     )
     assert not now.is_well
-    assert "1 of 3 members answer, 2 are needed" in now.said
-    assert all(each in now.said for each in members.endpoints[:2])
+    assert "1 of 3 members answer, 2 are needed" in now.text
+    assert all(each in now.text for each in members.endpoints[:2])
     members.start("b")
     wait_until(members.can_decide, "a quorum again")
 
@@ -229,10 +229,10 @@ def test_a_stranger_is_refused_by_name_with_the_likely_causes(
         member.alone("a").get("key")
     assert isinstance(refused.value, AccessRefused) and isinstance(refused.value, StoreUnavailable)
     assert member.endpoints[0] in str(refused.value)
-    assert cause in state(f"etcd://{member.endpoints[0]}/test").said
+    assert cause in state(f"etcd://{member.endpoints[0]}/test").text
     [silent] = free_ports(1, ())
     two = state(f"etcd://{member.endpoints[0]},127.0.0.1:{silent}/test")
-    assert "etcd has no quorum: 0 of 2" in two.said and cause in two.said
+    assert "etcd has no quorum: 0 of 2" in two.text and cause in two.text
     monkeypatch.setenv(VARIABLE, str(tmp_path / "keys" / "outside"))
     assert member.can_decide(), "others are served on"
 

@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_read_keeps_the_old_copy_and_is_reported_once(
     source: Path, tmp_path: Path, raw: bytes, parts: tuple[str, ...]
 ) -> None:
     mirror = mirrored(source, tmp_path)
-    mirror.edits.heard(ModelLoad("prefill_0"))
+    mirror.edits.loaded(ModelLoad("prefill_0"))
     path = source / "prefill_0" / "config.pbtxt"
     path.write_bytes(raw)
     (news,) = poll(mirror)
@@ -266,14 +266,14 @@ def test_a_model_that_died_is_revived_while_its_newest_file_is_refused(
     source: Path, tmp_path: Path
 ) -> None:
     mirror = mirrored(source, tmp_path)
-    mirror.edits.heard(ModelLoad("prefill_0"))
+    mirror.edits.loaded(ModelLoad("prefill_0"))
     path = source / "prefill_0" / "config.pbtxt"
     path.write_text("half of a conf")
     poll(mirror)
     mirror.revive("prefill_0")
     poll(mirror)
     assert "_incarnation" in config(mirror, "prefill_0")
-    mirror.edits.heard(ModelLoad("prefill_0"))
+    mirror.edits.loaded(ModelLoad("prefill_0"))
     assert mirror.edits.states()["prefill_0"].outcome == REFUSED
     path.write_text('backend: "prefill"\n')
     assert poll(mirror) == [ModelLoad("prefill_0")]

@@ -147,7 +147,7 @@ def test_a_worker_that_its_triton_never_calls_loaded_gets_a_new_triton(
     assert worker.child is not None
     wait_until(lambda: worker.supervise(set()) == [] and worker._load_pending_from_s, "its word")
     assert worker.supervise(set()) == [] and worker.child.starts == 1, "it has some seconds"
-    monkeypatch.setattr("backends.launcher.triton_process.LOAD_SAID_S_MAX", 0.0)
+    monkeypatch.setattr("backends.launcher.triton_process.LOAD_PENDING_S_MAX", 0.0)
     assert worker.supervise(set()) == [Restart("decode_0")]
     assert worker.child.starts == 2
 
