@@ -1,19 +1,24 @@
-"""Who is there, what is reserved there, and which of them may be given work.
+"""The cluster state: nodes, workers, in-flight requests, and which workers take requests.
 
-The cluster is the conductor's memory: nodes and workers as the directory announces them, and one
-*in-flight request* for each that was routed and has not finished. It holds at most one reservation
-in a prefill queue, one in a decode batch and one send at the node that its prefix is fetched from;
-`drop` takes all three away, once, however often and for whatever reason it is called.
+Nodes and workers come from directory events. Each routed and unfinished request is one *in-flight
+request*. It holds at most three reservations: in a prefill queue, in a decode batch, and as a send
+at the node that its prefix is fetched from. `drop` removes all of them, and is idempotent.
 
-A worker takes requests when all of these hold; `why_not` names the first that does not:
-its node is up; it is the newest incarnation of its name (while Triton reloads a model the old one
-finishes its streams, but new calls reach the new one); it reported within report_s_max; it is not
-draining; there is a way to it from here, as far as the shell knows; and no call to it failed since
-its last report (a mark that also expires by itself, so a quiet worker is never shut out for good).
-The first stage of a pipeline group stands for all stages: each of them is there, and all of this
-holds for each. The other stages get no requests of their own.
+A worker takes requests if all of these conditions hold. `why_not` names the first one that fails:
 
-Not here: choosing among workers (routing.py), where blocks are (mooncake_store.prefix_index).
+- Its node is up.
+- It is the newest incarnation of its name. While Triton reloads a model, the old incarnation
+  finishes its streams, and new calls reach the new incarnation.
+- It sent a report within report_s_max.
+- It is not draining.
+- This frontend has a network path to it, as far as the shell knows.
+- No call to it failed since its last report. The mark also expires after failed_mark_s, so it
+  excludes no worker for good.
+
+Stage 0 represents a pipeline group: all its stages must be registered and meet all conditions. The
+other stages receive no requests of their own.
+
+Not here: choosing among workers (routing.py), block locations (mooncake_store.prefix_index).
 """
 
 from __future__ import annotations
@@ -40,23 +45,23 @@ from conductor.messages import Request, Route
 from mooncake_store.layout import blocks_touched, geometry
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-PATHS_PER_TICK = 64  # made ahead for each role; one takes up to 0.1 ms in a large cluster
-RESIDENCE_WEIGHT = 0.05  # of one finished request in the expected decode time
+PATHS_PER_TICK = 64  # made ahead per tick and role; one takes up to 0.1 ms in a large cluster
+RESIDENCE_WEIGHT = 0.05  # weight of one finished request in the mean decode time
 
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """One routed request, until it finishes."""
+    """A routed request until it finishes."""
 
     route: Route
-    prefill: WorkerState  # kept here after it went away, with its reservations
+    prefill: WorkerState  # kept after the worker left, with its reservations
     decode: WorkerState
     request: Request
     routed_at_s: float
-    answer: ExpectedAnswer | None  # where batches are forecast
-    number: int  # of its routing: grows, and no other has it
-    joined_at_s: float | None = None  # when its prefill ended
-    is_elsewhere: bool = False  # another frontend routed it (other_frontends.py)
+    answer: ExpectedAnswer | None  # only with a forecast of batches
+    number: int  # unique and increasing, in the order of routing
+    joined_at_s: float | None = None  # end of its prefill; None: not ended
+    is_elsewhere: bool = False  # routed by another frontend (other_frontends.py)
 
     @property
     def prefill_done(self) -> bool:
@@ -64,7 +69,7 @@ class InFlightRequest:
 
 
 class Cluster:
-    """Nodes, workers and in-flight requests. Every change of a reservation goes through here."""
+    """Nodes, workers and in-flight requests. Every change of a reservation passes through here."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
@@ -72,25 +77,25 @@ class Cluster:
         self.workers: dict[WorkerKey, WorkerState] = {}
         self._newest: dict[str, WorkerKey] = {}  # by worker_id
         self.in_flight: dict[str, InFlightRequest] = {}
-        self._sends: dict[str, dict[str, float]] = {}  # node -> request -> when its send ends
+        self._sends: dict[str, dict[str, float]] = {}  # node -> request -> end of its send
         self._routed = 0
         self._warming_up_since_s: dict[WorkerKey, float] = {}
         self._refused_at_s: dict[WorkerKey, float] = {}
-        self.decode_s = config.decode_s_expected  # a request's time in decoding, as observed
+        self.decode_s = config.decode_s_expected  # mean decode time of a request, in seconds
         self.lengths = OutputLengths(config.output_tokens_expected)
         learns = config.admission == "predictive_lengths"
         self.forecasts = ForecastTable(config.decode_room_sigma) if learns else None
-        self.expected_arrivals: ExpectedArrivals | None = None  # of the two predictions only
+        self.expected_arrivals: ExpectedArrivals | None = None  # only with predictive policies
         if config.admission in PREDICTIVE:
             self.expected_arrivals = ExpectedArrivals(
                 config.expected_arrivals_share, config.demand_half_life_s
             )
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
-        self.is_beside_decode = np.zeros(0, bool)  # prefill workers with a decode one on their node
-        self._is_stale = True  # somebody came or went since the pools were built
-        self._looked_s = -math.inf  # when they were last asked to bring up to date what fades
-        self.largest_seen: dict[str, int] = {}  # by role: tokens_max of any worker so far
+        self.is_beside_decode = np.zeros(0, bool)  # prefill workers on a decode worker's node
+        self._is_stale = True  # members changed since the pools were built
+        self._looked_s = -math.inf  # last refresh of the columns that decay with time
+        self.largest_seen: dict[str, int] = {}  # role -> highest tokens_max so far
 
     # Membership
 
@@ -99,7 +104,7 @@ class Cluster:
         self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
-        """False when a newer incarnation of the node has already registered."""
+        """False if a newer incarnation of the node has registered already."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
             return False
@@ -124,8 +129,8 @@ class Cluster:
         self._is_stale = True
 
     def worker_down(self, key: WorkerKey) -> None:
-        """Its reservations go with it; its in-flight requests stay until the frontend finishes or
-        retries them."""
+        """Remove the worker with its reservations. Its in-flight requests stay until the frontend
+        finishes or retries them."""
         worker = self.workers.pop(key, None)
         if worker is not None:
             worker.row, self._is_stale = -1, True
@@ -145,36 +150,37 @@ class Cluster:
             if self._refused_at_s.get(worker.key, now_s) < now_s - self.config.report_lag_s:
                 del self._refused_at_s[worker.key]
             pool = self._pools[worker.info.role]
-            pool.heard(worker.leader)
+            pool.reported(worker.leader)
             pool.measured(worker, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Nobody could be heard for so long: that is no evidence that workers were silent."""
+        """Extend report deadlines: no report could arrive for `seconds`, from any worker."""
         for worker in self.workers.values():
             worker.reported_at_s = min(now_s, worker.reported_at_s + seconds)
-            self._pools[worker.info.role].heard(worker.leader)
+            self._pools[worker.info.role].reported(worker.leader)
 
     def worker_failed(self, key: WorkerKey, now_s: float) -> None:
         worker = self.workers.get(key)
         if worker is not None:
             worker.failed_at_s = now_s
-            self._pools[worker.info.role].heard(worker.leader)
+            self._pools[worker.info.role].reported(worker.leader)
 
     def worker_reached(self, key: WorkerKey, is_reached: bool) -> None:
-        """Whether there is a way to it: its reports come through the directory and say nothing."""
+        """Record whether this frontend has a network path to the worker. Reports cannot show it,
+        because they come through the directory."""
         worker = self.workers.get(key)
         if worker is not None:
             worker.is_unreached = not is_reached
-            self._pools[worker.info.role].heard(worker.leader)
+            self._pools[worker.info.role].reported(worker.leader)
 
     def worker_refused(self, key: WorkerKey, now_s: float) -> None:
-        """It was too full for a request that came there; see arrival_check.py."""
+        """The worker was too full for a request on its arrival (arrival_check.py)."""
         if key in self.workers:
             self._refused_at_s[key] = now_s
 
     def overloaded(self, now_s: float) -> list[WorkerState]:
-        """Decode workers that refused a request on arrival: full, whatever was predicted. The mark
-        lasts until the next report or overload_mark_s, and ends when the batch is empty."""
+        """Decode workers that refused a request on arrival, and count as full. The mark ends with
+        the next report, after overload_mark_s, or when the batch is empty."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -187,7 +193,7 @@ class Cluster:
         return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
 
     def warming_up(self, role: str, now_s: float) -> list[tuple[WorkerState, float]]:
-        """Workers of this role in their warm-up, and how much of it is left (1 to 0)."""
+        """Workers of this role in warm-up, with the remaining part of it (1 to 0)."""
         if not self._warming_up_since_s:
             return []
         slow_s = self.config.slow_start_s
@@ -203,7 +209,7 @@ class Cluster:
         return [row for row in workers if row[0].info.role == role and row[0].row >= 0]
 
     def why_not(self, worker: WorkerState, now_s: float) -> str:
-        """Why this worker gets no new request; empty when it does."""
+        """Why this worker takes no new requests; "" if it does."""
         self.look(now_s)
         if why := self._why_not_itself(worker, now_s):
             return why
@@ -253,7 +259,7 @@ class Cluster:
             self.decodes.look(now_s)
 
     def prepare(self, now_s: float) -> None:
-        """Work that a decision would have to do, done while none waits for it."""
+        """Do work ahead that a decision would otherwise do."""
         self._looked_s = -math.inf
         self.look(now_s)
         for pool in self._pools.values():
@@ -266,12 +272,12 @@ class Cluster:
         )
 
     def tokens_max(self, info: WorkerInfo) -> int:
-        """Of one request that the worker could hold with nobody else there."""
+        """The most tokens of one request that the worker can hold when it is empty."""
         blocks = min(info.pages_max, self.node_blocks(info))
         return int(min(info.context_tokens_max, blocks * info.block_tokens))
 
     def node_blocks(self, info: WorkerInfo) -> float:
-        """How many blocks of one prompt its node can hold: a prompt is handed over through it."""
+        """Blocks of one prompt that its node can hold. A prompt is handed over through its node."""
         node = self.nodes.get(info.node_id)
         if info.role != "prefill" or info.is_native or node is None or not node.segment_bytes:
             return math.inf
@@ -279,7 +285,7 @@ class Cluster:
         return units // -(-info.block_bytes // node.unit_bytes)
 
     def takers(self, role: str, now_s: float) -> list[WorkerState]:
-        """The workers of a role that may be given a request now."""
+        """The workers of a role that take requests."""
         self.look(now_s)
         pool = self._pools[role]
         return [pool.workers[row] for row in pool.takers(now_s).nonzero()[0].tolist()]
@@ -294,7 +300,7 @@ class Cluster:
         send_s: float,
         now_s: float,
     ) -> None:
-        """Reserve what was predicted at both workers, and at the sender of a fetch."""
+        """Reserve the predicted load at both workers, and at the sender of a fetch."""
         prefill, decode = pair
         predicted, prompt_tokens = route.predicted, request.prompt_tokens
         self._routed += 1
@@ -328,10 +334,10 @@ class Cluster:
         )
 
     def prefill_finished(self, routed: InFlightRequest, now_s: float) -> None:
-        """The reservation moves from the prefill queue to the decode batch."""
+        """Move the reservation from the prefill queue to the decode batch."""
         assert not routed.prefill_done, f"{routed.route.request_id} was prefilled twice"
         routed.joined_at_s = now_s
-        # No answer takes longer than max_tokens steps, and a typical one takes the usual time.
+        # An answer takes at most max_tokens steps, and on average `decode_s`.
         longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
         leave_s = now_s + min(self.decode_s, longest_s)
         self._drop_send(routed.route)
@@ -340,7 +346,7 @@ class Cluster:
         self._refresh(routed)
 
     def drop(self, request_id: str, now_s: float) -> InFlightRequest | None:
-        """The request is over: no reservation of it is left anywhere. None when it was unknown."""
+        """Drop all reservations of the request. None if it was unknown."""
         routed = self.in_flight.pop(request_id, None)
         if routed is not None:
             self._drop_send(routed.route)
@@ -350,8 +356,9 @@ class Cluster:
         return routed
 
     def attribute(self, routed: InFlightRequest, since_s: float, now_s: float) -> None:
-        """It was routed (or joined its batch) elsewhere at `since_s`, and only now is that known
-        here: a report that came in between has counted it as unattributed."""
+        """Avoid double counting of a request of another frontend, which was routed or joined its
+        batch at `since_s`. A report between `since_s` and now counted the request as
+        unattributed."""
         if not routed.prefill_done and since_s < routed.prefill.reported_at_s:
             routed.prefill.queue.attribute(now_s)
         if since_s < routed.decode.reported_at_s:
@@ -359,7 +366,7 @@ class Cluster:
         self._refresh(routed)
 
     def disown(self, request_id: str, now_s: float) -> None:
-        """It may go on, and nobody will say when it ends: from now on only reports know it."""
+        """Turn the reservations into unattributed work: its frontend will not report its end."""
         routed = self.in_flight.pop(request_id, None)
         if routed is not None:
             self._drop_send(routed.route)
@@ -379,10 +386,10 @@ class Cluster:
         ended_s: float,
         now_s: float,
     ) -> None:
-        """Learn how fast the worker was; `seconds` <= 0: it did not say."""
+        """Learn the speed of the prefill worker. `seconds` <= 0: no measurement."""
         if seconds <= 0:
             return
-        # The ratio is about computing, so a cache that was colder than predicted must not count.
+        # The speed ratio is about computing, so a colder cache than predicted must not count.
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
         pipeline = routed.prefill.pipeline
@@ -394,8 +401,8 @@ class Cluster:
     def learn_decode(
         self, routed: InFlightRequest, output_tokens: int | None, now_s: float
     ) -> None:
-        """A cancelled answer leaves the batch too, so it belongs into the expectation. Without
-        `output_tokens`, as many as steps of the predicted length fit into its time there."""
+        """Learn decode time and answer length. Cancelled answers leave the batch too, so they
+        count. Without `output_tokens`, the length is the decode time / the predicted step."""
         if routed.joined_at_s is None:
             return
         decoded_s = max(now_s - routed.joined_at_s, 1e-3)
@@ -407,7 +414,7 @@ class Cluster:
             self.lengths.learn(routed.answer.key, tokens, tokens >= tokens_max, now_s)
 
     def overdue(self, now_s: float) -> list[str]:
-        """Requests that nobody finished for request_s_max; oldest first."""
+        """Requests not finished for request_s_max, oldest first."""
         found = []
         for request_id, routed in self.in_flight.items():  # in order of routing
             if now_s - routed.routed_at_s < self.config.request_s_max:
@@ -416,7 +423,7 @@ class Cluster:
         return found
 
     def send_wait_s(self, node_id: str, now_s: float) -> float:
-        """How long the sends already reserved at this node will take."""
+        """Seconds until the sends already reserved at this node are done."""
         sends = self._sends.get(node_id)
         return max(0.0, max(sends.values()) - now_s) if sends else 0.0
 
@@ -429,8 +436,8 @@ class Cluster:
                     del self._sends[route.fetch_node]
 
     def check(self, now_s: float) -> None:
-        """Prove the invariants: every reservation belongs to an in-flight request, each of these is
-        reserved, and the columns say what the workers say."""
+        """Assert the invariants: reservations and in-flight requests match, and the columns match
+        the workers."""
         self.lengths.check()
         self.look(now_s)
         for pool in self._pools.values():
@@ -442,7 +449,7 @@ class Cluster:
             worker.batch.check()
             queued += len(worker.queue)
             batched += len(worker.batch)
-            assert self._newest[key[0]] in self.workers, f"the newest {key[0]} is not there"
+            assert self._newest[key[0]] in self.workers, f"the newest {key[0]} is not registered"
         for request_id, routed in self.in_flight.items():
             assert (request_id in routed.prefill.queue) == (not routed.prefill_done), request_id
             assert request_id in routed.decode.batch, request_id

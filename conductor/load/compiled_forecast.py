@@ -1,7 +1,7 @@
-"""A request counted into a batch's forecast, and the forecast that follows, computed by native.c.
+"""One request added to a batch's forecast, and the updated forecast, in compiled code (native.c).
 
-What they compute is written down in decode_forecast.py, with numpy, and the same comes out to the
-last bit (tests/conductor/load/test_compiled_forecast.py). Arrays are passed as addresses.
+decode_forecast.py defines the same computation with numpy. Both give the same result to the last
+bit (tests/conductor/load/test_compiled_forecast.py). Arrays are passed as addresses.
 
 Not here: the forecast (decode_forecast.py), compiling (mooncake_store/native/library.py).
 """
@@ -21,7 +21,7 @@ class CompiledForecast:
 
     @classmethod
     def of(cls, grid_address: int, edges_address: int, edges_count: int) -> CompiledForecast | None:
-        """None where nothing is compiled."""
+        """None without compiled code."""
         names = ("forecast_count", "forecast_settle")
         count, settle = (quick_function(name, None, [ctypes.c_void_p]) for name in names)
         if count is None or settle is None:
@@ -49,8 +49,8 @@ class CompiledForecast:
         pages: float,
         tokens_max: float,
     ) -> None:
-        """`sums_addresses`: of the request, and of all of its stage. `since_s`: from the beginning
-        of its answer to that of the grid."""
+        """`sums_addresses`: of the request, and of all requests that are joined or not joined as it
+        is. `since_s`: from the start of its answer to the start of the grid."""
         REQUEST.pack_into(
             self._request,
             0,
@@ -75,7 +75,7 @@ class CompiledForecast:
         share: float,
         unattributed: tuple[int, int, int],
     ) -> None:
-        """`addresses`: of the sums of those that are coming and that have joined, the most, and who
-        of the unattributed ones is alive."""
+        """`addresses`: of the sums of coming requests, the sums of joined requests, the upper bound
+        of the sums, and the alive share of unattributed requests."""
         WORKER.pack_into(self._worker, 0, *addresses, peaks_address, sigma, share, *unattributed)
         self._settle(self._worker_address)

@@ -1,28 +1,29 @@
-"""The predicted batch of one decode worker, now and at a later moment.
+"""Predicted batch of one decode worker: reservations reconciled with worker reports.
 
-A request is reserved here from the moment it is routed. It is *coming* while its prefill runs, then
-*joined*; a joined request is *fresh* until a report that must know it arrives, then *confirmed*.
-The report replaces what it confirms:
+A request is reserved from the moment it is routed. It is *coming* during its prefill, and then
+*joined*. A joined request is *fresh* until a report that must include it arrives. It is then
+*confirmed*. A report replaces the requests that it confirms:
 
     joined now = unattributed + min(confirmed, reported) + fresh
 
-`unattributed` is what the report counted beyond our own reservations: requests from before a
-restart of the conductor, or from another frontend. A fresh request may or may not be in a report;
-ours are assumed to be, so that none counts twice. A report may as well be from just before a finish
-that is known here already: for as long as it may, ours that have gone are not taken for somebody
-else's, or a burst that follows another one at once would find their places taken. The `min` makes a
-finished request leave at once and a lost finish harmless: an idle worker's next report brings its
-count to zero whatever is still reserved, so no worker stays "full" by mistake.
+*Unattributed* requests are those in the report beyond the reservations. They are from another
+frontend, or from before a restart of the conductor. A fresh request may or may not be in a report.
+It is assumed to be, so that no request counts twice.
 
-Load at a later moment (Mooncake, "Early Rejection Based on Prediction", the system-level form):
-add the coming requests whose prefill ends before then, take away those that will have decoded for
-their expected time. One that has outlived its expectation is assumed to stay. Whoever stays has had
-a token a step since the report; without that every prediction would be a little too low.
+A report may also be older than a finish that is already known here. For that time, finished
+requests still count as reported ones, not as unattributed. Otherwise the next burst would find
+their slots taken. The `min` removes a finished request at once, and makes a lost finish
+harmless: the next report of an idle worker sets its count to zero. No worker thus stays full by
+mistake.
 
-All counts are integers, kept by adding and subtracting, so they come back to exactly zero.
+The load at a later moment is that of Mooncake, "Early Rejection Based on Prediction" (system
+level). Coming requests whose prefill ends before that moment are added. Requests that will have
+decoded for their expected time are subtracted. A request that has exceeded its expected time is
+assumed to stay. Each staying request grows by one token per step since the report.
 
-Not here: how long a step of such a batch takes (estimates.py), whether that is admitted
-(admission.py).
+All counts are integers and only added or subtracted, so they return to exactly zero.
+
+Not here: step time of a batch (estimates.py), whether it is admitted (admission.py).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from typing import NamedTuple
 from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
 
-GONE_S_MAX = 5.0  # longer than any report is on its way
+GONE_S_MAX = 5.0  # longer than the delay of any report
 
 
 class DecodeLoad(NamedTuple):
-    """A batch: how many sequences, their KV tokens and the pages they hold or reserved."""
+    """A batch: its sequences, their KV tokens, and the pages that they hold or reserve."""
 
     sequences: float = 0.0
     context_tokens: float = 0.0
@@ -54,7 +55,7 @@ class DecodeLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """A sum over reservations, in whole numbers."""
+    """Integer sums over reservations."""
 
     sequences: int = 0
     context_tokens: int = 0
@@ -78,20 +79,20 @@ class DecodeReservation:
 
 
 class DecodeBatch:
-    """Charges of one decode worker, and what its last report said."""
+    """Reservations of one decode worker, and the counts of its last report."""
 
     def __init__(self) -> None:
         self._reservations: dict[str, DecodeReservation] = {}
-        self._fresh: dict[str, DecodeReservation] = {}  # few: those since the last report
+        self._fresh: dict[str, DecodeReservation] = {}  # few: joined since the last report
         self._tallies = {"coming": Tally(), "fresh": Tally(), "confirmed": Tally()}
-        self._gone: deque[tuple[float, DecodeReservation]] = deque()  # lately, and when
-        self._gone_sequences = self._gone_pages = 0  # of these
-        self._reported = Tally()  # no more of the confirmed ones is really there
+        self._gone: deque[tuple[float, DecodeReservation]] = deque()  # (removed_s, reservation)
+        self._gone_sequences = self._gone_pages = 0  # joined requests and pages in `_gone`
+        self._reported = Tally()  # upper bound of the confirmed requests in the batch
         self._unattributed = Tally()
-        self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request that is in the batch
+        self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request in the batch
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
-        self.forecast: DecodeForecast | None = None  # of predictive_lengths only
+        self.forecast: DecodeForecast | None = None  # only with predictive_lengths
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -108,7 +109,7 @@ class DecodeBatch:
         answer: ExpectedAnswer | None = None,
         now_s: float = 0.0,
     ) -> None:
-        """Routed: it will join when its prefill ends. A forecast needs to know the answer."""
+        """Add a routed request, which joins when its prefill ends. `answer`: for the forecast."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         reservation = DecodeReservation(context_tokens, pages, prefill_end_s)
         self._reservations[request_id] = reservation
@@ -119,7 +120,7 @@ class DecodeBatch:
             self._settle()
 
     def join(self, request_id: str, now_s: float, leave_s: float) -> None:
-        """Its prefill ended; from here on the worker's reports may know it."""
+        """The prefill has ended. Later reports of the worker may include the request."""
         reservation = self._reservations.get(request_id)
         if reservation is None or reservation.stage != "coming":
             return
@@ -133,7 +134,7 @@ class DecodeBatch:
             self._settle()
 
     def drop(self, request_id: str, now_s: float) -> bool:
-        """Finished or cancelled; False when it was not reserved here."""
+        """Remove a finished or cancelled request; False if it was not reserved here."""
         reservation = self._removed(request_id)
         if reservation is None:
             return False
@@ -159,7 +160,8 @@ class DecodeBatch:
         return reservation
 
     def attribute(self) -> None:
-        """What was now reserved or joined, the last report may have counted already."""
+        """Reduce the unattributed requests: the last report may have counted a request that was
+        reserved or joined only now."""
         beyond, unattributed = self._beyond_ours(), self._unattributed
         self._unattributed = Tally(
             min(beyond.sequences, unattributed.sequences),
@@ -170,7 +172,8 @@ class DecodeBatch:
             self._settle()
 
     def disown(self, request_id: str) -> None:
-        """Nobody will say when this one ends: it counts as unattributed until the next report."""
+        """Turn a reservation into unattributed load until the next report. Its frontend reports no
+        end of it."""
         before = self.load_reserved()
         self._removed(request_id)
         after, unattributed = self.load_reserved(), self._unattributed
@@ -183,12 +186,12 @@ class DecodeBatch:
             self._settle()
 
     def _beyond_ours(self) -> Tally:
-        """What the last report counted and the reservations do not account for."""
+        """The part of the last report that the reservations do not account for."""
         confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
-        # A worker reserves pages for a request while its prefill still runs.
+        # A worker reserves pages for a request while its prefill runs.
         pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages + self._gone_pages
         reported, gone = self._reported, self._gone_sequences
-        # Each of those has had some tokens more: as many as the others there, on average.
+        # A finished request had more tokens than its prompt: the mean of the reported requests.
         there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
         context_tokens = round(reported.context_tokens * there)
         return Tally(
@@ -198,7 +201,7 @@ class DecodeBatch:
         )
 
     def _settle(self) -> None:
-        """Tell the forecast what the report left of the reservations, and what else it counted."""
+        """Update the forecast with the confirmed share of the joined requests, and the rest."""
         assert self.forecast is not None
         confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
         there = min(confirmed, self._reported.sequences) + fresh
@@ -217,7 +220,7 @@ class DecodeBatch:
         del entries[bisect_left(entries, entry)]
 
     def on_report(self, report: WorkerReport, now_s: float, report_lag_s: float) -> None:
-        """Replace what the report must know; keep what it cannot know yet."""
+        """Replace the counts that the report must know; keep the reservations it cannot know."""
         known = [r for r, c in self._fresh.items() if c.joined_at_s <= now_s - report_lag_s]
         for request_id in known:
             reservation = self._fresh.pop(request_id)
@@ -237,7 +240,7 @@ class DecodeBatch:
             self._settle()
 
     def load_now(self) -> DecodeLoad:
-        """What is decoding now; requests still in prefill are not."""
+        """The batch now, without requests that are still in prefill."""
         unattributed, confirmed = self._unattributed, self._tallies["confirmed"]
         reported, fresh = self._reported, self._tallies["fresh"]
         return DecodeLoad(
@@ -249,27 +252,27 @@ class DecodeBatch:
         )
 
     def load_reserved(self) -> DecodeLoad:
-        """Everything in the batch or on its way to it, as if nobody left."""
+        """All requests in the batch or on their way to it, if none leaves."""
         coming = self._tallies["coming"]
         return self.load_now().plus(coming.sequences, coming.context_tokens, coming.pages)
 
     def load_at(self, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
-        """What will be decoding at `at_s`, if decoding takes `decode_s` where nothing is known."""
+        """The batch at `at_s`. `decode_s`: decode time of requests without a known end."""
         now, coming = self.load_now(), self._tallies["coming"]
         if not now.sequences and not coming.sequences:
             return now
         leaving: float = _until(self._leaving, at_s) - _until(self._leaving, now_s)
-        # Unattributed requests are known by number only: their ends are spread evenly.
+        # Only the number of unattributed requests is known, so their ends are spread evenly.
         leaving += self._unattributed.sequences * min(1.0, max(0.0, at_s - now_s) / decode_s)
         staying = max(0.0, 1.0 - leaving / now.sequences) if now.sequences else 0.0
-        arriving = _until(self._coming, at_s)  # less those that come and go before then
+        arriving = _until(self._coming, at_s)  # without requests that join and leave before `at_s`
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
         share = arriving / coming.sequences if coming.sequences else 0.0
-        # Requests that the report counted have had a token a step since then.
+        # Each reported request has generated one token per step since the report.
         had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
         grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
-        # The number of requests is right, but each counts as an average one: to know which ones
-        # they are would cost a walk over all of them.
+        # The number of requests is exact, but each counts as a mean one. Summing the individual
+        # requests would take a loop over all of them.
         return DecodeLoad(
             now.sequences * staying + coming.sequences * share,
             (now.context_tokens + grown) * staying + coming.context_tokens * share,
@@ -277,7 +280,7 @@ class DecodeBatch:
         )
 
     def leave_times(self, now_s: float, decode_s: float) -> list[float]:
-        """When each request, here or coming, is expected to leave; soonest first."""
+        """Expected ends of all requests, in the batch or coming; earliest first."""
         unattributed = self._unattributed.sequences
         times = [max(now_s, leave_s) for leave_s, _ in self._leaving]
         times += [max(now_s, end_s) + decode_s for end_s, _ in self._coming]
@@ -285,7 +288,7 @@ class DecodeBatch:
         return sorted(times)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         if self.forecast is not None:
             self.forecast.check()
         for stage, tally in self._tallies.items():
@@ -309,5 +312,5 @@ class DecodeBatch:
 
 
 def _until(entries: list[tuple[float, str]], at_s: float) -> int:
-    """How many of the sorted entries are due at `at_s` or before."""
+    """Number of the sorted entries that are due at `at_s` or before."""
     return bisect_left(entries, (math.nextafter(at_s, math.inf), ""))

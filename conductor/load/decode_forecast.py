@@ -1,36 +1,37 @@
-"""What will be decoding on a worker later: those that are there, and those expected to arrive.
+"""Forecast of decode batches: survival curves of the reserved answers, plus expected arrivals.
 
-**Those that are there**, from how long answers are: a curve over the next minute. For each request
-that is reserved there, and each moment of a grid,
+**Reserved requests.** The forecast is a curve over the next minute. For each request reserved at
+the worker, and each moment t of a grid, the probability that it decodes is
 
-    alive(t) = S(n + (t - now) / step) / S(n)   n: tokens it has had, step: seconds; S: lengths.py
-    alive(t) = 0 before its prefill ends, S((t - end) / step) after it, while it is coming
+    alive(t) = S(n + (t - now) / step) / S(n)   n: generated tokens, step: seconds; S: lengths.py
+    alive(t) = 0 before its prefill ends, and S((t - end) / step) after it, for a coming request
     alive(t) = 0 once it would have had max_tokens
 
-The worker's curve is the sum over its requests, of sequences, of context tokens (prompt and what
-was generated) and of reserved pages, each raised by its uncertainty:
+The worker's curve is the sum over its requests: of sequences, of context tokens (prompt and
+generated tokens) and of reserved pages. Each sum is raised by its uncertainty:
 
     load(t) = sum of alive(t) x (1, prompt + n(t), pages)
     each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
 
-Requests that a report counts beyond ours leave as the residual curve of all answers says. A request
-decodes from the end of its prefill on, next to those that join after it, so it is judged by the
-*peak* of the curve from that moment on.
+Requests that a report counts beyond the reservations leave by the residual curve of all answers. A
+request decodes from the end of its prefill, beside the requests that join later. The *peak* of the
+curve from that moment on is therefore compared with the limits.
 
-A curve is a row of one table, changed by adding and taking away the rows of requests, and made anew
-at a report (once a second, off the path of a decision: then the ages are current and rounding
-starts over). A decision interpolates one table for all workers at once.
+A curve is one row of a table. Rows of requests are added to it and subtracted from it. A report
+recomputes it, with current ages and without accumulated rounding errors. This happens once a
+second, outside the critical path of a request. A decision interpolates one table for all workers at
+once.
 
-**Expected arrivals** have not come yet, but will join the decode workers before this request does.
-At the recent rate, those who come after now and join before t are, per decode worker,
+**Expected arrivals** have not arrived yet, but will join the decode workers before this request. At
+the recent rate, the requests that arrive after now and join before t are, per decode worker,
 
     expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
 
 where d is the mean time from routing to the end of prefill. Each counts as the mean of recent
-requests. Rate and means fade with `demand_half_life_s` (forward_decay.py).
+requests. Rate and means decay with `demand_half_life_s` (forward_decay.py).
 
-What both promise and ignore: docs/reference/conductor.md ("Decoding at a later moment"). Not here:
-which requests there are and what reports say of them (decode_batch.py).
+docs/reference/conductor.md ("Decoding at a later moment") gives the limits of both predictions. Not
+here: reservations and their reconciliation with reports (decode_batch.py).
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ from conductor.load.compiled_forecast import CompiledForecast
 GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
-PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # beyond the last moment nothing changes
+PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # constant after the last moment
 GRID, GRID_PER_S = GRID_S.tolist(), PER_S.tolist()
 SHOWN = 3  # sequences, context tokens, pages
-SUMS = 2 * SHOWN  # and the variance of each
+SUMS = 2 * SHOWN  # each sum and its variance
 
 
 class ExpectedAnswer(NamedTuple):
-    """What is known of an answer before it begins."""
+    """Class and limit of an answer, as known at routing."""
 
     key: ClassKey
     tokens_max: int
 
 
 class ForecastTable:
-    """The peaks of all decode workers' curves, one row each: [worker, moment, sum]."""
+    """Peaks of the curves of all decode workers, one row each: [worker, moment, sum]."""
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
@@ -91,7 +92,7 @@ class ForecastTable:
         self._peaks[row, :-1], self._peaks[row, -1] = peaks, peaks[-1]
 
     def begin(self, row: int, base_s: float) -> int:
-        """The row's grid begins then. The address of its peaks, which are to be filled in."""
+        """Set the start of the row's grid, and return the address of its peaks to be filled."""
         self._base_s[row] = base_s
         return self._peaks_address + row * self._peaks.strides[0]
 
@@ -104,7 +105,7 @@ class ForecastTable:
         return [a + part * (b - a) for a, b in zip(low, high, strict=True)]
 
     def at(self, rows: npt.NDArray[np.intp], at_s: float) -> Vector:
-        """[worker, (sequences, context tokens, pages)] from one moment on, for many at once."""
+        """[worker, (sequences, context tokens, pages)]: the peaks from `at_s` on."""
         offset_s = np.maximum(at_s - self._base_s[rows], 0.0)
         left = GRID_S.searchsorted(offset_s, side="right") - 1
         part = ((offset_s - GRID_S[left]) * PER_S[left])[:, None]
@@ -113,7 +114,7 @@ class ForecastTable:
 
 
 class _RequestColumns:
-    """Columns of the requests of one worker; a free row counts nothing."""
+    """Columns of the requests of one worker. A free row is in no sum."""
 
     NAMES = ("began_s", "context_tokens", "pages", "tokens_max")
 
@@ -148,20 +149,20 @@ class _RequestColumns:
 
 
 class DecodeForecast:
-    """The curve of one decode worker."""
+    """The forecast curve of one decode worker."""
 
     def __init__(self, table: ForecastTable, lengths: OutputLengths, step_s: float) -> None:
         self._table, self._lengths, self._step_s = table, lengths, max(step_s, 1e-6)
         self.row = table.take_row()
         self._requests = _RequestColumns()
         self._base_s = -math.inf
-        # One sum for requests that are still coming and one for those that have joined.
+        # Index 0: requests that are coming; index 1: joined requests.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
-        self._most: Vector = np.zeros(SHOWN)  # of all requests together, if nobody leaves
-        self._share = 1.0  # of the joined ones, what the report confirmed
+        self._most: Vector = np.zeros(SHOWN)  # upper bound: all requests, if none leaves
+        self._share = 1.0  # share of the joined requests that the report confirmed
         self._unattributed = (0, 0, 0)
         self._unattributed_alive: Vector = np.ones(len(GRID_S))
-        # Of these four, which stay the same arrays.
+        # Addresses of these four arrays, which are never replaced.
         self._addresses = (
             self._sums[0].ctypes.data,
             self._sums[1].ctypes.data,
@@ -178,7 +179,7 @@ class DecodeForecast:
         end_s: float,
         now_s: float,
     ) -> None:
-        """Routed: it will join when its prefill ends at `end_s`."""
+        """Add a routed request, which joins at `end_s`, when its prefill ends."""
         if self._base_s == -math.inf:
             self._base_s = now_s
         row = self._requests.add(
@@ -202,7 +203,7 @@ class DecodeForecast:
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
     def settle(self, share: float, unattributed: tuple[int, int, int]) -> None:
-        """After a change: what the report left of the joined requests, and what is not ours."""
+        """Recompute the peaks, with the confirmed share and the unattributed requests."""
         self._share, self._unattributed = share, unattributed
         if self._table.compiled is not None:
             peaks_address = self._table.begin(self.row, self._base_s)
@@ -219,7 +220,7 @@ class DecodeForecast:
         self._table.put(self.row, self._base_s, peak)
 
     def renew(self, now_s: float, step_s: float) -> None:
-        """Begin the grid at this moment, with the ages of now and the step as measured."""
+        """Restart the grid at `now_s`, with current ages and the measured step time."""
         self._base_s = now_s
         if step_s > 0:
             self._step_s = step_s
@@ -237,7 +238,7 @@ class DecodeForecast:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
-        """One that has had no token yet; the same as _curves, for it alone."""
+        """Add a request without any token yet. Same result as `_curves` for this request."""
         requests = self._requests
         began_s, context, pages, tokens_max = requests.columns[row].tolist()
         key, is_joined = requests.keys[row], requests.is_joined.item(row)
@@ -273,16 +274,16 @@ class DecodeForecast:
         self._sums[int(is_joined)] += sums
 
     def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
-        """[request, moment, sum], for all these at once."""
+        """[request, moment, sum] for all these requests at once."""
         keys = [self._requests.keys[row] for row in rows]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         curves = np.array([self._lengths.curve(key, now_s) for key in numbers if key is not None])
         kind = np.array([numbers[key] for key in keys])[:, None]
         began_s, context, pages, tokens_max = self._requests.columns[rows].T[:, :, None]
         is_joined = self._requests.is_joined[rows][:, None]
-        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late, not decoding
+        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late prefills
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
-        # A request that should be done by now, and is not, counts as being at its last token.
+        # A request past its expected end is assumed to be at its last token.
         had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
         later = np.maximum(tokens, had)
         alive = np.minimum(_height(curves, kind, later) / _height(curves, kind, had), 1.0)
@@ -292,7 +293,7 @@ class DecodeForecast:
         return np.concatenate([means, variances], axis=-1)
 
     def check(self) -> None:
-        """Prove the invariants: the sums are those of the rows."""
+        """Assert that the sums are those of the rows."""
         for stage in (0, 1):
             rows = [
                 r
@@ -309,13 +310,13 @@ class DecodeForecast:
 
 
 def _odds_of_leaving(alive: Vector) -> Vector:
-    """(1 - p) / p: the variance of a size that is there with probability p, over its mean squared.
-    0 where it is surely gone."""
+    """(1 - p) / p: the variance of a value present with probability p, over its mean squared. 0 if
+    p is 0."""
     return np.divide(1.0 - alive, alive, out=np.zeros_like(alive), where=alive > 0.0)
 
 
 def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vector:
-    """Each request's own curve at its own lengths: np.interp for many curves at once."""
+    """The value of each request's own curve at its own lengths: np.interp for many curves."""
     right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)
     left_edge = EDGES[right - 1]
     part = np.minimum((tokens - left_edge) / (EDGES[right] - left_edge), 1.0)
@@ -327,17 +328,17 @@ DELAY_S_MIN = 1e-6
 
 
 class ExpectedArrivals:
-    """Counts what is admitted; says what is expected to join until a moment."""
+    """Counts admitted requests, and estimates how many more join until a moment."""
 
     def __init__(self, share: float, half_life_s: float) -> None:
         self._share = share
-        self._window_s = half_life_s / math.log(2.0)  # that a faded sum stands for
+        self._window_s = half_life_s / math.log(2.0)  # seconds that a decayed sum represents
         self._decay = ForwardDecay(half_life_s)
-        # Sums over the admitted requests, which fade.
+        # Decayed sums over the admitted requests.
         self._requests = self._delay_s = self._context_tokens = self._pages = 0.0
 
     def admitted(self, delay_s: float, context_tokens: int, pages: int, now_s: float) -> None:
-        """`delay_s`: until its prefill is predicted to end."""
+        """`delay_s`: seconds until its prefill is predicted to end."""
         shrink = self._decay.rescaled(now_s)
         weight = self._decay.weight(now_s)
         self._requests = self._requests / shrink + weight
@@ -346,7 +347,7 @@ class ExpectedArrivals:
         self._pages = self._pages / shrink + weight * pages
 
     def expected(self, at_s: float, now_s: float, workers: int) -> tuple[float, float, float]:
-        """(sequences, context tokens, pages) that join each of so many workers until `at_s`."""
+        """(sequences, context tokens, pages) expected to join each of the workers until `at_s`."""
         ahead_s = at_s - now_s
         if not self._requests or ahead_s <= 0:
             return 0.0, 0.0, 0.0

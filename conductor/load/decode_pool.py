@@ -1,9 +1,9 @@
-"""The decode workers as columns: the step of each with one more request, and whether it has room.
+"""The decode workers in columnar form: the step time with one more request, and room for it.
 
-Everything here is of the *reserved* load (decode_batch.py): all that decodes there or is on its
-way. It ranks the workers, or a burst would pile onto one of them. Who has room for that load has
-room for what `early` and `predictive` take the load to be, because it is less; so those are asked
-one by one, about the others only (routing.py).
+All columns describe the *reserved* load (decode_batch.py): all requests that decode there or are on
+their way. The reserved load ranks the workers. A ranking by the current load would send a whole
+burst to one worker. A worker with room for the reserved load also has room for the load of `early`
+and `predictive`, which is lower. Only the other workers are checked one by one (routing.py).
 
 Not here: which worker is best (routing.py), limits (admission.py).
 """
@@ -25,19 +25,19 @@ class DecodePool(Pool):
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        # The step with a prompt is its tokens x the first + the second.
+        # Step time with a prompt: its tokens x the first + the second.
         self._per_token_s, self._step_s = self._zeros(), self._zeros()
-        self._pages_free = self._zeros()  # less than any request needs: no slot either
-        self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
-        self.least_step_s = 0.0  # the shortest of those that `costs_s` found last
-        self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved
+        self._pages_free = self._zeros()  # -1 without a free slot: too few for any request
+        self.rank = self._zeros()  # among equals: fewest requests first, then the longest idle
+        self.least_step_s = 0.0  # least step of the last `costs_s`, without the hand-over
+        self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved load of each worker
 
     def refresh(self, worker: WorkerState) -> None:
         if worker.row >= 0:
             self._set(worker, worker.batch.load_reserved())
 
     def reserved_more(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
-        """One request more was routed there: as `refresh`, without asking the batch."""
+        """Add one routed request. Same result as `refresh`, without reading the batch."""
         if worker.row >= 0:
             self._set(worker, self.loads[worker.row].plus(1, context_tokens, pages))
 
@@ -61,8 +61,8 @@ class DecodePool(Pool):
         )
 
     def costs_s(self, path: Path, prompt_tokens: int, tokens: int) -> Column:
-        """The step of each batch with this request in it, and its share of the hand-over, which is
-        spread over so many tokens."""
+        """Seconds per token at each worker: the step with this request, and the hand-over divided
+        by `tokens`."""
         costs_s = self._per_token_s * prompt_tokens
         costs_s += self._step_s
         self.least_step_s = costs_s.item(costs_s.argmin())
@@ -73,11 +73,12 @@ class DecodePool(Pool):
         return costs_s
 
     def has_room(self, tokens: int) -> Mask:
-        """For one more request with so many tokens, the longest answer included."""
+        """Mask of the workers with room for one more request of `tokens`, its longest answer
+        included."""
         return self._pages_free >= self.blocks(tokens)
 
     def compared(self) -> dict[str, Column]:
-        """The columns that a compiled decision reads, by their names there."""
+        """The columns that a compiled decision reads, by their names in native.c."""
         return {
             "decode_per_token_s": self._per_token_s,
             "decode_step_s": self._step_s,
@@ -87,7 +88,7 @@ class DecodePool(Pool):
         }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Prove that every row is what its worker says."""
+        """Assert that every row matches its worker."""
         super().check(now_s, why_not)
         has_room, step_s = self.has_room(700), self._per_token_s * 500 + self._step_s
         for row, worker in enumerate(self.workers):

@@ -1,23 +1,21 @@
-"""The requests that other frontends routed, as far as they say so.
+"""Reservations of the requests that other frontends routed, from their notes.
 
-A request routed elsewhere is an in-flight request like ours (cluster.py): what was predicted for it
-is reserved at the same prefill worker, decode worker and sender, and worker reports are laid over
-its reservations as over ours. What differs is how it begins and ends:
+A request routed elsewhere is an in-flight request (cluster.py). Its predicted load is reserved at
+its prefill worker, decode worker and sender, and reconciled with worker reports as usual. Its start
+and its end differ:
 
-- It is known late. A worker's report may have counted it already, as *unattributed*; then that much
-  of the unattributed work is taken to be this request, so that it does not count twice.
-- Its end may never be told. When a batch of a frontend's notes is missing, nobody knows which of
-  its requests ended, so all of them are given up: their work goes back to what is unattributed, as
-  the last report and the reservations had it, and the next report of each worker, half a second
-  later, replaces it by what is really there. The notes that come after the gap count again. The
-  same when a frontend falls silent (it died, or the directory did): its streams end with it, and
-  reports say when the workers have noticed. A frontend that closes says so.
+- Its note arrives late. A worker report may have counted it already, as *unattributed*. That much
+  unattributed work is then removed, so that the request does not count twice.
+- The note of its end may be lost. If a batch of a frontend's notes is missing, it is unknown which
+  of its requests ended, so the reservations of all of them are dropped. Their work becomes
+  unattributed until the next report of each worker, half a second later. Notes after the gap count
+  again. The same happens if a frontend falls silent, because it or the directory stopped. A
+  frontend that closes sends a last batch.
 
-So notes make decisions better and none of them is needed: whatever is lost, reserved work is what
-workers report plus what this conductor itself routed, and a worker that gets more than it can hold
-refuses it.
+Notes improve decisions, and no decision depends on them. Without them, the reserved work is that of
+this frontend and of the worker reports. A worker that gets more than it can hold refuses requests.
 
-Not here: what is noted (notes.py), how it travels (backends/frontend/routing_notes.py).
+Not here: what is noted (notes.py), transport of notes (backends/frontend/routing_notes.py).
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from conductor.load.cluster import Cluster
 from conductor.messages import Prediction, Request, Route
 from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
 
-SMALL_TENANTS = "\0"  # those that a batch does not name, taken for one
-FRONTENDS_MAX = 256  # beyond, the one that was silent for the longest is forgotten
+SMALL_TENANTS = "\0"  # sum of the tenants that a batch does not name
+FRONTENDS_MAX = 256  # beyond, the frontend that was silent for longest is dropped
 
 
 def _digest(frontend: str, key: bytes) -> bytes:
@@ -42,22 +40,22 @@ def _digest(frontend: str, key: bytes) -> bytes:
 @dataclass(slots=True)
 class _KnownFrontend:
     number: int  # of its latest batch
-    heard_s: float
+    latest_batch_s: float
     wanted_of: Mapping[str, float] = field(default_factory=dict)
-    request_ids: dict[int, str] = field(default_factory=dict)  # by the number of the routing
-    tenants: dict[int, str] = field(default_factory=dict)  # of the same
+    request_ids: dict[int, str] = field(default_factory=dict)  # by number of the routing
+    tenants: dict[int, str] = field(default_factory=dict)  # by number of the routing
 
 
 class OtherFrontends:
-    """Keeps the requests of other frontends in the cluster, for as long as they are told."""
+    """Reserves the requests of other frontends, as long as their notes arrive without gaps."""
 
     def __init__(self, cluster: Cluster, silence_s_max: float) -> None:
         self._cluster = cluster
         self._silence_s_max = silence_s_max
         self._known: dict[str, _KnownFrontend] = {}
-        # Prefill seconds per second that all of them were asked for lately, by tenant.
+        # Demand of each tenant at all other frontends, in prefill seconds per second.
         self.wanted_of: dict[str, float] = {}
-        self._in_flight_of: Counter[str] = Counter()  # requests, by tenant; 0 is left out
+        self._in_flight_of: Counter[str] = Counter()  # requests by tenant; no zero entries
         self.batches_received = 0
         self.batches_missed = 0
 
@@ -66,11 +64,11 @@ class OtherFrontends:
 
     @property
     def requests(self) -> int:
-        """How many of the in-flight requests are theirs."""
+        """In-flight requests of other frontends."""
         return sum(len(known.request_ids) for known in self._known.values())
 
     def in_flight_of(self, tenant: str) -> int:
-        """How many of their requests are this tenant's."""
+        """In-flight requests of this tenant at other frontends."""
         return self._in_flight_of[tenant]
 
     def _sum_wanted(self) -> None:
@@ -80,14 +78,13 @@ class OtherFrontends:
                 self.wanted_of[tenant] = self.wanted_of.get(tenant, 0.0) + per_s
 
     def turn(self, own: str, key: bytes) -> int:
-        """Whose turn it is to act on what all see: 0 is first, and all agree on the order, which
-        differs from key to key (rendezvous hashing)."""
+        """Position of this frontend in the order in which all frontends may act on `key`; 0 acts.
+        All frontends compute the same order, which differs between keys (rendezvous hashing)."""
         first = _digest(own, key)
         return sum(_digest(frontend, key) < first for frontend in self._known)
 
     def on_batch(self, batch: NoteBatch, now_s: float) -> bool:
-        """Notes in the order of their batches; False: it came again or too late, and is passed
-        over."""
+        """Apply a batch of notes. False if it is a duplicate or late, and thus ignored."""
         known = self._known.get(batch.frontend)
         if known is None:
             self._make_room()
@@ -99,11 +96,11 @@ class OtherFrontends:
             self.batches_missed += missed
             self._give_up(known, now_s)
         self.batches_received += 1
-        known.number, known.heard_s = batch.number, now_s
+        known.number, known.latest_batch_s = batch.number, now_s
         rest = max(0.0, batch.wanted_per_s - sum(batch.wanted_of.values()))
         known.wanted_of = {**batch.wanted_of, SMALL_TENANTS: rest}
         self._sum_wanted()
-        offset_s = now_s - batch.sent_s  # from its clock to ours; the way took no time
+        offset_s = now_s - batch.sent_s  # from its clock to this one; assumes a delay of zero
         for routed in batch.routed:
             self._routed(batch.frontend, known, routed, offset_s, now_s)
         for prefilled in batch.prefilled:
@@ -117,18 +114,18 @@ class OtherFrontends:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Give up the frontends of which nothing was heard for too long."""
+        """Drop the frontends that were silent for too long."""
         for frontend, known in list(self._known.items()):
-            if now_s - known.heard_s > self._silence_s_max:
+            if now_s - known.latest_batch_s > self._silence_s_max:
                 self._give_up(known, now_s)
                 del self._known[frontend]
                 self._sum_wanted()
 
     def _make_room(self) -> None:
         if len(self._known) >= FRONTENDS_MAX:
-            quietest = min(self._known, key=lambda frontend: self._known[frontend].heard_s)
+            quietest = min(self._known, key=lambda frontend: self._known[frontend].latest_batch_s)
             known = self._known.pop(quietest)
-            self._give_up(known, known.heard_s)
+            self._give_up(known, known.latest_batch_s)
 
     def _routed(
         self, frontend: str, known: _KnownFrontend, note: RoutedNote, offset_s: float, now_s: float
@@ -136,7 +133,7 @@ class OtherFrontends:
         prefill = self._cluster.workers.get(note.prefill)
         decode = self._cluster.workers.get(note.decode)
         if prefill is None or decode is None or note.number in known.request_ids:
-            return  # a worker that is not known here (any more) has nothing to reserve at
+            return  # without its workers there is nothing to reserve
         routed_at_s = min(now_s, note.at_s + offset_s)
         request_id = f"{frontend}/{note.number}"
         predicted = Prediction(
@@ -195,7 +192,7 @@ class OtherFrontends:
             self._cluster.learn_decode(routed, output_tokens, now_s)
 
     def _give_up(self, known: _KnownFrontend, now_s: float) -> None:
-        """What it has routed is known from reports only."""
+        """Turn the requests of this frontend into unattributed work."""
         for request_id in known.request_ids.values():
             self._cluster.disown(request_id, now_s)
         known.request_ids.clear()
@@ -203,19 +200,19 @@ class OtherFrontends:
         known.tenants.clear()
 
     def _forget_tenants(self, tenants: Iterable[str]) -> None:
-        """Of requests that are over, or of which nobody will hear any more."""
+        """Count the requests of these tenants as ended."""
         for tenant in tenants:
             self._in_flight_of[tenant] -= 1
             if not self._in_flight_of[tenant]:
                 del self._in_flight_of[tenant]
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         in_flight = self._cluster.in_flight
         elsewhere = {name for name, routed in in_flight.items() if routed.is_elsewhere}
         announced = [name for known in self._known.values() for name in known.request_ids.values()]
-        # A request that nobody ended for request_s_max is forgotten by the cluster alone.
-        assert elsewhere <= set(announced), "a request of a frontend that nobody knows is reserved"
+        # The cluster alone drops a request that is not finished for request_s_max.
+        assert elsewhere <= set(announced), "a request of an unknown frontend is reserved"
         assert len(set(announced)) == len(announced)
         tenants = [tenant for known in self._known.values() for tenant in known.tenants.values()]
         assert self._in_flight_of == Counter(tenants) and len(tenants) == len(announced)

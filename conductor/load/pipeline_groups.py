@@ -1,13 +1,13 @@
-"""Which prefill workers compute a prompt together: the stages of a pipeline group.
+"""Pipeline groups: which prefill workers are the stages of one pipeline.
 
-Stage 0 stands for its group: it alone is called, has the queue and the reservations, and is a
-candidate of a decision. The other stages are known so that a group is none while one of them is
-missing, silent or draining, and so that its estimate knows how long each of them takes.
+Stage 0 represents its group. Only stage 0 is called, has the queue and the reservations, and is a
+candidate of a decision. The other stages are tracked for two reasons. A group takes no requests
+while a stage is missing, silent or draining. The estimate of the group needs the speed of each.
 
-A group is whole when each of its stages is there once, all say that it has as many, and all have
-one fingerprint. Anything else is said of its stage 0, and it gets no requests until that ends.
+A group is complete if each of its stages is registered once, and if all have the same number of
+stages and the same fingerprint. Otherwise its stage 0 shows the reason and takes no requests.
 
-Not here: how long a group takes (estimates/pipeline.py), whether each stage is well (cluster.py).
+Not here: the time of a group (estimates/pipeline.py), the state of each stage (cluster.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake_store.records.membership import WorkerInfo
 
 
 def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None:
-    """Tell each stage 0 of these workers (one incarnation of each name) who its stages are."""
+    """Set the pipeline stages of each stage 0. `workers` has one incarnation of each name."""
     groups: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in workers:
         worker.alone()
@@ -38,12 +38,12 @@ def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None
 def _members(
     first: WorkerInfo, stages: dict[int, list[WorkerState]]
 ) -> tuple[tuple[WorkerState, ...], str]:
-    """All stages in order, or why they are no group."""
+    """All stages in order, or the reason why the group is incomplete."""
     members: list[WorkerState] = []
     for number in range(first.pipeline_stages):
         found = stages.get(number, [])
         if len(found) != 1:
-            how = "is missing" if not found else f"is said of {len(found)} workers"
+            how = "is missing" if not found else f"is registered by {len(found)} workers"
             return (), f"stage {number} of its pipeline group {how}"
         info = found[0].info
         if info.pipeline_stages != first.pipeline_stages:

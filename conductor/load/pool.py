@@ -1,17 +1,18 @@
-"""All workers of one role as columns: one row for each worker, one array for each figure.
+"""All workers of one role in columnar form: one row per worker, one array per value.
 
-A decision compares every worker. A Python object for each of them costs microseconds a worker; an
-operation on an array costs about one for all of them. So what decisions read is kept as arrays
-beside the objects (worker.py): `refresh` copies one worker's figures after each change, and that is
-the only way in. What changes by itself with time is stored as the moment at which it ends, so that
-a row stays true until its worker changes. `check` compares every row with its object.
+A decision compares all workers. A Python object costs microseconds per worker, and an array
+operation costs about one microsecond for all workers. The values that decisions read are therefore
+kept as arrays beside the objects (worker.py). `refresh` copies the values of one worker after each
+change, and nothing else writes them. A value that changes with time is stored as the moment at
+which it ends, so a row is valid until its worker changes. `check` compares every row with its
+object.
 
-Two things are looked at only now and then, because asking each time would cost as much as deciding:
+Two columns are cached, because computing them would cost as much as the decision:
 
-    takers   who may be given a request: anew when a report, a failure or time can change it
-    ratio    speed ratios fade: anew with every tick, and for a worker that was measured
+    takers   the workers that take requests; recomputed when a report, a failure or time changes it
+    ratio    speed ratios decay; recomputed with every tick, and for a worker that was measured
 
-Not here: the figures of each role (prefill_pool.py, decode_pool.py), what they mean (routing.py).
+Not here: the columns of each role (prefill_pool.py, decode_pool.py), their use (routing.py).
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-RATIO_FRESH_S = 2.0  # without a tick; a ratio comes 4.5 % nearer to 1 in this time
-REQUESTS_RANK = 2.0**40  # weighs one request more than the order of any two routings
+RATIO_FRESH_S = 2.0  # without a tick; in this time a ratio moves 4.5 % towards 1
+REQUESTS_RANK = 2.0**40  # one request outweighs the order of any two routings
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Moving blocks from one node to each worker of the pool: latency + blocks * block_s."""
+    """Transfer times from one node to each worker of the pool: latency + blocks * block_s."""
 
-    both: npt.NDArray[np.float64]  # in one matrix:
+    both: npt.NDArray[np.float64]  # one matrix whose rows are the next two
     block_s: Column
     latency_s: Column
-    own: Sequence[int]  # rows of who is on that node: ahead by one request
-    address: int  # of `both`
+    own: Sequence[int]  # rows of the workers on that node; they rank one request ahead
+    address: int  # of the data of `both`
 
 
 class Pool:
@@ -55,7 +56,7 @@ class Pool:
         self.config = config
         self.order = config.order
         self.workers: list[WorkerState] = []
-        self.version = 0  # while it is the same, the columns are the same arrays
+        self.version = 0  # unchanged as long as the columns are the same arrays
 
     def build(
         self,
@@ -63,22 +64,22 @@ class Pool:
         is_in: Callable[[WorkerState], bool],
         tokens_max: Callable[[WorkerInfo], int],
     ) -> None:
-        """Anew, after somebody came or went. `is_in`: its node is up, and no newer incarnation is
-        there. `tokens_max`: of one request that it could hold with nobody else there."""
+        """Build the columns for these workers. `is_in`: its node is up, and it is the newest
+        incarnation. `tokens_max`: the most tokens of one request that the empty worker can hold."""
         self.version += 1
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
         self.workers = list(workers)
         self.rows = np.arange(len(workers))
-        # Not to be changed:
+        # Constants, which must not be written:
         self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)
         self.zeros_address, self.nowhere = self.zeros.ctypes.data, np.full(len(workers), -1)
         self.node_ids = [info.node_id for info in infos]
         tokens = {info.block_tokens for info in infos}
         self.block_tokens_of = np.array([float(info.block_tokens) for info in infos])
         self.block_tokens_max = max(tokens, default=0)
-        self.block_tokens = tokens.pop() if len(tokens) == 1 else 0  # where all have the same
+        self.block_tokens = tokens.pop() if len(tokens) == 1 else 0  # 0: block sizes differ
         self.tokens_max = np.array([tokens_max(info) for info in infos])
         self._tokens_max_least = min(self.tokens_max.tolist(), default=0)
         self.block_bytes = np.array([float(info.block_bytes) for info in infos])
@@ -94,7 +95,7 @@ class Pool:
             self._rows_on.setdefault(node_id, []).append(row)
         self._infos = infos
         self._bound_paths([worker.paths for worker in workers])
-        # Workers that were never routed to come before all others, in the order of their names.
+        # Workers without any request so far rank before all others, in the order of their names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
         for order, row in enumerate(by_name):
@@ -108,17 +109,17 @@ class Pool:
         self._counted = (self._takers, 0, self.zeros)
         self._allocate(len(workers))
         for worker in workers:
-            self._hear(worker)
+            self._copy_report(worker)
             self._learn(worker)
             self.refresh(worker)
 
     def _bound_paths(self, measured: Sequence[MeasuredPaths]) -> None:
-        """Whether the measured paths differ, and the least that any transfer takes."""
+        """Whether the measured paths differ, and lower bounds of all transfers."""
         rates = {rate for paths in measured for rate in paths.rates}
         latencies_s = {latency_s for paths in measured for latency_s in paths.latencies_s}
         self._has_rates, self._has_latencies = bool(rates), bool(latencies_s)
         self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
-        # Lower bounds: no node sends a block in less time, to a worker of its own or of another
+        # Lower bounds: no block arrives in less time from the worker's own node or from another
         # node.
         config = self.config
         own_rate = max([paths.own_rate for paths in measured], default=0.0)
@@ -131,36 +132,36 @@ class Pool:
     def _zeros(self) -> Column:
         return np.zeros(len(self.workers))
 
-    # What changes a row
+    # Updates of rows
 
     def refresh(self, worker: WorkerState) -> None:
-        """Its reservations changed, or when it got the last one."""
+        """Copy the reservations of the worker into its row."""
         raise NotImplementedError
 
     def _allocate(self, count: int) -> None:
-        """Make the role's own columns."""
+        """Allocate the columns of the role."""
         raise NotImplementedError
 
     def _scale(self, rows: slice | int) -> None:
-        """`ratio` changed in these rows: make the products with it anew."""
+        """Recompute the products with `ratio` in these rows."""
         raise NotImplementedError
 
-    def heard(self, worker: WorkerState) -> None:
-        """It reported, or a call to it failed."""
+    def reported(self, worker: WorkerState) -> None:
+        """The worker reported, or a call to it failed."""
         if worker.row >= 0:
-            self._hear(worker)
+            self._copy_report(worker)
             self.refresh(worker)
 
     def measured(self, worker: WorkerState, now_s: float) -> None:
-        """Its speed ratio changed."""
+        """The speed ratio of the worker changed."""
         if worker.row >= 0:
             self._learn(worker)
             self.ratio[worker.row] = worker.speed_ratio(now_s, self.config)
             self._scale(worker.row)
 
-    def _hear(self, worker: WorkerState) -> None:
+    def _copy_report(self, worker: WorkerState) -> None:
         row, failed_s, is_away = worker.row, worker.last_failed_s, worker.is_away
-        self._reported_s[row] = worker.heard_at_s
+        self._reported_s[row] = worker.oldest_report_s
         if (
             not self._takers[row]
             or failed_s != self._failed_s[row]
@@ -173,16 +174,16 @@ class Pool:
         row = worker.row
         self._measured[row], self._estimated[row], self._measured_s[row] = worker.speed.sums
 
-    # What decisions read
+    # Columns that decisions read
 
     def look(self, now_s: float) -> None:
-        """Bring up to date what fades."""
+        """Recompute the columns that decay with time."""
         if self.config.learn_speed:
             self.ratio[:] = ratios(self._measured, self._estimated, self._measured_s, now_s)
         self._scale(slice(None))
 
     def takers(self, now_s: float) -> Mask:
-        """Who may be given a request now, as `Cluster.why_not` says. Not to be changed."""
+        """Mask of the workers that take requests, as by `Cluster.why_not`. Read-only."""
         if now_s >= self._takers_until_s:
             config = self.config
             expires_s = self._reported_s + config.report_s_max
@@ -192,24 +193,24 @@ class Pool:
             ends = np.concatenate(
                 (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
             )
-            # The masks above compare differences, which round in other places than these sums, so
-            # they are made anew a little early.
+            # The masks compare differences, and these sums round differently. The masks are
+            # therefore recomputed slightly early.
             self._takers_until_s = float(ends.min(initial=math.inf)) - 1e-6
         return self._takers
 
     def count(self, mask: Mask) -> int:
-        """How many workers it has; for the takers, which it mostly is, counted once."""
+        """Number of workers in the mask. It is mostly the takers, so the last count is cached."""
         if mask is not self._counted[0]:
             self._counted = (mask, int(np.count_nonzero(mask)), mask.astype(np.float64))
         return self._counted[1]
 
     def mean(self, column: Column, mask: Mask) -> float:
-        """Of these workers; at least one. Summed up one after the other, whatever numpy is."""
+        """Mean over at least one worker. Summed in order, so that any numpy gives the same bits."""
         count = self.count(mask)
         return float(np.add.accumulate(column * self._counted[2])[-1]) / count
 
     def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
-        """The takers that could ever hold so many tokens and are not excluded."""
+        """Takers that can hold so many tokens when empty, and are not excluded."""
         takers = self._takers if now_s < self._takers_until_s else self.takers(now_s)
         if tokens > self._tokens_max_least:
             takers = takers & (self.tokens_max >= tokens)
@@ -218,32 +219,33 @@ class Pool:
         return takers
 
     def path(self, node_id: str) -> Path:
-        """From this node to each worker, as the worker measured it, else as configured."""
+        """Transfer times from this node, as each worker measured them, else as configured."""
         found = self._paths.get(node_id)
         if found is None:
             found = self._paths[node_id] = self._new_path(node_id)
         return found
 
     def blocks(self, tokens: int) -> float | Column:
-        """How many blocks these tokens touch at each worker; one number where all are alike."""
+        """Blocks that these tokens touch at each worker; one number if all block sizes are
+        equal."""
         if self.block_tokens:
             return float(-(-tokens // self.block_tokens))
         found: Column = np.ceil(tokens / self.block_tokens_of)
         return found
 
     def paths_s_least(self, tokens: int) -> tuple[float, float]:
-        """No prompt of so many tokens comes to any worker in less time: from its own node, and
-        from another one."""
+        """Lower bounds of the transfer of a prompt to any worker: from its own node, and from
+        another node."""
         blocks = -(-tokens // self.block_tokens_max)
         far_s = blocks * self._far_block_s_least + self._latency_s_least
         return blocks * self._own_block_s_least, far_s
 
     def on_node(self, node_id: str) -> Sequence[int]:
-        """The rows of the workers there."""
+        """The rows of the workers on this node."""
         return self._rows_on.get(node_id, ())
 
     def has_neighbour(self, others: Pool) -> Mask:
-        """Which workers share their node with one of `others`."""
+        """Mask of the workers that share their node with one of `others`."""
         return np.array([node_id in others._rows_on for node_id in self.node_ids], bool)
 
     def _new_path(self, node_id: str) -> Path:
@@ -259,21 +261,21 @@ class Pool:
             measured_s = np.array(found)
             np.copyto(latency_s, measured_s, where=~np.isnan(measured_s))
         for row in own:
-            latency_s[row] = 0.0  # it is mapped
+            latency_s[row] = 0.0  # memory of its own node is mapped
         return Path(both, block_s, latency_s, own, both.ctypes.data)
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
-        """Make so many of the paths that are not known yet, before a decision needs one."""
+        """Compute missing paths before a decision needs them, at most `count_max`."""
         missing = (node_id for node_id in node_ids if node_id not in self._paths)
         for node_id in islice(missing, count_max):
             self._paths[node_id] = self._new_path(node_id)
 
     def routed(self, worker: WorkerState) -> float:
-        """Orders workers by how long ago they got their last request."""
+        """Ranks workers by the number of their last routing; longest idle first."""
         return float(worker.routed_at) or self._unrouted[worker.row]
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Prove that every row is what its worker says."""
+        """Assert that every row matches its worker."""
         takers = self.takers(now_s)
         self.look(now_s)
         for row, worker in enumerate(self.workers):

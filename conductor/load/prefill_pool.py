@@ -1,16 +1,16 @@
-"""The prefill workers as columns: what each would need for a prompt, and what is queued there.
+"""The prefill workers in columnar form: prefill time of a prompt, and the queued work.
 
-The same formulas as estimates.py and prefill_queue.py, for all workers at once. With
-new = tokens - cached, prefill.seconds(new, cached) is
+The formulas are those of estimates.py and prefill_queue.py, for all workers at once. With new =
+tokens - cached, prefill.seconds(new, cached) is
 
     base + new * (per_token + per_token_pair / 2 * (tokens + cached))
 
-and a pipeline group needs its `fill_s` on top, which does not hold up those behind it.
+A pipeline group needs its `fill_s` in addition, which does not delay the prompts behind it.
 
-The queue behind the head is two padded matrices, a column for each worker: `keys` in order, and the
-work that has gone by after each of them. How many keys are smaller than that of a request is where
-it would stand, and that entry of the work is its wait. A request whose key is above all that were
-ever given out stands last everywhere, and then nothing is counted.
+The queue behind the head is stored in two padded matrices with a column for each worker. `keys` has
+the order keys in order, and `work` has the cumulative work after each of them. The number of
+smaller order keys is the queue position of a request, and `work` at this position is its wait. A
+request whose order key is above all keys so far is last at every worker, and needs no counting.
 
 Not here: fetching (fetching.py), which worker is best (routing.py).
 """
@@ -31,24 +31,24 @@ from conductor.queue_order import QueueOrder
 
 Matrix = npt.NDArray[np.float64]
 
-POSITIONS_MIN = 8  # of the matrices; they grow to the longest queue there ever was
-FEW_POSITIONS = 4  # one row after the other is quicker than the matrix
+POSITIONS_MIN = 8  # rows of the matrices; they grow to the longest queue so far
+FEW_POSITIONS = 4  # up to this length a loop over the rows is faster than the matrix
 
 
 class Queues(NamedTuple):
-    """What is queued at each worker at one moment."""
+    """The queued work at each worker at one moment."""
 
     now_s: float
-    busy_s: Column  # unattributed work and the rest of the head, as calibrated
-    queue_s: Column  # all predicted work
-    order: QueueOrder  # by which the request in question queues
+    busy_s: Column  # unattributed work and the rest of the head, at the calibrated speed
+    queue_s: Column  # all predicted work, at the measured speed
+    order: QueueOrder  # gives the request its order key
 
 
 class QueuePosition(NamedTuple):
-    """Where a request would stand at each worker."""
+    """The queue position of a request at each worker."""
 
-    wait_s: Column  # of the work there, what goes before the request
-    # How many requests it overtakes, if that was asked; a mask where it is at most one.
+    wait_s: Column  # queued work that runs before the request
+    # Number of requests that it overtakes, if requested; a mask if that is at most one.
     behind: Counts | Mask
 
 
@@ -65,15 +65,15 @@ class PrefillPool(Pool):
         self._set_matrices(
             np.full((POSITIONS_MIN, count), math.inf), np.zeros((POSITIONS_MIN + 1, count))
         )
-        # Single numbers are kept as columns too, because arithmetic with those is quicker.
+        # Scalars are kept as columns, because arithmetic between columns is faster.
         self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
         self._stretch = np.full(count, self.order.stretch)
         self._wait_s_max = np.full(count, self.order.wait_s_max)
-        # Upper bounds of what the rows hold: they never fall.
+        # Upper bounds of the values in the rows; they never decrease.
         self._key_s_max = self._unattributed_until_s_max = -math.inf
-        self.rank = self._zeros()  # equal workers: fewer requests first, then the longest idle
-        self.has_room = np.zeros(count, bool)  # queues are bounded
-        self.full = count  # how many have none
+        self.rank = self._zeros()  # among equals: fewest requests first, then the longest idle
+        self.has_room = np.zeros(count, bool)  # the queue is below its bound
+        self.full = count  # number of workers without room
         self._slots_max = [worker.info.slots_max for worker in self.workers]
         infos = [worker.info for worker in self.workers]
         self._beside_share = np.array([info.load_beside_share for info in infos], np.float64)
@@ -81,7 +81,7 @@ class PrefillPool(Pool):
         self.has_layers = bool(self._beside_share.any())
 
     def _fill_others(self, pipelines: Sequence[PipelineEstimate]) -> None:
-        """The stages behind the slowest, of those workers that are pipeline groups."""
+        """Coefficients of the pipeline stages after the slowest one, for pipeline groups."""
         others = [pipeline.others.coefficients for pipeline in pipelines]
         self._others = np.array(others, np.float64).reshape(len(pipelines), 3)
         self._hops_s = np.array([pipeline.hops_s for pipeline in pipelines])
@@ -113,12 +113,12 @@ class PrefillPool(Pool):
         if before or requests > 1:
             self._set_positions(row, queue.positions(), before)
 
-    def _hear(self, worker: WorkerState) -> None:
-        super()._hear(worker)
+    def _copy_report(self, worker: WorkerState) -> None:
+        super()._copy_report(worker)
         self._half_step_s[worker.row] = worker.queue.step_s / 2
 
     def _set_positions(self, row: int, waiting: list[tuple[float, float]], before: int) -> None:
-        """The reservations behind the head; there were so many before."""
+        """Store the reservations behind the head; `before` is their previous number."""
         length = len(waiting)
         if length > len(self._keys_s):
             self._grow(length)
@@ -132,7 +132,7 @@ class PrefillPool(Pool):
         self._length[row], self._waiting_s[row] = length, work_s
 
     def _grow(self, length: int) -> None:
-        """To at least twice as many positions."""
+        """Add at least `length` positions, and at least double them."""
         more = (length, len(self.workers))
         self._set_matrices(
             np.vstack((self._keys_s, np.full(more, math.inf))),
@@ -140,7 +140,7 @@ class PrefillPool(Pool):
         )
 
     def _set_matrices(self, keys_s: Matrix, work_s: Matrix) -> None:
-        """`work_s` has one row more, in front: nothing has gone by."""
+        """`work_s` has one more row at the start: zero work before the first position."""
         self.version += 1
         self._keys_s, self._work_s = keys_s, work_s
         self._key_rows_s, self._work_rows_s = list(keys_s), list(work_s[1:])
@@ -152,8 +152,8 @@ class PrefillPool(Pool):
         self._half_pair_s[rows] = self._coefficients[rows, 2] * ratio / 2
 
     def prefill_s(self, tokens: int, cached: int | Column) -> Column:
-        """Seconds at each worker with so many of the prompt's tokens cached there, up to the first
-        token."""
+        """Seconds to the first token at each worker, with `cached` of the prompt's tokens
+        cached."""
         found_s = self._half_pair_s * (cached + float(tokens))
         found_s += self._per_token_s
         found_s *= float(tokens) - cached
@@ -163,7 +163,7 @@ class PrefillPool(Pool):
         return found_s
 
     def fill_s(self, tokens: int, cached: int | Column) -> Column:
-        """Of `prefill_s`, what a group needs when its slowest stage has done with the prompt."""
+        """The part of `prefill_s` after the slowest stage of a pipeline group has finished."""
         if not self.has_groups:
             return self.zeros
         last = np.minimum(tokens - cached, self._chunk_tokens)
@@ -174,14 +174,14 @@ class PrefillPool(Pool):
         return found_s
 
     def beside_s(self, tokens: int, prefill_s: Column, is_in_memory: Mask) -> Column:
-        """Of `prefill_s`, what its load runs beside: where such a prompt passes layer by layer, and
-        what is loaded lies in memory."""
+        """The part of `prefill_s` that overlaps with the loading of the prefix. Only prompts with
+        layer-wise prefill whose prefix is in DRAM have such a part."""
         share = self._beside_share * (self._beside_from_tokens < tokens)
         share *= is_in_memory
         return share * prefill_s
 
     def queues(self, now_s: float, order: QueueOrder) -> Queues:
-        """What is queued everywhere at this moment. Good until the next change."""
+        """The queued work at this moment. Valid until the next change of a queue."""
         self._now_s.fill(now_s)
         busy_s = self._busy_until_s - self._now_s
         np.maximum(busy_s, self.zeros, busy_s)
@@ -192,11 +192,11 @@ class PrefillPool(Pool):
     def position(
         self, queues: Queues, prefill_s: Column, counts_behind: bool = True
     ) -> QueuePosition:
-        """Where a request with so much work at each worker would stand in its queue."""
+        """The queue position of a request with so much work at each worker."""
         order = queues.order
         least_s = order.stretch * prefill_s.item(prefill_s.argmin())
         if queues.now_s + min(least_s, order.wait_s_max) >= self._key_s_max:
-            return QueuePosition(queues.queue_s, self.none)  # last everywhere
+            return QueuePosition(queues.queue_s, self.none)  # last in every queue
         if order is self.order:
             keys_s = prefill_s * self._stretch
             np.minimum(keys_s, self._wait_s_max, keys_s)
@@ -207,7 +207,7 @@ class PrefillPool(Pool):
         if longest := self._length.item(self._length.argmax()):
             work_s, behind = self._ahead(keys_s, longest, counts_behind)
             wait_s = wait_s + work_s
-        is_first = keys_s < self._head_key_s  # never where the head is not overtaken
+        is_first = keys_s < self._head_key_s  # never true where the head cannot be overtaken
         if np.count_nonzero(is_first):
             step_s = self._half_step_s
             if queues.now_s < self._unattributed_until_s_max:
@@ -223,7 +223,7 @@ class PrefillPool(Pool):
         return QueuePosition(wait_s * self.ratio, behind)
 
     def behind(self, order: QueueOrder, now_s: float, row: int, prefill_s: float) -> int:
-        """What `position` counts, for one worker."""
+        """The `behind` of `position`, for one worker."""
         key_s = order.key_s(now_s, prefill_s)
         count = int(key_s < self._head_key_s.item(row))
         for keys_s in self._key_rows_s[: self._length.item(row)]:
@@ -231,7 +231,7 @@ class PrefillPool(Pool):
         return count
 
     def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
-        """The work behind each head with keys up to these, and how many reservations are above."""
+        """(work behind the head that goes first, number of reservations that come after)."""
         if longest <= FEW_POSITIONS:
             work_s, behind = self.zeros.copy(), self.none
             if counts_behind:
@@ -249,7 +249,7 @@ class PrefillPool(Pool):
         return self._work_s.take(ahead), behind
 
     def compared(self) -> dict[str, Counts | Column | Matrix | Mask]:
-        """The columns that a compiled decision reads, by their names there."""
+        """The columns that a compiled decision reads, by their names in native.c."""
         return {
             "ratio": self.ratio,
             "base_s": self._base_s,
@@ -275,7 +275,7 @@ class PrefillPool(Pool):
         }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Prove that every row is what its worker says."""
+        """Assert that every row matches its worker."""
         super().check(now_s, why_not)
         close = math.isclose
         assert self.full == len(self.workers) - np.count_nonzero(self.has_room)

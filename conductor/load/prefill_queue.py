@@ -1,37 +1,35 @@
-"""The predicted work at one prefill worker: in front of a new request, and behind it.
+"""Predicted work of one prefill worker: reservations reconciled with worker reports.
 
-Two sources know about it. The conductor knows at once, and in detail, what it routed itself (one
-*reservation* per request, with its cached prefix and its position in the queue); the worker's
-report knows how much of it is left and what came from elsewhere, but late. They are joined so that
-nothing counts twice and nothing goes below zero:
+The conductor has two sources. Its own routing decisions are exact and immediate: one *reservation*
+per request, with its cached prefix and its queue position. The worker's report has the remaining
+work and the work of other frontends, but arrives late. Both are combined so that no work counts
+twice and no value falls below zero:
 
-- A reservation is *confirmed* by a report if it is at least report_lag_s older: the worker had it.
-- Fewer requests there than confirmed reservations: the first ones are done, the worker takes them
-  in the order of their keys (queue_order.py). Fewer tokens than the rest of the confirmed ones
-  hold: the first of them shrink.
-- More requests there than all our reservations: the others are *unattributed* (from before a
-  restart of the conductor, or from another frontend), with the tokens that ours cannot account for.
-  Their keys are not known, so they go first.
-- Reservations that the report cannot know, and what it leaves open, stay as predicted. A worker
-  counts a prompt that has not been looked up yet as wholly uncached, so "more tokens than
-  predicted" says nothing.
+- A report *confirms* a reservation that is at least report_lag_s older than the report.
+- If the report has fewer requests than there are confirmed reservations, the first ones are done. A
+  worker computes requests in the order of their keys (queue_order.py). If it has fewer tokens than
+  the remaining confirmed reservations, these shrink, the first ones first.
+- If the report has more requests than there are reservations, the others are *unattributed*. They
+  are from another frontend, or from before a restart of the conductor. They have the tokens that
+  the reservations do not account for. Their order keys are unknown, so they count as first.
+- A reservation that the report cannot know yet keeps its prediction. A report with more tokens than
+  predicted changes no reservation, because a worker counts a prompt as uncached until its lookup.
 
-The reserved work that is being computed is the *head*. With `preempts` work with a smaller key
-takes its position between two chunks, and what the head has computed stays computed; without, a
-prompt that has begun is finished first. Between reports only the head shrinks with time, down to
-zero and no further: a request that takes longer than predicted does not eat the time of those
-behind it.
+The *head* is the reservation that is being computed. With `preempts`, a smaller order key overtakes
+the head between two chunks, and the head keeps its computed chunks. Without it, the worker finishes
+a prompt that has begun. Between reports only the head shrinks with time, and not below zero. A
+request that takes longer than predicted thus does not shorten the work behind it.
 
-The work of a pipeline group is that of its slowest stage: while the last chunk of a prompt goes
-through the other stages, the next prompt has begun (estimates/pipeline.py).
+The work of a pipeline group is that of its slowest stage. The next prompt begins while the last
+chunk of a prompt passes the later stages (estimates/pipeline.py).
 
-Not predicted: requests that arrive later and overtake this one. No more than queue_wait_s_max of
-waiting is ever gained that way, and how much comes is not known here.
+Requests that arrive later and overtake this one are not predicted, since their number is unknown.
+They delay it by at most queue_wait_s_max.
 
-A finished or cancelled request takes its whole reservation away, so when all have finished only
-unattributed work is left, and that fades by itself.
+A finished or cancelled request removes its whole reservation. When all requests have finished, only
+unattributed work is left, which decreases with time.
 
-Not here: the memory of requests (cluster.py), what is done with the numbers (routing.py).
+Not here: in-flight requests (cluster.py), the use of the predictions (routing.py).
 """
 
 from __future__ import annotations
@@ -43,33 +41,33 @@ from dataclasses import dataclass
 from conductor.estimates.pipeline import PipelineEstimate
 
 
-@dataclass(slots=True, eq=False)  # two reservations may look alike
+@dataclass(slots=True, eq=False)  # equality by identity
 class PrefillReservation:
-    key_s: float  # its position in the queue: the least goes first
+    key_s: float  # order key; the least runs first
     prefix_tokens: int
     new_tokens: int
     reserved_at_s: float
     remaining_s: float
     done_tokens: int = 0
-    kept_tokens: int = 0  # computed before others overtook it
+    kept_tokens: int = 0  # computed before another request overtook it; kept_tokens <= done_tokens
 
 
 class PrefillQueue:
-    """Unattributed work, then the head, then the other reservations by their keys."""
+    """Unattributed work, then the head, then the other reservations in the order of their keys."""
 
     def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
         self._estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
-        self._line: list[PrefillReservation] = []  # the head, then by key
+        self._line: list[PrefillReservation] = []  # the head, then the others by order key
         self._unattributed_s = 0.0
         self._unattributed_requests = 0
-        self._as_of_s = now_s  # when unattributed work was last known
-        self._head_since_s = now_s  # when the head began to be worked on
-        self.step_s = 0.0  # recent mean length of a step, which nothing interrupts
+        self._as_of_s = now_s  # time of the unattributed values
+        self._head_since_s = now_s  # when the head began to run
+        self.step_s = 0.0  # recent mean step time in seconds; a step cannot be interrupted
 
     def goes_through(self, estimate: PipelineEstimate) -> None:
-        """It has other stages from now on; what is reserved stays as it was predicted."""
+        """Use the estimate of a changed pipeline group. Existing reservations keep theirs."""
         self._estimate = estimate
 
     def __len__(self) -> int:
@@ -80,15 +78,15 @@ class PrefillQueue:
 
     @property
     def requests(self) -> int:
-        """Requests waiting or running there, ours and others'."""
+        """Requests waiting or running, reserved or unattributed."""
         return len(self._reservations) + self._unattributed_requests
 
     def work_s(self, now_s: float) -> float:
-        """Seconds of predicted work there, at the calibrated speed."""
+        """Seconds of predicted work, at the calibrated speed."""
         return self.ahead_s(math.inf, now_s)
 
     def ahead_s(self, key_s: float, now_s: float) -> float:
-        """Seconds until a request with this key, which arrives now, would begin, as calibrated."""
+        """Seconds until a request with this order key would begin, at the calibrated speed."""
         wait_s = max(0.0, self._unattributed_s - (now_s - self._as_of_s))
         if not self._line:
             return wait_s
@@ -102,18 +100,18 @@ class PrefillQueue:
         return wait_s
 
     def behind(self, key_s: float) -> int:
-        """How many of our requests would begin or go on later because of one with this key."""
+        """Number of reservations that a request with this order key would delay."""
         overtaken = sum(work.key_s > key_s for work in self._line[1:])
         return overtaken + self._is_ahead_of_head(key_s)
 
     def _is_ahead_of_head(self, key_s: float) -> bool:
         return self._preempts and bool(self._line) and key_s < self._line[0].key_s
 
-    # The columns of prefill_pool.py hold moments, which stay true, instead of spans of time.
+    # The columns of prefill_pool.py hold moments instead of durations, so they stay valid.
 
     def moments(self) -> tuple[float, float, float, float]:
-        """When the unattributed work will be done; when that and the head will be, if nothing else
-        is done first; which keys go before the head (smaller ones); and none of ours is above."""
+        """Four values: the end of unattributed work; the end of the head, if nothing overtakes it;
+        the order key below which a request overtakes the head; the highest order key."""
         unattributed_until_s = self._as_of_s + self._unattributed_s
         if not self._line:
             return unattributed_until_s, unattributed_until_s, -math.inf, -math.inf
@@ -123,11 +121,11 @@ class PrefillQueue:
         return unattributed_until_s, busy_until_s, head_key_s, self._line[-1].key_s
 
     def positions(self) -> list[tuple[float, float]]:
-        """(key, seconds) of each reservation behind the head."""
+        """(order key, seconds) of each reservation behind the head."""
         return [(work.key_s, work.remaining_s) for work in self._line[1:]]
 
     def _settle(self, now_s: float) -> None:
-        """Write down the time that has passed, before something else changes."""
+        """Subtract the elapsed time from the work, before another change."""
         if self._line:
             head = self._line[0]
             head.remaining_s = max(0.0, head.remaining_s - self._head_elapsed_s(now_s))
@@ -135,7 +133,7 @@ class PrefillQueue:
         self._as_of_s = self._head_since_s = now_s
 
     def _head_elapsed_s(self, now_s: float) -> float:
-        """How long the head has been worked on: since unattributed work ended."""
+        """Seconds for which the head has run. It starts after unattributed work."""
         began_s = max(self._head_since_s, self._as_of_s + self._unattributed_s)
         return max(0.0, now_s - began_s)
 
@@ -147,7 +145,7 @@ class PrefillQueue:
         now_s: float,
         key_s: float | None = None,
     ) -> None:
-        """Routed here. `key_s`: from queue_order.py; without, first come, first served."""
+        """Add a routed request. `key_s`: order key; None: first come, first served."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         assert new_tokens > 0 and prefix_tokens >= 0, (new_tokens, prefix_tokens)
         seconds = self._estimate.work_s(new_tokens, prefix_tokens)
@@ -166,7 +164,7 @@ class PrefillQueue:
 
     @property
     def _pinned(self) -> int:
-        """The first of the line that no key overtakes any more."""
+        """The first queue index that a smaller order key can take."""
         return 0 if self._preempts else 1
 
     def _keep_what_the_head_computed(self) -> None:
@@ -177,12 +175,12 @@ class PrefillQueue:
             head.done_tokens = head.kept_tokens = int(share * head.new_tokens)
 
     def drop(self, request_id: str, now_s: float) -> bool:
-        """Finished or cancelled; False when it was not reserved here."""
+        """Remove a finished or cancelled request; False if it was not reserved here."""
         work = self._reservations.pop(request_id, None)
         if work is None:
             return False
         if work is self._line[0]:
-            # The next one began when the group's slowest stage had done its part of this one.
+            # The next prompt began when the slowest pipeline stage had finished this one.
             over_s = self._head_elapsed_s(now_s) - work.remaining_s
             filled_s = self._estimate.fill_s(work.new_tokens, work.prefix_tokens)
             self._head_since_s = now_s - min(filled_s, max(0.0, over_s))
@@ -190,14 +188,14 @@ class PrefillQueue:
         return True
 
     def attribute(self, now_s: float) -> None:
-        """The last report had counted, without knowing whose it is, what was now reserved."""
+        """Remove one unattributed request, because the last report counted a reservation as one."""
         if self._unattributed_requests:
             self._settle(now_s)
             self._unattributed_s *= 1.0 - 1.0 / self._unattributed_requests
             self._unattributed_requests -= 1
 
     def disown(self, request_id: str, now_s: float) -> None:
-        """Nobody will say when this one ends: what is left of it becomes unattributed work."""
+        """Turn a reservation into unattributed work, since its frontend reports no end."""
         self._settle(now_s)
         work = self._reservations.get(request_id)
         if work is not None and self.drop(request_id, now_s) and work.done_tokens < work.new_tokens:
@@ -207,9 +205,9 @@ class PrefillQueue:
     def on_report(
         self, queue_tokens: int, requests: int, now_s: float, report_lag_s: float
     ) -> None:
-        """Lay the worker's own count over the reservations that it must know.
+        """Reconcile the reservations with the worker's own counts.
 
-        `requests`: waiting or running there; `queue_tokens`: what they still have to compute.
+        `requests`: waiting or running at the worker; `queue_tokens`: their tokens not yet computed.
         """
         self._settle(now_s)
         confirmed = [c for c in self._line if c.reserved_at_s <= now_s - report_lag_s]
@@ -225,7 +223,7 @@ class PrefillQueue:
             work.remaining_s = self._remaining_s(work)
         self._unattributed_requests = max(0, requests - len(self._reservations))
         self._unattributed_s = 0.0
-        if self._unattributed_requests:  # equal lengths assumed: a report does not tell them apart
+        if self._unattributed_requests:  # equal lengths assumed: a report gives only sums
             ours = sum(work.prefix_tokens + work.new_tokens for work in self._line)
             each = max(0, queue_tokens - ours) / self._unattributed_requests
             self._unattributed_s = self._unattributed_requests * self._estimate.work_s(each, 0)
@@ -237,7 +235,7 @@ class PrefillQueue:
         )
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert self._unattributed_s >= 0 and self._unattributed_requests >= 0
         for request_id, work in self._reservations.items():
             assert 0 <= work.kept_tokens <= work.done_tokens <= work.new_tokens, request_id

@@ -1,19 +1,19 @@
-"""One worker as the conductor sees it: what it said, what is reserved there, how fast it is.
+"""One worker in the conductor's state: its reports, its reservations, its speed, its warm-up.
 
-**Warm-up.** A worker that joins others at work is given its share little by little. It is idle, so
-by prediction alone everything goes there until its queue is as long as the others'. But nothing is
-known of it yet: its coefficients were measured alone, its caches are cold, its links untried; and
-if it is slow, a whole queue waits to find out. So for `slow_start_s` after it joined its work is
-taken to last longer than predicted, by a factor that falls to 1:
+**Warm-up (slow start).** A worker that joins a running cluster receives its share gradually. A new
+worker is idle, so the predictions alone would send it every request until its queue is as long as
+the others. But its coefficients were measured alone, its caches are cold and its links are
+unmeasured. If it is slow, a whole queue of requests would be delayed. For `slow_start_s` after it
+joined, its predicted work therefore counts longer, by a factor that falls to 1:
 
     warm_up = 1 - age / slow_start_s                       1 when it joins, 0 from slow_start_s on
-    cost    = cost + warm_up x SLOWER x (wait + prefill)   for the choice of a worker only
+    cost    = cost + warm_up x SLOWER x (wait + prefill)   only to choose a worker
 
-What is shown as predicted, and what admission judges, stays the prediction. Copies of hot prefixes
-to its node have `1 - warm_up` of the budget of others (hotspots.py). A cluster that starts as a
-whole has nobody in warm-up: there is nobody to wait for.
+Shown predictions and admission do not include the warm-up. Copies of hot prefixes to its node have
+`1 - warm_up` of the budget of other nodes (hotspots.py). When a whole cluster starts, no worker is
+in warm-up, because no other worker could take its share.
 
-Not here: who is there (cluster.py), the same figures of all workers as columns (pool.py).
+Not here: which workers take requests (cluster.py), the columns of all workers (pool.py).
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from conductor.load.prefill_queue import PrefillQueue
 from conductor.messages import WorkerRef
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
 
-SLOWER = 3.0  # four times as long at first: as much as SpeedRatio ever corrects
-BUDGET_LEAST = 0.125  # of copies, or a newcomer would never get the first
+SLOWER = 3.0  # cost factor 4 at first: the largest correction by SpeedRatio
+BUDGET_LEAST = 0.125  # share of the copy budget; without it a new node would never get a first copy
 
 
 def warm_up(joined_s: float, now_s: float, slow_start_s: float) -> float:
-    """1 when it joins, 0 from slow_start_s on."""
+    """1 when the worker joins, 0 from slow_start_s on."""
     if slow_start_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - (now_s - joined_s) / slow_start_s))
 
 
 def budget(whole: int, warm_up: float) -> int:
-    """Of blocks to a node that is so new; at least one."""
+    """Budget of blocks to a node in warm-up; at least one."""
     return max(1, int(whole * max(BUDGET_LEAST, 1.0 - warm_up)))
 
 
 WorkerKey = tuple[str, str]  # (worker_id, incarnation)
-PREFILLS_KEPT = 256  # ended ones, to tell what of a longer one's time was theirs
+PREFILLS_KEPT = 256  # recent finished prefills, to subtract their time from a longer one
 
 
 class MeasuredPaths(NamedTuple):
-    """What a worker measured of transfers to it, in short: rates in bytes per second."""
+    """Summary of the transfers that a worker measured; rates in bytes per second."""
 
-    # The least and the most stand for all: they tell whether there are different ones.
+    # Minimum and maximum stand for all values: they show whether the values differ.
     rates: tuple[float, ...]
     latencies_s: tuple[float, ...]  # from other nodes
     own_rate: float  # from its own node
-    far_rate_max: float
+    far_rate_max: float  # highest rate from another node
 
     @classmethod
     def of(cls, info: WorkerInfo) -> MeasuredPaths:
-        """Looked at once: in a large fleet each worker has measured a thousand."""
+        """Computed once, because a worker in a large cluster has measured a thousand nodes."""
         measured, latencies_s = info.transfer_bytes_per_s, info.transfer_latency_s
         rates = measured.values()
         far = [rate for node_id, rate in measured.items() if node_id != info.node_id]
@@ -76,7 +76,7 @@ class MeasuredPaths(NamedTuple):
 
 
 class WorkerState:
-    """One incarnation of a worker: what it said, and what is reserved there."""
+    """One incarnation of a worker with its reports, reservations and measured speed."""
 
     def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
         self.info, self.paths = info, MeasuredPaths.of(info)
@@ -85,29 +85,29 @@ class WorkerState:
         )
         self.key: WorkerKey = (info.worker_id, info.incarnation)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        # Its own layers only, until it leads a whole group (pipeline_groups.py).
+        # Only its own layers, until it leads a complete pipeline group (pipeline_groups.py).
         self.pipeline = PipelineEstimate.of((PrefillEstimate.of(info.prefill_coefficients),))
         self.queue = PrefillQueue(self.pipeline, now_s, preempts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
-        self.joined_s = self.reported_at_s = now_s  # registering is the first sign of life
+        self.joined_s = self.reported_at_s = now_s  # registration counts as the first report
         self.is_draining = self.is_unreached = False
         self.failed_at_s: float | None = None
-        self.stages: tuple[WorkerState, ...] = (self,)  # whom a prompt goes through, itself first
-        self.leader = self  # whose stage it is
-        self.broken = ""  # why its pipeline group computes nothing
+        self.stages: tuple[WorkerState, ...] = (self,)  # pipeline stages in order, itself first
+        self.leader = self  # stage 0 of its pipeline group
+        self.broken = ""  # why its pipeline group takes no requests; "" if complete
         self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
-        self.routed_at = 0  # number of the last request routed here, 0 before the first
-        self.row = -1  # in the pool of its role; -1 while it is in none
+        self.routed_at = 0  # number of the last request routed here; 0: none
+        self.row = -1  # row in the pool of its role; -1: not in a pool
 
     def alone(self) -> None:
-        """It belongs to no group that is known."""
+        """Reset to a worker outside any pipeline group."""
         self.stages, self.leader, self.broken = (self,), self, ""
 
     def lead(
         self, stages: tuple[WorkerState, ...], broken: str, pipeline: PipelineEstimate
     ) -> None:
-        """It is stage 0 of this group."""
+        """Make this worker stage 0 of a pipeline group."""
         self.stages, self.broken = stages, broken
         for stage in stages:
             stage.leader = self
@@ -117,12 +117,12 @@ class WorkerState:
 
     @property
     def is_follower(self) -> bool:
-        """Another stage of its pipeline group is called: it is never a candidate itself."""
+        """True for later pipeline stages. Only stage 0 is called, so they are no candidates."""
         return not self.info.is_called
 
     @property
-    def heard_at_s(self) -> float:
-        """When the stage was heard that was silent for longest."""
+    def oldest_report_s(self) -> float:
+        """The oldest of the latest reports of its pipeline stages."""
         return min(stage.reported_at_s for stage in self.stages)
 
     @property
@@ -131,7 +131,7 @@ class WorkerState:
 
     @property
     def last_failed_s(self) -> float:
-        """When a call to one of its stages failed; minus infinity: none did."""
+        """The latest failed call to one of its pipeline stages; minus infinity: none."""
         failures_s = (stage.failed_at_s for stage in self.stages)
         return max((at_s for at_s in failures_s if at_s is not None), default=-math.inf)
 
@@ -141,9 +141,9 @@ class WorkerState:
         if self.failed_at_s is not None and now_s > self.failed_at_s + config.report_lag_s:
             self.failed_at_s = None
         if self.is_follower:
-            return  # what its group has to do, stage 0 says
+            return  # stage 0 reports the load of the group
         if self.info.role == "prefill":
-            requests = max(report.queue_requests, report.running)  # the queue's head runs
+            requests = max(report.queue_requests, report.running)  # the head runs
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
             self.queue.step_s = report.step_s
             return
@@ -155,10 +155,11 @@ class WorkerState:
     def prefilled(
         self, began_s: float, seconds: float, estimated_s: float, now_s: float, fill_s: float = 0.0
     ) -> None:
-        """Learn from a prefill. Prompts that shared steps each say the seconds of all of them, so
-        time that those accounted for which ended meanwhile does not count again. A prompt that was
-        overtaken between two chunks keeps all but their time. `fill_s`: what a pipeline group needs
-        on top, but for a prompt right behind another one, whose own hides it."""
+        """Learn the speed from a finished prefill. Prompts of shared steps each report the seconds
+        of all of them, so the time of prefills that ended in between is subtracted. A prompt that
+        was overtaken between two chunks is measured without that time. `fill_s`: the later pipeline
+        stages of a group. It does not count for a prompt directly behind another one, because the
+        fill time of that prompt overlaps with it."""
         free_s = now_s - began_s
         for ended_s, its_s in reversed(self._prefills):
             if ended_s <= began_s:

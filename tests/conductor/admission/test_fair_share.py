@@ -41,7 +41,7 @@ class Shop:
         self.work_s = defaultdict[str, float](float)
 
     def ask(self, request: Request, work_s: float, name: str, pressure: Pressure = BUSY) -> bool:
-        is_in = self.share.objection(request, work_s, pressure) is None
+        is_in = self.share.rejection(request, work_s, pressure) is None
         self.came[name] += 1
         self.share.note(request, work_s, pressure, self.now_s, is_in)
         if is_in:
@@ -177,7 +177,7 @@ def test_rejections_for_decode_room_lower_what_is_let_in_until_there_is_room() -
         for name, count in (("flood", 1), ("calm", int(shop.now_s * 10) % 5 == 0)):
             for _ in range(count):
                 load = Pressure(0.0, 2, 0.95)
-                if shop.share.objection(asked(8_000, name), 0.1, load) is None and room < 1:
+                if shop.share.rejection(asked(8_000, name), 0.1, load) is None and room < 1:
                     shop.share.decode_is_short()  # and it is rejected for that
                     shop.share.note(asked(8_000, name), 0.1, load, shop.now_s, False)
                 elif shop.ask(asked(8_000, name), 0.1, name, load):

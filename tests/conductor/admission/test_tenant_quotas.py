@@ -24,8 +24,8 @@ def test_what_is_given_back_a_moment_beside_the_second_of_its_use_comes_back() -
     quotas.heard(note, 11.01, 11.2)  # the batch was longer under way than the next one
     quotas.heard(replace(note, requests=0, tokens=-60), 10.99, 11.3)
     asked = ask(tokens=30, output=30, tokens_per_minute=100)
-    assert quotas.objection(asked, 0, 11.4) is None
-    refused = quotas.objection(replace(asked, output_tokens_max=31), 0, 11.4)
+    assert quotas.rejection(asked, 0, 11.4) is None
+    refused = quotas.rejection(replace(asked, output_tokens_max=31), 0, 11.4)
     assert refused is not None and refused.kind == "token_rate"
     quotas.check()
 

@@ -112,7 +112,7 @@ def test_a_short_prompt_that_overtakes_at_a_group_delays_by_its_work_and_not_its
         ),
         (
             lambda made: made.on_events([WorkerUp(stage(1, worker_id="other"))], 1.0),
-            "stage 1 .* said of 2 workers",
+            "stage 1 .* registered by 2 workers",
         ),
     ],
 )
