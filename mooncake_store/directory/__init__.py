@@ -1,1 +1,1 @@
-"""Which block is where: the pure core, its process, and how others reach it."""
+"""The directory of blocks and copies: its pure core, its process, its clients and its election."""

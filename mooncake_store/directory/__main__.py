@@ -1,8 +1,9 @@
-"""The directory as a process: options, signals, and the election when there are several.
+"""Process of the directory: options, signals, and the election if there are several.
 
-Without --etcd: serve until SIGTERM. With it: wait to be elected, serve while elected, and when that
-is lost begin anew as one that waits. Each reign is a new Directory under a new epoch, which the
-storage nodes fill again with what they hold. stdout carries `ready ...` at each begin of serving.
+Without --etcd, the directory serves until SIGTERM. With --etcd, it waits to be elected, serves
+while elected, and waits again after losing the lead. Each leadership has a new Directory under a
+new epoch, which the storage nodes fill with their inventories. stdout has a line `ready ...` at
+each start of serving.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from mooncake_store.process.logs import start_logging
 from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
 
 log = logging.getLogger("mooncake_store.directory")
-ETCD_S_MIN = 0.3  # is waited for an answer of one endpoint, however short the TTL
+ETCD_S_MIN = 0.3  # least timeout of a call to one endpoint, however short the TTL
 
 
 class StopSignal:
-    """Set by SIGTERM and SIGINT; tells the server that serves at that moment."""
+    """Set by SIGTERM and SIGINT; stops the server that runs at that moment."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -61,18 +62,20 @@ class StopSignal:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m mooncake_store.directory",
-        description="The directory of the KV store: which block is where, and who takes part. "
-        "Prints one line that starts with 'ready' when it listens; SIGTERM ends it.",
+        description="The directory of the KV store: the location of every block, all nodes and "
+        "all workers. Prints one line that starts with 'ready' when it listens; SIGTERM stops it.",
     )
-    parser.add_argument("--address", required=True, help="for requests: ipc://... or tcp://...")
-    parser.add_argument("--events", required=True, help="for the event stream, likewise")
+    parser.add_argument("--address", required=True, help="of requests: ipc://... or tcp://...")
+    parser.add_argument("--events", required=True, help="of the event stream: ipc:// or tcp://...")
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help=f"listen where other hosts reach it although there are no keys ({VARIABLE})",
+        help=f"listen on addresses that other hosts reach, even without keys ({VARIABLE})",
     )
     parser.add_argument(
-        "--self-check", action="store_true", help="prove the invariants every second, or end"
+        "--self-check",
+        action="store_true",
+        help="check the invariants every second; exit on failure",
     )
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
@@ -91,16 +94,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--advertise",
         default="",
         metavar="ADDRESS,EVENTS",
-        help="what clients are told (default: --address,--events)",
+        help="addresses for clients (default: --address,--events)",
     )
     election.add_argument(
         "--ttl-s",
         type=int,
         default=TTL_S,
         metavar="SECONDS",
-        help="a leader that dies is replaced after so long (%(default)s)",
+        help="seconds after which a dead leader is replaced (%(default)s)",
     )
-    parser.add_argument("--log-level", default="INFO", help="of the lines on stderr (INFO)")
+    parser.add_argument("--log-level", default="INFO", help="level of the log on stderr (INFO)")
     for option in fields(DirectoryConfig):
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
@@ -118,7 +121,7 @@ def serve(
     may_serve: Callable[[], bool] = lambda: True,
     durable: DurableVerbs | None = None,
 ) -> None:
-    """Until `stop` or `may_serve` says so; AddressTaken, PortTaken."""
+    """Serve until `stop` or until `may_serve` is false; AddressTaken, PortTaken."""
     server = DirectoryServer(
         directory, options.address, options.events, options.self_check, may_serve, durable
     )
@@ -143,14 +146,14 @@ def serve(
 def serve_when_elected(
     options: argparse.Namespace, config: DirectoryConfig, stop: StopSignal
 ) -> None:
-    """Wait, serve, wait again, until `stop`."""
-    # An endpoint that hangs must not cost the lead while others answer.
+    """Wait for the lead, serve, and wait again, until `stop`."""
+    # A hanging endpoint must not cost the lead while other endpoints answer.
     etcd, prefix = parse_address(options.etcd, max(ETCD_S_MIN, MARGIN * options.ttl_s))
     address, _, events = (options.advertise or f"{options.address},{options.events}").partition(",")
     unusable = [name for name in (address, events) if not name or "*" in name or "0.0.0.0" in name]
     if unusable:
         raise RequestInvalid(
-            f"clients cannot reach {unusable[0]!r}: give --advertise ADDRESS,EVENTS as they see it"
+            f"clients cannot reach {unusable[0]!r}: set --advertise ADDRESS,EVENTS"
         )
     leader = Leader(address, events, f"{os.uname().nodename}/{os.getpid()}")
     stop.listen()
@@ -165,21 +168,22 @@ def serve_when_elected(
             durable = DurableVerbs(directory, journal, known)
             serve(options, directory, stop, won.may_serve, durable)
         except LeadLost as error:
-            log.warning("lost the lead before serving: %s", error)
+            log.warning("lost the lead: %s", error)
         finally:
-            if won.may_serve():  # what was granted a moment ago must be begun before the next leads
+            # Writers must mark recently granted slots before the next leader begins
+            if won.may_serve():
                 time.sleep(won.margin_s)
             won.close()
         if not stop.is_set:
-            log.warning("does not lead any more; waits for the next election")
+            log.warning("lost the lead; waits for the next election")
 
 
 def with_huge_tables() -> None:
-    """Begin this process anew with large tables in huge pages, unless that has been done.
+    """Restart this process with huge pages for large tables, unless that was done before.
 
-    At ten million keys the index is a table of 700 MB that is read at random; glibc reads its
-    tunables only when a process starts. `exist` of 1,000 keys takes 2.3 times as long then as at
-    100,000 keys, instead of 2.5 times (python -m bench.directory).
+    At ten million keys the index is a 700 MB table that is read at random. glibc reads its tunables
+    only at the start of a process. `exist` of 1,000 keys then takes 2.3 times as long as at 100,000
+    keys, instead of 2.5 times (python -m bench.directory).
     """
     if "GLIBC_TUNABLES" in os.environ:
         return
@@ -188,9 +192,9 @@ def with_huge_tables() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """As far as this user may: each client on this host takes one, and 1,024 is the usual limit."""
+    """Raise the limit as far as allowed: each local client takes one, and 1,024 is usual."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where even that is not allowed
+    with contextlib.suppress(OSError, ValueError):  # where the limit cannot be raised
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -203,8 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := config.problems():
         print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
         return 2
-    # Ten million blocks are as many objects, none of them in a cycle: a full collection would find
-    # nothing and hold up every request for seconds. Young garbage is still collected.
+    # Ten million blocks are as many objects, none of them in a cycle. A full collection would find
+    # nothing and delay every request by seconds. Young objects are still collected.
     gc.set_threshold(50_000, 20, 1_000_000)
     raise_descriptor_limit()
     stop = StopSignal()
@@ -212,8 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.etcd:
             serve_when_elected(options, config, stop)
         else:
-            # Milliseconds since 1970: another number than that of the directory before, even if
-            # the clock was set back, and nearly always a larger one, with new generations.
+            # Milliseconds since 1970: differs from the epoch of the earlier directory even if the
+            # clock was set back. It is nearly always larger, so its generations are new.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
     except (AddressTaken, PortTaken, RequestInvalid, KeysInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The clock by which leads and grants are timed: of a machine, and it goes on while that sleeps.
+"""Clock of leadership and grants: CLOCK_BOOTTIME, which continues while the machine sleeps.
 
-What it says has no meaning on another machine. Here, so that who grants in time (election.py) and
-who writes in time (client.py, which needs no etcd) go by the same one.
+Its values have no meaning on another machine. The module is separate because election.py and
+client.py must use the same clock, and client.py must not import etcd.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ import time
 
 
 def boot_s() -> float:
-    """Seconds since this machine was started, those in which it slept included."""
+    """Seconds since this machine booted, including sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,7 +1,7 @@
-"""The directory as other processes see it: one method per verb, synchronous, any thread.
+"""Client of the directory: one synchronous method per verb, thread-safe.
 
-Each call has a deadline (wire/request_reply.py). A call that ran into it may or may not have taken
-effect: leases end by themselves, and commits and registrations can be repeated.
+Each call has a deadline (wire/request_reply.py). A call that timed out may or may not have taken
+effect. Leases expire, and commits and registrations can be repeated.
 """
 
 from __future__ import annotations
@@ -56,15 +56,14 @@ _STATS = Decoder(DirectoryStats)
 def _elected_address(address: str) -> ElectedAddress | None:
     if not address.startswith(ELECTED):
         return None
-    from mooncake_store.directory.election import (
-        ElectedAddress,  # with etcd only: it needs `requests`
-    )
+    # Imported with etcd only, because the module needs `requests`.
+    from mooncake_store.directory.election import ElectedAddress
 
     return ElectedAddress(address)
 
 
 class DirectoryClient:
-    """Verbs of `Directory` over ZeroMQ. One request at a time; share it between threads freely."""
+    """Verbs of `Directory` over ZeroMQ. One request at a time; threads may share a client."""
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
         assert timeout_s > 0
@@ -82,11 +81,11 @@ class DirectoryClient:
     # ---- storage nodes
 
     def register_node(self, info: NodeInfo) -> int:
-        """The epoch of the directory that knows it now."""
+        """Register a node; returns the epoch of the directory."""
         return self._ask(protocol.RegisterNode(info), _INT)
 
     def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
-        """False, or EpochPassed: it does not know this incarnation; register again."""
+        """False, or EpochPassed: this incarnation is not registered; register again."""
         return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
 
     def deregister_node(self, node_id: str, incarnation: str) -> bool:
@@ -96,7 +95,7 @@ class DirectoryClient:
         return self._ask(protocol.Nodes(), _NODES)
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        """Where slots lie in the node. Again after NodeNotAttached: something has restarted."""
+        """The geometry of the node's slots. Call it again after NodeNotAttached."""
         return self._ask(protocol.Attach(node_id, fingerprint, block_bytes), _GEOMETRY)
 
     # ---- blocks
@@ -111,7 +110,7 @@ class DirectoryClient:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """A fresh slot for each key that this node neither has nor is being written."""
+        """A new slot for each key that this node neither stores nor has in writing."""
         request = protocol.Allocate(
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
@@ -120,17 +119,16 @@ class DirectoryClient:
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
     def may_write(self, given: Allocation, owner: str, lease_s: float) -> bool:
-        """May the bytes be written, now that the headers of these slots say so?
+        """Whether the writer may write the bytes, now that it has marked the slot headers.
 
-        False: not any more, another directory may have granted them to somebody else. In time
-        (Allocation.begin_s) nobody else leads, whatever happens to this process or the directory
-        from then on: the next one finds the headers and lets the slots rest (inventory.py).
+        False: too late, another directory may have granted the slots to another writer. In time
+        (Allocation.begin_s), no other directory leads yet. Whatever happens afterwards, the next
+        directory finds the marked headers and quarantines the slots (inventory.py).
 
-        That holds for a process that stood still and for a machine that slept. A virtual machine
-        that was paused cannot know it, because all of its clocks stood still: it may mark slots
-        that are somebody else's by now. Its commit is refused by the epoch, and its bytes are a
-        miss for whoever reads there with checksums, and by generation for nearly all others
-        (docs/decisions/0026).
+        The check covers a stopped process and a sleeping machine. It does not cover a paused
+        virtual machine, all of whose clocks stop: such a writer may mark slots of another writer.
+        Its commit is rejected by the epoch. Readers detect its bytes as a miss by checksum, and
+        nearly always by generation (docs/decisions/0026).
         """
         if not given.begin_s or boot_s() - given.asked_s <= given.begin_s:
             return True
@@ -140,7 +138,7 @@ class DirectoryClient:
         try:
             return self.renew(owner, lease_s, granted[0].epoch)
         except (EpochPassed, StoreUnavailable) as error:
-            log.warning("owner=%s begins too late: %s", owner, error)
+            log.warning("owner=%s marked its slots too late: %s", owner, error)
             return False
 
     def commit(
@@ -151,9 +149,9 @@ class DirectoryClient:
         lease_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """(key, slot, generation, checksum) are written; False for those that came too late.
+        """Commit written blocks (key, slot, generation, checksum); False for each late one.
 
-        `epoch`: of their slots. Too late are all when another directory leads by now.
+        `epoch`: of the slots. All commits are late when another directory leads by now.
         """
         try:
             return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch), _BOOLS)
@@ -172,44 +170,48 @@ class DirectoryClient:
         epoch: int = 0,
         tenant: str = "",
     ) -> ReservedCommit:
-        """(key, slot, generation, checksum) are written into reserved slots, and up to so many
-        more are wished. EpochPassed when another directory leads by now."""
+        """Commit (key, slot, generation, checksum) in reserved slots; reserve up to `slots` more.
+
+        EpochPassed when another directory leads by now.
+        """
         request = protocol.CommitReserved(
             node_id, list(blocks), owner, size_bytes, slots, lease_s, epoch, tenant
         )
         return self._ask(request, _RESERVED_COMMIT)
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> int:
-        """Free slots that will not be committed and to which nothing is in flight."""
+        """Free slots that will not be committed and have no transfer in flight."""
         return self._ask(protocol.Abandon(list(slots), owner), _INT)
 
     def lookup(
         self, keys: Sequence[bytes], owner: str, lease_s: float, prefix_only: bool = True
     ) -> list[tuple[Copy, ...]]:
-        """The ready copies of each key, up to the first that has none; leased to `owner`."""
+        """The ready copies of each key up to the first key without one, leased to `owner`."""
         return self._ask(protocol.Lookup(list(keys), owner, lease_s, prefix_only), _PLACES)
 
     def drop_copy(self, key: bytes, node_id: str, generation: int) -> bool:
-        """This copy proved missing or corrupt."""
+        """Report a missing or corrupt copy."""
         return self._ask(protocol.DropCopy(key, node_id, generation), _BOOL)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Is each of these keys anywhere? No lease, and no use of the block."""
+        """Whether each of these keys has a copy. Neither a lease nor a use of the block."""
         check_keys(keys)
         packed = b"".join(keys)
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
 
     def used(self, keys: bytes) -> None:
-        """These blocks (16 bytes each, joined) were read by somebody who knew where they are. Does
-        not wait for the answer; when it is lost, they pass for a little colder than they are."""
+        """Record reads of these blocks (keys of 16 bytes each, joined) that needed no lookup.
+
+        Does not wait for the answer. If the message is lost, the blocks count as slightly colder.
+        """
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
-        """Give up the copies of these keys (on one node only); False for what is in use."""
+        """Remove the copies of these keys (or those on one node); False where a copy is leased."""
         return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
-        """ "soft" (for ttl_s), "hard" or "none"; False where a hard pin found no room."""
+        """ "soft" (for ttl_s), "hard" or "none"; False where a hard pin has no room."""
         return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
 
     # ---- admin
@@ -222,56 +224,56 @@ class DirectoryClient:
         is_last: bool,
         epoch: int = 0,
     ) -> int:
-        """What a node holds: (key, slot, generation, checksum, size_bytes, state) each."""
+        """Send an inventory: (key, slot, generation, checksum, size_bytes, state) of each block."""
         return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch), _INT)
 
     def take_spills(
         self, node_id: str, owner: str, blocks_max: int, lease_s: float, epoch: int = 0
     ) -> list[Spill]:
-        """What this node should copy to its SSD next, and where to."""
+        """The blocks that this node should copy to its SSD next, with their SSD slots."""
         request = protocol.TakeSpills(node_id, owner, blocks_max, lease_s, epoch)
         return self._ask(request, _SPILLS)
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
-        """Give this node no new blocks (or some again)."""
+        """Switch draining: a draining node gets no new blocks."""
         self._ask(protocol.DrainNode(node_id, is_on), _NONE)
 
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool = False
     ) -> list[tuple[bytes, Copy]]:
-        """Ready blocks of a node; `only_here`: those that no other node of its tier has."""
+        """Ready blocks of a node; `only_here`: those without a copy on another node of its tier."""
         return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here), _BLOCKS)
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
-        """Which node each key, the first of a chain, should be put on; "" when none takes any."""
+        """The node for each key, the first of a chain; "" when no node takes blocks."""
         return self._ask(protocol.PlaceKeys(list(keys), list(excluded)), _NAMES)
 
     def set_quota(self, tenant: str, quota_bytes: int) -> None:
-        """0 takes the quota away."""
+        """Set the quota of a tenant; 0 removes it."""
         self._ask(protocol.SetQuota(tenant, quota_bytes), _NONE)
 
     # ---- leases
 
     def renew(self, owner: str, lease_s: float, epoch: int = 0) -> bool:
-        """False: this owner leases nothing (any more)."""
+        """Extend the leases. False: this owner has no leases (any more)."""
         return self._ask(protocol.Renew(owner, lease_s, epoch), _BOOL)
 
     def release(self, owner: str) -> bool:
-        """`owner` is done with everything."""
+        """End all leases of `owner`."""
         return self._ask(protocol.Release(owner), _BOOL)
 
     def release_later(self, owner: str) -> None:
-        """As `release`, without waiting for the answer; when it is lost, the lease runs out."""
+        """`release` without waiting for the answer. If the message is lost, the lease expires."""
         self._requester.send(protocol.Release(owner), self.timeout_s)
 
     # ---- workers
 
     def register_worker(self, info: WorkerInfo) -> None:
-        """FingerprintMismatch when its KV does not fit the workers that are there."""
+        """FingerprintMismatch when its KV does not match that of the registered workers."""
         self._ask(protocol.RegisterWorker(info), _NONE)
 
     def worker_report(self, report: WorkerReport) -> bool:
-        """False: the directory does not know this incarnation; register again."""
+        """False: this incarnation is not registered; register again."""
         return self._ask(protocol.ReportWorker(report), _BOOL)
 
     def deregister_worker(self, worker_id: str, incarnation: str) -> bool:
@@ -283,7 +285,7 @@ class DirectoryClient:
     # ---- frontends
 
     def note_routed(self, frontend: str, number: int, notes: bytes) -> None:
-        """Tell all who follow the events what this frontend routed."""
+        """Send the routes of this frontend to all subscribers of the events."""
         self._ask(protocol.NoteRouted(frontend, number, notes), _NONE)
 
     # ---- the outside view
@@ -294,7 +296,7 @@ class DirectoryClient:
     def index_page(
         self, first: int, blocks_max: int
     ) -> tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]:
-        """So many blocks of the index from number `first` on, and whether they are the last."""
+        """Up to `blocks_max` blocks from number `first` on, and whether they are the last."""
         return self._ask(protocol.IndexPage(first, blocks_max), _PAGE)
 
     def stats(self) -> DirectoryStats:
@@ -313,22 +315,22 @@ class DirectoryClient:
 
     @property
     def is_elected(self) -> bool:
-        """Is it for an election to say where the directory is?"""
+        """Whether the address names an election instead of a directory."""
         return self._elected is not None
 
     def leader(self) -> Leader:
-        """Who leads now, where an election says it; NoLeader, EtcdFailed. Not cached."""
-        assert self._elected is not None, f"nobody is elected at {self.address}"
+        """The current leader of an election; NoLeader, EtcdFailed. Not cached."""
+        assert self._elected is not None, f"no directory is elected at {self.address}"
         return self._elected.leader()
 
     def disconnect(self) -> None:
-        """Connect anew for the next request, to whoever leads then."""
+        """Reconnect at the next request, to the leader at that time."""
         self._requester.disconnect()
 
     def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
         try:
             return self._requester.ask(request, decoder, self.timeout_s)
-        except (StoreUnavailable, AccessRefused):  # or it does not lead any more
+        except (StoreUnavailable, AccessRefused):  # the directory may have lost the lead
             self._requester.disconnect()
             raise
 

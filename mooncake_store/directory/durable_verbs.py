@@ -1,13 +1,13 @@
-"""Pins and quotas of an elected directory: written to etcd first, then carried out and answered.
+"""Pins and quotas of an elected directory: written to etcd, then executed, then answered.
 
-One after another, in a thread of its own, while the directory goes on answering everybody else. A
-verb that cannot be written is refused with StateNotSaved and changes nothing; one whose write was
-under way when this directory stopped leading is refused as everything is then, and may count for
-the next one (pins and quotas may be set again).
+A separate thread writes one verb after another, while the directory answers all other requests. A
+verb that cannot be written is rejected with StateNotSaved and changes nothing. A verb whose write
+is in progress when this directory loses the lead is rejected too. It may still take effect in the
+next directory, which is harmless, because pins and quotas can be set again.
 
-Where no directory is elected there is nothing of this: pins and quotas end with the directory.
+Without an election this module is not used: pins and quotas end with the directory.
 
-Not here: what is written (core/durable_log.py) and how (journal.py).
+Not here: the records (core/durable_log.py), etcd (journal.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mooncake_store.wire.directory_protocol import PinKeys, SetQuota
 from mooncake_store.wire.request_reply import Later, Responder
 
 log = logging.getLogger("mooncake_store.directory")
-WAITING_MAX = 1_024  # verbs
+WAITING_MAX = 1_024  # verbs that wait to be written
 DurableVerb = PinKeys | SetQuota
 
 
@@ -49,7 +49,7 @@ def wall_ms() -> int:
 def restore(
     directory: Directory, state: SavedState, now_s: float, now_ms: Callable[[], int] = wall_ms
 ) -> DurableLog:
-    """Give a new directory what the ones before it left; the log that goes on from there."""
+    """Load the state of the earlier directories; returns the log that continues from there."""
     known, at_ms = DurableLog(), now_ms()
     for number, record in state.pins:
         known.found(number, record)
@@ -64,12 +64,12 @@ def restore(
     for tenant, quota_bytes in state.quotas.items():
         try:
             directory.set_quota(tenant, quota_bytes, now_s)
-        except RequestInvalid as error:  # somebody else's writing must not end every directory
+        except RequestInvalid as error:  # a foreign value must not stop every directory
             log.warning("the quota of tenant %s in etcd is left out: %s", tenant, error)
     known.outnumber(state.number)
     if state.pins or state.quotas:
         log.info(
-            "took over %d pins and %d quotas of the directory before",
+            "took over %d pins and %d quotas of the earlier directory",
             len(directory.pins),
             len(state.quotas),
         )
@@ -77,7 +77,7 @@ def restore(
 
 
 class DurableVerbs:
-    """For the thread of the server, which polls `wakeup` and calls `turn` when it is readable."""
+    """Used by the server's thread, which polls `wakeup` and calls `turn` when it is readable."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class DurableVerbs:
         self._directory, self._journal, self._now_ms = directory, journal, now_ms
         self._waiting: deque[Waiting] = deque()
         self._rewriting: Iterator[LogChange] | None = None
-        self._is_rewriting_in_vain = False  # it failed, and nothing has been written since
+        self._is_rewriting_in_vain = False  # the rewrite failed, and no verb was written since
         self._writing: LogChange | None = None
-        self._is_verb = False  # ... of the first that waits, else a part of the rewritten log
+        self._is_verb = False  # True: _writing is the first waiting verb; False: a rewrite
         self._asked: SimpleQueue[LogChange | None] = SimpleQueue()
         self._outcomes: SimpleQueue[StoreError | None] = SimpleQueue()
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -100,9 +100,9 @@ class DurableVerbs:
         self._thread.start()
 
     def take(self, verb: DurableVerb, now_s: float) -> object:
-        """Its result, Later when it must be written first; a StoreError when it is refused."""
+        """The result of the verb; Later when it must be written first. StoreError when rejected."""
         if len(self._waiting) >= WAITING_MAX:
-            raise StoreUnavailable(f"{WAITING_MAX} pins and quotas wait to be saved: try later")
+            raise StoreUnavailable(f"{WAITING_MAX} pins and quotas wait to be saved: retry later")
         if not self._waiting:
             self._check(verb)
             if self._writing is None and not self._changes_anything(verb):
@@ -114,7 +114,7 @@ class DurableVerbs:
         return later
 
     def turn(self, responder: Responder[Any], now_s: float) -> None:
-        """Something was written, or could not be."""
+        """Handle finished writes, successful or not."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
         while not self._outcomes.empty():
@@ -126,8 +126,8 @@ class DurableVerbs:
                 self._answer(self._waiting.popleft(), error, responder, now_s)
             if error is None:
                 self._is_rewriting_in_vain &= not self._is_verb
-            elif not self._is_verb:  # what is written so far is as good as the old log
-                log.warning("the log of pins is not written anew: %s", error)
+            elif not self._is_verb:  # the part written so far agrees with the old log
+                log.warning("the log of pins is not rewritten: %s", error)
                 self._rewriting, self._is_rewriting_in_vain = None, True
             self._write_next(responder, now_s)
 
@@ -144,7 +144,7 @@ class DurableVerbs:
         asked.later.give(reply)
 
     def _write_next(self, responder: Responder[Any], now_s: float) -> None:
-        """The rest of a rewritten log, which nothing may come between; else the next verb."""
+        """Write the next part of a rewrite, which must not be interrupted; else the next verb."""
         is_too_long = self.log.is_too_long(len(self._directory.pins))
         if self._rewriting is None and is_too_long and not self._is_rewriting_in_vain:
             self._rewriting = self.log.rewritten(self._all_pins(now_s))
@@ -156,7 +156,7 @@ class DurableVerbs:
             self._rewriting = None
         while self._waiting:
             verb, later = self._waiting[0]
-            try:  # what came before it may have used up the room
+            try:  # earlier verbs may have exhausted the limits
                 self._check(verb)
             except StoreError as refused:
                 self._waiting.popleft()
@@ -178,7 +178,7 @@ class DurableVerbs:
     def _all_pins(self, now_s: float) -> dict[str, Iterable[tuple[bytes, int]]]:
         offset_ms = self._now_ms() - int(now_s * 1_000)
         pins = self._directory.pins
-        # Lists: pins come and go while the log is written, and their times are computed then.
+        # Lists, because pins change while the log is written; their times are computed lazily.
         hard, soft = list(pins.of(Pin.HARD)), list(pins.of(Pin.SOFT))
         return {
             Pin.HARD.value: ((key, 0) for key, _ in hard),
@@ -186,14 +186,14 @@ class DurableVerbs:
         }
 
     def _check(self, verb: DurableVerb) -> None:
-        """Refuse what the directory would refuse, before it is written."""
+        """Raise the error that the directory would raise, before the verb is written."""
         if isinstance(verb, SetQuota):
             self._directory.tenants.check_quota(verb.tenant, verb.quota_bytes)
         else:
             self._directory.pins.checked(verb.keys, verb.kind, verb.ttl_s)
 
     def _changes_anything(self, verb: DurableVerb) -> bool:
-        """Taking pins away where there are none need not be written."""
+        """False when a verb removes pins from keys that have none; it needs no write."""
         if isinstance(verb, SetQuota) or verb.kind != Pin.NONE.value:
             return True
         return any(key in self._directory.pins for key in verb.keys)
@@ -213,17 +213,18 @@ class DurableVerbs:
                 self._journal.write(change)
             except StoreError as failed:
                 error = failed
-            except Exception as failed:  # edge: a bug here must not leave everybody waiting
+            # Edge: after a bug here, waiting verbs still need an answer
+            except Exception as failed:
                 log.exception("writing the log of pins failed")
                 error = StoreUnavailable(f"bug in the directory: {failed!r}")
             self._outcomes.put(error)
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 os.eventfd_write(self.wakeup, 1)
 
     def close(self, responder: Responder[Any]) -> None:
-        """Whoever waits is refused. The write under way may still be carried out."""
+        """Reject the waiting verbs. The write in progress may still succeed."""
         self._journal.close()
-        gone = StoreUnavailable("this directory does not lead any more: ask who does")
+        gone = StoreUnavailable("this directory does not lead any more: find the leader")
         while self._waiting:
             later = self._waiting.popleft().later
             later.give(responder.refused(later.number, gone))

@@ -1,20 +1,23 @@
-"""Which of several directories serves: the one whose key is in etcd.
+"""Leader election of the directory: the directory whose key is in etcd serves.
 
-    PREFIX/leader   written by who finds it missing, under a lease that it keeps alive:
+    PREFIX/leader   written when it is missing, under a lease that the leader keeps alive:
                     {"address": ..., "events": ..., "name": ..., "epoch": ...}
-    PREFIX/epoch    the epoch of the latest leader, written in the same transaction, so that epochs
-                    (and with them generations) grow whatever the clocks of the hosts say
+    PREFIX/epoch    epoch of the latest leader, written in the same transaction; epochs, and
+                    with them generations, therefore grow whatever the clocks of the hosts show
 
-A leader believes in itself for a shorter time than etcd does: until the TTL that was wished for,
-less a margin, has passed since it *asked* for the last renewal that came back, also when etcd lets
-the lease last longer (it has a minimum). So when etcd hangs, or the network is cut, or this process
-was stopped for a while, `may_serve` is false before another can be elected, and nobody has to tell
-it. Time is CLOCK_BOOTTIME, which goes on while a machine sleeps. A machine whose clocks stood still
-(a paused VM) finds out at its next renewal; until then only epochs tell its answers from those of
-the next leader. While etcd does not answer, nobody is elected; a leader that
-cannot renew steps down. What a client gets is at most one answer that was under way at that moment.
+A leader's own deadline is shorter than its lease in etcd. It is the requested TTL, less a margin,
+counted from the *sending* of the last successful renewal, even if etcd extends the lease to its
+minimum. If etcd hangs, the network is cut, or this process was stopped, `may_serve` is false before
+another directory can be elected, without any message.
 
-Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean whoever leads there now (`leader_at`).
+Time is CLOCK_BOOTTIME, which continues while a machine sleeps. A machine whose clocks stopped (a
+paused VM) detects the loss at its next renewal. Until then, only epochs distinguish its answers
+from those of the next leader.
+
+While etcd does not answer, no directory is elected, and a leader that cannot renew steps down. A
+client then receives at most one answer that was in progress at that moment.
+
+Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean the current leader there (`leader_at`).
 """
 
 from __future__ import annotations
@@ -37,28 +40,28 @@ from mooncake_store.wire.addresses import ELECTED
 log = logging.getLogger("mooncake_store.election")
 PREFIX = "mooncake/directory"
 TTL_S = 3
-MARGIN = 0.2  # of the TTL: the leader stops that much before etcd could give its lead away
-RENEWALS = 4  # in a TTL
-POLL_S = 0.2  # how often one that waits looks whether the lead is free
-WAITING, WAITING_TTL_S = "waiting", 6  # where one that waits says so, and for how long
-STEP_S = 0.05  # how soon a stop is noticed
+MARGIN = 0.2  # fraction of the TTL between the leader's own deadline and the end of its lease
+RENEWALS = 4  # renewals per TTL
+POLL_S = 0.2  # interval at which a waiting directory checks for a free lead
+WAITING, WAITING_TTL_S = "waiting", 6  # subfolder and TTL of the keys of waiting directories
+STEP_S = 0.05  # delay until a stop is noticed
 
 
 class NoLeader(StoreUnavailable):
-    """Nobody leads there now."""
+    """No directory leads there now."""
 
 
 class Leader(msgspec.Struct, frozen=True):
-    """What the key says."""
+    """The value of the leader key."""
 
-    address: str  # of its requests
-    events: str
-    name: str = ""  # for people: host and process
-    epoch: int = 0  # of its reign; the election sets it
+    address: str  # address of its requests
+    events: str  # address of its event stream
+    name: str = ""  # host and process, for operators
+    epoch: int = 0  # epoch of its leadership; set by the election
 
 
 class Leadership:
-    """A won election. Renews itself in a thread; once lost it stays lost."""
+    """A won election. Renews itself in a thread; once lost, it stays lost."""
 
     def __init__(
         self,
@@ -70,9 +73,9 @@ class Leadership:
         revision: int = 0,
         clock: Callable[[], float] = boot_s,
     ) -> None:
-        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was asked for.
+        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was requested.
 
-        `revision`: of the leader's key in etcd, which stays for as long as this leads.
+        `revision`: of the leader's key in etcd, which keeps it during the whole leadership.
         """
         self.epoch, self.revision = epoch, revision
         self._etcd, self._lease, self._ttl_s, self._clock = etcd, lease, ttl_s, clock
@@ -82,21 +85,21 @@ class Leadership:
         self._thread.start()
 
     def may_serve(self) -> bool:
-        """May this process still act as the leader? Cheap: ask before each act."""
+        """Whether this process may still act as the leader. Cheap: call it before each action."""
         return self._clock() < self._valid_until_s and not self._is_over.is_set()
 
     @property
     def margin_s(self) -> float:
-        """At least so long after `may_serve` has become false nobody else leads."""
+        """The least time between the end of `may_serve` and another leader."""
         return MARGIN * self._ttl_s
 
     def close(self) -> None:
-        """Give the lead away now, for a clean end. Twice is harmless."""
+        """Release the lead now, for a clean shutdown. Idempotent."""
         was_over = self._is_over.is_set()
         self._is_over.set()
         self._thread.join()
         if not was_over:
-            with contextlib.suppress(EtcdFailed):  # then it ends with its TTL
+            with contextlib.suppress(EtcdFailed):  # the lease then ends with its TTL
                 self._etcd.revoke(self._lease)
 
     def _renew_until_over(self) -> None:
@@ -105,14 +108,14 @@ class Leadership:
             wait_s = self._ttl_s / RENEWALS if self._renew() else STEP_S
 
     def _renew(self) -> bool:
-        """False: etcd did not answer, ask again soon."""
+        """Renew the lease. False: etcd did not answer; retry soon."""
         asked_s = self._clock()
         left_s = -1.0
         try:
             left_s = self._etcd.keep_alive(self._lease)
         except EtcdFailed as error:
             log.warning("leadership not renewed: %s", error)
-        if left_s == 0 or self._clock() >= self._valid_until_s:  # lost is lost
+        if left_s == 0 or self._clock() >= self._valid_until_s:  # once lost, the lead stays lost
             log.warning("leadership ended: its lease was not renewed in time")
             self._is_over.set()
         elif left_s > 0:
@@ -120,19 +123,19 @@ class Leadership:
         return left_s >= 0
 
     def _valid_from(self, asked_s: float) -> float:
-        """Until when a lease that was asked for then is believed in."""
+        """The leader's own deadline for a lease requested at `asked_s`."""
         return asked_s + self._ttl_s * (1.0 - MARGIN)
 
 
 class _Waiting:
-    """Says in etcd that a directory waits for its turn: nothing else tells it from a dead one."""
+    """Announces in etcd that a directory waits; without the key it would look dead."""
 
     def __init__(self, etcd: EtcdClient, key: str) -> None:
         self._etcd, self._key = etcd, key
         self._lease, self._again_s = 0, 0.0
 
-    def say(self) -> None:
-        """Call it often: it asks etcd a few times in WAITING_TTL_S, so a win is not held up."""
+    def announce(self) -> None:
+        """Call it often: etcd is contacted only a few times per WAITING_TTL_S."""
         if time.monotonic() < self._again_s:
             return
         self._again_s = time.monotonic() + WAITING_TTL_S / 3
@@ -143,7 +146,7 @@ class _Waiting:
             self._etcd.write_unless_changed({}, {self._key: b""}, {self._key: self._lease})
 
     def end(self) -> None:
-        with contextlib.suppress(EtcdFailed):  # then it ends with its TTL
+        with contextlib.suppress(EtcdFailed):  # the lease then ends with its TTL
             if self._lease:
                 self._etcd.revoke(self._lease)
 
@@ -156,8 +159,8 @@ def campaign(
     now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ttl_s: int = TTL_S,
 ) -> Leadership | None:
-    """Wait until `leader` is the one; None when `is_stopping` says so before."""
-    said = ""
+    """Wait until `leader` is elected; None when `is_stopping` becomes true first."""
+    logged = ""
     waiting = _Waiting(etcd, f"{prefix}/{WAITING}/{leader.address}")
     while not is_stopping():
         try:
@@ -165,15 +168,15 @@ def campaign(
             if won is not None:
                 log.info("leads %s as %s, epoch %d", prefix, leader.address, won.epoch)
                 return won
-            waiting.say()
-            says = f"waits: {_leader_of(etcd, prefix).address} leads {prefix}"
+            waiting.announce()
+            state = f"waits: {_leader_of(etcd, prefix).address} leads {prefix}"
         except NoLeader:
-            continue  # it went away between two questions
+            continue  # the leader left between the two requests
         except StoreUnavailable as error:  # etcd is silent, or the key names no directory
-            says = f"waits: {error}"
-        if says != said:
-            log.info("%s", says)
-            said = says
+            state = f"waits: {error}"
+        if state != logged:
+            log.info("%s", state)
+            logged = state
         until_s = time.monotonic() + POLL_S
         while time.monotonic() < until_s and not is_stopping():
             time.sleep(STEP_S)
@@ -193,8 +196,8 @@ def _try_once(
     lease, granted_s = etcd.grant(ttl_s)
     if granted_s > ttl_s:
         log.warning(
-            "etcd makes a lease of %d s last %g s: a leader that dies is replaced only then (its "
-            "least TTL is 1.5 times its --election-timeout)",
+            "etcd makes a lease of %d s last %g s: a dead leader is replaced only then (the "
+            "minimum TTL of etcd is 1.5 times its --election-timeout)",
             ttl_s,
             granted_s,
         )
@@ -207,7 +210,7 @@ def _try_once(
             },
             {key: lease},
         )
-    except BaseException:  # perhaps it was written: then it must go before its TTL, if possible
+    except BaseException:  # the key may be written: delete it before its TTL, if possible
         with contextlib.suppress(EtcdFailed):
             etcd.revoke(lease)
         raise
@@ -219,10 +222,10 @@ def _try_once(
 
 
 def _next_epoch(key: str, last: bytes, now_ms: int) -> int:
-    """Larger than the last one. What no directory can have had counts for nothing."""
+    """An epoch larger than the last one. A value that no directory can have written is ignored."""
     number = decimal(last)
     if last and not 0 < number < EPOCH_MAX:
-        log.error("%s in etcd is damaged, no directory had the epoch %r", key, last[:32])
+        log.error("%s in etcd is damaged: no directory had the epoch %r", key, last[:32])
         number = 0
     return max(now_ms if now_ms < EPOCH_MAX else 0, number + 1)
 
@@ -241,47 +244,49 @@ def _leader_of(etcd: EtcdClient, prefix: str) -> Leader:
 
 
 def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
-    """Who leads at etcd://HOST:PORT[,HOST:PORT...][/PREFIX]; NoLeader, EtcdFailed."""
+    """The leader at etcd://HOST:PORT[,HOST:PORT...][/PREFIX]; NoLeader, EtcdFailed."""
     etcd, prefix = parse_address(address, timeout_s)
     return _leader_of(etcd, prefix)
 
 
 def waiting_at(address: str, timeout_s: float = 1.0) -> set[str]:
-    """Addresses of the directories that wait there to lead; EtcdFailed. One that has died is among
-    them for WAITING_TTL_S, as is one that leads since less."""
+    """Addresses of the directories that wait there to lead; EtcdFailed.
+
+    A directory that died or was elected within WAITING_TTL_S may be included.
+    """
     etcd, prefix = parse_address(address, timeout_s)
     folder = f"{prefix}/{WAITING}/"
     return {key.removeprefix(folder) for key, _ in etcd.under(folder, page_keys=100)}
 
 
 class ElectedAddress:
-    """Where a client found the leader. For one thread at a time."""
+    """The address of an elected directory, found through etcd. For one thread at a time."""
 
     def __init__(self, address: str) -> None:
         self._etcd, self._prefix = parse_address(address)
         self._leader: Leader | None = None
 
     def find(self) -> str:
-        """The address of who leads now."""
+        """The address of the current leader, which `has_moved` compares with later."""
         self._leader = _leader_of(self._etcd, self._prefix)
         return self._leader.address
 
     def leader(self) -> Leader:
-        """Who leads now; NoLeader, EtcdFailed. It does not become the one that was found."""
+        """The current leader; NoLeader, EtcdFailed. Does not change the result of `find`."""
         return _leader_of(self._etcd, self._prefix)
 
     def has_moved(self) -> bool:
-        """Does somebody else lead by now, or nobody, or the same under another epoch?"""
+        """Whether the lead has changed since `find`: another leader or epoch, or no leader."""
         try:
             return self.leader() != self._leader
         except EtcdFailed:
-            return False  # nobody can be elected meanwhile
+            return False  # without etcd no other directory can be elected
         except StoreUnavailable:
             return True
 
 
 def endpoints_and_prefix(address: str) -> tuple[list[str], str]:
-    """etcd's members, HOST:PORT each, and the keys' prefix, of an elected directory's address."""
+    """etcd's members (HOST:PORT each) and the key prefix of an elected directory's address."""
     hosts, _, prefix = address.removeprefix(ELECTED).partition("/")
     endpoints = [host for host in hosts.split(",") if host]
     if not address.startswith(ELECTED) or not endpoints:

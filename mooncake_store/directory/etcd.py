@@ -1,11 +1,10 @@
-"""The few calls of etcd v3 that directories need, over its HTTP gateway.
+"""The etcd v3 calls that directories need, over the HTTP gateway of etcd.
 
-Keys and values travel as base64 in JSON, 64-bit numbers as decimal strings. Several endpoints of
-one cluster may be given: each call goes to the one that answered last, then to the others.
+Keys and values are base64 in JSON, 64-bit numbers are decimal strings. Several endpoints of one
+cluster may be given. Each call uses the endpoint that answered last, then the others. A process
+with keys uses mutual TLS: both sides present a certificate of the cluster.
 
-Where a process has keys it is mutual TLS: both sides show a certificate of the cluster.
-
-Not here: what the keys mean (election.py, journal.py).
+Not here: the meaning of the keys (election.py, journal.py).
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ from mooncake_store.keys import folder
 from mooncake_store.keys.tls import contexts_of_process, refusal_words
 
 DIGITS_MAX = 18
-LOOK_S_MAX = 0.5  # whether an endpoint that broke off asks for TLS
+LOOK_S_MAX = 0.5  # timeout of the check whether an endpoint requires TLS
 
 
 class EtcdFailed(StoreUnavailable):
-    """etcd did not answer, or refused; the message says which endpoints were asked."""
+    """etcd did not answer, or rejected the call; the message lists the endpoints."""
 
 
 class EtcdRefused(EtcdFailed):
-    """Every endpoint answered that it will not: it has not been, and will not be, carried out."""
+    """Every endpoint rejected the call: it was not executed and never will be."""
 
 
 class EtcdAccessRefused(EtcdFailed, AccessRefused):
-    """No endpoint lets this process in, or is who it should be: keys, or no keys."""
+    """Every endpoint failed authentication, in either direction: wrong keys, or no keys."""
 
 
 class EtcdExhausted(EtcdFailed):
-    """Every endpoint answered, one of them that etcd is full or has too much to do.
+    """Every endpoint answered, and one reported that etcd is full or overloaded.
 
-    It has been carried out or not, and will not be later: the write that makes etcd full is made,
-    and refused all the same.
+    The call may have been executed, but it will not be executed later. For instance, the write that
+    fills etcd is executed and still reported as an error.
     """
 
 
-# Codes of gRPC in the answers of etcd. Its gateway makes HTTP's status of them by a table that has
-# changed between releases, and a proxy before it has others: no status says what was not done.
+# gRPC codes in the answers of etcd. The gateway maps them to HTTP statuses by a table that changed
+# between releases, and a proxy may use other statuses, so the HTTP status proves nothing.
 # INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, FAILED_PRECONDITION, OUT_OF_RANGE,
-# UNIMPLEMENTED, UNAUTHENTICATED: each is found before anything is changed.
+# UNIMPLEMENTED, UNAUTHENTICATED: etcd detects each before it changes anything.
 REFUSALS = frozenset({3, 5, 6, 7, 9, 11, 12, 16})
 RESOURCE_EXHAUSTED = 8
 
@@ -62,37 +61,37 @@ RESOURCE_EXHAUSTED = 8
 @dataclass(frozen=True, slots=True)
 class KeyValue:
     value: bytes
-    mod_revision: int  # changes with each write of the key; 0: there is no such key
+    mod_revision: int  # changes with each write of the key; 0: the key does not exist
 
 
 MISSING = KeyValue(b"", 0)
 
 
 class EtcdClient:
-    """One cluster. A call may be asked of several endpoints, so one that failed, or a write that
-    found its keys changed, may have been carried out all the same.
+    """Client of one etcd cluster. Thread-safe, without user names.
 
-    No user names. Thread-safe. Each call ends within about `timeout_s` for each endpoint.
+    A call may be sent to several endpoints. A failed call, or a write that found its keys changed,
+    may therefore have been executed. Each call takes at most about `timeout_s` per endpoint.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
         assert endpoints and timeout_s > 0
         self.endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
         self.timeout_s = timeout_s
-        self._local = threading.local()  # a requests.Session is for one thread
+        self._local = threading.local()  # a requests.Session must not be shared between threads
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
-        """A new lease and the seconds it really lasts, which may be more than asked for."""
+        """(lease, its TTL in seconds); etcd may extend the requested TTL."""
         answer = self._post("/v3/lease/grant", {"TTL": str(ttl_s)})
         return int(answer["ID"]), float(answer["TTL"])
 
     def keep_alive(self, lease: int) -> float:
-        """Seconds that the lease lasts from now on; 0 when it has ended."""
+        """Renew a lease: the seconds until it expires; 0 when it has ended."""
         answer = self._post("/v3/lease/keepalive", {"ID": str(lease)})
         return float(answer.get("result", {}).get("TTL", 0))
 
     def revoke(self, lease: int) -> None:
-        """End the lease, and with it every key that was written under it."""
+        """End the lease, and delete every key that was written under it."""
         self._post("/v3/lease/revoke", {"ID": str(lease)})
 
     def get(self, key: str) -> KeyValue:
@@ -100,7 +99,7 @@ class EtcdClient:
         return _key_value(found[0]) if found else MISSING
 
     def under(self, prefix: str, page_keys: int) -> Iterator[tuple[str, KeyValue]]:
-        """Every key that begins with `prefix`, in order, fetched `page_keys` at a time."""
+        """Every key that starts with `prefix`, in order, fetched `page_keys` at a time."""
         start, end = prefix.encode(), _after(prefix.encode())
         while True:
             body = {"key": _packed(start), "range_end": _packed(end), "limit": str(page_keys)}
@@ -116,7 +115,7 @@ class EtcdClient:
     ) -> int:
         """Write all values if every key of `expected` still has that mod_revision, else nothing.
 
-        The revision of the write; 0: nothing was written.
+        Returns the revision of the write; 0 when nothing was written.
         """
         puts = [
             {
@@ -136,9 +135,9 @@ class EtcdClient:
         values: Mapping[str, bytes],
         gone: Sequence[tuple[str, str]],
     ) -> int:
-        """The same, and every key from the first of each pair of `gone` to before the second goes.
+        """`write_unless_changed` without leases; also deletes key ranges [first, end) in `gone`.
 
-        A key that is both written and in `gone` is refused by etcd.
+        etcd rejects a key that is both written and deleted.
         """
         puts = [
             {"request_put": {"key": _packed(key), "value": _packed(value)}}
@@ -159,13 +158,13 @@ class EtcdClient:
         return int(answer["header"]["revision"]) if answer.get("succeeded", False) else 0
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        failures, kept_out = [], 0
+        failures, rejected = [], 0
         kind: type[EtcdFailed] = EtcdRefused
         for endpoint in list(self.endpoints):
             try:
                 answer = self._session().post(endpoint + path, json=body, timeout=self.timeout_s)
                 if answer.status_code == 200:
-                    if endpoint != self.endpoints[0]:  # ask this one first from now on
+                    if endpoint != self.endpoints[0]:  # use this endpoint first from now on
                         others = [other for other in self.endpoints if other != endpoint]
                         self.endpoints = [endpoint, *others]
                     return answer.json()
@@ -174,14 +173,14 @@ class EtcdClient:
             except (requests.RequestException, ValueError) as error:
                 kind = EtcdFailed
                 problem = access_problem(endpoint, error)
-                kept_out += bool(problem)
+                rejected += bool(problem)
                 failures.append(problem or f"{endpoint}: {error}")
-        if kept_out == len(self.endpoints):
+        if rejected == len(self.endpoints):
             kind = EtcdAccessRefused
         raise kind("etcd does not carry out " + path + ": " + "; ".join(failures))
 
     def _session(self) -> requests.Session:
-        """With the certificates of now: renewed ones are shown by a new connection only."""
+        """This thread's session with the current certificates; new ones need a new connection."""
         contexts = contexts_of_process()
         now = contexts.http_client if contexts is not None else None
         held: tuple[ssl.SSLContext | None, requests.Session] | None
@@ -194,7 +193,7 @@ class EtcdClient:
 
 
 class MemberAdapter(HTTPAdapter):
-    """Shows this host's certificate, and believes what a member of the cluster shows."""
+    """Presents this host's certificate, and accepts the certificate of a cluster member."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context = context
@@ -203,8 +202,8 @@ class MemberAdapter(HTTPAdapter):
     def init_poolmanager(
         self, connections: int, maxsize: int, block: bool = False, **more: Any
     ) -> None:
-        # With assert_hostname urllib3 would check the name itself, and switch the context's check
-        # off; so it is the context that checks server_hostname.
+        # With assert_hostname, urllib3 would check the name itself and disable the context's check.
+        # With server_hostname, the context checks the name.
         super().init_poolmanager(
             connections,
             maxsize,
@@ -215,50 +214,50 @@ class MemberAdapter(HTTPAdapter):
         )
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
-        """The context says all of it; the authorities of the internet have no say here."""
+        """The context does all checks; public certificate authorities are not used."""
 
 
 def _kind_of(answer: requests.Response) -> type[EtcdFailed]:
-    """What an answer that is no success says of the request."""
+    """The kind of error that a failed answer means."""
     try:
-        said = answer.json()
+        body = answer.json()
     except ValueError:
         return EtcdFailed
-    code = said.get("code") if isinstance(said, dict) else None
+    code = body.get("code") if isinstance(body, dict) else None
     if code == RESOURCE_EXHAUSTED:
         return EtcdExhausted
     return EtcdRefused if code in REFUSALS else EtcdFailed
 
 
 def _worse(one: type[EtcdFailed], other: type[EtcdFailed]) -> type[EtcdFailed]:
-    """Which of two says less of what was carried out."""
+    """The error that leaves more open about what was executed."""
     return max(one, other, key=(EtcdRefused, EtcdExhausted, EtcdFailed).index)
 
 
 def etcd_session() -> requests.Session:
-    """For one thread; with this host's certificate where this process has keys."""
+    """A session for one thread, with this host's certificate if this process has keys."""
     session = requests.Session()
-    session.trust_env = False  # etcd is near; a proxy for the internet does not know it
+    session.trust_env = False  # etcd is in the cluster, so an internet proxy cannot reach it
     if (contexts := contexts_of_process()) is not None:
         session.mount("https://", MemberAdapter(contexts.http_client))
     return session
 
 
 def etcd_url(endpoint: str) -> str:
-    """Of HOST:PORT, as this process calls it."""
+    """The URL of HOST:PORT, http or https, depending on the keys of this process."""
     return f"{'http' if folder.of_process() is None else 'https'}://{endpoint}"
 
 
 def access_problem(endpoint: str, error: Exception) -> str:
-    """What a failed call means where one side does not believe the other; "": something else."""
+    """The message for a failed call if one side rejects the other's certificate; else ""."""
     if not isinstance(error, requests.ConnectionError) or isinstance(error, requests.Timeout):
         return ""
     if isinstance(
         getattr(error.args[0], "reason", None) if error.args else None, NewConnectionError
     ):
-        return ""  # nobody is there to refuse anything
+        return ""  # no process listens there
     cause = _tls_error(error)
-    # Who is refused in the middle of a request may read no more than that the connection is gone.
+    # After a rejection in the middle of a request, the client may only see a closed connection.
     if cause is None or isinstance(cause, ssl.SSLEOFError):
         cause = _handshake_error(endpoint)
     is_refusal = cause is not None and "ALERT" in (cause.reason or "")
@@ -289,7 +288,7 @@ def _speaks_plain(endpoint: str) -> bool:
 
 
 def _tls_error(error: BaseException) -> ssl.SSLError | None:
-    """Below the errors of requests and urllib3, which keep it as an argument or a cause."""
+    """The TLS error inside the errors of requests and urllib3 (an argument or a cause)."""
     if isinstance(error, ssl.SSLError):
         return None if isinstance(error, TimeoutError) else error
     below = [*error.args, getattr(error, "reason", None), error.__cause__]
@@ -298,12 +297,12 @@ def _tls_error(error: BaseException) -> ssl.SSLError | None:
 
 
 def _handshake_error(endpoint: str) -> ssl.SSLError | None:
-    """Shake hands and ask nothing, so that a refusal arrives; None for none, or no TLS there."""
+    """Only shake hands, so that a rejection arrives. None without an error or without TLS."""
     named = urlsplit(endpoint)
     contexts = contexts_of_process()
     if contexts is not None:
         context = contexts.client
-    else:  # of no use to a server that asks for one: it refuses who has no certificate
+    else:  # without a certificate: a server that requires one rejects it
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -322,7 +321,7 @@ def _handshake_error(endpoint: str) -> ssl.SSLError | None:
 
 
 def decimal(value: bytes) -> int:
-    """The number that a value is; 0 for what is none, or is more than any of ours can be."""
+    """The number in a value; 0 when it is no number, or larger than any that we write."""
     return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
 
 
@@ -332,7 +331,7 @@ def _packed(text: str | bytes) -> str:
 
 
 def _after(prefix: bytes) -> bytes:
-    """The least key behind all that begin with `prefix`; its last byte is an ASCII character."""
+    """The least key after all keys with this prefix, whose last byte is an ASCII character."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

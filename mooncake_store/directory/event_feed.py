@@ -1,14 +1,14 @@
-"""Follow the directory: a snapshot, then every change in order, in a thread of its own.
+"""Subscription to the directory: a snapshot, then every change in order, in its own thread.
 
-Subscribe first, then take the snapshot, then apply the events that are newer than it; the other
-way round would lose what happens in between. A gap in the numbers, a heartbeat ahead of us or a new
-epoch (the directory restarted) means: snapshot again. So the listener may be behind for a moment,
-and is right again within a heartbeat, whatever was lost.
+The feed subscribes first, then takes the snapshot, then applies the newer events. The reverse order
+would lose events in between. A new snapshot is needed after a gap in the event numbers, a heartbeat
+with a higher number, or a new epoch (the directory restarted). A listener may therefore be behind
+for a moment, and is correct again within one heartbeat of any loss.
 
-The callbacks run in the feed's thread, never two at once. While the directory does not answer, the
-listener keeps what it knows and `is_current` is False.
+Callbacks run in the feed's thread, one at a time. While the directory does not answer, the listener
+keeps its state and `is_current` is False.
 
-Not here: what to do with events (the conductor, prefix_index.py).
+Not here: the use of events (the conductor, prefix_index.py).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from mooncake_store.wire.request_reply import set_reconnecting
 if TYPE_CHECKING:
     from mooncake_store.directory.election import Leader
 
-SILENCE_S_MAX = 3.5  # three heartbeats and a half
-LOOK_S = 1.25  # silent for so long: an elected directory may have been replaced, etcd knows
+SILENCE_S_MAX = 3.5  # 3.5 heartbeats
+LOOK_S = 1.25  # silence after which etcd is queried for a new leader
 LOOK_AGAIN_S = 0.2
-REFUSED_S = 1.0  # before it asks again who refused it
+REFUSED_S = 1.0  # delay of the next attempt after a rejected connection
 POLL_S = 0.1  # bounds how long close() takes
 RETRY_S = 0.25
-GREETING_S_MAX = 1.5  # from a directory that it listens to
+GREETING_S_MAX = 1.5  # wait for the first heartbeat after a subscription
 
 log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """Calls `on_snapshot(snapshot)`, then `on_events(events)` for each batch that follows it."""
+    """Calls `on_snapshot(snapshot)`, then `on_events(events)` for each later batch."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class EventFeed:
         timeout_s: float = 2.0,
         on_heard: Callable[[float], None] | None = None,
     ) -> None:
-        """`events_address` is not asked for when `address` is an election (etcd://...).
+        """`events_address` is ignored if `address` is an election (etcd://...).
 
-        `on_heard`: called ten times a second with a time of this machine's clock (boot_clock.py) by
-        which all that had come was handed on. Who has it takes care of what there was before: the
-        snapshot names no holders.
+        `on_heard` is called ten times a second with a time of this machine's clock (boot_clock.py).
+        All events received by this time have been delivered. A listener with `on_heard` loads
+        earlier blocks itself, because its snapshot names no holders.
         """
         self._on_heard = on_heard
         self._on_snapshot = on_snapshot
@@ -73,11 +73,11 @@ class EventFeed:
         self._events_decoder = msgspec.msgpack.Decoder(protocol.Events)
         self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.EventHeartbeat)
         self._changed = threading.Condition()
-        self._epoch, self._sequence = -1, 0  # of the last event that was handed on
+        self._epoch, self._sequence = -1, 0  # position of the last delivered event
         self._is_current = False
         self._needs_snapshot = True
         self._heard_s = self._retry_s = self._look_s = time.monotonic()
-        self._leader: Leader | None = None  # whom it listens to, where one is elected
+        self._leader: Leader | None = None  # the leader subscribed to; None without an election
         self._refused, self._refused_until_s = "", float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
@@ -85,26 +85,26 @@ class EventFeed:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, sequence) of the last event that was handed on; epoch -1 before the first."""
+        """(epoch, sequence) of the last delivered event; epoch -1 before the first."""
         with self._changed:
             return self._epoch, self._sequence
 
     @property
     def is_current(self) -> bool:
-        """The directory answers, and nothing it said is missing here."""
+        """The directory answers, and no event is missing."""
         return self._is_current
 
     def silent_s(self) -> float:
-        """For how long the directory has said nothing at all; it does once a second."""
+        """Seconds since the last message of the directory, which sends one every second."""
         return time.monotonic() - self._heard_s
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for the first snapshot. False when it did not come in time."""
+        """Wait for the first snapshot. False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_current, timeout_s)
 
     def wait_for(self, epoch: int, sequence: int, timeout_s: float) -> bool:
-        """Wait until event `sequence` of `epoch` was handed on."""
+        """Wait until event `sequence` of `epoch` is delivered. False after the timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._epoch == epoch and self._sequence >= sequence, timeout_s
@@ -125,10 +125,10 @@ class EventFeed:
             while not self._closing.is_set():
                 try:
                     self._turn(stream)
-                    now_s = boot_s()  # before the look: this process may stand still after it
+                    now_s = boot_s()  # before the poll: this process may be stopped after it
                     if self._on_heard and self._is_current and not stream.poll(0):
                         self._on_heard(now_s)
-                except Exception:  # edge: a bad message or listener must not end the feed
+                except Exception:  # edge: a bad message or listener must not stop the feed
                     log.exception("event feed: will take a snapshot")
                     self._lost(time.monotonic() + RETRY_S)
 
@@ -136,7 +136,7 @@ class EventFeed:
         now_s = time.monotonic()
         if now_s - self._heard_s > SILENCE_S_MAX and not self._needs_snapshot:
             log.warning(
-                "event feed: nothing from %s for %.1f s", self.events_address, SILENCE_S_MAX
+                "event feed: no message from %s for %.1f s", self.events_address, SILENCE_S_MAX
             )
             self._lost(now_s)
         if self._is_replaced(now_s):
@@ -146,7 +146,7 @@ class EventFeed:
             self._take_snapshot()
         if stream.poll(int(POLL_S * 1000)):
             self._heard_s = time.monotonic()
-            self._hear(stream.recv_multipart())
+            self._receive(stream.recv_multipart())
         elif self._access.monitor is not None and now_s >= self._refused_until_s:
             self._look_for_refusal(stream)
 
@@ -154,7 +154,7 @@ class EventFeed:
         return f"the event stream of the directory at {self.events_address}"
 
     def _look_for_refusal(self, stream: zmq.Socket[bytes]) -> None:
-        """Connects anew with other keys, or the same ones after a while."""
+        """After a rejection, reconnect with new keys, or with the same keys after a delay."""
         try:
             must_redial, self._refused = self._access.must_redial() or bool(self._refused), ""
         except AccessRefused as error:
@@ -163,14 +163,14 @@ class EventFeed:
             self._refused, must_redial = str(error), False
             self._refused_until_s = time.monotonic() + REFUSED_S
         if must_redial:
-            with contextlib.suppress(zmq.ZMQError):  # the socket gave it up by itself
+            with contextlib.suppress(zmq.ZMQError):  # the socket has already disconnected
                 stream.disconnect(self.events_address)
             self._access.connect(stream)
 
     def _is_replaced(self, now_s: float) -> bool:
-        """Does somebody else lead than the one that has been silent for longer than a heartbeat?
+        """Whether another directory leads than the subscribed one, which is silent.
 
-        Asked of etcd in a silence only, so that it costs nothing while events come.
+        etcd is queried only during silence, so the check costs nothing while events arrive.
         """
         if self._leader is None or self._needs_snapshot or now_s < self._look_s:
             return False
@@ -180,10 +180,10 @@ class EventFeed:
         try:
             return self._client.leader() != self._leader
         except StoreError:
-            return False  # nobody leads yet
+            return False  # no directory leads yet
 
     def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
-        """Listen to who leads now, when that is for an election to say."""
+        """Subscribe to the current leader, if directories are elected."""
         if not self._client.is_elected:
             return True
         try:
@@ -194,24 +194,26 @@ class EventFeed:
             return False
         if leader != self._leader:
             self._leader = leader
-            self._client.disconnect()  # or it would wait for the one before
+            self._client.disconnect()  # a pending request would wait for the earlier leader
         if leader.events != self.events_address:
             if self.events_address:
                 self._access.close()
-                with contextlib.suppress(zmq.ZMQError):  # refused: the socket gave it up by itself
+                # Rejected: the socket has already disconnected
+                with contextlib.suppress(zmq.ZMQError):
                     stream.disconnect(self.events_address)
             self.events_address = leader.events
             self._access = PeerAccess(leader.events, self._who())
             try:
                 self._listen(stream)
             except BaseException:
-                self.events_address = ""  # nothing is heard from there: connect again
+                self.events_address = ""  # not subscribed: connect again at the next turn
                 raise
         return True
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:
-        """The directory greets each subscriber; without the greeting (an old proxy, a directory
-        that is down) the snapshot is tried anyway.
+        """Connect, and wait briefly for the heartbeat that the directory sends to each subscriber.
+
+        Without one (an old proxy, a directory that is down) the snapshot is attempted anyway.
         """
         notice_silence(stream, self.events_address)
         self._access.connect(stream)
@@ -232,7 +234,7 @@ class EventFeed:
         self._needs_snapshot = False
         self._moved(snapshot.epoch, snapshot.sequence)
 
-    def _hear(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
         header = unpack_header(frames[0])
         if header.kind is MessageKind.HEARTBEAT:
             beat = self._heartbeat_decoder.decode(frames[1])
@@ -242,9 +244,9 @@ class EventFeed:
             self._follow(self._events_decoder.decode(frames[1]))
 
     def _follow(self, batch: protocol.Events) -> None:
-        """Hand on what is new in a batch, or note that something before it is missing."""
+        """Deliver the new events of a batch, or record that earlier events are missing."""
         if self._needs_snapshot:
-            return  # the snapshot will have it
+            return  # the snapshot will include these events
         known = self._sequence - batch.first_sequence + 1
         if batch.epoch != self._epoch or known < 0:
             self._lost(time.monotonic())
@@ -254,7 +256,7 @@ class EventFeed:
             self._moved(batch.epoch, self._sequence + len(events))
 
     def _lost(self, retry_s: float) -> None:
-        """Something is missing: a snapshot is needed, from `retry_s` on."""
+        """Record a loss: a snapshot is needed, from `retry_s` on."""
         self._is_current = False
         self._needs_snapshot = True
         self._retry_s = retry_s

@@ -1,16 +1,18 @@
-"""The log of pins and quotas in etcd: written by the leader, read by the next one.
+"""Log of pins and quotas in etcd: written by the leader, read by the next leader.
 
     PREFIX/state/head          epoch and number of the latest change, written with every change
     PREFIX/state/pins/NUMBER   a record of pins (16 hexadecimal digits; MessagePack)
     PREFIX/state/quota/TENANT  its quota in bytes
 
-A leader begins by writing the head, so that nothing of an earlier one's can be written after it has
-read the rest. Every change compares the head and the leader's own key: one that does not lead any
-more changes nothing. When etcd does not say whether a change was written, it is found out before
-anything else is done: the head tells; and where it was not written it is made impossible that it
-comes later, by writing the head.
+A leader first writes the head, so that no write of an earlier leader can succeed after the new
+leader has read the log. Every change compares the head and the leader's own key. A directory that
+no longer leads therefore changes nothing.
 
-Calls wait for etcd. Not here: what is written (core/durable_log.py), when (durable_verbs.py).
+A write without an answer is resolved before any other action. The head shows whether the write
+succeeded. If it did not, another write of the head rules out that it succeeds later.
+
+All calls wait for etcd. Not here: the records (core/durable_log.py), the time of each write
+(durable_verbs.py).
 """
 
 from __future__ import annotations
@@ -36,28 +38,29 @@ from mooncake_store.errors import StateNotSaved, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.directory")
 RETRY_S = 0.05
-NUMBER_MAX = 2**62  # of a change; what names more is damaged
+NUMBER_MAX = 2**62  # upper bound of a change's number; a larger one is damaged
 T = TypeVar("T")
-PAGE_KEYS = 8  # records in one answer of etcd, a megabyte each at most
+PAGE_KEYS = 8  # records per answer of etcd, at most 1 MB each
 
 
 class Head(msgspec.Struct, frozen=True):
     epoch: int
-    number: int  # of the change; 0 with a new epoch: this leader begins
-    seal: int = 0  # counts heads that were written to rule out a late change
+    number: int  # of the change; 0 with a new epoch: a new leader begins
+    seal: int = 0  # count of heads written to rule out a late change
 
 
 @dataclass
 class SavedState:
-    """What the directories before this one left."""
+    """Pins and quotas of the earlier directories."""
 
-    pins: list[tuple[int, PinRecord]] = field(default_factory=list)  # by number
+    # (number, record), in order of the numbers
+    pins: list[tuple[int, PinRecord]] = field(default_factory=list)
     quotas: dict[str, int] = field(default_factory=dict)
     number: int = 0  # of the latest change
 
 
 class LeadLost(StoreUnavailable):
-    """This directory does not lead any more; the change may have been written or not."""
+    """This directory no longer leads; the change may or may not have been written."""
 
 
 class StateJournal:
@@ -71,33 +74,33 @@ class StateJournal:
         leader_revision: int,
         may_serve: Callable[[], bool],
     ) -> None:
-        """`prefix`: of the election; `leader_revision`: of the key that this leader wrote there."""
+        """`prefix` of the election; `leader_revision` of the key that this leader wrote there."""
         self._etcd, self._epoch, self._may_serve = etcd, epoch, may_serve
         self._prefix = f"{prefix}/state"
         self._leader_key, self._leader_revision = f"{prefix}/leader", leader_revision
         self._head_key = f"{self._prefix}/head"
-        self._revision = 0  # of the head, as far as this leader knows
+        self._revision = 0  # last known revision of the head
         self._seals = 0
         self._is_closed = False
 
     def begin(self) -> SavedState:
-        """Take the log over from the directory before, and read it."""
+        """Take the log over from the earlier directory, and read it."""
         state = SavedState()
         while True:
             found = self._find_head()
             self._revision = found.mod_revision
             if found.mod_revision:
                 state.number = (head := _head(found)).number
-                if head.epoch == self._epoch:  # our own, written without an answer
+                if head.epoch == self._epoch:  # written by this leader, without an answer
                     break
             if self._seal(state.number):
                 break
-            self._rest()
+            self._wait()
         self._patiently(lambda: self._read(state))
         return state
 
     def close(self) -> None:
-        """Whatever waits for etcd gives up soon."""
+        """Make every call that waits for etcd raise LeadLost soon."""
         self._is_closed = True
 
     def _read(self, state: SavedState) -> None:
@@ -110,17 +113,17 @@ class StateJournal:
                     raise ValueError("no directory writes such a record")
                 state.pins.append((number, record))
             except (msgspec.DecodeError, ValueError) as error:
-                log.error("%s in etcd is damaged, its pins are lost: %s", key, error)
+                log.error("%s in etcd is damaged; its pins are lost: %s", key, error)
         quotas = f"{self._prefix}/quota/"
         state.quotas.clear()
         for key, found in self._etcd.under(quotas, 1_000):
             if quota_bytes := decimal(found.value):
                 state.quotas[key.removeprefix(quotas)] = quota_bytes
             else:
-                log.error("%s in etcd is damaged, the quota is lost", key)
+                log.error("%s in etcd is damaged; the quota is lost", key)
 
     def write(self, change: LogChange) -> None:
-        """It is in etcd when this returns. StateNotSaved: it is not, and will never be."""
+        """Write the change to etcd. StateNotSaved: it is not written, and will never be."""
         head = Head(self._epoch, change.number, self._seals)
         values = {self._head_key: msgspec.json.encode(head)}
         gone: list[tuple[str, str]] = []
@@ -145,33 +148,34 @@ class StateJournal:
             raise StateNotSaved(f"not saved, and nothing changed: {why}")
 
     def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
-        """EtcdFailed, too, when somebody has changed the head or leads in our place."""
+        """EtcdFailed also when another process changed the head or leads instead."""
         expected = {self._head_key: self._revision, self._leader_key: self._leader_revision}
         revision = self._etcd.change_unless_changed(expected, values, gone)
         if not revision:
-            raise EtcdFailed("the state in etcd was changed by somebody else")
+            raise EtcdFailed("the state in etcd was changed by another process")
         self._revision = revision
 
     def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
-        """After a write without an answer: find out, and rule out that it comes later.
+        """Resolve a write without an answer: find out its result, and rule out a late success.
 
-        `is_over`: it will not come later, and a full etcd would refuse what rules that out.
+        `is_over`: the write cannot succeed later, and a full etcd would reject the write of the
+        head.
         """
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:
                 self._revision = found.mod_revision
                 if _head(found).epoch != self._epoch:
-                    raise LeadLost("another directory leads by now: ask who does")
-                return found.value == head  # else a seal of ours, written late
+                    raise LeadLost("another directory leads by now: find the leader")
+                return found.value == head  # otherwise a seal of this leader that was written late
             if is_over or self._seal(number):
                 return False
-            self._rest()
+            self._wait()
 
     def _seal(self, number: int) -> bool:
-        """Write the head, so that nothing that compares the one before can be written any more.
+        """Write the head, so that a write that compares the earlier head can no longer succeed.
 
-        False: perhaps.
+        False: the result is unknown.
         """
         self._seals += 1
         head = Head(self._epoch, number, self._seals)
@@ -186,17 +190,17 @@ class StateJournal:
         return self._patiently(lambda: self._etcd.get(self._head_key))
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Ask etcd until it answers, for as long as this leads."""
+        """Call `ask` until etcd answers, while this directory leads."""
         while True:
             try:
                 return ask()
             except EtcdFailed as error:
-                log.warning("the state of the directory: %s", error)
-                self._rest()
+                log.warning("reading the state of the directory: %s", error)
+                self._wait()
 
-    def _rest(self) -> None:
+    def _wait(self) -> None:
         if self._is_closed or not self._may_serve():
-            raise LeadLost("this directory does not lead any more: ask who does")
+            raise LeadLost("this directory does not lead any more: find the leader")
         time.sleep(RETRY_S)
 
     def _record_key(self, number: int) -> str:

@@ -1,7 +1,7 @@
-"""What a directory shows Prometheus.
+"""Prometheus metrics of a directory.
 
-The directory lives in one thread and the page in another, so the page shows the last DirectoryStats
-that the directory's loop has handed over (once a second), and never looks into the directory.
+The directory and the page run in different threads. The page shows the last DirectoryStats that the
+server loop handed over (once a second), and never reads the directory itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COUNTED_PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...]
 
 
 class DirectoryCollector(Collector):
-    """Shows the stats it was given last; nothing before the first."""
+    """Shows the latest stats; nothing before the first update."""
 
     def __init__(self) -> None:
         self._stats: DirectoryStats | None = None
@@ -72,7 +72,7 @@ class DirectoryCollector(Collector):
 
 
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
-    """Every metric of a directory, from its numbers alone."""
+    """All metrics of a directory, from its stats alone."""
     at = "mooncake_directory_"
     yield gauge(at + "epoch", "Which incarnation of the directory this is.", stats.epoch)
     yield counter(at + "events", "Changes that were announced.", stats.sequence)
@@ -118,7 +118,7 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
 
 
 def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
-    """One row for each holder that is registered now."""
+    """One row per registered holder."""
     at = "mooncake_directory_holder_"
     for name, meaning, value in _PER_HOLDER:
         rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]

@@ -1,11 +1,11 @@
-"""The loop that serves a Directory.
+"""Server loop of a Directory: one thread, one loop.
 
-One thread and one loop. A turn answers the requests that wait (ROUTER socket), lets time pass in
-the directory (`tick`), and publishes what changed as one message of the event stream (PUB socket).
-A heartbeat every second, and to each new subscriber at once, carries the number of the latest
-event, so a feed that missed the last events notices without waiting for the next change.
+A turn answers the waiting requests (ROUTER socket), advances the directory's clock (`tick`), and
+publishes all changes as one message of the event stream (PUB socket). A heartbeat is sent every
+second, and at once to each new subscriber. It carries the number of the latest event, so a feed
+that missed the last events detects the gap before the next change.
 
-Not here: what a request does (directory.py), how it looks on the wire (wire/), options and signals
+Not here: the effect of a request (directory.py), messages (wire/), options and signals
 (__main__.py).
 """
 
@@ -37,22 +37,22 @@ from mooncake_store.wire.unix_socket import UnixListener, direct_path
 
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
-REQUESTS_PER_TURN_MAX = 1_024  # then events go out, however many requests still wait
+REQUESTS_PER_TURN_MAX = 1_024  # requests per turn, so that events are published under load too
 TURN_S_MAX = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class AddressTaken(StoreError):
-    """The server cannot bind the address it was given."""
+    """The server cannot bind the given address."""
 
 
 class TurnClock:
-    """Seconds that pass while the loop turns.
+    """Clock of the server loop, with at most TURN_S_MAX per turn.
 
-    When this process was stopped for a while (SIGSTOP, a frozen VM), everybody's reports lie unread
-    in the socket. The directory's own silence is no evidence that others died: a turn passes at
-    most TURN_S_MAX, and the reports are read first.
+    If this process was stopped for a while (SIGSTOP, a frozen VM), the reports of nodes and workers
+    wait unread in the socket. Their silence is then no evidence of death. A turn therefore advances
+    at most TURN_S_MAX, and the reports are read first.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class TurnClock:
 
 
 class DirectoryServer:
-    """A Directory behind a ROUTER socket, with its events on a PUB socket."""
+    """A Directory with a ROUTER socket for requests and a PUB socket for events."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class DirectoryServer:
         may_serve: Callable[[], bool] = lambda: True,
         durable: DurableVerbs | None = None,
     ) -> None:
-        """`may_serve`: asked before each act; once it is false this server ends (election.py).
+        """`may_serve` is called before each action; once false, this server stops (election.py).
 
-        `durable` carries out what must outlive this directory; this server closes it.
+        `durable` executes verbs that must outlive this directory; this server closes it.
         """
         self.directory = directory
         self._may_serve = may_serve
@@ -102,7 +102,7 @@ class DirectoryServer:
         self._requests, self.address = self._bound(zmq.ROUTER, address)
         path = direct_path(address)
         self._direct = UnixListener(path, self.answer) if path else None
-        # XPUB is PUB that also tells about new subscribers.
+        # XPUB is a PUB socket that also reports new subscribers.
         self._subscribers, self.events_address = self._bound(zmq.XPUB, events_address)
         self._key = DirectoryKey([self._requests, self._subscribers])
 
@@ -123,7 +123,7 @@ class DirectoryServer:
         return bound, where
 
     def show_metrics(self, port: int, host: str) -> MetricsPage:
-        """Show this directory's numbers to Prometheus, as they are once a second."""
+        """Serve this directory's metrics to Prometheus, updated once a second."""
         self._collector = DirectoryCollector()
         self._latencies = Latencies(
             "mooncake_directory_request_seconds", "From a request read to its answer."
@@ -135,12 +135,12 @@ class DirectoryServer:
         self._is_stopping = True
 
     def run(self) -> None:
-        """Turn until `stop`, or until this directory may not serve any more."""
+        """Serve until `stop`, or until this directory may not serve any more."""
         while not self._is_stopping and self._may_serve():
             left_s = min(self._tick_due_s, self._heartbeat_due_s) - self._clock.now_s()
             ready = zmq.zmq_poll(self._polled(), max(0, int(left_s * 1000) + 1))
             self.turn([fd for fd, _ in ready if isinstance(fd, int)])
-        if not self._may_serve():  # tell those who wait, instead of letting them wait
+        if not self._may_serve():  # reject the waiting requests at once
             self.turn([fd for fd, _ in zmq.zmq_poll(self._polled(), 0) if isinstance(fd, int)])
 
     def _polled(self) -> list[tuple[zmq.Socket[bytes] | int, int]]:
@@ -153,9 +153,9 @@ class DirectoryServer:
         ]
 
     def turn(self, ready: Sequence[int] = ()) -> None:
-        """Answer what waits, let time pass, publish what changed.
+        """Answer waiting requests, advance the clock, publish changes.
 
-        `ready`: descriptors of direct sockets on which something has come.
+        `ready`: readable descriptors, of direct sockets and of `durable`.
         """
         if self._direct is not None and ready:
             self._direct.serve(list(ready))
@@ -191,9 +191,9 @@ class DirectoryServer:
         self._requests.send_multipart([sender, *reply])
 
     def answer(self, frames: list[bytes]) -> list[bytes] | Later:
-        """The reply to a request: its result, or what was wrong with it; Later: not known yet."""
+        """The reply to a request: its result or its error; Later: not available yet."""
         if not self._may_serve():
-            moved = StoreUnavailable("this directory does not lead any more: ask who does")
+            moved = StoreUnavailable("this directory does not lead any more: find the leader")
             return self._responder.refusal(frames, moved)
         return self._responder.reply_or_later(frames, self._carry_out)
 
@@ -216,7 +216,7 @@ class DirectoryServer:
         events = self.directory.events_since(self._published)
         first_sequence, self._published = self._published + 1, latest
         if events is None:
-            return  # more than the log keeps: the next heartbeat shows the gap
+            return  # more events than the log keeps: the next heartbeat reveals the gap
         log_members(events)
         messages = protocol.to_messages(events)
         self._send_event(
@@ -227,7 +227,8 @@ class DirectoryServer:
         self, kind: MessageKind, body: protocol.Events | protocol.EventHeartbeat
     ) -> None:
         frames = [pack_header(kind, 0), self._encoder.encode(body)]
-        self._subscribers.send_multipart(frames)  # drops for slow subscribers, never blocks
+        # Drops messages for slow subscribers, never blocks
+        self._subscribers.send_multipart(frames)
 
     def _has_new_subscriber(self) -> bool:
         found = False
@@ -250,7 +251,7 @@ class DirectoryServer:
 
 
 def log_members(events: list[Event]) -> None:
-    """One line for each node or worker that came or went; blocks and reports are too many."""
+    """Log each node or worker that registered or left; blocks and reports are too frequent."""
     for event in events:
         if isinstance(event, NodeUp):
             info = event.info
@@ -271,7 +272,7 @@ def log_members(events: list[Event]) -> None:
 
 
 def refuse_second_server(address: str) -> None:
-    """ZeroMQ would silently take an ipc:// address away from a directory that uses it."""
+    """Raise AddressTaken for a used ipc:// address; ZeroMQ would silently take the address over."""
     path = address.removeprefix("ipc://")
     if path == address or not os.path.exists(path):
         return
