@@ -1,15 +1,16 @@
-"""Names of blocks: a key stands for a block's tokens and its whole prefix.
+"""Block keys: a key identifies a block's tokens and its whole prefix.
 
 key[i] = blake2b-128(tokens of block i, keyed with key[i-1]); key[-1] is the chain's seed. Equal
-keys therefore mean equal prefixes, and what may not be shared differs in the seed: another model,
-dtype or block size (the fingerprint), another LoRA adapter, another tenant (the cache salt).
+keys therefore mean equal prefixes. The seed separates everything that must not be shared: another
+model, dtype or block size (the fingerprint), another LoRA adapter, another tenant (the cache salt).
 
-128 bits of a cryptographic hash, not 64 of a fast one: a collision would hand a request somebody
-else's KV. All tokens of a block are hashed (hashing some of them gave Mooncake wrong reuse, its
-issue 4153), and only full blocks have keys. blake2b is in the standard library and does about
-1 GB/s; Python's own hash() is salted per process and would never match between two hosts.
+The hash is cryptographic with 128 bits instead of fast with 64, because a collision would give a
+request the KV of another one. All tokens of a block are hashed, because hashing only some of them
+caused wrong reuse in Mooncake (its issue 4153). Only full blocks have keys. blake2b is in the
+standard library and hashes about 1 GB/s. Python's own hash() is salted per process and differs
+between hosts.
 
-Not here: who has a block (prefix_index.py, directory.py).
+Not here: the holders of a block (prefix_index.py, directory.py).
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Tokens = Sequence[int] | np.ndarray[Any, Any]
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """RequestInvalid, with the first that is wrong, unless each has 16 bytes."""
+    """Raise RequestInvalid for the first key that does not have 16 bytes."""
     if isinstance(keys, bytes | str):
         raise RequestInvalid("keys come in a list, also a single one: [key]")
     if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
-        return  # the common case, at the speed of C: 1,000 keys in 30 us
+        return  # common case at the speed of C: 1,000 keys in 30 us
     for key in keys:
         if not isinstance(key, bytes):
             raise RequestInvalid(
@@ -50,7 +51,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 
 
 def split_keys(packed: bytes) -> tuple[bytes, ...]:
-    """Keys that were joined; RequestInvalid unless they are whole."""
+    """Split joined keys; RequestInvalid unless all have 16 bytes."""
     count, rest_bytes = divmod(len(packed), KEY_BYTES)
     if rest_bytes:
         raise RequestInvalid(f"{len(packed)} bytes are no whole number of keys of {KEY_BYTES}")
@@ -58,22 +59,22 @@ def split_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:
-    """The 16 bytes before block 0."""
+    """The 16 bytes that start a chain, before block 0."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"mooncake.seed")
     for part in (fingerprint, lora, cache_salt):
         raw = part.encode()
-        # Length first, or ("a", "bc") and ("ab", "c") would share their KV.
+        # Length first; otherwise ("a", "bc") and ("ab", "c") would share their KV.
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.digest()
 
 
 def block_keys(token_ids: Tokens, block_tokens: int, seed: bytes) -> list[bytes]:
-    """Keys of the full blocks of `token_ids`; the rest after the last full block has none."""
+    """Keys of the full blocks of `token_ids`. A partial last block has no key."""
     return extend_keys(seed, token_ids, block_tokens)
 
 
 def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -> list[bytes]:
-    """Continue a chain: `token_ids` start right after the block that `last_key_or_seed` names."""
+    """Continue a chain: `token_ids` start right after the block with key `last_key_or_seed`."""
     assert block_tokens > 0, f"block_tokens is {block_tokens}"
     assert len(last_key_or_seed) == KEY_BYTES, f"a key has {len(last_key_or_seed)} bytes"
     blocks = len(token_ids) // block_tokens
@@ -88,13 +89,13 @@ def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -
 
 
 def tail_key(request_id: str) -> bytes:
-    """The key of a request's ephemeral object: its last, partial block on the way to decode."""
+    """The key of a request's ephemeral object: its partial last block, sent to decode."""
     raw = request_id.encode()
     return hashlib.blake2b(raw, digest_size=KEY_BYTES, person=b"mooncake.tail").digest()
 
 
 def packed_tokens(token_ids: Tokens) -> memoryview:
-    """The tokens as little-endian uint32 bytes; ValueError for what is no token id."""
+    """The tokens as little-endian uint32 bytes; ValueError for values that are no token ids."""
     if isinstance(token_ids, np.ndarray):
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
             raise ValueError(f"token ids are {token_ids.dtype}{token_ids.shape}; expected 1-D ints")
@@ -112,7 +113,7 @@ def packed_tokens(token_ids: Tokens) -> memoryview:
 
 
 def unpacked_tokens(packed: bytes) -> np.ndarray[Any, Any]:
-    """Token ids that packed_tokens made bytes of, without a copy."""
+    """The token ids of the bytes from packed_tokens, without a copy."""
     return np.frombuffer(packed, dtype="<u4")
 
 

@@ -1,15 +1,15 @@
-"""Every error that the store shows to its callers: what happened, and what to do then.
+"""Errors of the store for its callers: each states the cause and the remedy.
 
-Each is made from one message, so that it travels over the wire as (class name, message) and is
-raised at the client as the same class. Those that one process alone can raise are where it does
-(SegmentRefused in memory/segment_file.py, for instance).
+Every error is constructed from one message. On the wire it is (class name, message), and the client
+raises the same class. Errors that only one process raises are defined there (SegmentRefused in
+memory/segment_file.py, for instance).
 """
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of all."""
+    """Base class of all store errors."""
 
 
 class RequestInvalid(StoreError):
@@ -17,7 +17,7 @@ class RequestInvalid(StoreError):
 
 
 class ProtocolMismatch(StoreError):
-    """The other side speaks another version: upgrade one of the two."""
+    """The peer uses another protocol version: upgrade one of the two."""
 
 
 class StoreUnavailable(StoreError):
@@ -25,51 +25,51 @@ class StoreUnavailable(StoreError):
 
 
 class AccessRefused(StoreError):
-    """The other side does not let this process in, or is not who it should be: keys, or no keys."""
+    """Authentication with the peer failed, in either direction: wrong keys, or no keys."""
 
 
 class StateNotSaved(StoreError):
-    """A pin or a quota could not be written where it outlives the directory: nothing changed."""
+    """A pin or a quota could not be saved beyond this directory: nothing changed."""
 
 
 class EpochPassed(StoreError):
-    """An earlier directory granted this: what was written counts for nothing, allocate again."""
+    """An earlier directory granted this: the written data is void, allocate again."""
 
 
 class NodeUnknown(StoreError):
-    """No such storage node is registered now: wait until it registers."""
+    """The storage node is not registered: wait until it registers."""
 
 
 class NodeNotAttached(NodeUnknown):
-    """The node or the directory has begun anew: attach() again."""
+    """The node or the directory has restarted: call attach() again."""
 
 
 class StoreFull(StoreError):
-    """No room, and nothing may be evicted: go on without storing."""
+    """No room, and no block may be evicted: continue without storing."""
 
 
 class QuotaExceeded(StoreFull):
-    """A tenant's share is used up and in use: release, or raise it."""
+    """A tenant's quota is full of blocks in use: release blocks, or raise the quota."""
 
 
 class SsdRefused(StoreError):
-    """The SSD tier cannot be had: another folder, or --ssd-reset."""
+    """The SSD tier cannot be opened: use another folder, or --ssd-reset."""
 
 
 class ManifestDamaged(SsdRefused):
-    """What is on the SSD cannot be known: it starts empty."""
+    """The contents of the SSD are unknown: it starts empty."""
 
 
 class ManifestVersion(SsdRefused):
-    """Another release wrote what is on the SSD: use that one, or --ssd-reset."""
+    """Another release wrote the SSD: use that release, or --ssd-reset."""
 
 
 class LayoutMismatch(StoreError):
-    """Not even one such block fits into the node: give it a larger segment."""
+    """Not even one such block fits into the node: configure a larger segment."""
 
 
 class FingerprintMismatch(StoreError):
-    """The worker's KV does not fit its pool: the worker must not start."""
+    """The worker's KV does not match its pool: the worker must not start."""
 
 
 class TransferFailed(StoreError):
@@ -81,11 +81,11 @@ class TransferTimeout(TransferFailed):
 
 
 class WriteGivenUp(TransferTimeout):
-    """One of several network paths got stuck while it wrote: write anew, into fresh slots."""
+    """One of several network paths stalled during a write: write again, into new slots."""
 
 
 class BlockMissing(StoreError):
-    """The copy is not there any more: a miss, never a failure of the request."""
+    """The copy no longer exists: a miss, never a failure of the request."""
 
 
 def _tree(root: type[StoreError]) -> dict[str, type[StoreError]]:
@@ -99,6 +99,6 @@ _BY_NAME = _tree(StoreError)
 
 
 def named(kind: str, message: str) -> StoreError:
-    """The error that came over the wire; a StoreError when this side does not know its class."""
+    """The error that was received; a StoreError when this side does not define its class."""
     known = _BY_NAME.get(kind)
     return known(message) if known else StoreError(f"{kind}: {message}")

@@ -1,17 +1,17 @@
-"""The shape of one block of KV, its fingerprint, and where its slots lie in a segment.
+"""Layout of a KV block, its fingerprint, and the geometry of slots in a memory segment.
 
-A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C order, so a layer is
-one contiguous span: it can be stored and moved as soon as it is computed. kv_factor is 2, K and V,
-or 1 where attention is latent (MLA): of each token one row, from which K and V of all heads come.
-A page of an engine that has only some consecutive layers of the model (a stage of a pipeline) holds
-these layers of a block and nothing else; the block and the fingerprint are the whole model's all
-the same.
+A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C order. A layer is
+one contiguous span, so it can be stored and moved as soon as it is computed. kv_factor is 2 for K
+and V, or 1 for latent attention (MLA): one row per token, from which K and V of all heads are
+derived. An engine that computes only some consecutive layers (a pipeline stage) has pages with
+these layers only. The block and the fingerprint still describe the whole model.
 
-A segment is cut into units: a region of headers, one for each unit, a region of digests, then a
-region of payloads. A block takes as many units as it needs (slots.py), and its header is that of
-its first one. The digests of its layers lie in the digest cells of its units, one after the other.
+A memory segment is cut into units. It starts with one header per unit, then has a region of
+digests, then a region of payloads. A block takes as many units as it needs (slots.py), and its
+header is that of its first unit. The digests of its layers are in the digest cells of its units,
+one after the other.
 
-Not here: who owns a slot (slots.py), what a header holds (segment.py).
+Not here: the owner of a slot (slots.py), the fields of a header (segment.py).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-HEADER_BYTES = 64  # one cache line per unit
-STATE_WRITING, STATE_READY = 1, 2  # in a header: do not trust the payload; it is complete
-STATE_EPHEMERAL = 3  # in an inventory: complete, and of one request, which knows where it is
+HEADER_BYTES = 64  # bytes per unit, one cache line
+STATE_WRITING, STATE_READY = 1, 2  # header states: the payload is incomplete; it is complete
+STATE_EPHEMERAL = 3  # in an inventory: complete, and used by a single request
 DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
-DIGEST_FOR_BYTES = 1024  # of payload: layers that are smaller may find no room for their digests
-SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page: O_DIRECT and RDMA like it
+DIGEST_FOR_BYTES = 1024  # payload bytes per digest; smaller layers may have no room for digests
+SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page, as O_DIRECT requires
 
 
 def blocks_touched(tokens: int, block_tokens: int) -> int:
-    """How many blocks these tokens need, the last one perhaps partly filled."""
+    """The number of blocks for these tokens; the last one may be partly filled."""
     assert tokens >= 0 and block_tokens > 0, (tokens, block_tokens)
     return (tokens + block_tokens - 1) // block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What an engine's KV looks like. Two engines exchange blocks only if all of it is equal."""
+    """KV layout of an engine. Two engines exchange blocks only if all fields are equal."""
 
     layers: int
     kv_heads: int
@@ -53,16 +53,16 @@ class KvLayout:
         if min(self.layers, self.kv_heads, self.head_dim, self.block_tokens) <= 0:
             raise ValueError(f"every dimension of a KV layout must be positive: {self}")
         if self.kv_factor not in (1, 2) or (self.kv_factor == 1 and self.kv_heads != 1):
-            raise ValueError(f"kv_factor is 2, or 1 with one kv_head, not as in {self}")
+            raise ValueError(f"kv_factor must be 2, or 1 with one kv_head: {self}")
 
     @property
     def rows(self) -> int:
-        """Of head_dim scalars, for each token in each layer: K heads and V heads, or the latent."""
+        """Rows of head_dim scalars per token and layer: K and V heads, or the latent row."""
         return self.kv_factor * self.kv_heads
 
     @property
     def layer_bytes(self) -> int:
-        """The KV of one layer of one block."""
+        """Bytes of one layer of one block."""
         scalars = self.rows * self.block_tokens * self.head_dim
         return scalars * DTYPE_BYTES[self.dtype]
 
@@ -75,7 +75,7 @@ class KvLayout:
         return self.block_bytes // self.block_tokens
 
     def layer_offset_bytes(self, layer: int) -> int:
-        """Where this layer's span starts inside a block."""
+        """Offset of this layer inside a block."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
         return layer * self.layer_bytes
 
@@ -89,7 +89,7 @@ class LayerRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.stop:
-            raise ValueError(f"layers {self.first} to {self.stop} (not included) are no range")
+            raise ValueError(f"layers [{self.first}, {self.stop}) are no range")
 
     def __len__(self) -> int:
         return self.stop - self.first
@@ -101,7 +101,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What a page of an engine holds: some consecutive layers of one block, usually all."""
+    """Layers in a page of an engine: consecutive layers of one block, usually all of them."""
 
     block: KvLayout
     layers: LayerRange
@@ -123,17 +123,17 @@ class PageLayout:
         return len(self.layers) * self.block.layer_bytes
 
     def page_offset_bytes(self, page: int) -> int:
-        """Where this page starts in the pool of its engine."""
+        """Offset of this page in the pool of its engine."""
         return page * self.page_bytes
 
     def layer_offset_bytes(self, layer: int) -> int:
-        """Where this layer of the model starts inside a page."""
+        """Offset of this layer of the model inside a page."""
         assert layer in self.layers.indices, f"layer {layer} of pages with {self.layers}"
         return (layer - self.layers.first) * self.block.layer_bytes
 
 
 def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
-    """The fields behind a fingerprint, readable and parseable: `name=value; name=value`."""
+    """The fields of a fingerprint in readable form: `name=value; name=value`."""
     values = {
         "model_id": model_id,
         "weights_id": weights_id,
@@ -149,13 +149,13 @@ def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "
 
 
 def fingerprint(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
-    """32 hex digits: equal exactly when KV of one worker is valid in the other."""
+    """32 hex digits: equal if and only if KV of one worker is valid on the other."""
     text = describe(model_id, weights_id, layout, tp_shape)
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"mooncake.print").hexdigest()
 
 
 def describe_difference(ours: str, theirs: str) -> str:
-    """Which fields of two descriptions differ, for a refusal that says what to change."""
+    """The fields in which two descriptions differ, for an error message."""
     our_fields, their_fields = _parsed(ours), _parsed(theirs)
     different = [
         f"{name} is {our_fields.get(name, 'not given')}, theirs is "
@@ -176,11 +176,10 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Where the slots of a memory lie: `units` headers, `units` cells of digests, `units` units of
-    payload.
+    """Slots of a memory: `units` headers, `units` digest cells, `units` units of payload.
 
-    A slot's number is that of its first unit (slots.py). A memory without headers (an SSD file,
-    whose manifest says what is where) has payload_offset_bytes = 0.
+    The number of a slot is the number of its first unit (slots.py). A memory without headers (an
+    SSD file, whose manifest lists the blocks) has payload_offset_bytes = 0.
     """
 
     unit_bytes: int
@@ -192,12 +191,12 @@ class Geometry(NamedTuple):
         return slot * HEADER_BYTES
 
     def headers(self, slot: int, size_bytes: int) -> slice:
-        """Its header, then those of its other units, which are empty (slot_memory.py)."""
+        """The headers of this slot's units; all but the first are empty (slot_memory.py)."""
         start = self.header_offset_bytes(slot)
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 
     def digests(self, slot: int, size_bytes: int, layers: int) -> slice | None:
-        """Where the digests of its layers are; None where its units have no room for so many."""
+        """The digests of the block's layers; None where its units have no room for so many."""
         cell_bytes = _digest_cell_bytes(self.unit_bytes)
         start = self.units * HEADER_BYTES + slot * cell_bytes
         room_bytes = max(1, -(-size_bytes // self.unit_bytes)) * cell_bytes
@@ -205,12 +204,12 @@ class Geometry(NamedTuple):
         return slice(start, stop) if 0 < layers * DIGEST_BYTES <= room_bytes else None
 
     def slot_offset_bytes(self, slot: int) -> int:
-        """Where the payload of this slot starts, in the segment."""
+        """Offset of the payload of this slot in the segment."""
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
         return self.payload_offset_bytes + slot * self.unit_bytes
 
     def holds(self, slot: int, size_bytes: int) -> bool:
-        """Does a block of that size in that slot lie inside the memory?"""
+        """Whether a block of that size in that slot lies inside the memory."""
         return slot >= 0 and slot * self.unit_bytes + size_bytes <= self.units * self.unit_bytes
 
 
@@ -219,12 +218,12 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _digest_cell_bytes(unit_bytes: int) -> int:
-    """Of one unit: a digest for each KiB, and no less than a cache line."""
+    """Digest bytes of one unit: one digest per KiB, and at least a cache line."""
     return max(HEADER_BYTES, unit_bytes // DIGEST_FOR_BYTES * DIGEST_BYTES)
 
 
 def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Geometry:
-    """The most units that fit, headers and digests first. `units` is 0 when not even one does."""
+    """The geometry with the most units, headers and digests first; `units` may be 0."""
     assert memory_bytes >= 0 and unit_bytes > 0, (memory_bytes, unit_bytes)
     if not has_headers:
         return Geometry(unit_bytes, memory_bytes // unit_bytes, 0)
@@ -236,7 +235,7 @@ def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Ge
 
 
 def memory_bytes_for(blocks: int, block_bytes: int, unit_bytes: int) -> int:
-    """The least segment in which so many blocks fit at once."""
+    """The smallest segment in which so many blocks fit."""
     units = blocks * max(1, -(-block_bytes // unit_bytes))
     beside_bytes = HEADER_BYTES + _digest_cell_bytes(unit_bytes)
     return _aligned(units * beside_bytes) + units * unit_bytes

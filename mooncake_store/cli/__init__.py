@@ -1,1 +1,1 @@
-"""`mooncake store`: run a store, look into it, put and get, drain and check."""
+"""`mooncake store`: run a store, inspect it, put and get blocks, drain nodes, check blocks."""

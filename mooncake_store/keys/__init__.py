@@ -1,1 +1,1 @@
-"""Who may speak to whom: keys and certificates of a host, and what they do to sockets."""
+"""Authentication between processes: keys and certificates of a host, and their use by sockets."""

@@ -1,1 +1,1 @@
-"""The storage node: a process that owns memory and an SSD, and what it is asked."""
+"""The storage node: the process that owns a memory segment and an SSD, and its control socket."""

@@ -1,8 +1,8 @@
-"""The storage node as a process: options, signals, the loop of reports, the way out.
+"""Process of a storage node: options, signals, the report loop and the exit.
 
-stdout carries one line, `ready node_id=... incarnation=... segment_bytes=...`; the log is stderr.
+stdout has one line, `ready node_id=... incarnation=... segment_bytes=...`; the log goes to stderr.
 
-Not here: what a storage node does (node.py).
+Not here: the storage node itself (node.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mooncake_store.records.membership import UNIT_BYTES
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0
-SILENT_RETRY_S = 0.2  # after a report that nobody answered: the next leader must hear of us soon
-ROOM_LOOK_S = 0.1  # between two looks whether there is room by now
-INVENTORY_S_MAX = 60.0  # for one message of an inventory; the last of a million blocks takes 10 s
+SILENT_RETRY_S = 0.2  # after an unanswered report: register with the next leader soon
+ROOM_LOOK_S = 0.1  # seconds between attempts to allocate the segment
+INVENTORY_S_MAX = 60.0  # timeout per inventory message; the last one of a million blocks takes 10 s
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,15 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--events",
         default="",
-        help="address of the directory's event stream (an etcd:// directory says it): this host "
-        "then has a replica of the index, so its readers need not ask where a block is",
+        help="address of the directory's event stream (an etcd:// directory publishes it): this "
+        "host then has a replica of the index, so its readers need no lookups at the directory",
     )
     _add_memory_options(parser)
     parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
-    parser.add_argument("--rack", default="", help="label; nodes of one rack are near each other")
+    parser.add_argument(
+        "--rack", default="", help="label; nodes of one rack have a short network path"
+    )
     parser.add_argument(
         "--control",
-        help="where to answer clients: ipc://PATH or tcp://HOST:PORT, port 0 for any "
+        help="address for client requests: ipc://PATH or tcp://HOST:PORT, port 0 for any "
         "(default: with an SSD ipc://<segment path>.control, else none)",
     )
     parser.add_argument(
@@ -75,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--advertise",
         default="",
         metavar="CONTROL,DATA",
-        help="what clients are told, where --control and --data listen on other addresses",
+        help="addresses for clients, if they differ from those of --control and --data",
     )
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
@@ -87,31 +89,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help=f"listen where other hosts reach it although there are no keys ({VARIABLE})",
+        help=f"listen on addresses that other hosts reach, even without keys ({VARIABLE})",
     )
     parser.add_argument(
         "--die-with-parent",
         action="store_true",
-        help="end when the thread that started this process ends",
+        help="exit when the thread that started this process ends",
     )
     return parser
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--segment-bytes", required=True, type=int, help="DRAM to offer")
+    parser.add_argument(
+        "--segment-bytes", required=True, type=int, help="size of the segment in DRAM"
+    )
     parser.add_argument(
         "--segment-path",
         help="a file, or several joined by ':' that share the size equally "
         "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
     )
     parser.add_argument(
-        "--segment-numa", metavar="N,N", help="for each of these files, the NUMA node of its memory"
+        "--segment-numa", metavar="N,N", help="NUMA node of the memory of each of these files"
     )
     parser.add_argument(
         "--unit-bytes",
         type=int,
         default=UNIT_BYTES,
-        help="grain of the memory, a power of two; a block takes a whole number of units "
+        help="unit of allocation, a power of two; a block takes a whole number of units "
         "(%(default)s)",
     )
     parser.add_argument(
@@ -119,7 +123,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="wait so long for memory that others still have, as those do who have mapped the "
+        help="wait so long for memory that other processes still map, such as readers of the "
         "segment of this node's last incarnation (%(default)s)",
     )
 
@@ -128,17 +132,17 @@ def _add_ssd_options(parser: argparse.ArgumentParser) -> None:
     ssd = parser.add_argument_group("SSD tier")
     ssd.add_argument("--ssd-path", help="a folder for the blocks and their manifest")
     ssd.add_argument("--ssd-bytes", type=int, default=0, help="size of the file of blocks")
-    ssd.add_argument("--ssd-reset", action="store_true", help="forget the blocks that are there")
+    ssd.add_argument("--ssd-reset", action="store_true", help="discard the blocks in the folder")
     ssd.add_argument(
         "--ssd-io",
         choices=("nixl", "threads"),
         default="nixl",
-        help="NIXL's POSIX plugin (threads where it does not work), or always threads",
+        help="NIXL's POSIX plugin (with threads as fallback), or always threads",
     )
 
 
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NodeOptions:
-    """Ends the process with a message when the options contradict each other."""
+    """Parse the options; exits with a message when they contradict each other."""
     unit_bytes, ssd_bytes = arguments.unit_bytes, arguments.ssd_bytes
     if unit_bytes < UNIT_BYTES or unit_bytes & (unit_bytes - 1):
         parser.error(f"--unit-bytes {unit_bytes}: use a power of two from {UNIT_BYTES} on")
@@ -147,7 +151,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if arguments.segment_bytes <= 0:
         parser.error(f"--segment-bytes {arguments.segment_bytes}: must be more than 0")
     if bool(arguments.ssd_path) != (ssd_bytes > 0):
-        parser.error("--ssd-path and --ssd-bytes go together")
+        parser.error("--ssd-path and --ssd-bytes need each other")
     if ssd_bytes % unit_bytes:
         parser.error(f"--ssd-bytes {ssd_bytes}: use a multiple of --unit-bytes {unit_bytes}")
     if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
@@ -196,10 +200,11 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, noted in a pipe: no handler runs in the middle of anything.
+    """SIGTERM and SIGINT, recorded in a pipe, so that no handler interrupts other code.
 
-    Blocking them and waiting with sigtimedwait is not enough: numpy's threads are older than any
-    mask set here, and the kernel would give the signal to one of them, whose default is to die.
+    Blocking the signals and sigtimedwait would not suffice: numpy's threads start before any signal
+    mask set here. The kernel would deliver the signal to one of them, whose default action is to
+    exit.
     """
 
     def __init__(self) -> None:
@@ -210,14 +215,14 @@ class StopSignals:
             signal.signal(number, lambda *_: None)
 
     def raise_one(self) -> None:
-        """As if a signal had come. From any thread."""
+        """Simulate a signal, from any thread."""
         os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Has one come, within that time or before?
+        """Whether a signal has arrived before or within this time.
 
-        By poll(2), whose time goes on while the process is stopped: select(2) waits for what was
-        left of it, and a node that goes on must report at once to pass for alive.
+        Uses poll(2), because its timeout continues while the process is stopped. select(2) would
+        wait for the remaining time, and a resumed node must report at once to count as alive.
         """
         poll = select.poll()
         poll.register(self._read_end, select.POLLIN)
@@ -227,10 +232,10 @@ class StopSignals:
 def started(
     options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
 ) -> StorageNode | None:
-    """The node, as soon as there is room for its segment; None when a signal says stop first.
+    """Start the node once there is room for its segment; None when a signal arrives first.
 
-    The memory of an incarnation that died is free once everybody has unmapped it, which takes a
-    moment. StoreError when it cannot start.
+    The memory of a dead incarnation is freed after all processes have unmapped it, which takes a
+    moment. StoreError when the node cannot start.
     """
     began_s = time.monotonic()
     while True:
@@ -242,7 +247,7 @@ def started(
                 raise
             if waited_s < ROOM_LOOK_S:  # once
                 log.warning(
-                    "node_id=%s waits up to %g s until others have given memory back: %s",
+                    "node_id=%s waits up to %g s until other processes have freed memory: %s",
                     options.node_id,
                     room_s_max,
                     error,
@@ -256,7 +261,7 @@ def started(
 
 
 def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float) -> int:
-    """Serve until a signal says stop; the exit status."""
+    """Serve until a signal arrives; the exit status."""
     node_id = options.node_id
     with (
         DirectoryClient(address) as reports,
@@ -285,14 +290,14 @@ def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float
                 if stop.wait(REPORT_S if is_heard else SILENT_RETRY_S):
                     return 0
         except RequestInvalid as error:
-            log.error("node_id=%s ends: %s", node_id, error)
+            log.error("node_id=%s exits: %s", node_id, error)
             return 1
         finally:
             node.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Process entry. Ends with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
+    """Process entry. Exits with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
     stop = StopSignals()
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -305,8 +310,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = 1
     try:
         status = run(arguments.directory, options, stop, arguments.room_s_max)
-    except Exception:  # process edge: say why, and still leave through os._exit
-        log.exception("node_id=%s ends", options.node_id)
+    except Exception:  # process edge: log the cause and exit with os._exit
+        log.exception("node_id=%s exits", options.node_id)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

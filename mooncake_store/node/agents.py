@@ -1,13 +1,13 @@
-"""The NIXL agents by which a storage node offers its segment: one for all, or more than one.
+"""The NIXL agents of a storage node: one shared agent, and one per selected network card.
 
-The shared agent serves this host, and where nothing else is said other hosts too. Where this host
-has several network cards to other hosts, or the operator names the cards that may carry KV
-(MOONCAKE_TRUSTED_NICS), each of those has an agent of its own: nic_choice.py says which. A node
-whose directory only this host reaches needs none of them, unless they are named.
+The shared agent serves this host and, by default, other hosts too. A card has an agent of its own
+if this host has several cards to other hosts, or if the operator names the cards that may carry KV
+(MOONCAKE_TRUSTED_NICS); see nic_choice.py. A node whose directory is reachable only from this host
+needs no such agents, unless cards are named.
 
-A card that is down when the node starts has no agent until the node starts again.
+A card that is down at the start of the node has no agent until the next start.
 
-Not here: what an agent is (nixl_agent.py), who uses which (nic_transport.py).
+Not here: the agent (nixl_agent.py), the choice of an agent by clients (nic_transport.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("mooncake_store.node")
 
 @dataclass(frozen=True, slots=True)
 class OpenAgents:
-    """What others must know of them, and how to end them."""
+    """The addresses of the agents for clients, and the functions that close the agents."""
 
     name: str = ""
     metadata: bytes = b""
     nics: tuple[NicAgent, ...] = ()
-    is_local: bool = False  # the one with this name serves this host only
+    is_local: bool = False  # whether the shared agent serves this host only
     closers: tuple[Callable[[], None], ...] = ()
 
     def close(self) -> None:
@@ -40,18 +40,18 @@ class OpenAgents:
 
 
 def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool) -> OpenAgents:
-    """`name` is unique in time; NixlUnavailable when not even the shared agent can be had."""
+    """Open all agents. `name` is unique over time. NixlUnavailable without a shared agent."""
     network = host_data_network()
     shared = NodeAgent(name, address, size_bytes, AgentDevices(network.shared_devices))
     closers = [shared.close]
     nics: list[NicAgent] = []
     for missing in network.missing:
-        log.warning("network card %s is not there, so it carries nothing", missing)
+        log.warning("network card %s does not exist, so it carries no KV", missing)
     for nic in network.nics if has_other_hosts or network.is_closed else ():
         try:
             agent = NodeAgent(f"{name}@{nic.name}", address, size_bytes, _devices(nic))
         except NixlUnavailable as error:
-            log.warning("network card %s carries nothing: %s", nic.name, error)
+            log.warning("network card %s carries no KV: %s", nic.name, error)
             continue
         closers.append(agent.close)
         nics.append(
@@ -66,7 +66,7 @@ def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool)
             )
         )
     if nics:
-        log.info("NIXL to other hosts by network cards %s", ", ".join(nic.nic for nic in nics))
+        log.info("NIXL to other hosts uses network cards %s", ", ".join(nic.nic for nic in nics))
     return OpenAgents(name, shared.metadata, tuple(nics), network.is_closed, tuple(closers))
 
 

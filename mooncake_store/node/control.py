@@ -1,14 +1,14 @@
-"""The control socket of a storage node: requests in, answers out, work in a few threads.
+"""Control socket of a storage node: a ROUTER socket and a small thread pool.
 
-One thread owns the ROUTER socket and moves messages only, so a slow disk never delays a ping. Work
-goes to a small pool; at most REQUESTS_MAX wait, further ones are refused at once, because a client
-that waits in vain recomputes its blocks later than it could. An answer whose client has gone is
-dropped by ZeroMQ.
+One thread owns the ROUTER socket and only moves messages, so a slow disk never delays a ping. A
+pool does the work. At most REQUESTS_MAX requests wait; further requests are rejected at once,
+because a client that waits in vain recomputes its blocks later than it could. ZeroMQ drops an
+answer whose client is gone.
 
-Of the verbs, `load` brings blocks of the SSD back into the segment: their slots were allocated by
-the client, which commits them afterwards. The node writes their headers, because it is the one that
-knows when the bytes are whole. A slot whose header has a newer generation than the client names was
-given to somebody else meanwhile, and is left alone. `fetch` copies blocks of other nodes here
+The verb `load` restores blocks from the SSD to the segment. The client has allocated their slots
+and commits them afterwards. The node writes the slot headers, because only the node detects when
+the bytes are complete. A slot whose header has a newer generation than the request belongs to
+another writer by now and is left alone. The verb `fetch` copies blocks of other nodes to this node
 (puller.py).
 
 Not here: the messages (wire/node_protocol.py), the disk (ssd/).
@@ -40,15 +40,15 @@ from mooncake_store.wire.node_protocol import AnyControl, NodeStats, Restore
 from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
-REQUESTS_MAX = 256  # accepted and not yet answered
-GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that is not there
+REQUESTS_MAX = 256  # requests accepted and not yet answered
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that does not exist
 
 
 class NodeControl:
-    """Listens from the start, answers from serve() until close()."""
+    """Listens from construction on, answers from serve() until close()."""
 
     def __init__(self, address: str) -> None:
-        """RequestInvalid when nothing can listen there. Port 0 takes a free one: see `address`."""
+        """RequestInvalid when the address cannot be bound. Port 0: a free one, see `address`."""
         self._responder: Responder[AnyControl] = Responder(AnyControl, "node")
         self._context = zmq.Context()
         try:
@@ -72,7 +72,7 @@ class NodeControl:
         self._thread: threading.Thread | None = None
 
     def serve(self, answer: Callable[[AnyControl, float], object]) -> None:
-        """Answer with `answer(request, when it came)`, from several threads."""
+        """Answer with `answer(request, monotonic time of arrival)`, from several threads."""
         self._answer = answer
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class NodeControl:
         self._answers.append([sender, *answer])
         with self._lock:
             self._waiting -= 1
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the socket was closed in the meantime
             os.eventfd_write(self._wakeup, 1)
 
     def _send(self, frames: list[bytes]) -> None:
@@ -120,7 +120,7 @@ class NodeControl:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Stop listening; answers of work that is under way are lost. Twice is harmless."""
+        """Stop listening; answers of unfinished work are lost. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -128,7 +128,7 @@ class NodeControl:
         if self._thread is not None:
             self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        while self._answers:  # `leave` is answered before the node goes
+        while self._answers:  # answer `leave` before the node exits
             self._send(self._answers.popleft())
         self._context.destroy(linger=200)
         os.close(self._wakeup)
@@ -151,7 +151,7 @@ class NodeVerbs:
         leave: Callable[[], None],
         epoch: Callable[[], int],
     ) -> None:
-        """`epoch`: of the directory that this node is registered with now."""
+        """`epoch` returns the epoch of the directory that this node is registered with."""
         self._epoch = epoch
         self._info, self._memory, self._directory = info, memory, directory
         self._tier, self._puller = tier, puller
@@ -159,7 +159,7 @@ class NodeVerbs:
         self.restores_missed = 0
 
     def answer(self, request: AnyControl, came_s: float) -> object:
-        """The reply to this request, which came at `came_s` (monotonic)."""
+        """The reply to a request that arrived at `came_s` (monotonic)."""
         if isinstance(request, protocol.Ping):
             return self._info.incarnation
         if isinstance(request, protocol.LoadBlocks):
@@ -175,13 +175,13 @@ class NodeVerbs:
         if epoch not in (0, self._epoch()):
             raise EpochPassed(
                 f"the directory of epoch {epoch} granted these slots or leases, and "
-                f"{self._info.node_id} belongs to epoch {self._epoch()} now: ask the directory anew"
+                f"{self._info.node_id} belongs to epoch {self._epoch()} now: request them again"
             )
 
     def _fetch(self, request: protocol.Fetch, until_s: float) -> list[bool]:
         if len(request.keys) != len(request.copies):
             raise RequestInvalid(
-                f"fetch has {len(request.keys)} keys and {len(request.copies)} copies: one each"
+                f"fetch has {len(request.keys)} keys and {len(request.copies)} copies, not one each"
             )
         self._refuse_epoch(request.epoch)
         return self._puller.pull(request.keys, request.copies, until_s)
@@ -196,7 +196,7 @@ class NodeVerbs:
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
-        self._refuse_epoch(epoch)  # from here on the next directory has seen that they are taken
+        self._refuse_epoch(epoch)  # a later directory finds these slots marked as being written
         outcomes = self._restore(tier, taken, until_s) if tier else []
         whole = set()
         for block, (outcome, layers) in zip(taken, outcomes, strict=True):
@@ -212,7 +212,7 @@ class NodeVerbs:
                 self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:
-                with contextlib.suppress(StoreError):  # the next reader finds it out again
+                with contextlib.suppress(StoreError):  # the next reader reports it again
                     self._directory.drop_copy(
                         block.key, self._info.node_id + SSD_SUFFIX, block.ssd_generation
                     )
@@ -220,7 +220,7 @@ class NodeVerbs:
         return [block.slot in whole for block in blocks]
 
     def _take(self, block: Restore, until_s: float) -> bool:
-        """Mark the slot as being written, unless somebody newer has it."""
+        """Mark the slot as being written, unless a newer generation is in it."""
         if self._memory.is_newer(block.slot, block.generation):
             return False
         lease_s = max(0.0, until_s - time.monotonic()) + LEASE_MARGIN_S
@@ -231,7 +231,7 @@ class NodeVerbs:
     def _restore(
         self, tier: SsdTier, taken: Sequence[Restore], until_s: float
     ) -> list[tuple[LoadOutcome, int]]:
-        """Payloads and digests into the segment: what became of each, and its count of layers."""
+        """Load payloads and digests into the segment: (outcome, number of layers) of each block."""
         jobs = [self._job(tier, block) for block in taken]
         slots = {job.memory_bytes: block.slot for job, block in zip(jobs, taken, strict=True)}
 
@@ -246,6 +246,6 @@ class NodeVerbs:
         asked = SsdEntry(
             block.key, block.ssd_slot, block.ssd_generation, block.checksum, block.size_bytes
         )
-        known = tier.manifest.table.find(block.ssd_slot)  # says how many layers it has
+        known = tier.manifest.table.find(block.ssd_slot)  # the manifest has the number of layers
         entry = asked if known is None else asked._replace(layers=known.layers)
         return BlockJob(entry, self._memory.shape.slot_offset_bytes(block.slot))

@@ -1,18 +1,19 @@
-"""Keeps this host's replica of the directory's index: follows the events and writes the table.
+"""Maintains this host's replica of the directory's index: applies events to a shared table.
 
-Of the storage nodes of one host that belong to one directory the first to lock the table's file
-writes it (index_table.py); the others look once a second whether it is free. What was there
-before this one began to listen is asked of the directory page by page between the events, so that
-it is busy for milliseconds at a time; until a page has come readers ask the directory. Whatever is
-missed (a gap, another leader) empties the table and begins anew.
+Several storage nodes of one host may belong to one directory. The node that first locks the table's
+file writes the table (index_table.py); the others retry the lock once a second.
 
-A page and the events are applied by one thread. So an event that is later than a page is applied
-after it, and what an earlier one says, the page says too.
+Blocks from before the first event come from the directory page by page, between the events, so each
+page occupies the directory only for milliseconds. Until a page has arrived, readers query the
+directory. A missed event (a gap, another leader) empties the table and restarts it.
 
-In the table are copies in DRAM. The writer stamps it whenever it has applied all that has come and
-the directory was heard lately: a reader believes an old stamp no more.
+One thread applies both pages and events. An event later than a page is therefore applied after the
+page, and an earlier event is already part of the page.
 
-Not here: the table (memory/index_table.py), following (event_feed.py).
+The table holds copies in DRAM only. The writer stamps the table after it has applied all received
+events and the directory has sent a message recently. Readers ignore a table with an old stamp.
+
+Not here: the table (memory/index_table.py), subscribing (event_feed.py).
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from mooncake_store.records.events import (
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 
 log = logging.getLogger("mooncake_store.node")
-LOOK_S = 1.0  # between two looks at the lock
+LOOK_S = 1.0  # seconds between attempts to lock the table
 PAGE_BLOCKS = 8_192
-SILENT_S_MAX = 2.5  # heartbeats come each second
+SILENT_S_MAX = 2.5  # the directory sends a heartbeat each second
 
 
 class IndexWriter:
-    """Runs in threads of its own until `close`."""
+    """Runs in its own threads until `close`."""
 
     def __init__(self, info: NodeInfo, address: str, events_address: str) -> None:
-        """`address`, `events_address`: of the directory."""
+        """`address` and `events_address` of the directory."""
         self._info = info
         self._addresses = address, events_address
         self._directory = DirectoryClient(address)
-        self._hosts: dict[str, str] = {}  # from node_id
-        self._next_page: int | None = None  # None: there is none left
+        self._hosts: dict[str, str] = {}  # node_id -> host_id
+        self._next_page: int | None = None  # number of the next block to load; None: all are loaded
         self._table: IndexTable | None = None
         self._feed: EventFeed | None = None
         self._stop = threading.Event()
@@ -64,7 +65,7 @@ class IndexWriter:
         return self._table.entries if self._table else 0
 
     def _take_over(self) -> None:
-        """As soon as nobody else writes."""
+        """Wait until no other node writes the table, then start the feed."""
         why = ""
         while not self._stop.is_set():
             try:
@@ -110,7 +111,7 @@ class IndexWriter:
             self._table.put(key, copy, is_local)
 
     def _heard(self, by_s: float) -> None:
-        """All that had come by then is in the table."""
+        """Called when all events received by `by_s` are in the table."""
         table, feed = self._table, self._feed
         if table is None or feed is None or feed.silent_s() > SILENT_S_MAX:
             return
@@ -122,7 +123,7 @@ class IndexWriter:
     def _fill(self, table: IndexTable, first: int) -> None:
         try:
             page, is_last = self._directory.index_page(first, PAGE_BLOCKS)
-        except StoreError as error:  # the feed notices by itself when the directory is gone
+        except StoreError as error:  # the feed itself detects a lost directory
             log.debug("node_id=%s no page of the index: %s", self._info.node_id, error)
             return
         for key, copies in page:

@@ -1,9 +1,10 @@
-"""What a storage node, and any other process that reads from the store, shows Prometheus.
+"""Prometheus metrics of a storage node, and of any process that reads from the store.
 
-One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted where the memory is: nobody
-there is asked. They are counted by who reads: ReaderCollector, in workers and in nodes that fetch.
+One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted by the node, because its
+process takes no part. The reading process counts them: ReaderCollector, in workers and in nodes
+that fetch.
 
-Not here: HTTP (metrics_page.py), how the numbers come about (spiller.py, ssd/, tcp_server.py).
+Not here: HTTP (metrics_page.py), the source of the numbers (spiller.py, ssd/, tcp_server.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.transport import TransferCounters
 from mooncake_store.wire.node_protocol import AnyControl, NodeStats
 
-Answer = Callable[[AnyControl, float], object]  # (request, when it came)
+Answer = Callable[[AnyControl, float], object]  # (request, monotonic time of arrival)
 
 
 class NodeCollector(Collector):
-    """`stats` and `served` are called when the page is asked for, in its thread."""
+    """Calls `stats` and `served` for each request of the page, in its thread."""
 
     def __init__(
         self,
@@ -40,10 +41,10 @@ class NodeCollector(Collector):
 
 
 class ReaderCollector(Collector):
-    """Bytes by transport and by path, of one process's reads and writes."""
+    """Bytes per transport and per path of one process's reads and writes."""
 
     def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
-        """`nodes`: None while nothing has been read yet."""
+        """`nodes` returns None before the first read."""
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
@@ -71,7 +72,7 @@ class ReaderCollector(Collector):
 
 
 def timed(answer: Answer, latencies: Latencies) -> Answer:
-    """The same answers, and how long each took from the arrival of its request, by verb."""
+    """`answer`, with the latency of each request from its arrival, by verb."""
 
     def answer_timed(request: AnyControl, came_s: float) -> object:
         try:
@@ -128,7 +129,7 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
 def nic_families(
     prefix: str, counted: Mapping[str, NicCounters], agents_given_up: int
 ) -> Iterator[Metric]:
-    """What went over each network card that has a NIXL agent of its own; nothing without such."""
+    """Traffic of each network card with a NIXL agent of its own; nothing without such cards."""
     if not counted:
         return
     items = sorted(counted.items())
@@ -172,7 +173,7 @@ def nic_families(
 
 
 def node_families(stats: NodeStats) -> Iterator[Metric]:
-    """Every metric of a storage node, from its numbers alone."""
+    """All metrics of a storage node, from its stats alone."""
     at = "mooncake_node_"
     yield gauges(
         at + "info",

@@ -1,23 +1,22 @@
-"""The storage node: a process that owns a segment and perhaps an SSD, and reports that it is alive.
+"""Storage node: the process that owns a memory segment and optionally an SSD.
 
 python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
     --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
 
-Workers of this node map the segment, all others read it one-sided, served by the NIXL agent's C++
-thread. So KV outlives a worker. What the Python here does:
+Workers of this node map the segment. Workers of other nodes read it one-sided, served by the C++
+thread of the NIXL agent. KV therefore outlives a worker. The tasks of the Python code:
+1. Report every second for the segment ("s0") and for the SSD ("s0/ssd"), and send the inventory to
+   a directory that does not list the node (registration.py). The incarnation names this process and
+   stays the same. A node that a newer process with the same name replaced exits.
+2. Copy cold blocks to the SSD (spiller.py).
+3. Answer requests on the control socket (control.py).
+4. Maintain the index replica that readers of this host map (index_writer.py).
+5. Serve plain TCP for clients without NIXL, if configured (tcp_server.py).
 
-- reports every second, for the segment ("s0") and for the SSD ("s0/ssd"), and tells a directory
-  that forgot them what they hold (registration.py). The incarnation stays the same: it names this
-  very process. A node that was replaced by a newer process of the same name ends;
-- copies cold blocks to the SSD (spiller.py);
-- answers on the control socket (control.py);
-- keeps the replica of the directory's index that readers of this host map (index_writer.py);
-- serves plain TCP for clients without NIXL, where asked to (tcp_server.py).
+A full or broken disk, at start or later, costs only the SSD tier: the node serves from DRAM and
+retries each minute. Only a fault that an operator must correct stops the start (SsdRefused).
 
-A disk that is full or broken, at start or later, costs the SSD tier: the node serves from DRAM and
-tries again each minute. Only what an operator must correct stops the start (SsdRefused).
-
-Not here: options and signals (__main__.py), what lies in the segment (directory.py).
+Not here: options and signals (__main__.py), the contents of the segment (directory.py).
 """
 
 from __future__ import annotations
@@ -59,39 +58,39 @@ log = logging.getLogger("mooncake_store.node")
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What an operator chooses for one storage node."""
+    """Options of one storage node, set by an operator."""
 
     node_id: str
-    segment_path: str  # several files are joined by ":"
+    segment_path: str  # paths of one or more files, joined by ":"
     segment_bytes: int
-    segment_numa: tuple[int, ...] = ()  # for each file, the NUMA node that its memory comes from
+    segment_numa: tuple[int, ...] = ()  # NUMA node per file; empty: no binding
     unit_bytes: int = UNIT_BYTES
     is_mapped_only: bool = False
-    ssd_folder: str = ""  # "": no SSD
+    ssd_folder: str = ""  # "" without an SSD
     ssd_bytes: int = 0
     ssd_io: str = "nixl"
     must_reset_ssd: bool = False
-    control: str = ""  # "": no control socket
-    data: str = ""  # host:port of a plain TCP server of the segment; "" for none
-    advertised: str = ""  # "CONTROL,DATA" as clients see them; "": what is bound
+    control: str = ""  # "" without a control socket
+    data: str = ""  # HOST:PORT of the segment's plain TCP server; "" for none
+    advertised: str = ""  # "CONTROL,DATA" as clients reach them; "": the bound addresses
     rack: str = ""
-    directory: str = ""  # addresses, for whoever follows it: of requests, and
-    events: str = ""  # of its events; "" where an election says it, or for nobody
-    has_other_hosts: bool = False  # the directory can be reached from elsewhere
-    metrics_port: int = 0  # 0: no page for Prometheus
+    directory: str = ""  # address of the directory's requests
+    events: str = ""  # address of its event stream; "" if elected, or without a replica
+    has_other_hosts: bool = False  # whether other hosts can reach the directory
+    metrics_port: int = 0  # 0: no Prometheus page
     metrics_address: str = LOOPBACK
 
 
 class Clients(NamedTuple):
-    """Of one directory, so that no thread waits for another's answer."""
+    """Clients of one directory; separate, so that no thread waits for the answer to another."""
 
     reports: DirectoryClient
-    inventories: DirectoryClient  # waits long
+    inventories: DirectoryClient  # with a long timeout
     background: DirectoryClient  # for spilling and the control socket
 
 
 class StorageNode:
-    """A storage node, from its start to its end."""
+    """A storage node, from start to exit."""
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class StorageNode:
         self._incarnation = secrets.token_hex(8)
         self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
-        self._tier_retry_s = 0.0  # when to try again to get it
-        self._is_unheard = False  # the last report had no answer
+        self._tier_retry_s = 0.0  # monotonic time of the next attempt to open the tier
+        self._is_unheard = False  # whether the last report had no answer
         self._index: IndexWriter | None = None
         try:
             self._open(leave)
@@ -169,7 +168,7 @@ class StorageNode:
             self._closers.append(self._spiller.close)
 
     def _describe(self) -> NodeInfo:
-        """Start what others reach this node by, and say what it is."""
+        """Open the sockets and agents of this node, and describe how clients reach them."""
         options, segment = self.options, self._segment
         agents = self._open_agents()
         self._data = self._open_data()
@@ -209,11 +208,12 @@ class StorageNode:
         return table_path(options.segment_path, options.directory)
 
     def _open_agents(self) -> OpenAgents:
-        """Offer the segment to NIXL, by the agents of this host's network cards too."""
+        """Register the segment with NIXL, including the agents of this host's network cards."""
         options = self.options
         if options.is_mapped_only:
             return OpenAgents()
-        name = f"{options.node_id}#{self._incarnation}"  # a peer refuses a name that it knows
+        # NIXL peers reject a known name, so a restart needs a new one
+        name = f"{options.node_id}#{self._incarnation}"
         segment = self._segment.address, options.segment_bytes
         try:
             agents = open_agents(name, *segment, options.has_other_hosts)
@@ -245,7 +245,7 @@ class StorageNode:
         return self._tier
 
     def _open_tier(self) -> None:
-        """Get the SSD tier if one is wished for. SsdRefused when the options must change."""
+        """Open the SSD tier if configured. SsdRefused when the options must change."""
         options = self.options
         if not options.ssd_folder:
             return
@@ -262,7 +262,7 @@ class StorageNode:
         except OSError as error:
             self._tier_retry_s = time.monotonic() + RETRY_S
             log.warning(
-                "node_id=%s goes on without its SSD in %s, next try in %g s: %s",
+                "node_id=%s serves without its SSD in %s, next attempt in %g s: %s",
                 options.node_id,
                 options.ssd_folder,
                 RETRY_S,
@@ -303,9 +303,9 @@ class StorageNode:
     # ---- every second
 
     def report(self) -> bool:
-        """Tell the directory that this node lives; register where it must. True: it knows now.
+        """Report to the directory, and register if necessary; whether the directory has answered.
 
-        RequestInvalid when a newer process has this node's name.
+        RequestInvalid when a newer process has registered under this node id.
         """
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
@@ -318,7 +318,7 @@ class StorageNode:
         except RequestInvalid:
             raise
         except StoreError as error:
-            level = logging.DEBUG if self._is_unheard else logging.WARNING  # once, not at each try
+            level = logging.DEBUG if self._is_unheard else logging.WARNING  # warn once per outage
             log.log(level, "node_id=%s directory silent: %s", self.info.node_id, error)
             self._is_unheard = True
             return False
@@ -354,24 +354,24 @@ class StorageNode:
         )
 
     def _epoch(self) -> int:
-        """Of the directory that this node is registered with; 0 before it is."""
+        """The epoch of the directory that this node is registered with; 0 before it is."""
         return self._registrations[0].epoch if self._registrations else 0
 
     def _served(self) -> dict[str, TransferCounters]:
-        """What this process moved for others; one-sided transfers pass it by uncounted."""
+        """Counters of this process's own transfers; one-sided transfers do not pass through it."""
         return {"tcp": self._data.counters} if self._data else {}
 
     def _deregister(self) -> None:
         try:
             for registration in self._registrations:
                 registration.close()
-        except StoreError as error:  # it will find out: our reports have ended
+        except StoreError as error:  # the directory removes the node without reports
             log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
 
     def close(self) -> None:
-        """Deregister, stop what runs, drop agent and disk, unlink the segment. Twice is harmless.
+        """Deregister, stop all threads, close agents and SSD, and unlink the segment. Idempotent.
 
-        What is on the SSD stays there for the next start.
+        Blocks on the SSD stay there for the next start.
         """
         while self._closers:
             self._closers.pop()()

@@ -1,10 +1,10 @@
-"""Copies blocks of other nodes into this node, when somebody asks it to (control verb `fetch`).
+"""Copies blocks of other nodes into this node on request (control verb `fetch`).
 
-The reading side of the store inside a storage node: replicas, moves and drains are pulled by the
-node that shall have the copy, one-sided, so the other node is not asked. Its transports are made
-at the first pull; a node that is never asked has no second NIXL agent.
+The puller is the reading side of the store inside a storage node. Replicas, moves and drains are
+pulled one-sided by the receiving node, so the source node takes no part. The transports are opened
+at the first pull, so a node without pulls has no second NIXL agent.
 
-Not here: pulling a batch (fetcher.py), who asks and why (replicas.py).
+Not here: the transfer of a batch (fetcher.py), the decision to copy (replicas.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Puller:
     """Thread-safe."""
 
     def __init__(self, info: NodeInfo, memory: SlotMemory, directory: DirectoryClient) -> None:
-        self.blocks = 0  # pulled so far
+        self.blocks = 0  # number of blocks pulled so far
         self._own = OwnSegment(info, memory.view, memory.shape)
         self._directory = directory
         self._mode = "auto" if info.agent_name or info.data_address else "mapped"
@@ -51,7 +51,7 @@ class Puller:
         return self._nodes
 
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
-        """Which of these blocks this node has in DRAM afterwards."""
+        """Pull these blocks; whether each of them is in this node's DRAM afterwards."""
         nodes, restorer, headers = self._open()
         key_of = dict(zip(copies, keys, strict=True))
 
@@ -68,7 +68,7 @@ class Puller:
             fetcher.fetch(lambda: self._own, keys, copies, terms)
             here = self._here(keys, owner)
         finally:
-            with contextlib.suppress(StoreError):  # else its leases run out
+            with contextlib.suppress(StoreError):  # without a release, the leases expire
                 self._directory.release(owner)
         self.blocks += here.count(True) - before.count(True)
         return here
@@ -98,11 +98,11 @@ class Puller:
         try:
             try:
                 given = ask()
-            except NodeUnknown:  # no worker has attached to it in this epoch
+            except NodeUnknown:  # no worker has attached to this node in this epoch
                 self._directory.attach(node_id, "fetch", size_bytes)
                 given = ask()
         except QuotaExceeded as error:
-            log.info("node_id=%s takes no further copies: %s", node_id, error)
+            log.info("node_id=%s accepts no further copies: %s", node_id, error)
             return Allocation((None,) * len(keys), 0)
         is_ours = self._directory.may_write(given, owner, lease_s)
         for key, slot in zip(keys, given.slots, strict=True):
@@ -113,7 +113,7 @@ class Puller:
         return given
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Idempotent."""
         with self._lock:
             nodes, restorer = self._nodes, self._restorer
             self._nodes = self._restorer = self._headers = None

@@ -1,10 +1,10 @@
-"""One holder in the directory: registered, its inventory sent, reported each second.
+"""Registration of one holder: register, send the inventory, report every second.
 
-A directory that restarted answers a report with `false`. Then the holder registers again, under the
-same incarnation, and says what it holds, in batches, before it takes new blocks. An inventory that
-was interrupted is begun anew from a fresh registration, so that no half of one is ever believed.
+A restarted directory answers a report with `false`. The holder then registers again under the same
+incarnation and sends its inventory in batches before it takes new blocks. An interrupted inventory
+restarts with a new registration, so that the directory never uses half of one.
 
-Not here: what lies in a holder (slot_memory.py, ssd/), when to report (node.py).
+Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mooncake_store.memory.slot_memory import Block
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.node")
-ADOPT_BLOCKS_MAX = 16_384  # in one message, about a megabyte
+ADOPT_BLOCKS_MAX = 16_384  # blocks per message, about 1 MB
 
 
 class Registration:
-    """One holder. `directory` must answer fast, `patient` may take long: for inventories."""
+    """One holder. `directory` has a short timeout; `patient` has a long one, for inventories."""
 
     def __init__(
         self,
@@ -34,26 +34,26 @@ class Registration:
         assert info.has_inventory, info
         self.info = info
         self._directory, self._patient, self._blocks = directory, patient, blocks
-        self._is_known = False  # to the directory, as far as we know
-        self._is_open = False  # ... and it has our inventory
-        self._is_refused = False  # ... and found it impossible: next time it gets an empty one
-        self.epoch = 0  # of the directory that it was registered with last
+        self._is_known = False  # whether the directory lists the holder, as far as known
+        self._is_open = False  # whether the directory has the inventory
+        self._is_refused = False  # whether it rejected the inventory; the next one is then empty
+        self.epoch = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
-        """Say that the holder lives; register where it must.
+        """Report that the holder is alive; register if necessary.
 
-        RequestInvalid when a newer process has its name; other StoreErrors: try again later.
+        RequestInvalid when a newer process has this node id; other StoreErrors: retry later.
         """
         info = self.info
         if self._is_open and self._is_still_known():
             return
         if self._is_open:
-            log.warning("node_id=%s registers again: the directory forgot it", info.node_id)
+            log.warning("node_id=%s not listed by the directory, registers again", info.node_id)
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
-        # Before the inventory: whoever still sees the old epoch after it has marked a slot as being
-        # written has done so before the slots are looked at (control.py).
+        # Set the epoch before reading the inventory. A writer that still sees the old epoch after
+        # it has marked a slot as "writing" did so before the slots are read (control.py).
         self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
@@ -63,7 +63,7 @@ class Registration:
         info = self.info
         try:
             return self._directory.node_report(info.node_id, info.incarnation, epoch=self.epoch)
-        except EpochPassed:  # another leads, and somebody said there that we live
+        except EpochPassed:  # another directory leads and has received a report of this holder
             return False
         except StoreUnavailable:
             if self._is_epoch_lost():
@@ -71,14 +71,14 @@ class Registration:
             raise
 
     def _is_epoch_lost(self) -> bool:
-        """Does a directory lead whose epoch is smaller than the one that this holder knows?
+        """Whether the leading directory has a smaller epoch than the one of this registration.
 
-        What etcd says is the latest there is. So its count was lost, with its data or by somebody's
-        hand, and the directory of our epoch will never lead again.
+        The epoch in etcd is the latest one. A smaller value means that its counter was lost or was
+        reset by an operator, and that the directory of our epoch will never lead again.
         """
         try:
             return self._directory.is_elected and self._directory.leader().epoch < self.epoch
-        except StoreUnavailable:  # nobody leads
+        except StoreUnavailable:  # no directory leads
             return False
 
     def _send_inventory(self) -> None:
@@ -91,18 +91,17 @@ class Registration:
                 adopted = self._patient.adopt(
                     node_id, incarnation, batch, is_last, epoch=self.epoch
                 )
-                self._directory.node_report(
-                    node_id, incarnation, epoch=self.epoch
-                )  # a long one must not look dead
+                # Report between batches: a long inventory must not look like a dead node.
+                self._directory.node_report(node_id, incarnation, epoch=self.epoch)
         except RequestInvalid as error:
             self._is_refused = True
-            raise StoreError(f"the inventory of {node_id} was refused: {error}") from error
+            raise StoreError(f"the inventory of {node_id} was rejected: {error}") from error
         self._is_refused = False
         if blocks:
             log.info("node_id=%s adopted %d of %d blocks", node_id, adopted, len(blocks))
 
     def close(self) -> None:
-        """Deregister. Twice is harmless. StoreError: the directory finds out by itself."""
+        """Deregister. Idempotent. After a StoreError the directory removes the node by its TTL."""
         if self._is_known:
             self._is_known = self._is_open = False
             self._directory.deregister_node(self.info.node_id, self.info.incarnation)

@@ -1,9 +1,9 @@
 """Copies cold blocks from the segment to the SSD, ahead of their eviction.
 
-The directory says which blocks and where to (take_spills). They are not leased meanwhile, so one of
-them may be evicted and its slot filled with another block while the disk still reads the slot. The
-writer of that other block changes the header before it touches a byte, so: look at the header and
-the checksum, write, look at the header again, and only then note and commit the copy.
+The directory chooses the blocks and their SSD slots (take_spills). The blocks have no lease, so a
+block may be evicted and its slot overwritten while the disk still reads it. The next writer of a
+slot changes the header before it writes any byte. The spiller therefore checks the header and the
+checksum, writes, checks the header again, and only then records and commits the copy.
 
 Not here: the disk (ssd/), the choice of blocks (directory/core/copies.py).
 """
@@ -24,15 +24,15 @@ from mooncake_store.ssd.entries import SsdEntry
 from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, BlockJob, SsdTier
 
 log = logging.getLogger("mooncake_store.node")
-BLOCKS_MAX = 64  # at once
+BLOCKS_MAX = 64  # blocks per batch
 LEASE_S = 2 * WRITE_S_MAX
-IDLE_S = 0.5  # between two questions when there was nothing to do
-REST_S_MAX = 30.0  # ... and when nothing of what was offered could be kept, again and again
+IDLE_S = 0.5  # delay between requests without work
+DELAY_S_MAX = 30.0  # upper bound of the delay while no offered block can be kept
 
 
 @dataclass
 class SpillCounters:
-    """Since this process began."""
+    """Counters since the start of the process."""
 
     blocks: int = 0
     size_bytes: int = 0
@@ -40,7 +40,7 @@ class SpillCounters:
 
 
 class Spiller:
-    """One thread; step() is one batch. `tier` is asked each time: it may come and go."""
+    """One thread; step() spills one batch. `tier` is called each time: the tier may close."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Spiller:
         self._incarnation = incarnation
         self._directory, self._memory, self._tier = directory, memory, tier
         self._batch = 0
-        self.rest_s = IDLE_S  # before the next question, unless there is more to do at once
+        self.delay_s = IDLE_S  # delay before the next request, unless more work is known
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,18 +68,18 @@ class Spiller:
             try:
                 has_more = self.step()
             except (StoreUnavailable, NodeUnknown):
-                has_more = False  # the node's reports say so already
+                has_more = False  # the node's reports log this already
             except StoreError as error:
                 log.warning("node_id=%s spilling: %s", self._node_id, error)
                 has_more = False
-            except Exception:  # edge: a bug here must not end spilling for good, nor the node
+            except Exception:  # edge: a bug must stop neither spilling nor the node
                 log.exception("node_id=%s spilling failed", self._node_id)
                 has_more = False
             if not has_more:
-                self._stop.wait(self.rest_s)
+                self._stop.wait(self.delay_s)
 
     def step(self) -> bool:
-        """Spill one batch. True: there may be more to do at once."""
+        """Spill one batch. True: more blocks may be available at once."""
         tier = self._tier()
         if tier is None or not tier.is_writable:
             return False
@@ -88,13 +88,13 @@ class Spiller:
         spills = self._directory.take_spills(self._node_id, owner, BLOCKS_MAX, LEASE_S)
         kept = self._copy(tier, spills) if spills else {}
         if spills:
-            self._tell(owner, spills, kept)
-        is_in_vain = bool(spills) and not kept  # and the next offer would be the same
-        self.rest_s = min(2 * self.rest_s, REST_S_MAX) if is_in_vain else IDLE_S
+            self._commit(owner, spills, kept)
+        is_in_vain = bool(spills) and not kept  # the next offer would be the same
+        self.delay_s = min(2 * self.delay_s, DELAY_S_MAX) if is_in_vain else IDLE_S
         return len(spills) == BLOCKS_MAX and tier.is_writable and not is_in_vain
 
     def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, SsdEntry]:
-        """Write them; the entries that are on the SSD now, by index."""
+        """Write these blocks; the entries that are now on the SSD, by index."""
         jobs: dict[int, BlockJob] = {}
         for index, spill in enumerate(spills):
             entry = self._verified(spill)
@@ -109,12 +109,12 @@ class Spiller:
         return kept if tier.keep(list(kept.values())) else {}
 
     def _verified(self, spill: Spill) -> SsdEntry | None:
-        """What the block in its slot will be on the SSD; None when it is not the promised one."""
+        """The SSD entry of the block; None when the slot does not hold the offered block."""
         header = self._memory.header(spill.slot)
         if header is None or not self._is_still_there(spill):
             return None
         digest = self._memory.checksum(spill.slot, spill.size_bytes, header.layers)
-        if spill.checksum not in (0, digest):  # 0: stored without one, so it gets one now
+        if spill.checksum not in (0, digest):  # 0: stored without a checksum, so it gets one here
             log.warning("node_id=%s block %s is corrupt", self._node_id, spill.key.hex())
             return None
         return SsdEntry(
@@ -124,11 +124,11 @@ class Spiller:
     def _is_still_there(self, spill: Spill) -> bool:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
-    def _tell(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit what is there and give up the rest.
+    def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
+        """Commit the written copies and abandon the other slots.
 
-        Should this fail, the manifest keeps blocks that the directory does not know: they are part
-        of the next inventory, or overwritten.
+        On failure the manifest keeps blocks that the directory does not list. They are part of the
+        next inventory, or are overwritten.
         """
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
@@ -151,7 +151,7 @@ class Spiller:
         self._directory.release(owner)
 
     def close(self) -> None:
-        """Ends the thread after the batch under way."""
+        """Stop the thread after the current batch."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

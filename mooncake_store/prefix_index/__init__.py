@@ -1,1 +1,1 @@
-"""Who has how much of a prompt. Pure."""
+"""The prefix index: prefix lengths of a prompt per holder. Pure."""

@@ -1,22 +1,24 @@
-"""Which nodes have how much of a prompt's prefix: key -> bitmap of holders.
+"""Prefix index: block key -> bitmap of the holders that have the block.
 
-A lookup walks the request's keys and intersects the bitmaps. A holder drops out at the first block
-that it lacks, and where it drops out is the length of its prefix. Most steps change nothing: the
-blocks of one prompt came together, so they share one bitmap object, and runs of it are skipped at
-the speed of C, however many holders there are. The answer is a list of *segments*, one for each
-depth at which somebody drops out, and costs the same for 8 holders and for 1,000; who scores all
-of them takes it as an array (`blocks_by_number`), who explains takes it by name (`match`).
+A lookup intersects the bitmaps of the request's block keys in order. A holder leaves the result at
+the first block that it lacks, and the depth of this block is the length of its prefix. Most steps
+change nothing: the blocks of one prompt were added together, so they share one bitmap object. Runs
+of the same object are skipped at the speed of C, however many holders there are.
 
-It is a replica of the directory's index, fed by events (event_feed.py), so it may be behind. It is
-bounded too: beyond `blocks_max` the block that was added first is forgotten. Both make it
-undercount, which costs a recomputation at worst; overcounting would send requests after KV that is
-not there.
+The answer is a list of *index tuples* (Segment), one for each depth at which a holder leaves. Its
+cost is the same for 8 holders and for 1,000. Scoring reads the answer as an array
+(`blocks_by_number`), explanations read it by name (`match`).
 
-Nothing here takes long, whatever is inside. A holder that is gone leaves a bit that no lookup looks
-at, a removed key an empty bitmap; the pages of keys are swept of both, a few keys for each
-change. A holder's number, the position of its bit, goes to another one only when no bitmap has it.
+The index is a replica of the directory's index, fed by events (event_feed.py), so it may be behind.
+It is also bounded: beyond `blocks_max` the oldest block is forgotten. Both make the index
+undercount, which costs a recomputation at worst. Overcounting would send requests to holders
+without the KV.
 
-Not here: where in a node a block is (directory.py); which holder to prefer (the conductor).
+Every operation is short, whatever the size of the index. A dropped holder leaves a bit that lookups
+mask out, and a removed key leaves an empty bitmap. Each change sweeps a few keys of both. The
+number of a holder, which is the position of its bit, is reused only when no bitmap has the bit.
+
+Not here: the slot of a block on its node (directory.py), the choice of a holder (the conductor).
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-Segment = tuple[int, int]  # (depth, bitmap of the holders that have at least so many blocks)
+Segment = tuple[int, int]  # (depth, bitmap of the holders with at least `depth` blocks)
 BlockCounts = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-FEW_BITS = 12  # are set one by one, faster than through a new mask
-STARTS_MAX, MASKS_MAX = 64, 512  # arrays that are kept; of 8 KiB and 1 KiB for 1,000 holders
-SWEPT_PER_CHANGE = 4  # keys looked at for each one that changes, while there is something to sweep
-EMPTY_SHARE_MAX = 8  # one key in so many may be empty before they are swept
+FEW_BITS = 12  # up to this many bits are set one by one, which is faster than a new mask
+STARTS_MAX, MASKS_MAX = 64, 512  # cached arrays; 8 KiB and 1 KiB each for 1,000 holders
+SWEPT_PER_CHANGE = 4  # keys swept per changed key, while a sweep is needed
+EMPTY_SHARE_MAX = 8  # a sweep starts when more than 1 in EMPTY_SHARE_MAX keys is empty
 PAGE_KEYS = 512
 
 
 class NumberedHolder:
-    """A node with blocks, or one that is gone while bitmaps still have its bit."""
+    """A node with blocks, or a dropped node while bitmaps still have its bit."""
 
     __slots__ = (
         "after_add",
@@ -55,9 +57,9 @@ class NumberedHolder:
         self.name = name
         self.number = number
         self.bit = 1 << number
-        self.blocks = 0  # keys whose bitmap has the bit
-        # The last change of a bitmap. The next key of a prompt has the same bitmap object before,
-        # so it gets the same one after: that is how bitmaps are shared. -1 is none.
+        self.blocks = 0  # number of keys whose bitmap has the bit
+        # The last change of a bitmap. The next key of a prompt has the same bitmap object before
+        # the change, so it gets the same object after it: this is how bitmaps are shared. -1: none.
         self.before_add, self.after_add = -1, -1
         self.before_remove, self.after_remove = -1, -1
 
@@ -72,7 +74,7 @@ IN_BYTE = tuple(tuple(numbers_in(bitmap)) for bitmap in range(256))
 
 
 class _Masks(dict[int, Mask]):
-    """By bitmap: what picks its holders' elements out of an array of `size`."""
+    """Bitmap -> mask that selects its holders in an array of `size` elements."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,7 +88,7 @@ class _Masks(dict[int, Mask]):
 
 
 class _Starts(dict[Segment, BlockCounts]):
-    """By first segment: its array. Nearly all prompts begin with the same one."""
+    """First index tuple of an answer -> its array. Nearly all prompts begin with the same one."""
 
     def __init__(self, masks: _Masks) -> None:
         self._masks = masks
@@ -102,9 +104,9 @@ class _Starts(dict[Segment, BlockCounts]):
 class HolderNumbers:
     """Holders as small numbers, sets of holders as bitmaps, and bitmaps as numpy arrays.
 
-    A holder has the lowest number that is free, so bitmaps stay short while nodes come and go, and
-    keeps it as long as a bitmap has its bit: also when it is gone with all it had (`drop`), until
-    the owner of the bitmaps has swept them (`take_bits`).
+    A holder gets the lowest free number, so bitmaps stay short while nodes join and leave. It keeps
+    the number while a bitmap has its bit. This includes a dropped holder (`drop`), until the owner
+    of the bitmaps has swept them (`take_bits`).
     """
 
     def __init__(self) -> None:
@@ -112,10 +114,12 @@ class HolderNumbers:
         self.clear()
 
     def clear(self) -> None:
-        self.holders: dict[str, NumberedHolder] = {}  # with blocks
-        self.dropped: dict[int, NumberedHolder] = {}  # bit -> gone, and still in bitmaps
-        self.live = 0  # the bits of `holders`
-        self._by_number: list[NumberedHolder | None] = []  # of both
+        self.holders: dict[str, NumberedHolder] = {}  # name -> holder with blocks
+        # Bit -> dropped holder whose bit is still in bitmaps
+        self.dropped: dict[int, NumberedHolder] = {}
+        self.live = 0  # bitmap of all bits in `holders`
+        # Number -> holder, live or dropped; None: free
+        self._by_number: list[NumberedHolder | None] = []
         self._changed()
 
     def new(self, name: str) -> NumberedHolder:
@@ -131,7 +135,7 @@ class HolderNumbers:
         return holder
 
     def drop(self, name: str) -> None:
-        """It is gone; its bit means nothing from now on."""
+        """Drop a holder; its bit has no meaning from now on."""
         holder = self.holders.pop(name, None)
         if holder is not None:
             self.live ^= holder.bit
@@ -139,7 +143,7 @@ class HolderNumbers:
             self._changed()
 
     def take_blocks(self, holder: NumberedHolder, blocks: int) -> None:
-        """So many bitmaps fewer have its bit; after the last one its number is free again."""
+        """Count `blocks` fewer bitmaps with its bit; after the last one the number is free."""
         holder.blocks -= blocks
         if holder.blocks:
             return
@@ -152,20 +156,20 @@ class HolderNumbers:
         self._changed()
 
     def take_bits(self, bits: int, bitmaps: int) -> None:
-        """So many bitmaps lost these bits."""
+        """Count `bitmaps` fewer bitmaps for each of these bits."""
         for number in numbers_in(bits):
             holder = self._by_number[number]
-            assert holder is not None, f"a bitmap has bit {number}, which nobody has"
+            assert holder is not None, f"a bitmap has bit {number}, which no holder has"
             self.take_blocks(holder, bitmaps)
 
     def number(self, name: str) -> int:
-        """-1 for a holder without blocks."""
+        """The number of a holder; -1 without blocks."""
         holder = self.holders.get(name)
         return -1 if holder is None else holder.number
 
     def name(self, number: int) -> str:
         holder = self._by_number[number] if 0 <= number < len(self._by_number) else None
-        assert holder is not None and self.live & holder.bit, f"nobody has number {number}"
+        assert holder is not None and self.live & holder.bit, f"no holder has number {number}"
         return holder.name
 
     def blocks_by_number(self, found: Sequence[Segment]) -> BlockCounts:
@@ -187,9 +191,10 @@ class HolderNumbers:
         return blocks
 
     def _changed(self) -> None:
-        """Who has which number, or which numbers there are."""
+        """Reset the cached arrays after a change of the numbers."""
         self.version += 1
-        self._size = (len(self._by_number) // 8 + 1) * 8  # of arrays: more than there are numbers
+        # Length of the arrays, more than there are numbers
+        self._size = (len(self._by_number) // 8 + 1) * 8
         self._masks = _Masks(self._size)
         self._starts = _Starts(self._masks)
 
@@ -200,29 +205,29 @@ class HolderNumbers:
         assert all(name == holder.name for name, holder in self.holders.items())
         everyone |= self.dropped
         listed = {h.bit: h for n, h in enumerate(self._by_number) if h and h.number == n}
-        assert listed == everyone, "a number is free and somebody has it"
-        assert all(holder.blocks > 0 for holder in everyone.values()), "a number for no blocks"
+        assert listed == everyone, "a free number has a holder"
+        assert all(holder.blocks > 0 for holder in everyone.values()), "a number without blocks"
         assert not self._by_number or self._by_number[-1] is not None, "bitmaps are too long"
 
 
 class KeyPages:
-    """The keys of the index in the order in which they came, in pages. Eight bytes for a key.
+    """The keys of the index in order of insertion, in pages; 8 bytes per key.
 
-    A dict keeps that order too, but cannot be walked a little at a time while it changes, and its
-    first key takes ever longer to find once many before it are gone. Here the oldest key is at
-    hand, and a sweep goes on from page to page where it last stopped.
+    A dict keeps this order too, but cannot be iterated in parts while it changes. Finding its first
+    key also takes longer and longer after many deletions at its front. Here the oldest key is found
+    at once, and a sweep continues at the page where the last sweep stopped.
     """
 
     def __init__(self) -> None:
         self._pages: list[list[bytes]] = []  # none of them empty
-        self._next = 0  # the page that is swept next
+        self._next = 0  # index of the next page to sweep
 
     def __iter__(self) -> Iterator[bytes]:
         for page in self._pages:
             yield from page
 
     def extend(self, keys: list[bytes]) -> None:
-        """These are the newest. None of them may be here already."""
+        """Append new keys. None of them may be in the pages already."""
         room = 0
         if self._pages:
             last = self._pages[-1]
@@ -239,11 +244,11 @@ class KeyPages:
         return key
 
     def pop_page(self) -> list[bytes]:
-        """Some of the keys, the newest; none when none are left."""
+        """Remove and return the last page, with the newest keys; [] when no page is left."""
         return self._pages.pop() if self._pages else []
 
     def sweep(self, keep: Callable[[list[bytes]], list[bytes]]) -> int:
-        """`keep` says what stays of the next page. Returns how many keys it was asked about."""
+        """Reduce the next page to the keys that `keep` returns; the number of keys before that."""
         pages = self._pages
         if not pages:
             return 0
@@ -263,9 +268,9 @@ class KeyPages:
 
     def check(self) -> None:
         """Prove the invariants."""
-        assert all(0 < len(page) <= PAGE_KEYS for page in self._pages), "an odd page"
+        assert all(0 < len(page) <= PAGE_KEYS for page in self._pages), "a page has a wrong length"
         keys = list(self)
-        assert len(set(keys)) == len(keys), "a key is in two places"
+        assert len(set(keys)) == len(keys), "a key is in two pages"
 
 
 class PrefixIndex:
@@ -273,21 +278,21 @@ class PrefixIndex:
         assert blocks_max > 0
         self.blocks_max = blocks_max
         self._holders = HolderNumbers()
-        # `find` as an array: element n is how many leading blocks holder number n has. There is at
-        # least one element more than there are numbers, so -1, the number of who has none, reads 0.
+        # `find` as an array: element n is the number of leading blocks of holder number n. The
+        # array is longer than the highest number, so index -1 (a holder without blocks) reads 0.
         self.blocks_by_number = self._holders.blocks_by_number
-        self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # to be freed bit by bit
+        self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # freed in parts
         self._start_over()
 
     def _start_over(self) -> None:
-        self._bitmaps: dict[bytes, int] = {}  # 0 for a key that nobody has any more
+        self._bitmaps: dict[bytes, int] = {}  # block key -> bitmap of holders; 0: no holder is left
         self._get = self._bitmaps.get
-        self._pages = KeyPages()  # its keys
+        self._pages = KeyPages()  # the keys of _bitmaps, by age
         self._empty = 0  # keys with bitmap 0
-        self._owed = 0  # keys to look at, see _sweep_after
+        self._owed = 0  # keys still to sweep, see _sweep_after
 
     def __len__(self) -> int:
-        """Keys with holders. What only a dropped holder had counts until it is swept."""
+        """Keys with holders. A key of dropped holders only counts until it is swept."""
         return len(self._bitmaps) - self._empty
 
     def __contains__(self, key: bytes) -> bool:
@@ -295,17 +300,17 @@ class PrefixIndex:
 
     @property
     def numbers_version(self) -> int:
-        """While it is the same, every holder has the number that it had."""
+        """While this value is unchanged, every holder keeps its number."""
         return self._holders.version
 
     # Changes
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """The holder has these blocks, perhaps had some before. Fastest in order of the chain."""
+        """Add these blocks of a holder; known ones are allowed. Fastest in order of the chain."""
         owner = self._holders.holders.get(holder) or self._holders.new(holder)
         bitmaps, get, bit = self._bitmaps, self._get, owner.bit
         before, after = owner.before_add, owner.after_add
-        owner.blocks += 1  # stays while others are forgotten
+        owner.blocks += 1  # keeps the holder while the oldest blocks are forgotten
         new: list[bytes] = []
         added = 0
         for key in keys:
@@ -335,7 +340,7 @@ class PrefixIndex:
         self._sweep_after(len(keys))
 
     def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """No error for what is not there: the index may have forgotten it."""
+        """Remove these blocks of a holder. Unknown blocks are allowed: they may be forgotten."""
         owner = self._holders.holders.get(holder)
         if owner is None:
             return
@@ -360,19 +365,19 @@ class PrefixIndex:
         self._sweep_after(len(keys))
 
     def drop_holder(self, holder: str) -> None:
-        """The holder is gone with all it had. Takes no longer for a million blocks than for one."""
+        """Remove a holder with all its blocks, in constant time."""
         self._holders.drop(holder)
 
     def clear(self) -> None:
-        """Empty at once; the memory comes back with the next changes, or by `sweep`."""
+        """Empty the index at once. Later changes, or `sweep`, free the memory."""
         self._cleared.append((self._bitmaps, self._pages))
         self._holders.clear()
         self._start_over()
 
     def sweep(self, keys_max: int) -> bool:
-        """Free what is left of dropped holders and removed keys, looking at about so many keys.
+        """Free dropped holders and removed keys, visiting about `keys_max` keys.
 
-        Changes do it by themselves; this is for idle moments. False when nothing is left.
+        Changes sweep by themselves; this call is for idle moments. False when nothing is left.
         """
         while keys_max > 0:
             if self._cleared:
@@ -383,14 +388,14 @@ class PrefixIndex:
                 return False
         return True
 
-    # Questions
+    # Lookups
 
     def find(self, keys: Sequence[bytes]) -> list[Segment]:
-        """Who has how much of the chain `keys`, from its start.
+        """The holders' prefix lengths of the chain `keys`, as index tuples by ascending depth.
 
-        Segments by depth: each bitmap is a part of the one before it, and who is in it and not in
-        the next one has exactly `depth` blocks. The last segment has the longest prefix. Empty
-        when nobody has the first block. Good until the next change of the index.
+        Each bitmap is a subset of the one before. A holder that is in one bitmap and not in the
+        next has exactly `depth` blocks. The last tuple has the longest prefix. Empty when no holder
+        has the first block. Valid until the next change of the index.
         """
         alive = self._holders.live
         if not alive:
@@ -413,27 +418,27 @@ class PrefixIndex:
         return found
 
     def number(self, holder: str) -> int:
-        """From 0, below the longest bitmap's length; -1 for a holder without blocks."""
+        """The number of a holder, from 0, below the length of the arrays; -1 without blocks."""
         return self._holders.number(holder)
 
     def name(self, number: int) -> str:
-        """The inverse of `number`, for a number that a holder has."""
+        """The name of the holder with this number."""
         return self._holders.name(number)
 
     def names(self, bitmap: int) -> list[str]:
-        """Of the holders in a segment's bitmap, in order of their numbers."""
+        """The names of the holders in a bitmap, in order of their numbers."""
         return [self._holders.name(number) for number in numbers_in(bitmap)]
 
     def holders(self, key: bytes) -> list[str]:
-        """Who has this block, by name."""
+        """The names of the holders of this block, sorted."""
         return sorted(self.names(self._get(key, 0) & self._holders.live))
 
     def copies(self, key: bytes) -> int:
-        """How many have this block: as many as `holders` names, however many that are."""
+        """The number of holders of this block, without listing them."""
         return (self._get(key, 0) & self._holders.live).bit_count()
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the chain `keys` each holder has, by name; no zeros."""
+        """The number of leading blocks of the chain `keys` per holder name; without zeros."""
         runs: dict[str, int] = {}
         for depth, bitmap in self.find(keys):
             runs.update(dict.fromkeys(self.names(bitmap), depth))
@@ -447,7 +452,7 @@ class PrefixIndex:
         self._holders.take_bits(bitmap, 1)
 
     def _sweep_after(self, changes: int) -> None:
-        """Each change pays for a few keys of what there is to sweep, so no change pays for all."""
+        """Sweep a few keys per change, so that no single change pays for a whole sweep."""
         is_dirty = self._empty * EMPTY_SHARE_MAX > len(self._bitmaps)
         if not (is_dirty or self._holders.dropped or self._cleared):
             self._owed = 0
@@ -466,7 +471,7 @@ class PrefixIndex:
         return max(1, len(page))
 
     def _kept(self, page: list[bytes]) -> list[bytes]:
-        """What stays of a page; the bits of dropped holders go."""
+        """The keys of a page that still have holders; clears the bits of dropped holders."""
         bitmaps, live, kept = self._bitmaps, self._holders.live, []
         gone: dict[int, int] = {}  # bits -> keys that lost them
         before, after = -1, -1
@@ -491,7 +496,7 @@ class PrefixIndex:
     def check(self) -> None:
         """Prove the invariants."""
         self._pages.check()
-        assert set(self._pages) == set(self._bitmaps), "the pages list other keys"
+        assert set(self._pages) == set(self._bitmaps), "the pages and the index have different keys"
         assert len(self._bitmaps) <= self.blocks_max
         assert self._empty == sum(not bitmap for bitmap in self._bitmaps.values())
         self._holders.check()

@@ -1,1 +1,1 @@
-"""What every process of ours has."""
+"""Facilities that every process of this project uses."""

@@ -1,4 +1,4 @@
-"""How much memory a process can still have without anything being swapped out or killed."""
+"""Memory that a process can still allocate without swapping or an out-of-memory kill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Of the machine, or of the container where that has less. OSError where Linux does not say."""
+    """Available bytes of the machine, or of the container if less. OSError without Linux's data."""
     lines = (proc / "meminfo").read_text().splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     if not found:
@@ -17,7 +17,7 @@ def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _left_in_container(cgroup: Path) -> list[int]:
-    """Nothing without a limit, or without a cgroup of version 2 around this process."""
+    """Room left by the container's limit; [] without a limit or without cgroup v2."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used_bytes = int((cgroup / "memory.current").read_text())
@@ -26,7 +26,7 @@ def _left_in_container(cgroup: Path) -> list[int]:
         return []
     if limit == "max":
         return []
-    # Files that were read, weights for instance, count as used until somebody needs the room.
+    # Cached files, weights for instance, count as used until the memory is needed.
     cached_bytes = sum(
         int(line.split()[1]) for line in counted if line.startswith("inactive_file ")
     )

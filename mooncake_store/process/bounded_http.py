@@ -1,9 +1,9 @@
-"""A small HTTP server for metrics pages and probes, which no client can keep from answering others.
+"""Small HTTP server for metrics pages and probes, which no client can block for the others.
 
-Each connection has a thread, serves one request and has a deadline as a whole, so a client that
-sends nothing, or a byte now and then, holds a thread for so long and not for ever. The number of
-connections is bounded, of one address and of all. Where there are too many, the oldest one that has
-sent no request makes room. So a probe is answered whatever other clients do.
+Each connection has a thread, serves one request, and has a deadline as a whole. A client that sends
+nothing, or a byte now and then, therefore holds a thread only until the deadline. The number of
+connections is bounded, per address and in total. Beyond the bound, the oldest connection without a
+complete request is closed. A probe is therefore answered whatever other clients do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-REQUEST_S_MAX = 20.0  # of a connection, from its first byte to its last
+REQUEST_S_MAX = 20.0  # lifetime of a connection
 CONNECTIONS_MAX = 64
 OF_ADDRESS_MAX = 32
 
 
 class BoundedHttpServer(ThreadingHTTPServer):
-    """`serve_forever` looks for connections that are too old in each of its turns."""
+    """Each turn of `serve_forever` closes connections that are too old."""
 
     daemon_threads = True
     block_on_close = False
@@ -32,9 +32,9 @@ class BoundedHttpServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self._lock = threading.Lock()
-        # By connection: the address of its client and when it came; the oldest first.
+        # connection -> (client address, time of the connection); the oldest first
         self._connections: dict[socket.socket, tuple[str, float]] = {}
-        self._answered: set[socket.socket] = set()  # whose request was read
+        self._answered: set[socket.socket] = set()  # connections whose request was read
         super().__init__(address, self._noting(handler))
 
     def _noting(self, handler: type[BaseHTTPRequestHandler]) -> type[BaseHTTPRequestHandler]:
@@ -51,7 +51,7 @@ class BoundedHttpServer(ThreadingHTTPServer):
         return Noting
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Called for each new connection, in the thread that accepts."""
+        """Record a new connection; called in the thread that accepts."""
         host, now_s = str(client_address[0]), time.monotonic()
         with self._lock:
             alike = [each for each, (other, _) in self._connections.items() if other == host]
@@ -77,17 +77,17 @@ class BoundedHttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left, or was ended, is not reported."""
+        """Ignore errors of closed connections."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def _make_room(self, connections: list[socket.socket]) -> None:
-        """By the oldest whose request was not read yet; else by the oldest. With the lock held."""
+        """Close the oldest connection without a full request, else the oldest. Needs the lock."""
         silent = [each for each in connections if each not in self._answered]
         self._end((silent or connections)[0])
 
     def _end(self, connection: socket.socket) -> None:
-        """Its thread reads the end of the stream, and leaves; with the lock held."""
+        """Shut a connection down; its thread reads the end of the stream. Needs the lock."""
         del self._connections[connection]
         self._answered.discard(connection)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Files that several people and programs edit: one edit after the other, each of them whole."""
+"""Files with several editors: exclusive edits, each of them atomic."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def _say_nothing() -> None:
+def _ignore() -> None:
     pass
 
 
 @contextlib.contextmanager
-def sole_writer(folder: Path, on_wait: Callable[[], None] = _say_nothing) -> Iterator[None]:
-    """Who reads a file of this folder in here, and writes it, loses no other edit. `on_wait` is
-    called when somebody else is at it. OSError when the folder cannot be opened.
+def sole_writer(folder: Path, on_wait: Callable[[], None] = _ignore) -> Iterator[None]:
+    """Exclude other writers of this folder, so that a read and a later write lose no other edit.
+
+    `on_wait` is called when another process holds the lock. OSError when the folder cannot be
+    opened.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -35,9 +37,10 @@ def sole_writer(folder: Path, on_wait: Callable[[], None] = _say_nothing) -> Ite
 def replace_file(
     path: Path, raw: bytes, give_rights: Callable[[int], None], beside: Path | None = None
 ) -> None:
-    """Readers find the old file or the new one, also after a power cut. `give_rights` gets the
-    descriptor of the new file while that is empty and readable for this user alone; `beside`: the
-    folder in which it is written, on the same file system, where not the file's own.
+    """Replace a file atomically, also in case of a power failure.
+
+    `give_rights` gets the descriptor of the new file while the file is empty and private. `beside`
+    is another folder of the same file system for the temporary file.
     """
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=beside or path.parent)
     try:

@@ -1,10 +1,10 @@
-"""How a process of ours writes its log: lines for people, or one JSON object per line.
+"""Log format of all processes: text lines, or one JSON object per line.
 
-Which of both says the environment, so that all processes of a launch agree. Lines of other programs
-(Triton's own, etcd's) stand between ours in the same file, and stay as they are.
+An environment variable selects the format, so that all processes of a launch agree. Lines of other
+programs (Triton, etcd) in the same file keep their own format.
 
-A JSON line has `time` (UTC), `level`, `logger`, `pid` and `message`; what a line says of a request
-also has `request_id` and, where its client or our tracing gave one, `trace_id`. Exceptions are in
+A JSON line has `time` (UTC), `level`, `logger`, `pid` and `message`. A line about a request also
+has `request_id` and, if the client or our tracing set one, `trace_id`. Exceptions are in
 `exception`.
 """
 
@@ -17,14 +17,16 @@ import sys
 import time
 
 FORMAT_VARIABLE = "MOONCAKE_LOG_FORMAT"  # "json"; anything else: text
-OF_A_REQUEST = ("request_id", "trace_id")  # names in `extra` of a log call
+OF_A_REQUEST = ("request_id", "trace_id")  # fields in `extra` of a log call
 
 
 def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
-    """To stderr, which the launcher keeps in a file; `text_format` where no JSON is wanted.
-    `is_forced`: whoever has set handlers up in this process before loses them."""
+    """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON.
+
+    `is_forced` removes handlers that were set earlier in this process.
+    """
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))
@@ -32,7 +34,7 @@ def start_logging(
 
 
 class JsonLines(logging.Formatter):
-    """One line each, whatever is in the message."""
+    """Formats each record as one line, whatever the message contains."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -1,7 +1,7 @@
-"""Numbers of a store process for Prometheus: GET http://HOST:PORT/metrics.
+"""Prometheus metrics of a store process: GET http://HOST:PORT/metrics.
 
-A page has a registry of its own, so that nothing of the process's other libraries is on it, and
-threads of its own. What is shown comes from collectors, which read numbers that others keep.
+A page has its own registry, so that it shows no metrics of other libraries, and its own threads.
+Collectors supply the metrics from numbers that other modules maintain.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from prometheus_client.registry import Collector
 from mooncake_store.errors import StoreError
 from mooncake_store.process.bounded_http import BoundedHttpServer
 
-LOOPBACK = "127.0.0.1"  # where pages are served by default
-SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bucket limits
+LOOPBACK = "127.0.0.1"  # default address of pages
+# Bucket limits in seconds
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class PortTaken(StoreError):
-    """The metrics cannot be served there; the message says what to change."""
+    """The address of the metrics page is taken; the message names the option to change."""
 
 
 class MetricsPage:
-    """Serves until close(). `port` 0 takes any free one."""
+    """Serves until close(). `port` 0 takes any free port."""
 
     def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
@@ -45,14 +46,14 @@ class MetricsPage:
         self._thread.start()
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class Latencies(Collector):
-    """A histogram of seconds by verb. Thread-safe; a few microseconds per value."""
+    """A histogram of seconds per verb. Thread-safe; a few microseconds per value."""
 
     def __init__(self, name: str, meaning: str) -> None:
         self._histogram = Histogram(name, meaning, ["verb"], buckets=SECONDS, registry=None)

@@ -1,8 +1,8 @@
-"""A process that checks its own invariants while it serves, and ends when one is broken.
+"""Self-check: a process checks its invariants while it serves, and exits on a violation.
 
-Off by default: it costs time under the lock of what is checked, and a process that ends takes its
-requests along. `mooncake serve --self-check` switches it on, as the end-to-end tests and the leak
-test do; there a broken invariant must not go on as a wrong number somewhere else.
+Off by default: the check takes time under the lock of the checked state, and an exit ends all
+requests of the process. `mooncake serve --self-check` enables it, as the end-to-end tests and the
+leak test do. There a violation must not continue as a wrong number elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 EXIT_STATUS = 70
-VARIABLE = "MOONCAKE_SELF_CHECK"  # in the environment: "1" switches it on
+VARIABLE = "MOONCAKE_SELF_CHECK"  # environment variable: "1" enables the check
 
 
 def is_switched_on() -> bool:
@@ -22,7 +22,7 @@ def is_switched_on() -> bool:
 
 
 class SelfCheck:
-    """Call `run` often, from any one thread."""
+    """Call `run` often, from one thread."""
 
     def __init__(
         self, check: Callable[[], None], is_on: bool, end: Callable[[int], object] = os._exit
@@ -34,14 +34,14 @@ class SelfCheck:
         self.passed = 0
 
     def run(self, now_s: float) -> None:
-        """At most once every PERIOD_S. An AssertionError ends the process (see its log)."""
+        """Check at most once per PERIOD_S. An AssertionError ends the process (see its log)."""
         if not self._is_on or now_s < self._due_s:
             return
         self._due_s = now_s + PERIOD_S
         try:
             self._check()
         except AssertionError:
-            log.critical("a self-check failed after %d that passed", self.passed, exc_info=True)
+            log.critical("a self-check failed after %d checks passed", self.passed, exc_info=True)
             logging.shutdown()
             self._end(EXIT_STATUS)
             return

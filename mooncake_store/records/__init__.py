@@ -1,1 +1,1 @@
-"""What is said of blocks, nodes and workers: records that travel. Pure."""
+"""Records of blocks, nodes and workers that processes exchange. Pure."""

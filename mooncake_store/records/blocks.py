@@ -1,7 +1,8 @@
-"""Where a block is, or may be written: what the directory hands out and everybody passes on.
+"""Records of slots and copies, as granted by the directory and passed between processes.
 
-Slot and Copy are NamedTuples, not dataclasses: a lookup of 1,000 keys makes or decodes thousands,
-and a frozen dataclass costs five times as much to build. On the wire they are short arrays.
+Slot and Copy are NamedTuples instead of dataclasses, because a lookup of 1,000 keys creates or
+decodes thousands, and a frozen dataclass takes five times as long. On the wire they are short
+arrays.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# On the wire and in headers a generation is a number below 2**64. What names more than this is
-# damaged: a directory counts from its wall clock (copies.py) and passes it in the year 2109.
+# Generations are below 2**64 on the wire and in headers. A larger value than this one is damaged:
+# a directory counts from its wall clock (copies.py), which passes this value in the year 2109.
 GENERATION_MAX = 2**62
 GENERATIONS_PER_EPOCH = 2**20
-# Of a directory, in milliseconds since 1970: the year 2074. What is later than this is damaged, or
-# of a clock that runs in another century, which must not use the generations up.
+# Epochs are milliseconds since 1970; this is the year 2074. A later one is damaged, or comes from a
+# wrong clock, which must not exhaust the generations.
 EPOCH_MAX = (GENERATION_MAX - 2**60) // GENERATIONS_PER_EPOCH
 
 
 class Slot(NamedTuple):
-    """Memory that its writer may fill: one use of one slot."""
+    """One use of one slot: memory that its writer may fill."""
 
     node_id: str
     slot: int
     generation: int
-    epoch: int = 0  # of the directory that granted it; 0: not said
+    epoch: int = 0  # epoch of the directory that granted the slot; 0: unknown
 
 
 class Copy(NamedTuple):
-    """Where a block can be read."""
+    """The location of a readable copy of a block."""
 
     node_id: str
     slot: int
@@ -39,7 +40,7 @@ class Copy(NamedTuple):
 
 
 def by_node(blocks: Sequence[Slot | Copy]) -> dict[str, list[int]]:
-    """The numbers of these blocks, by the node that has them."""
+    """Node id -> indices of the blocks on that node."""
     found: dict[str, list[int]] = {}
     for index, block in enumerate(blocks):
         found.setdefault(block.node_id, []).append(index)
@@ -48,25 +49,26 @@ def by_node(blocks: Sequence[Slot | Copy]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The answer to `allocate`: per key a fresh slot, or None because the key needs none here."""
+    """The answer to `allocate`: per key a new slot, or None because the key needs none."""
 
     slots: tuple[Slot | None, ...]
-    covered: int  # leading keys that are there, are being written, or got a slot
-    # Where directories are elected: the headers of the slots must say "writing" within so long of
-    # asking, or the lease must be renewed before the first byte. 0: whenever.
+    covered: int  # leading keys that are stored, are being written, or got a slot
+    # With elected directories: time after the request in which the slot headers must be marked as
+    # "writing". Later, the lease must be renewed before the first byte. 0: no limit.
     begin_s: float = 0.0
-    asked_s: float = 0.0  # when its client asked, by CLOCK_BOOTTIME; the directory says 0
-    # Indices into `slots` of those that a transfer of an earlier use may still write into: their
-    # writer must hash what it writes, not what lies in the slot.
+    asked_s: float = 0.0  # CLOCK_BOOTTIME of the client's request; 0 in the directory
+    # Indices into `slots` of slots that an earlier transfer may still write into. Their writer must
+    # hash its source instead of the slot.
     late: tuple[int, ...] = ()
 
     @property
     def full(self) -> bool:
-        """Room ran out at key `covered`: this key and all after it got nothing."""
+        """Room ran out at key `covered`: this key and all later keys got no slot."""
         return self.covered < len(self.slots)
 
 
-REFUSED, STORED, THERE = 0, 1, 2  # of a block in a reserved slot: see Directory.commit_reserved
+# Verdicts on a block in a reserved slot: see Directory.commit_reserved
+REFUSED, STORED, THERE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +76,15 @@ class ReservedCommit:
     """The answer to `commit_reserved`."""
 
     verdicts: tuple[int, ...]  # per block; a slot that is not STORED stays reserved
-    is_held: bool  # had this owner any slot reserved when it asked? Else all that it had are gone
-    most: int  # slots that it may have reserved now; it gives back what is over that
-    slots: tuple[tuple[int, int], ...]  # newly reserved: slot, generation
+    is_held: bool  # whether this owner had reserved slots; False: all earlier ones are lost
+    most: int  # slots that the owner may have reserved now; it returns any above that
+    slots: tuple[tuple[int, int], ...]  # newly reserved slots: (slot, generation)
     epoch: int  # of the directory that granted them
-    begin_s: float = (
-        0.0  # as in Allocation: they are marked within so long of asking, or not at all
-    )
+    begin_s: float = 0.0  # as in Allocation; unmarked slots must not be used after this time
 
 
 class Spill(NamedTuple):
-    """Copy this block: from `slot` of the segment to `ssd_slot` of the SSD."""
+    """A block to copy from `slot` of the segment to `ssd_slot` of the SSD."""
 
     key: bytes
     slot: int

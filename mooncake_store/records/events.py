@@ -1,13 +1,14 @@
-"""What changed in the directory, as numbered events, and the bounded log that keeps them.
+"""Numbered events of changes in the directory, and the bounded log that keeps them.
 
-Events are numbered 1, 2, 3, ... within an epoch (one incarnation of the directory), without gaps. A
-replica that applies them in order is a copy of the directory's index; whoever sees a gap or a new
-epoch takes a snapshot. A replica may undercount for a moment, never overcount for good.
+Events are numbered 1, 2, 3, ... without gaps within an epoch (one incarnation of the directory). A
+replica that applies them in order is a copy of the directory's index. A replica with a gap, or with
+another epoch, takes a snapshot. A replica may undercount for a moment, and never overcounts
+permanently.
 
-A storage node that goes away takes its copies along: one BlockRemoved for each comes first, then
-NodeDown, so that a listener may follow either.
+When a storage node leaves, one BlockRemoved for each of its copies comes first, then NodeDown. A
+listener may use either.
 
-Not here: sending them (mooncake_store/directory/server.py), following them (event_feed.py).
+Not here: sending events (mooncake_store/directory/server.py), subscribing (event_feed.py).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from itertools import islice
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-# Of notes of frontends, in the log: as many as one turn of the directory's loop can bring (1,024
-# requests of 16 KiB), so that those who follow get all of them before the first one goes.
+# Bytes of frontends' notes in the log: as many as one turn of the server loop can receive (1,024
+# requests of 16 KiB), so that subscribers receive all of them before the first is dropped.
 NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """`copy` says where in the node; None where nobody could read it from there."""
+    """A block became readable. `copy`: its location; None where it cannot be read remotely."""
 
     key: bytes
     node_id: str
@@ -69,8 +70,10 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class FrontendNoted:
-    """What a frontend tells the others of the requests that it routed: its notes number `number`.
-    Only they read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats it."""
+    """Notes number `number` of a frontend, for other frontends: the requests that it routed.
+
+    Only frontends read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats them.
+    """
 
     frontend: str
     number: int
@@ -91,23 +94,23 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a replica needs, as of event number `sequence` of `epoch`."""
+    """The state that a replica needs, as of event number `sequence` of `epoch`."""
 
     epoch: int
     sequence: int
     nodes: tuple[NodeInfo, ...]
-    workers: tuple[WorkerInfo, ...]  # two incarnations of one worker_id: the older one first
-    reports: tuple[WorkerReport, ...]  # the latest of each worker that has reported
+    workers: tuple[WorkerInfo, ...]  # of two incarnations of a worker_id, the older one is first
+    reports: tuple[WorkerReport, ...]  # the latest report of each worker
     holders: tuple[tuple[bytes, tuple[str, ...]], ...]  # key -> node ids
 
 
 class EventLog:
-    """The last `events_max` events, and of their notes no more than NOTES_BYTES_KEPT_MAX."""
+    """The last `events_max` events, with at most NOTES_BYTES_KEPT_MAX bytes of notes."""
 
     def __init__(self, events_max: int) -> None:
         assert events_max > 0
         self._events: deque[Event] = deque(maxlen=events_max)
-        self._notes: deque[tuple[int, int]] = deque()  # numbers of such events, and their bytes
+        self._notes: deque[tuple[int, int]] = deque()  # (number, bytes) of each FrontendNoted
         self._notes_bytes = 0
         self._sequence = 0
 
@@ -135,18 +138,18 @@ class EventLog:
             first = max(first, number + 1)
 
     def extend(self, events: Sequence[Event]) -> None:
-        """`append` for several that are no notes."""
+        """`append` for several events without notes."""
         self._sequence += len(events)
         self._events.extend(events)
 
     def since(self, sequence: int) -> list[Event] | None:
-        """The events after number `sequence`; None when some of them are not kept any more."""
+        """The events after number `sequence`; None when some of them are no longer kept."""
         assert 0 <= sequence <= self._sequence, f"{sequence} is after {self._sequence}"
         missed = self._sequence - sequence
         kept = len(self._events)
         if missed > kept:
             return None
-        latest = list(islice(reversed(self._events), missed))  # mostly few of many
+        latest = list(islice(reversed(self._events), missed))  # usually few of many
         latest.reverse()
         return latest
 
@@ -163,4 +166,4 @@ class EventLog:
         assert [note for note in self._notes if note[0] >= first] == notes, "notes are miscounted"
         assert sum(length for _, length in notes) <= NOTES_BYTES_KEPT_MAX, "too many notes are kept"
         is_full = len(self._events) == min(self._sequence, maxlen)
-        assert is_full or self._notes, "the log lost or invented events"
+        assert is_full or self._notes, "the log lost or duplicated events"

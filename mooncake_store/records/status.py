@@ -1,4 +1,4 @@
-"""What the directory says of itself: numbers for operators and tests."""
+"""Statistics of the directory, for operators and tests."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HolderStats:
-    """One holder."""
+    """Statistics of one holder."""
 
     node_id: str
     incarnation: str
     tier: str
     segment_bytes: int
-    fingerprint: str  # of the worker that attached first; empty until then
-    block_bytes: int  # of that worker; 0 until one attached
+    fingerprint: str  # fingerprint of the first worker that attached; empty before
+    block_bytes: int  # block size of that worker; 0 before
     unit_bytes: int
     units: int
-    used_units: int  # by ready and writing blocks, and reserved
+    used_units: int  # units of ready and writing blocks and of reserved slots
     quarantined_units: int
-    pinned_units: int  # hard
-    used_bytes: int  # of blocks, without what rounding up to units costs
+    pinned_units: int  # units of hard-pinned blocks
+    used_bytes: int  # bytes of blocks, without rounding up to units
     ready_blocks: int
     writing_blocks: int
-    idle_blocks: int  # ready and not leased: what eviction may take
+    idle_blocks: int  # ready blocks without leases: candidates for eviction
     evictions: int
-    adopted: int  # blocks taken over from before this directory began
+    adopted: int  # blocks adopted from before this directory's start
     is_open: bool
     is_draining: bool
-    reserved_units: int = 0  # of the used ones: by writers ahead of their blocks
+    reserved_units: int = 0  # used units that writers have reserved ahead
 
     @property
     def free_units(self) -> int:
@@ -38,22 +38,22 @@ class HolderStats:
 @dataclass(frozen=True, slots=True)
 class DirectoryStats:
     epoch: int
-    sequence: int  # of the latest event
-    blocks: int  # distinct keys that are announced
-    copies: int  # of those, over all holders
+    sequence: int  # number of the latest event
+    blocks: int  # distinct announced keys
+    copies: int  # copies of these keys, over all holders
     ephemeral: int  # copies of ephemeral objects
-    used_bytes: int  # of blocks, writing ones included
+    used_bytes: int  # bytes of blocks, including writing ones
     leases: int
     owners: int
     workers: int
-    pins: int  # keys
+    pins: int  # pinned keys
     tenants: tuple[tuple[str, int, int], ...]  # (name, used bytes, quota bytes)
-    lookups: int  # since this epoch began, as all below
+    lookups: int  # since the start of this epoch, like all below
     lookup_blocks: int
     hit_blocks: int
-    hit_ssd_blocks: int  # of those, blocks that only an SSD had
+    hit_ssd_blocks: int  # hit blocks with a copy on SSDs only
     commits: int
     evictions: int
     spills: int
-    bad_copies: int  # reported as missing or corrupt
+    bad_copies: int  # copies reported as missing or corrupt
     nodes: tuple[HolderStats, ...]

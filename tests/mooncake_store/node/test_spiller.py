@@ -16,7 +16,7 @@ from mooncake_store.errors import StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node import spiller as spiller_module
-from mooncake_store.node.spiller import IDLE_S, REST_S_MAX, Spiller
+from mooncake_store.node.spiller import IDLE_S, DELAY_S_MAX, Spiller
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.ssd.entries import SsdShape
@@ -188,12 +188,12 @@ def test_a_spiller_whose_offers_are_all_refused_rests_longer_and_longer(
     world.store(KEYS)
     with monkeypatch.context() as patch:
         patch.setattr(world.tier.manifest, "make_room", lambda slots: [False for _ in slots])
-        rests_s = []
+        delays_s = []
         for _ in range(10):
             assert world.spiller.step() is False, "a full batch, but in vain"
-            rests_s.append(world.spiller.rest_s)
-    assert rests_s[:3] == [2 * IDLE_S, 4 * IDLE_S, 8 * IDLE_S] and rests_s[-1] == REST_S_MAX
-    assert world.spiller.step() is True and world.spiller.rest_s == IDLE_S
+            delays_s.append(world.spiller.delay_s)
+    assert delays_s[:3] == [2 * IDLE_S, 4 * IDLE_S, 8 * IDLE_S] and delays_s[-1] == DELAY_S_MAX
+    assert world.spiller.step() is True and world.spiller.delay_s == IDLE_S
     while world.spiller.step():
         pass
     assert set(world.on_ssd()) == set(KEYS)
