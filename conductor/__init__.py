@@ -1,6 +1,6 @@
-"""The conductor: where each request goes, whether it is taken, which prefixes get another copy.
+"""The conductor: routing, admission and replication decisions.
 
-Pure: no clock, no I/O, no randomness. `Conductor` decides; `messages` is what it hears and says.
+Pure: no clock, no I/O, no randomness. `Conductor` decides; `messages` has its inputs and outputs.
 """
 
 from conductor.conductor import Conductor

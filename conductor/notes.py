@@ -1,21 +1,20 @@
-"""What frontends tell each other of the requests that they routed.
+"""Notes that frontends exchange about the requests that they routed.
 
-Each frontend decides alone, with its own Conductor, about its own requests. What it cannot see is
-the work that the others have just sent to the same workers: reports show it, but up to a second
-late. So each of them notes three things about a request, and sends its notes in numbered batches:
+Each frontend decides about its own requests with its own Conductor. Worker reports show the work
+that other frontends have sent to the same workers, but up to a second late. Each frontend therefore
+notes three events of a request, and sends its notes in numbered batches:
 
-    routed      where it went and what was predicted: the others reserve the same work
+    routed      its workers and predictions: the other frontends reserve the same work
     prefilled   its prefill ended: the work moves from the prefill queue to the decode batch
-    ended       done, failed or cancelled: nothing of it is left
+    ended       done, failed or cancelled: its reservations are dropped
 
-and, where tenants have limits, what of them was used or given back (admission/tenant_quotas.py).
+For tenants with limits, notes also carry used and returned tokens (admission/tenant_quotas.py).
 
-Moments are on the clock of the frontend that noted them, and a batch says when it was sent on that
-clock; whoever gets it knows only how long before the sending each thing happened. A batch without
-notes says that the frontend lives.
+Times are on the clock of the sending frontend. A batch has its time of sending on that clock, so a
+receiver can compute the age of each event. An empty batch is a heartbeat.
 
-Notes may be lost. Batches are numbered without gaps, so whoever misses one notices, and from then
-on knows that frontend's requests from worker reports only (load/other_frontends.py).
+Notes may be lost. Batches are numbered without gaps, so a receiver detects a missing batch. It then
+takes the requests of that frontend from worker reports only (load/other_frontends.py).
 
 Not here: bytes (backends/frontend/routing_notes.py), what is done with the notes.
 """
@@ -27,12 +26,12 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 TENANTS_NOTED = 16
-NOTES_WAITING_MAX = 4_096  # nobody fetched them for seconds: they are of no use any more
+NOTES_WAITING_MAX = 4_096  # more notes are seconds old and useless, so all are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
-    number: int  # of this routing; a frontend uses each once
+    number: int  # unique per frontend, and increasing
     at_s: float
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]
@@ -54,39 +53,39 @@ class PrefilledNote:
     number: int
     at_s: float
     cached_tokens: int
-    seconds: float = 0.0  # what computing took; 0: not known
+    seconds: float = 0.0  # prefill time; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class EndedNote:
     number: int
     at_s: float
-    output_tokens: int = -1  # -1: not known
+    output_tokens: int = -1  # -1: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class UsageNote:
-    """Of a tenant's limits, at the moment when the request was let in."""
+    """Usage of a tenant's limits at the admission of a request."""
 
     at_s: float
     tenant: str
     requests: int
-    tokens: int  # below 0: not used after all
+    tokens: int  # below 0: returned
 
 
 @dataclass(frozen=True, slots=True)
 class NoteBatch:
-    """Of one request, what was noted first stands in an earlier tuple or batch."""
+    """Notes in order: an earlier event of a request is in an earlier tuple or batch."""
 
-    frontend: str  # one incarnation of it
+    frontend: str  # name of the frontend's incarnation
     number: int  # 1, 2, 3, ...
     sent_s: float
     routed: tuple[RoutedNote, ...] = ()
     prefilled: tuple[PrefilledNote, ...] = ()
     ended: tuple[EndedNote, ...] = ()
     is_last: bool = False  # the frontend closes
-    wanted_per_s: float = 0.0  # prefill seconds per second that it was asked for lately
-    wanted_of: Mapping[str, float] = field(default_factory=dict)  # of those, its largest tenants'
+    wanted_per_s: float = 0.0  # recent demand at the frontend, in prefill seconds per second
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # demand of its largest tenants
     usage: tuple[UsageNote, ...] = ()
 
 
@@ -94,7 +93,7 @@ Note = RoutedNote | PrefilledNote | EndedNote | UsageNote
 
 
 class OutgoingNotes:
-    """What this frontend will tell the others, until the shell takes it."""
+    """Notes for other frontends, until the shell takes them."""
 
     def __init__(self, frontend: str) -> None:
         self.frontend = frontend
@@ -108,12 +107,12 @@ class OutgoingNotes:
         self._notes.append(note)
         if len(self._notes) > NOTES_WAITING_MAX:
             self._notes.clear()
-            self._number += 1  # a batch that is never sent: the others see the gap
+            self._number += 1  # counts as a lost batch, so that the receivers detect the gap
 
     def take(
         self, now_s: float, count_max: int, wanted_of: Mapping[str, float], is_last: bool = False
     ) -> NoteBatch:
-        """The next batch; it may be empty."""
+        """The next batch, which may be empty."""
         notes, self._notes = self._notes[:count_max], self._notes[count_max:]
         self._number += 1
         return NoteBatch(
@@ -130,5 +129,5 @@ class OutgoingNotes:
         )
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert len(self._notes) <= NOTES_WAITING_MAX

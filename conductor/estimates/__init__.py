@@ -1,1 +1,1 @@
-"""How long would it take? Fits, measured against estimated, output lengths."""
+"""Predicted and measured times: fits, speed ratios, output lengths."""

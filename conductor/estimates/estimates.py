@@ -1,25 +1,25 @@
-"""How long things take: prefill and one decode step; and fitting both.
+"""Linear cost models of prefill and decode steps, and their non-negative least-squares fits.
 
-Every figure that the conductor compares is in seconds and comes from here. Both models are linear
-in their coefficients, because that is what makes them explainable (each coefficient has a unit),
-fittable from a dozen samples when a worker starts, and safe to extrapolate:
+All times that the conductor compares come from these two models. Both are linear in their
+coefficients. Each coefficient thus has a unit, a dozen samples at the start of a worker suffice for
+a fit, and extrapolation is safe:
 
     prefill(new, prefix) = base + per_token * new + per_token_pair * new * (prefix + new / 2)
     decode(batch)        = base + per_sequence * sequences + per_context_token * context_tokens
 
-`new * (prefix + new / 2)` counts the (query, key) pairs of causal attention: each of the new
-tokens looks at the whole prefix and, on average, at half of the new ones. It is the quadratic
-term of Eq. 1 of the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill
-offline on (length, prefix length); its decode step is bound by reading weights (base) and KV
-(per_context_token), and its own figures imply a cost per sequence on top.
+`new * (prefix + new / 2)` counts the (query, key) pairs of causal attention. Each new token attends
+to the whole prefix and, on average, to half of the new tokens. It is the quadratic term of Eq. 1 of
+the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill offline on (length,
+prefix length). Its decode step is bound by reading weights (base) and KV (per_context_token), and
+its own figures imply a cost per sequence in addition.
 
-The fit minimises *relative* error, sum(((estimate - y) / y)^2), so that a 10 ms prompt weighs as
-much as a 10 s one; and a sample that was slow by accident (a warm-up, a busy core) has a residual
-of at most 1 instead of dominating. Coefficients must not be negative: a negative one would predict
-a negative time somewhere. With three unknowns the exact non-negative solution is the best of the
-seven ordinary least squares over subsets of columns, so no iterative solver is needed.
+The fit minimises the *relative* error, sum(((estimate - y) / y)^2), so a 10 ms prompt weighs as
+much as a 10 s prompt. A sample that was slow by accident (a warm-up, a busy core) has a residual of
+at most 1. Coefficients are non-negative, because a negative one would predict a negative time
+somewhere. With three unknowns, the exact non-negative solution is the best of the seven ordinary
+least-squares fits over subsets of columns, so no iterative solver is needed.
 
-Not here: for whom these seconds are reserved (prefill_queue.py, decode_batch.py).
+Not here: reservations with these times (prefill_queue.py, decode_batch.py).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class PrefillEstimate:
 
     @property
     def overhead_tokens(self) -> float:
-        """How many tokens take as long as one step's overhead (queue_order.py)."""
+        """Number of tokens that take as long as the overhead of a step (queue_order.py)."""
         return self.base_s / self.per_token_s if self.per_token_s > 0 else ALWAYS
 
     def seconds(self, new_tokens: float, prefix_tokens: float) -> float:
-        """Time to compute `new_tokens` behind a cached prefix; nothing to do takes no time."""
+        """Seconds to compute `new_tokens` after a cached prefix; 0 without new tokens."""
         if new_tokens <= 0:
             return 0.0
         pairs = new_tokens * (prefix_tokens + new_tokens / 2)
@@ -81,7 +81,7 @@ class DecodeEstimate:
         return (self.base_s, self.per_sequence_s, self.per_context_token_s)
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
-        """One step, which gives one token to each sequence of the batch."""
+        """Seconds of one step, which generates one token for each sequence of the batch."""
         return (
             self.base_s
             + self.per_sequence_s * sequences
@@ -89,8 +89,8 @@ class DecodeEstimate:
         )
 
 
-# A worker that measured nothing. Wrong for any machine, but of the right shape: longer prompts
-# and fuller batches take longer, so routing still spreads load and still values a cached prefix.
+# A worker without measurements. These values are wrong for any machine but have the right shape:
+# longer prompts and fuller batches take longer. Routing thus balances load and values caches.
 UNCALIBRATED_PREFILL = PrefillEstimate(base_s=0.01, per_token_s=1e-3, per_token_pair_s=0.0)
 UNCALIBRATED_DECODE = DecodeEstimate(base_s=0.01, per_sequence_s=1e-3, per_context_token_s=1e-6)
 
@@ -105,7 +105,7 @@ class PrefillSample:
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
     sequences: int
-    context_tokens: int  # KV tokens of all sequences together
+    context_tokens: int  # KV tokens of all sequences
     seconds: float
 
 
@@ -114,16 +114,16 @@ Estimate = TypeVar("Estimate", PrefillEstimate, DecodeEstimate)
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[Estimate]):
-    """A fitted estimate and how far it is from its own samples."""
+    """A fitted estimate with its errors on its own samples."""
 
     estimate: Estimate
-    error_mean: float  # mean absolute error / measured seconds (MAPE as a fraction)
+    error_mean: float  # mean of |estimate - measured| / measured
     error_max: float
     samples: int
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
-    """Needs a few lengths, some behind a prefix; raises ValueError without a usable sample."""
+    """Needs several lengths, some with a prefix; raises ValueError without a usable sample."""
     usable = [s for s in samples if s.seconds > 0 and s.new_tokens > 0]
     rows = [
         (1.0, s.new_tokens, s.new_tokens * (s.prefix_tokens + s.new_tokens / 2)) for s in usable
@@ -133,7 +133,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Fit[DecodeEstimate]:
-    """Needs a few batch sizes and context lengths; raises ValueError without a usable sample."""
+    """Needs several batch sizes and context lengths; raises ValueError without a usable sample."""
     usable = [s for s in samples if s.seconds > 0 and s.sequences > 0]
     rows = [(1.0, s.sequences, s.context_tokens) for s in usable]
     weights, errors = _fit(rows, [s.seconds for s in usable])
@@ -158,14 +158,14 @@ def _fit(
         if (solution < 0).any():
             continue
         loss = float(((part @ solution - 1.0) ** 2).sum())
-        if loss < best_loss - 1e-9:  # of equally good ones, the one with fewer terms came first
+        if loss < best_loss - 1e-9:  # among equal losses, the fit with the fewest terms wins
             best_loss, best = loss, np.zeros(relative.shape[1])
             best[columns] = solution / scale[columns]
     return tuple(float(w) for w in best), np.abs(relative @ best - 1.0)
 
 
 def _subsets(count: int) -> list[list[int]]:
-    """All non-empty sets of columns, small ones first."""
+    """All non-empty sets of columns, smallest first."""
     return [
         list(chosen)
         for size in range(1, count + 1)

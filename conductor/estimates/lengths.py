@@ -1,33 +1,33 @@
-"""How long prompts and answers are: classes of prompt length, and a distribution of answers each.
+"""Kaplan-Meier survival curves of answer lengths, by class of prompt length and tenant.
 
-**Classes of prompt length** say who is compared with whom. A prompt of 100k tokens costs fifty
-times one of 2k, so figures over all requests say little about the long ones: they are few. Shares,
-margins and output lengths are therefore kept for each class. The bounds are a factor of four apart,
-which keeps work within a class within about that factor.
+**Classes of prompt length.** A prompt of 100k tokens costs fifty times one of 2k. Long prompts are
+few, so statistics over all requests describe them badly. Shares, margins and output lengths are
+therefore kept for each class. The bounds are a factor of four apart, so work within a class differs
+by about that factor.
 
-**Answers**: a distribution per class, learned from those that ended. Here a class is a length of
-prompt and a tenant: who asks decides more about an answer than what it says. For each there is a
-*survival curve*
+**Answers.** The distribution of each class is learned from finished answers. A class of answers is
+a class of prompt length and a tenant, because the tenant predicts the length of an answer best. For
+each class there is a *survival curve*
 
-    S(n) = share of answers that go on after n tokens
+    S(n) = share of answers with more than n tokens
 
-so one that has had n tokens goes on for m more with probability S(n + m) / S(n). That is what a
-decode worker's future load is made of (decode_forecast.py). Of an answer whose age is unknown, the
-*residual* curve says as much.
+An answer with n tokens gets m more with probability S(n + m) / S(n). The future load of a decode
+worker is computed from these probabilities (decode_forecast.py). For an answer of unknown age, the
+*residual* curve gives the same probability.
 
-Curves are estimated as products of what survived each bucket of lengths (Kaplan-Meier):
+Curves are products of the survival in each bucket of lengths (Kaplan-Meier):
 
     S(n) = product over the buckets up to n of (1 - ended there / reached it)
 
 An answer that was cut by its max_tokens *reached* that length and did not *end* there, so limits of
-clients are not mistaken for lengths of answers. Counts fade (forward_decay.py). A class is filled
-up with CLASS_PRIOR answers of all classes together, and these with PRIOR answers of
-S(n) = 1 / (1 + n / expected): half as long as expected, half longer, and whoever has outlived all
-that was seen is expected to stay as long again.
+clients are not taken for lengths of answers. Counts decay (forward_decay.py). Each class gets
+CLASS_PRIOR answers of all classes as a prior. All classes get PRIOR answers of S(n) = 1 / (1 + n /
+expected) as a prior. Its median is `expected`. An answer longer than all known ones is expected to
+double its length.
 
-Buckets: two an octave, uniform inside. Curves are computed when asked for, at most every CURVE_S.
+Buckets: two per octave, uniform inside. Curves are computed on demand, at most every CURVE_S.
 
-Not here: what is done with a class of prompts (fair_share.py, measured.py), what is decoding now
+Not here: uses of the classes of prompts (fair_share.py, measured.py), what is decoding now
 (decode_batch.py).
 """
 
@@ -51,7 +51,7 @@ def length_class(prompt_tokens: int) -> int:
 
 
 def class_name(number: int) -> str:
-    """Such as `4k-16k tokens`, for reasons that people read."""
+    """Such as `4k-16k tokens`, for texts that people read."""
     low, high = (0, *BOUNDS_TOKENS)[number], (*BOUNDS_TOKENS, 0)[number]
     if not low:
         return f"under {high // 1024}k tokens"
@@ -61,12 +61,12 @@ def class_name(number: int) -> str:
 Vector = npt.NDArray[np.float64]
 
 EDGES: Vector = np.array([0.0, 1.0] + [f * 2.0**k for k in range(1, 18) for f in (1.0, 1.5)])
-BUCKETS = len(EDGES) - 1  # the last one holds all beyond
-CURVE_S = 1.0  # how long a curve is used
-CLASS_PRIOR, PRIOR = 8.0, 8.0  # answers
-TENANTS_MAX = 64  # with classes of their own; others share one
-HALF_LIFE_S = 600.0  # of what was learned
-LEAST = 1e-6  # of a curve: S never ends, so that a ratio of two is defined
+BUCKETS = len(EDGES) - 1  # the last bucket has no upper bound
+CURVE_S = 1.0  # reuse time of a curve
+CLASS_PRIOR, PRIOR = 8.0, 8.0  # weights of the priors, in answers
+TENANTS_MAX = 64  # tenants with classes of their own; the others share one
+HALF_LIFE_S = 600.0  # decay of the counts
+LEAST = 1e-6  # lower bound of a curve, so that each ratio is defined
 
 ClassKey = tuple[int, str]  # (length class of the prompt, tenant)
 
@@ -74,11 +74,11 @@ ClassKey = tuple[int, str]  # (length class of the prompt, tenant)
 @dataclass(slots=True)
 class _Counts:
     ended: Vector = field(default_factory=lambda: np.zeros(BUCKETS))
-    cut: Vector = field(default_factory=lambda: np.zeros(BUCKETS))  # by max_tokens
+    cut: Vector = field(default_factory=lambda: np.zeros(BUCKETS))  # cut by max_tokens
 
 
 class OutputLengths:
-    """Learns from ended answers; gives survival curves."""
+    """Learns from finished answers, and returns survival curves."""
 
     def __init__(self, expected_tokens: float) -> None:
         self._decay = ForwardDecay(HALF_LIFE_S)
@@ -86,11 +86,11 @@ class OutputLengths:
         self._classes: dict[ClassKey, _Counts] = {}
         self._tenants: set[str] = set()
         prior = 1 / (1 + EDGES / expected_tokens)
-        self._prior = np.append(prior[:-2] - prior[1:-1], prior[-2])  # ended, by bucket
+        self._prior = np.append(prior[:-2] - prior[1:-1], prior[-2])  # answers ended, by bucket
         self._curves: dict[ClassKey | None, tuple[float, Vector]] = {}
 
     def class_of(self, prompt_tokens: int, tenant: str) -> ClassKey:
-        """The class that this request is counted in; a known tenant keeps its own."""
+        """The class of this request. A known tenant keeps its own class."""
         if tenant not in self._tenants:
             if len(self._tenants) >= TENANTS_MAX:
                 tenant = ""
@@ -98,20 +98,20 @@ class OutputLengths:
         return (length_class(prompt_tokens), tenant)
 
     def learn(self, key: ClassKey, tokens: float, is_cut: bool, now_s: float) -> None:
-        """An answer had so many tokens; `is_cut`: it would have gone on."""
+        """Count an answer of `tokens`; `is_cut`: max_tokens ended it."""
         divisor = self._decay.rescaled(now_s)
         if divisor != 1.0:
             for counts in (self._all, *self._classes.values()):
                 counts.ended /= divisor
                 counts.cut /= divisor
-        # S(n) is about going on after n, so an answer of exactly an edge ends below it.
+        # S(n) counts answers longer than n, so an answer at an edge ends in the bucket below it.
         bucket = min(BUCKETS - 1, max(0, int(np.searchsorted(EDGES, tokens, side="left")) - 1))
         weight = self._decay.weight(now_s)
         for counts in (self._all, self._classes.setdefault(key, _Counts())):
             (counts.cut if is_cut else counts.ended)[bucket] += weight
 
     def curve(self, key: ClassKey, now_s: float) -> Vector:
-        """S at each of EDGES; falls from 1, never rises, never reaches 0."""
+        """S at each of EDGES; starts at 1, never increases, never reaches 0."""
         known = self._curves.get(key)
         if known is not None and now_s - known[0] < CURVE_S:
             return known[1]
@@ -125,7 +125,7 @@ class OutputLengths:
         return found
 
     def pooled(self, now_s: float) -> Vector:
-        """The curve of all classes together."""
+        """The curve over all classes."""
         known = self._curves.get(None)
         if known is not None and now_s - known[0] < CURVE_S:
             return known[1]
@@ -135,7 +135,7 @@ class OutputLengths:
         return found
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         for counts in (self._all, *self._classes.values()):
             assert counts.ended.min() >= 0 and counts.cut.min() >= 0
         for _, curve in self._curves.values():
@@ -144,9 +144,9 @@ class OutputLengths:
 
 
 def survival(ended: Vector, cut: Vector) -> Vector:
-    """Kaplan-Meier at each of EDGES, from counts by bucket."""
+    """Kaplan-Meier estimate at each of EDGES, from counts by bucket."""
     reached = (ended + cut)[::-1].cumsum()[::-1]
-    # Half of those that were cut inside a bucket had not reached its end.
+    # Half of the answers cut inside a bucket count as not having reached its end.
     at_risk = np.maximum(reached - cut / 2, 1e-12)
     kept = np.clip(1.0 - ended / at_risk, 0.0, 1.0)
     curve = np.append(1.0, kept.cumprod())
@@ -155,8 +155,8 @@ def survival(ended: Vector, cut: Vector) -> Vector:
 
 
 def residual(curve: Vector) -> Vector:
-    """At each of EDGES, the share of answers met at a random moment of their lives that go on for
-    so many tokens more: the area under the curve from there, of all of it."""
+    """At each of EDGES, the share of answers, observed at a random moment, with more than so many
+    tokens left: the area under the curve from there / the whole area."""
     areas = (curve[1:] + curve[:-1]) / 2 * np.diff(EDGES)
     right = np.append(areas[::-1].cumsum()[::-1], 0.0)
     return np.asarray(right / right[0])

@@ -1,22 +1,22 @@
-"""What was measured against what was estimated: three figures from the same comparison.
+"""Measured against estimated times: speed ratios, relative errors, and margins of the TTFT limit.
 
-**Speed ratio** (`SpeedRatio`): how much slower or faster a worker is than its calibration says, as
-the ratio of recent sums of measured and estimated seconds. Sums, not a mean of ratios: ten prompts
-that shared one step count as one piece of work. Old sums fade, and PRIOR keeps the ratio near 1
-while little is measured, or a worker whose first prompt was slow would never be measured anew.
+**Speed ratio** (`SpeedRatio`): the recent speed of a worker relative to its calibration. It is the
+ratio of the decayed sums of measured and estimated seconds. Sums are used instead of a mean of
+ratios, because ten prompts that shared one step are one piece of work. PRIOR keeps the ratio near 1
+with few measurements. Otherwise a worker whose first prompt was slow would get no further requests.
 
-**Accuracy** (`RelativeErrors`): how far predictions were from what came, recently, for people.
+**Accuracy** (`RelativeErrors`): recent relative errors of predictions, for people.
 
-**Margin** (`Margin`): how far below its limit a prediction must stay. A limit is divided by a
-quantile of `actual / predicted` as it was measured lately, for each class of prompt length:
+**Margin** (`Margin`): the distance that a prediction must keep from its limit. The limit is divided
+by a quantile of the recent `actual / predicted`, for each class of prompt length:
 
     limit_s = ttft_slo_s / max(1, quantile of actual / predicted in this class)
 
-The quantile weighs each sample by its predicted seconds, samples fade with a half-life, and
-PRIOR_SHARE of a limit's worth of seconds counts as predicted exactly.
+Each sample has the weight of its predicted seconds, samples decay with a half-life, and PRIOR_SHARE
+of the limit, in seconds, counts as predicted exactly.
 
-Why each is made so: docs/reference/conductor.md ("Measured against estimated"). Not here: fitting
-coefficients (estimates.py), what the limit is for (admission.py).
+docs/reference/conductor.md ("Measured against estimated") gives the reasons. Not here: fitting
+coefficients (estimates.py), the use of the limit (admission.py).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from conductor.messages import ErrorPercentiles
 
 Column = npt.NDArray[np.float64]
 
-RATIO_MAX = 4.0  # beyond, the calibration is wrong rather than the moment
-OUTLIER_MAX = 10.0  # one measurement counts as at most so many times its estimate
-PRIOR = 0.5  # as much work as this was as estimated
+RATIO_MAX = 4.0  # a larger ratio means a wrong calibration
+OUTLIER_MAX = 10.0  # bound of one measurement, in multiples of its estimate
+PRIOR = 0.5  # measured and estimated work that is added to both sums
 HALF_LIFE_S = 30.0
 
 
 class SpeedRatio:
-    """Measured / estimated; 1.0 until something was measured."""
+    """Measured / estimated; 1.0 without measurements."""
 
     def __init__(self) -> None:
         self._measured = 0.0
@@ -48,21 +48,21 @@ class SpeedRatio:
         self._at_s = -math.inf
 
     def learn(self, measured: float, estimated: float, now_s: float) -> None:
-        """Work of one kind that was estimated as `estimated` took `measured`, in any one unit."""
+        """Add work estimated as `estimated` that took `measured`, in the same unit."""
         if estimated <= 0 or measured < 0:
             return
         kept = self._kept(now_s)
         self._measured = self._measured * kept + min(measured, OUTLIER_MAX * estimated)
         self._estimated = self._estimated * kept + estimated
-        self._at_s = max(self._at_s, now_s)  # of another frontend's prefill it is heard late
+        self._at_s = max(self._at_s, now_s)  # notes of other frontends arrive late
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """Measured, estimated, and when they were last added to."""
+        """Measured, estimated, and the time of the last addition."""
         return (self._measured, self._estimated, self._at_s)
 
     def at(self, now_s: float) -> float:
-        """The ratio to expect at `now_s`."""
+        """The expected ratio at `now_s`."""
         if not self._estimated:
             return 1.0
         kept = self._kept(now_s)
@@ -70,12 +70,12 @@ class SpeedRatio:
         return min(RATIO_MAX, max(1 / RATIO_MAX, ratio))
 
     def _kept(self, now_s: float) -> float:
-        """The share of the sums that has not faded since the last measurement."""
+        """The share of the sums that has not decayed since the last measurement."""
         return math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)
 
 
 def ratios(measured: Column, estimated: Column, at_s: Column, now_s: float) -> Column:
-    """SpeedRatio.at for the `sums` of many."""
+    """SpeedRatio.at for the `sums` of many workers."""
     kept = np.exp2(np.minimum(at_s - now_s, 0.0) / HALF_LIFE_S)
     found: Column = (measured * kept + PRIOR) / (estimated * kept + PRIOR)
     return np.minimum(np.maximum(found, 1 / RATIO_MAX), RATIO_MAX)
@@ -91,7 +91,7 @@ class RelativeErrors:
         self._errors: deque[float] = deque(maxlen=SAMPLES_MAX)
 
     def add(self, predicted_s: float, actual_s: float) -> None:
-        """What took no time has no relative error: it is left out."""
+        """Add an error. An actual time of 0 has no relative error, and is ignored."""
         if actual_s > 0:
             self._errors.append(abs(actual_s - predicted_s) / actual_s)
 
@@ -107,35 +107,34 @@ class RelativeErrors:
         return ErrorPercentiles(*at)
 
 
-STEPS_PER_OCTAVE = 8  # ratios are told apart to 9 %
-OCTAVES = 3  # ... up to 8; what is further off counts as 8
+STEPS_PER_OCTAVE = 8  # resolution of ratios: 9 %
+OCTAVES = 3  # highest ratio: 8; larger ratios count as 8
 RATIOS = 1 + STEPS_PER_OCTAVE * OCTAVES
-PRIOR_SHARE = 1.0  # of the limit, in predicted seconds that count as exact
+PRIOR_SHARE = 1.0  # prior as a share of the limit, in predicted seconds that count as exact
 
 
 class Margin:
-    """Measured errors of predicted TTFT per length class, and limits that allow for them."""
+    """Quantiles of TTFT prediction errors by length class, as margins of the limit."""
 
     def __init__(self, quantile: float, limit_s: float, half_life_s: float) -> None:
         self._quantile, self._prior_s = quantile, PRIOR_SHARE * limit_s
         self._decay = ForwardDecay(half_life_s)
-        self._seconds = [[0.0] * RATIOS for _ in range(CLASSES)]  # predicted, by ratio
+        self._seconds = [[0.0] * RATIOS for _ in range(CLASSES)]  # predicted seconds by ratio
         self._ratios = [1.0] * CLASSES
 
     def learn(self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float) -> None:
-        """A request was predicted to take `predicted_s` until its first token, and took longer or
-        shorter."""
+        """Count a prediction of `predicted_s` to the first token, which took `actual_s`."""
         if predicted_s <= 0 or actual_s < 0:
             return
         weight = self._weight(now_s)
         steps = STEPS_PER_OCTAVE * math.log2(max(actual_s / predicted_s, 1.0))
         length = length_class(prompt_tokens)
-        # Steps are rounded up, so that a bucket's ratio is not below any sample in it.
+        # Steps are rounded up, so the ratio of a bucket is at least that of each sample in it.
         self._seconds[length][min(RATIOS - 1, math.ceil(steps - 1e-9))] += weight * predicted_s
         self._ratios[length] = self._quantile_of(self._seconds[length], weight * self._prior_s)
 
     def ratio(self, prompt_tokens: int) -> float:
-        """Actual / predicted that only (1 - quantile) of the predicted seconds exceed; from 1."""
+        """Actual / predicted that (1 - quantile) of the predicted seconds exceed; at least 1."""
         return self._ratios[length_class(prompt_tokens)]
 
     def _quantile_of(self, seconds: list[float], exact_s: float) -> float:
@@ -153,13 +152,13 @@ class Margin:
         return self._decay.weight(now_s)
 
     def fade(self, now_s: float) -> None:
-        """Once a second or so: a class that nobody finishes in is trusted again with time."""
+        """Called about once a second. Margins of classes without new samples decay."""
         weight = self._weight(now_s)
         for length, seconds in enumerate(self._seconds):
             if any(seconds):
                 self._ratios[length] = self._quantile_of(seconds, weight * self._prior_s)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert all(1 <= ratio <= 2**OCTAVES for ratio in self._ratios), self._ratios
         assert all(value >= 0 for row in self._seconds for value in row)

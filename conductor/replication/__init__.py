@@ -1,1 +1,1 @@
-"""What deserves another copy?"""
+"""Replication of hot prefixes."""

@@ -1,29 +1,28 @@
-"""Which prefixes are hot, and where one more copy of them would help.
+"""Hot-prefix replication: decayed hit counts per block, and copies where hits per copy are high.
 
-Routing spreads hot prefixes by itself (a fetch leaves a copy behind), but only once a worker near
-the only copy is already too busy. This policy acts a little earlier: every tick it looks at the
-hottest blocks and suggests one more copy where hits per copy are above a limit. It only suggests;
-the shell copies when it has nothing better to do, and a suggestion that was not carried out is
-made again after replicate_s_max. Copies are never moved or removed here, so no suggestion can cost
-the last one: forgetting cold copies is the store's eviction.
+Routing also spreads hot prefixes, because a fetch leaves a copy. But it fetches only once the
+workers near the only copy are too busy. This policy acts earlier. Each tick it compares the hottest
+blocks with their copies, and suggests one more copy where hits per copy exceed a limit. The shell
+copies when it is idle, and a suggestion that was not carried out is repeated after replicate_s_max.
+This module never moves or removes copies, so no suggestion can cost the last copy. The store evicts
+cold copies.
 
-Counting. A hit is a block that a routed request found somewhere. Hits fade with a half-life
-(forward_decay.py), so a count is one number and nothing has to be walked. Requests are noted in a
-list and counted on the tick, off the path of a decision. Memory is bounded: beyond hot_keys_max
-the colder half of the keys is forgotten.
+**Counting.** A hit is a block that a routed request found at some node. Hits decay with a half-life
+(forward_decay.py), so each count is one number. Requests are noted in a list and counted on the
+tick, outside the critical path of a decision. Beyond hot_keys_max keys, the colder half is dropped.
 
-Chains. A block without the blocks before it is useless to a prefix match, so what is suggested is
-the rest of a whole prefix that the target lacks, in order, from a node that has all of it.
+**Chains.** A block without the blocks before it is useless for a prefix match. A suggestion is
+therefore the missing rest of a whole prefix, in order, from a node that has all of it.
 
-Limits: blocks suggested per tick, in flight in total, in flight to one target, copies per block. A
-node that joins others lacks everything, so it would be everybody's first choice: its limit grows
-from an eighth to the whole (conductor/load/worker.py).
+**Limits.** Blocks per tick, blocks in flight in total and to one target, and copies per block are
+bounded. A new node lacks every block and would be the target of every copy. Its limit therefore
+grows from an eighth to the whole (conductor/load/worker.py).
 
-Turns. Frontends that see the same hits would all suggest the same copy. So for each prefix they
-have an order: the first suggests at once, the second when it still wants the copy `TURN_S` later,
-and so on. Nobody has to be asked, and a prefix that only one of them sees is copied by that one.
+**Turns.** Frontends that see the same hits would all suggest the same copy. Each prefix therefore
+orders the frontends. The first suggests at once, the second if it still wants the copy after
+`TURN_S`, and so on. This needs no messages, and a prefix that only one frontend sees is copied too.
 
-Not here: copying (the shell and mooncake_store), which node has what (prefix_index).
+Not here: copying (the shell and mooncake_store), block locations (prefix_index).
 """
 
 from __future__ import annotations
@@ -40,51 +39,51 @@ from conductor.load.worker import budget, warm_up
 from conductor.messages import HeatClass, HotPrefix, Replicate
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 
-NOTES_MAX = 1024  # requests noted between two ticks; more are counted at once
-KEYS_CONSIDERED_MAX = 128  # hottest keys looked at per tick
-HEATS = (1, 2, 4, 8)  # lower bounds of the classes that are shown, in units of hot_hits_per_s
-KEYS_SHOWN_MAX = 2048  # hottest keys in these classes: nobody waits longer than 1 ms for them
-PREFIXES_MAX = 256  # latest found ones, of which the hottest are shown
-TURN_S = 6.0  # the shell gives up a copy after 5
+NOTES_MAX = 1024  # requests noted between two ticks; a full list is counted at once
+KEYS_CONSIDERED_MAX = 128  # hottest keys compared per tick
+HEATS = (1, 2, 4, 8)  # lower bounds of the shown classes, in units of hot_hits_per_s
+KEYS_SHOWN_MAX = 2048  # hottest keys in these classes, so that counting takes at most 1 ms
+PREFIXES_MAX = 256  # recent prefixes, of which the hottest are shown
+TURN_S = 6.0  # longer than the 5 s after which the shell abandons a copy
 
 
 @dataclass(slots=True)
 class _Heat:
-    hits: float  # in units of today's weight at the time of each hit
-    parent: bytes | None  # the block before it in its prefix
+    hits: float  # in units of the weight at the time of each hit
+    parent: bytes | None  # block key of the block before it in its prefix
 
 
 class Hotspots:
-    """Counts hits per block; on a tick, suggests copies of the hottest prefixes."""
+    """Counts hits per block, and suggests copies of the hottest prefixes on a tick."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._heats: dict[bytes, _Heat] = {}
-        # Those hot enough at their last hit for another copy: a tick looks at no others. Rates only
-        # fall between hits, so none is missed. In order, as a set.
+        # Keys hot enough for another copy at their last hit; a tick compares only these. Rates only
+        # fall between hits, so no key is missed. Used as an ordered set.
         self._warm: dict[bytes, None] = {}
         rounding = 1 - 1e-9
         self._warm_hits = rounding * config.hot_hits_per_s * config.hot_half_life_s / math.log(2.0)
         self._decay = ForwardDecay(config.hot_half_life_s)
         self._notes: list[tuple[Sequence[bytes], int, float]] = []
-        self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> given up at
-        # Ends of the prefixes that were found last: what is hot is among them. In order, as a set.
+        self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> deadline
+        # Ends of recent prefixes, which include all hot ones. Used as an ordered set.
         self._latest: dict[bytes, None] = {}
-        self._wanted_s: dict[bytes, float] = {}  # leaves that want a copy, and since when
+        self._wanted_s: dict[bytes, float] = {}  # since when each leaf wants a copy
         self._joined_s: dict[str, float] = {}  # when each target was first seen beside others
 
     def __len__(self) -> int:
         return len(self._heats)
 
     def note(self, block_keys: Sequence[bytes], blocks: int, now_s: float) -> None:
-        """The first `blocks` keys were hits. Cheap: they are counted on the next tick."""
+        """The first `blocks` keys were hits. They are counted on the next tick."""
         if blocks > 0:
             self._notes.append((block_keys, blocks, now_s))
             if len(self._notes) >= NOTES_MAX:
                 self._count()
 
     def arrived(self, key: bytes, node_id: str) -> None:
-        """The block is on the node now, whoever copied it."""
+        """A block arrived at a node, by any copy."""
         if self._arriving:
             self._arriving.pop((node_id, key), None)
 
@@ -103,8 +102,8 @@ class Hotspots:
         now_s: float,
         turn: Callable[[bytes], int] = lambda key: 0,
     ) -> list[Replicate]:
-        """Copies worth making now, hottest prefix first. `targets`: nodes that may take copies;
-        `turn`: how many frontends come before this one for the prefix that begins with this key."""
+        """Copies worth making now, hottest prefix first. `targets`: nodes that may receive copies.
+        `turn`: number of frontends before this one for the prefix with this first block key."""
         self._count()
         self._arriving = {k: v for k, v in self._arriving.items() if v > now_s}
         nodes, found = self._with_room(sorted(targets), now_s), []
@@ -129,7 +128,7 @@ class Hotspots:
         return found
 
     def copies_by_heat(self, index: PrefixIndex, now_s: float) -> tuple[HeatClass, ...]:
-        """Of the hottest KEYS_SHOWN_MAX blocks that are hot, as they were at the last tick."""
+        """Classes of the hottest KEYS_SHOWN_MAX blocks, as of the last tick."""
         limit = self._config.hot_hits_per_s / self._per_s(now_s)
         hits = [(self._heats[key].hits / limit, key) for key in self._warm if key in self._heats]
         blocks, copies = dict.fromkeys(HEATS, 0), dict.fromkeys(HEATS, 0)
@@ -142,7 +141,8 @@ class Hotspots:
         return tuple(HeatClass(heat, blocks[heat], copies[heat]) for heat in HEATS)
 
     def hottest(self, index: PrefixIndex, now_s: float, count_max: int) -> list[HotPrefix]:
-        """Of the PREFIXES_MAX prefixes that were found last, whole or in part somewhere."""
+        """The hottest of the PREFIXES_MAX recent prefixes, with the blocks that nodes hold of
+        them."""
         self._count()
         per_s = self._per_s(now_s)
         hits = {key: self._heats[key].hits for key in self._latest if key in self._heats}
@@ -154,9 +154,9 @@ class Hotspots:
         return found
 
     def _with_room(self, nodes: Sequence[str], now_s: float) -> dict[str, int]:
-        """How many blocks may be on their way to each node: a newcomer has a growing share."""
+        """How many blocks may be in flight to each node; the limit of a new node grows."""
         config, whole = self._config, self._config.hot_target_blocks_max
-        since_s = now_s if self._joined_s else -math.inf  # they all came together
+        since_s = now_s if self._joined_s else -math.inf  # the first targets have no warm-up
         self._joined_s = {node: self._joined_s.get(node, since_s) for node in nodes}
         return {
             node: budget(whole, warm_up(at_s, now_s, config.slow_start_s))
@@ -164,7 +164,7 @@ class Hotspots:
         }
 
     def _leaves(self, index: PrefixIndex, now_s: float) -> list[tuple[float, bytes]]:
-        """The deepest blocks that deserve another copy; those before them come along."""
+        """The deepest blocks that need another copy. The blocks before them are copied too."""
         config, per_s = self._config, self._per_s(now_s)
         rates = {key: self._heats[key].hits * per_s for key in self._warm if key in self._heats}
         self._warm = {key: None for key, rate in rates.items() if rate >= config.hot_hits_per_s}
@@ -180,17 +180,17 @@ class Hotspots:
     def _copy(
         self, index: PrefixIndex, nodes: Mapping[str, int], key: bytes, rate: float, left: int
     ) -> Replicate | None:
-        """The rest of this prefix, from a node that has it to the one that lacks least of it."""
+        """The rest of this prefix, from a node that has all of it to the one that lacks least."""
         config, chain = self._config, self._chain(key)
         held = index.match(chain)
         sources = sorted(node for node, blocks in held.items() if blocks == len(chain))
         if not sources:
-            return None  # it is not whole anywhere
+            return None  # no node has the whole prefix
         load = Counter(node for node, _ in self._arriving)
         have = {node: self._expected(node, chain, held.get(node, 0)) for node in nodes}
         copies = len({*sources, *(node for node in nodes if have[node] == len(chain))})
         if copies >= config.hot_copies_max or rate < config.hot_hits_per_s * copies:
-            return None  # those that are on their way are enough
+            return None  # the copies in flight suffice
         targets = [node for node in nodes if have[node] < len(chain) and load[node] < nodes[node]]
         if not targets:
             return None
@@ -201,13 +201,13 @@ class Hotspots:
         return Replicate(missing, sources[0], target, reason)
 
     def _expected(self, node_id: str, chain: Sequence[bytes], held: int) -> int:
-        """Leading blocks that the node has or is about to have."""
+        """Leading blocks that the node has, including blocks in flight."""
         while held < len(chain) and (node_id, chain[held]) in self._arriving:
             held += 1
         return held
 
     def _chain(self, key: bytes) -> list[bytes]:
-        """The prefix that ends with this block, as far back as it is still counted."""
+        """The prefix that ends with this block, as far back as its blocks are counted."""
         chain = [key]
         while (heat := self._heats.get(chain[-1])) is not None and heat.parent is not None:
             chain.append(heat.parent)
@@ -245,18 +245,18 @@ class Hotspots:
         return self._decay.weight(at_s)
 
     def _per_s(self, now_s: float) -> float:
-        """Multiplies a count into hits per second: ln 2 / half-life, at today's weight."""
+        """Factor from a count to hits per second: ln 2 / half-life, at the current weight."""
         return math.log(2.0) / self._config.hot_half_life_s / self._weight(now_s)
 
     def _forget_colder_half(self) -> None:
-        # A block is at least as hot as those after it, so chains lose their ends, not their roots.
+        # A block is at least as hot as those after it, so chains lose their ends first.
         keep = heapq.nlargest(
             self._config.hot_keys_max // 2, self._heats.items(), key=lambda item: item[1].hits
         )
         self._heats = dict(keep)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert len(self._notes) < NOTES_MAX
         assert len(self._latest) <= PREFIXES_MAX
         assert len(self._arriving) <= self._config.hot_blocks_in_flight_max

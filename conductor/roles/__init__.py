@@ -1,1 +1,1 @@
-"""Which worker should take the other role?"""
+"""Role changes of workers between prefill and decode."""

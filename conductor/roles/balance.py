@@ -1,9 +1,9 @@
-"""Both pools of the cluster held against what the load wants of them.
+"""Role balance: the demand and the workers of both pools, as input of the role controller.
 
-Gathers what the decision needs out of the cluster, hears what is asked for, here and at other
-frontends, and counts what was proposed.
+Collects the state of the cluster and the demand of this and the other frontends, and counts
+proposals.
 
-Not here: what is wanted (demand.py), when a flip is worth its price (controller.py).
+Not here: the demand model (demand.py), the decision (controller.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class RoleBalance:
     def asked(
         self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
     ) -> None:
-        """A request came, whether it was let in or not."""
+        """Count an arrived request, admitted or rejected."""
         self._demand.asked(prefill_s, prompt_tokens, decode, now_s)
 
     def ended(self, output_tokens: int, now_s: float) -> None:
-        """An answer was so long."""
+        """Count a finished answer with its length."""
         self._demand.ended(output_tokens, now_s)
 
     def heard(self, batch: NoteBatch, now_s: float) -> None:
-        """The same of another frontend."""
+        """Count the routed requests and finished answers of another frontend."""
         for note in batch.routed:
             decode = self._cluster.workers.get(note.decode)
             if decode is not None:
@@ -47,7 +47,7 @@ class RoleBalance:
                 self._demand.ended(ended.output_tokens, now_s)
 
     def propose(self, is_our_turn: bool, now_s: float) -> RoleFlip | None:
-        """Every frontend counts, so that whoever's turn it becomes knows as much."""
+        """A proposed flip, or None. All frontends accumulate the debt, also without their turn."""
         draining = [
             worker
             for worker in self._cluster.workers.values()
@@ -79,6 +79,6 @@ class RoleBalance:
         return {role: self._proposed[role] for role in ROLES}
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         self._controller.check()
         self._demand.check()

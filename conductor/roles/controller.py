@@ -1,25 +1,29 @@
-"""When a lasting imbalance is worth a flip, and which worker it should be.
+"""Ski-rental controller of role flips: a flip is made once waiting has cost as much as the flip.
+
+With `p` prefill and `d` decode workers, the load lacks
 
     short(p, d) = max(0, prefills wanted - LOAD_MAX x p) + max(0, decodes wanted - LOAD_MAX x d)
 
-is how many workers the load lacks with `p` prefill and `d` decode workers. The best number of flips
-in one direction is the largest of which each takes away at least GAIN_MIN workers of it: that is
-the hysteresis, as a flip that gains so much would lose as much on its way back. What those flips
-together would gain is counted as a debt, in worker-seconds; a moment at which nothing is to be
-gained pays as much back as one worker could have gained, and a change of direction clears it.
+workers. The best number of flips in one direction is the largest one at which each flip reduces
+this by at least GAIN_MIN workers. This gives hysteresis: the flip back would lose as much.
 
-A flip has a price, in worker-seconds too: while the worker drains it takes no work, and as a
-worker of its new role it begins with nothing. As soon as the debt has reached the price of the
-cheapest worker, that one flips and the debt falls by its price. So whoever lost nothing pays
-nothing, and what is paid is never more than what was lost before by waiting, however the load goes
-on (the argument of ski rental: at most twice the cost of who knew the future).
+The possible gain accumulates as a debt, in worker-seconds. While no gain is possible, the debt
+falls at the rate of one worker. A change of direction clears it. A flip has a price in
+worker-seconds: the worker takes no work while it drains, and starts empty in its new role. When the
+debt reaches the price of the cheapest worker, this worker flips, and the debt falls by its price.
+The cost of flips is thus at most the loss of waiting before them. In total it is at most twice the
+cost with knowledge of the future (the argument of ski rental).
 
-Never: the last of a role, or the last that can hold the longest requests of its role; more than
-one in DRAINING_SHARE of a pool at a time; a worker that is still warming up (worker.py); anybody
-while a worker drains that was not told to by us, as an operator or another frontend has begun
-something. Of several frontends one proposes (conductor.py).
+A flip never takes
 
-Not here: what is wanted (demand.py), telling the worker (the shell).
+- the last worker of a role, or the last that can hold the longest requests of its role,
+- more than one in DRAINING_SHARE of a pool at a time,
+- a worker in warm-up (worker.py),
+- any worker while one drains that this controller did not order, because an operator or another
+  frontend has started a change.
+
+Of several frontends one proposes (conductor.py). Not here: the demand (demand.py), the message to
+the worker (the shell).
 """
 
 from __future__ import annotations
@@ -35,41 +39,41 @@ from conductor.messages import RoleFlip
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
 ROLES = tuple(OTHER_ROLE)
 
-# Prompts come in bursts and differ in length by a factor of a hundred: a pool that is busier than
-# this for long lets its queue grow, though the mean of what is asked for would just fit.
+# Prompts arrive in bursts and differ in length by a factor of a hundred. Above this utilisation the
+# queue of a pool grows over time, although the mean demand fits.
 LOAD_MAX = 0.85
-# Of one worker. Demand is known no better than predictions, which are off by 10 to 20 %.
+# In workers. Demand is as inexact as predictions, which are off by 10 to 20 %.
 GAIN_MIN = 0.5
-DRAINING_SHARE = 4  # so a pool keeps three quarters of itself whatever is decided
-# Beside the drain: until it has registered, reported and got its first requests.
+DRAINING_SHARE = 4  # a pool thus keeps three quarters of its workers
+# In addition to the drain: registration, first report and first requests.
 CHANGE_S = 2.0
-# A worker that was told to change and has not for so long does not count as changing any more.
+# Age at which an order to flip is ignored, if the worker has not flipped.
 ORDER_S_MAX = 120.0
-# One that takes requests so long after it was told has kept its role, or never heard of it.
+# Age at which an order is ignored, if the worker still takes requests: it did not apply the order.
 ORDER_HEARD_S = 5.0
-DRY_RUN_S = 30.0  # between proposals that nobody carries out
+DRY_RUN_S = 30.0  # between proposals in a dry run
 
 
 @dataclass(frozen=True, slots=True)
 class RolePool:
-    """The workers of a role, and what the load wants of them."""
+    """The workers of a role, and the number that the load needs."""
 
     takers: Sequence[WorkerState]
     wanted: float
-    joined_lately: frozenset[WorkerKey] = frozenset()  # they are still warming up
+    joined_lately: frozenset[WorkerKey] = frozenset()  # in warm-up
 
 
 @dataclass(slots=True)
 class _Order:
-    role: str  # that it shall take
+    role: str  # the new role
     at_s: float
 
 
 class RoleController:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
-        self._debt_s = 0.0  # worker-seconds that flips would have saved
-        self._towards = ""  # which role they would have gone to
+        self._debt_s = 0.0  # accumulated gain of flips not made, in worker-seconds
+        self._towards = ""  # their new role; "" before the first
         self._looked_s = math.inf
         self._proposed_s = -math.inf
         self._orders: dict[WorkerKey, _Order] = {}
@@ -82,9 +86,9 @@ class RoleController:
         is_our_turn: bool,
         now_s: float,
     ) -> RoleFlip | None:
-        """`draining`: workers that could flip and take no requests because they drain. `decode_s`:
-        how long a request decodes. About every second, also while nothing may be proposed: the
-        debt is counted here."""
+        """Called about once a second, also when no proposal is possible, because it accumulates the
+        debt. `draining`: workers that could flip and take no requests because they drain.
+        `decode_s`: mean decode time of a request."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
         taking = {worker.key for pool in pools.values() for worker in pool.takers}
         known = taking | {worker.key for worker in draining}
@@ -110,15 +114,15 @@ class RoleController:
         return self._cheapest(role, pools[OTHER_ROLE[role]], gain, decode_s, now_s)
 
     def _count(self, role: str, pool: RolePool) -> int:
-        """Of those that have the role or will have it."""
+        """Workers that have the role, including ordered flips."""
         coming = sum(order.role == role for order in self._orders.values())
         return coming + sum(worker.key not in self._orders for worker in pool.takers)
 
     def _cheapest(
         self, role: str, source: RolePool, gain: float, decode_s: float, now_s: float
     ) -> RoleFlip | None:
-        """The worker of the other role that drains soonest, if the debt pays for it."""
-        is_dry = self._config.role_flips == "dry_run"  # what would be, if they could
+        """The worker of the other role with the lowest price, if the debt covers it."""
+        is_dry = self._config.role_flips == "dry_run"  # also considers workers that cannot flip
         staying = [worker for worker in source.takers if worker.key not in self._orders]
         changing = sum(order.role == role for order in self._orders.values())
         if len(staying) < 2 or changing >= max(1, (len(staying) + changing) // DRAINING_SHARE):
@@ -127,7 +131,7 @@ class RoleController:
             (price_s(worker, decode_s, now_s, self._config), worker.info.worker_id, worker)
             for worker in staying
             if (worker.info.can_flip or is_dry)
-            and not worker.info.pipeline_group  # it has a share of the layers only
+            and not worker.info.pipeline_group  # it has only part of the layers
             and worker.key not in source.joined_lately
             and not _is_only_one_as_large(worker, staying)
         ]
@@ -147,18 +151,18 @@ class RoleController:
         return RoleFlip(worker.ref, role, reason)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert self._debt_s >= 0.0, self._debt_s
         assert all(order.role in OTHER_ROLE for order in self._orders.values())
 
 
 def short(wanted: Mapping[str, float], counts: Mapping[str, int]) -> float:
-    """Workers that the load lacks."""
+    """Number of workers that the load lacks, as a fraction."""
     return sum(max(0.0, wanted[role] - LOAD_MAX * counts[role]) for role in wanted)
 
 
 def best_flips(wanted: Mapping[str, float], counts: Mapping[str, int]) -> tuple[str, int, float]:
-    """(to which role, how many flips, how many workers less are lacking); no flips: ("", 0, 0)."""
+    """(new role, number of flips, gain in workers); without flips: ("", 0, 0)."""
     before = short(wanted, counts)
     for role, other in OTHER_ROLE.items():
         flips, lacking = 0, before
@@ -173,9 +177,9 @@ def best_flips(wanted: Mapping[str, float], counts: Mapping[str, int]) -> tuple[
 
 
 def price_s(worker: WorkerState, decode_s: float, now_s: float, config: ConductorConfig) -> float:
-    """Worker-seconds until it works in its other role: what is queued at a prefill worker, or the
-    longest of the answers at a decode worker (the mean of the longest of n, where each goes on for
-    `decode_s` in the mean, is decode_s x (1 + 1/2 + ... + 1/n))."""
+    """Worker-seconds until the worker serves in its other role. For a prefill worker this is its
+    queue. For a decode worker it is the longest of n remaining answers. Their mean is `decode_s`,
+    so the mean of the longest is decode_s x (1 + 1/2 + ... + 1/n)."""
     ratio = worker.speed_ratio(now_s, config)
     if worker.info.role == "prefill":
         return CHANGE_S + ratio * worker.queue.work_s(now_s)
@@ -184,7 +188,7 @@ def price_s(worker: WorkerState, decode_s: float, now_s: float, config: Conducto
 
 
 def _is_only_one_as_large(worker: WorkerState, staying: Sequence[WorkerState]) -> bool:
-    """Nobody else of its role could hold the longest requests that it can."""
+    """Whether no other worker of its role can hold the longest requests that this worker can."""
     info = worker.info
     return not any(
         other is not worker

@@ -1,21 +1,21 @@
-"""How many workers of each role does the load need, so that both service levels are kept?
+"""Demand for workers of each role, so that both service levels are kept.
 
-In workers of the pool as it is, so that both roles compare:
+Demand is in workers of the existing pool, so that both roles compare:
 
-    prefill   seconds of prefill that are asked for in a second
-              + what is queued / the TTFT limit: within that time the queue should be gone
-    decode    the greater of what is there and what is asked for
-              there      sum over workers of batch / the largest that keeps the TBT limit
-              asked for  answers in a second x mean tokens x step / that largest batch
+    prefill   seconds of prefill requested per second
+              + queued seconds / the TTFT limit: the queue should drain within that time
+    decode    the greater of present and requested
+              present    sum over workers of batch / the largest batch that keeps the TBT limit
+              requested  answers per second x mean tokens x step / that largest batch
 
-The largest batch is bounded by slots and pages too. What is there says what answers really are;
-what is asked for says it before prompts that wait in a prefill queue come out of it. Rates fade
-with a half-life, and begin at zero: a few prompts after a start are no load.
+Slots and pages bound the largest batch too. The present load has the true lengths of answers. The
+requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates decay with
+a half-life and start at zero, so a few prompts after a start are no load.
 
-Requests that were rejected count: they are what one more worker would serve. Of those that another
-frontend has rejected nothing is known.
+Requests that this frontend rejected count, because another worker would serve them. Rejections of
+other frontends are unknown.
 
-Not here: what follows from it (controller.py).
+Not here: the decision (controller.py).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from conductor.estimates.forward_decay import ForwardDecay
 from conductor.load.worker import WorkerState
 from mooncake_store.layout import blocks_touched
 
-# Long enough for several prompts of the longest kind, which take seconds each; short beside the
-# minutes for which a change of the load must last to be worth a flip.
+# Longer than several of the longest prompts, which take seconds each. Shorter than the minutes for
+# which a change of the load must continue to be worth a flip.
 HALF_LIFE_S = 15.0
 
 
 class RoleDemand:
-    """What was asked for lately."""
+    """Recent demand, as decayed sums."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._decay = ForwardDecay(HALF_LIFE_S)
-        self._prefill_s = self._answers = self._step_shares_s = 0.0  # sums that fade
+        self._prefill_s = self._answers = self._step_shares_s = 0.0  # decayed sums
         self._ended = self._output_tokens = 0.0
 
     def asked(
         self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
     ) -> None:
-        """A request came, whose prefill would take so long, and this worker would decode it."""
+        """A request arrived with this predicted prefill time, and `decode` would decode it."""
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._prefill_s += weight * prefill_s
@@ -53,7 +53,7 @@ class RoleDemand:
         self._step_shares_s += weight * self._token_s(decode, prompt_tokens)
 
     def ended(self, output_tokens: int, now_s: float) -> None:
-        """An answer was so long."""
+        """An answer finished with this length."""
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._ended += weight
@@ -71,12 +71,13 @@ class RoleDemand:
         return amount / self._decay.weight(now_s) / (HALF_LIFE_S / math.log(2.0))
 
     def _token_s(self, worker: WorkerState, prompt_tokens: int) -> float:
-        """Of a worker's time, what one token of such an answer takes in the largest batch."""
+        """Time of a worker for one token of such an answer, in its largest batch."""
         batch = self._largest_batch(worker, prompt_tokens)
         return worker.decode_estimate.step_s(batch, batch * prompt_tokens) / batch
 
     def _largest_batch(self, worker: WorkerState, prompt_tokens: float) -> float:
-        """Of requests with so much context, which keeps the limit and fits the worker."""
+        """Largest batch of requests with this context that keeps the TBT limit and fits the
+        worker."""
         estimate, info = worker.decode_estimate, worker.info
         share_s = estimate.per_sequence_s + estimate.per_context_token_s * prompt_tokens
         left_s = self._config.tbt_slo_s - estimate.base_s
@@ -85,7 +86,7 @@ class RoleDemand:
         return max(1.0, min(by_time, info.slots_max, info.pages_max / max(1, pages)))
 
     def prefills_wanted(self, workers: Sequence[WorkerState], now_s: float) -> float:
-        """`workers`: all of the role that there are."""
+        """Prefill workers that the load needs. `workers`: all of the role."""
         queued_s = sum(
             worker.queue.work_s(now_s) * worker.speed_ratio(now_s, self._config)
             for worker in workers
@@ -99,12 +100,12 @@ class RoleDemand:
         return max(there, asked)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         sums = (self._prefill_s, self._answers, self._step_shares_s, self._ended)
         assert min(*sums, self._output_tokens) >= 0.0, sums
 
     def _fullness(self, worker: WorkerState, now_s: float) -> float:
-        """Its batch in units of the largest that it may have."""
+        """Its batch / the largest batch that it may have."""
         load, info = worker.batch.load_now(), worker.info
         if not load.sequences:
             return 0.0
