@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from backends.tracing.trace_context import TraceContext
 from backends.workers.protocol import DecodeReply, PrefillReply
@@ -137,19 +137,12 @@ class SpanTree:
         noted: dict[str, Attribute] = {"mooncake.attempt": times.number}
         if times.loss:
             noted["mooncake.loss"] = times.loss
-        attempt = self._child(
-            root, "attempt", times.began_s, ended_s, attributes=noted, error=error
-        )
+        attempt = self._child(root, "attempt", times.began_s, ended_s)
+        attempt = replace(attempt, attributes=noted, error=error)
         yield attempt
         decided_s = ended_s if times.decided_s is None else times.decided_s
-        yield self._child(
-            attempt,
-            "decide",
-            times.began_s,
-            decided_s,
-            attributes=times.decision,
-            error=times.rejection,
-        )
+        decide = self._child(attempt, "decide", times.began_s, decided_s)
+        yield replace(decide, attributes=times.decision, error=times.rejection)
         if times.prefill is not None:
             yield from self._of_prefill(attempt, times.prefill, times)
         if times.decode is not None:
@@ -159,11 +152,8 @@ class SpanTree:
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
         reply = times.prefill_reply
-        span = self._child(
-            attempt,
-            "prefill",
-            call.began_s,
-            _end(call),
+        span = replace(
+            self._child(attempt, "prefill", call.began_s, _end(call)),
             kind="client",
             attributes={"mooncake.worker": call.worker, **_prefill_attributes(reply)},
             error=_error(attempt, reply),
@@ -173,14 +163,8 @@ class SpanTree:
             return
         began_s = call.began_s + _way_there_s(call, reply)
         for name, from_s, until_s in prefill_phases(reply):
-            yield self._child(
-                span,
-                f"prefill.{name}",
-                began_s + from_s,
-                began_s + until_s,
-                service=PREFILL,
-                instance=call.worker,
-            )
+            phase = self._child(span, f"prefill.{name}", began_s + from_s, began_s + until_s)
+            yield replace(phase, service=PREFILL, instance=call.worker)
 
     def _of_decode(
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
@@ -194,60 +178,25 @@ class SpanTree:
             joined_s = min(loaded_from_s + reply.load_s, until_s)
             handed_over_s = times.prefill.ended_s if times.prefill is not None else None
             began_s = call.began_s if handed_over_s is None else handed_over_s
-            span = self._child(
-                attempt,
-                "handover",
-                min(began_s, call.began_s),
-                joined_s,
-                attributes={**worker, **_handover_attributes(reply)},
-            )
-            yield span
+            span = self._child(attempt, "handover", min(began_s, call.began_s), joined_s)
+            yield replace(span, attributes={**worker, **_handover_attributes(reply)})
             for name, from_s, to_s in (
                 ("queue", call.began_s, loaded_from_s),
                 ("load", loaded_from_s, joined_s),
             ):
-                yield self._child(
-                    span, f"handover.{name}", from_s, to_s, service=DECODE, instance=call.worker
-                )
-        yield self._child(
-            attempt,
-            "decode",
-            joined_s,
-            until_s,
-            kind="client",
-            attributes=worker,
-            error=_error(attempt, reply),
-        )
+                phase = self._child(span, f"handover.{name}", from_s, to_s)
+                yield replace(phase, service=DECODE, instance=call.worker)
+        decode = self._child(attempt, "decode", joined_s, until_s)
+        yield replace(decode, kind="client", attributes=worker, error=_error(attempt, reply))
 
-    def _child(
-        self,
-        parent: SpanRecord,
-        name: str,
-        start_s: float,
-        end_s: float,
-        kind: str = "internal",
-        service: str = FRONTEND,
-        instance: str = "",
-        attributes: Attributes = NO_ATTRIBUTES,
-        error: str = "",
-    ) -> SpanRecord:
+    def _child(self, parent: SpanRecord, name: str, start_s: float, end_s: float) -> SpanRecord:
+        """A span within `parent`, of the frontend, without attributes. `end_s` inf: its end."""
         start_ns = min(max(self._ns(start_s), parent.start_ns), parent.end_ns)
         end_ns = parent.end_ns
         if end_s < math.inf:
             end_ns = min(max(self._ns(end_s), start_ns), parent.end_ns)
         context = TraceContext(self._root.trace_id, self._new_span_id(), True)
-        return SpanRecord(
-            name=name,
-            context=context,
-            parent_span_id=parent.context.span_id,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            kind=kind,
-            service=service,
-            instance=instance,
-            attributes=attributes,
-            error=error,
-        )
+        return SpanRecord(name, context, parent.context.span_id, start_ns, end_ns)
 
     def _ns(self, at_s: float) -> int:
         return round((at_s + self._to_unix_s) * 1e9)
