@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.users import gevent_setup  # isort: skip  before anything that uses gRPC
+from loadtest.users import gevent_setup  # isort: skip  before every import of gRPC
 
 from locust import events
 from locust.runners import MasterRunner, WorkerRunner

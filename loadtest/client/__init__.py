@@ -1,1 +1,3 @@
-"""How is a server reached, and what does it say? Requests, answers, its description, its page."""
+"""How is a server reached, and what does it report? Requests, answers, its description, its
+page.
+"""

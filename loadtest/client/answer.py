@@ -1,4 +1,4 @@
-"""One request's answer as it arrives, and the record that is made of it. Any client fills these."""
+"""One request's answer as it arrives, and the record made of it. All clients use these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 @dataclass(slots=True)
 class ReceivedAnswer:
-    """What of one request's answer has arrived so far."""
+    """The part of one request's answer that has arrived so far."""
 
     token_times_s: list[float] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class ReceivedAnswer:
         if self.input_tokens is None:
             self.input_tokens = event.input_tokens
         self.finish_reason = event.finish_reason or self.finish_reason
-        self.decision |= event.decision or {}  # the last response adds what decode knows
+        self.decision |= event.decision or {}  # the last response adds the decode worker's part
 
     @property
     def text(self) -> str:

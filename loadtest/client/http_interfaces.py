@@ -1,13 +1,13 @@
-"""Over HTTP: what is posted for a request, and what comes back means; Triton's own, or OpenAI's.
+"""Requests and responses over HTTP, for Triton's own interface or OpenAI's.
 
-Either way it is one POST that is answered by server-sent events, so one sender does for both: under
-gevent users/senders.py, under asyncio sse_client.py. Pure translation: bytes in, events and errors
-out, the time is an argument.
+In both, one POST is answered by server-sent events, so one sender does for both: under gevent
+users/senders.py, under asyncio sse_client.py. Pure translation: bytes in, events and errors out;
+the time is an argument.
 
-OpenAI's events carry text, not token ids, and say in the end how many tokens there were. An event
-is taken for one token; what the end says beyond that came in messages of several, and is added
-there. TBT is the same wherever in a stream such tokens are added: they make intervals of zero.
-A conductor's decision does not pass through OpenAI's interface.
+OpenAI's events carry text, not token ids, and the last one counts the tokens. Each event counts as
+one token. Tokens of the final count beyond that came several in a message, and are added at the
+end. TBT does not depend on where such tokens are added, because their intervals are zero. OpenAI's
+interface does not carry a conductor's decision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INCOMPLETE = "the stream ended before the answer did: no finish reason came, or 
 NEVER_ENDS = -1  # as `end_id`
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TENANT = "tenant"
-RETRY_AFTER_S = 1.0  # of a rejection that does not say
+RETRY_AFTER_S = 1.0  # of a rejection without a Retry-After
 # By status, where the code of OpenAI's error is none of ours.
 KINDS = {401: "forbidden", 403: "forbidden", 500: "server_error", 504: "timeout"}
 OWN_KINDS = ("invalid_request", "forbidden", "unavailable", "kv_missing")
@@ -52,12 +52,12 @@ class PostedRequest:
 
 
 class EventReader(Protocol):
-    """Reads the events of one answer; `is_finished` when nothing of it is missing."""
+    """Reads the events of one answer; `is_finished`: the answer is complete."""
 
     is_finished: bool
 
     def read(self, data: bytes, time_s: float) -> TokenEvent | None:
-        """What is behind `data:`; None for an event that brings nothing. Raises ServerError."""
+        """The event after `data:`; None for an event without content. Raises ServerError."""
         ...
 
 
@@ -67,12 +67,14 @@ class HttpInterface(Protocol):
     def reader(self) -> EventReader: ...
 
     def refusal(self, status: int, retry_after: str, body: bytes) -> ServerError:
-        """What an answer that is no stream of events says; `retry_after` is the header, or ""."""
+        """The error in a response that is no stream of events; `retry_after` is the header, or
+        "".
+        """
         ...
 
 
 def data_of(line: bytes) -> bytes | None:
-    """Of a line of a stream; None for comments, other fields and the lines between events."""
+    """The data of a line; None for comments, other fields and the lines between events."""
     return line[len(DATA) :].strip() if line.startswith(DATA) else None
 
 
@@ -81,7 +83,7 @@ def shown(body: bytes) -> str:
 
 
 def decoded(data: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for what is none."""
+    """A JSON object; None for any other data."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -104,7 +106,7 @@ class TritonReader:
 
 @dataclass(frozen=True, slots=True)
 class TritonInterface:
-    """`generate_stream` of one model. A refusal is status 400 with {"error": ...}."""
+    """`generate_stream` of one model. A refusal has status 400 with {"error": ...}."""
 
     model: str
 
@@ -123,9 +125,9 @@ class TritonInterface:
 @dataclass(slots=True)
 class OpenAiReader:
     is_finished: bool = False
-    _tokens: int = 0  # that were said so far
-    _ends: str = ""  # the reason, once it is there
-    _last_s: float = 0.0  # when the last text came
+    _tokens: int = 0  # tokens in the events so far
+    _ends: str = ""  # finish reason, once received
+    _last_s: float = 0.0  # time of the last text
 
     def read(self, data: bytes, time_s: float) -> TokenEvent | None:
         if data == DONE:
@@ -146,7 +148,7 @@ class OpenAiReader:
         text = choice.get("text") or delta.get("content") or ""
         reason = choice.get("finish_reason") or ""
         self._ends = self._ends or reason
-        # Who speaks is said before the first token, why it ends perhaps behind the last one.
+        # The role comes before the first token; the finish reason may come after the last one.
         if not text and (reason or "role" in delta):
             return TokenEvent(time_s, finish_reason=reason) if reason else None
         self._tokens += 1
@@ -168,11 +170,11 @@ class OpenAiReader:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiInterface:
-    """`keys`: of each tenant that has one; `key`: of all others, "" for none. A tenant with a key
-    is named by it, one without is named in the request."""
+    """`keys`: API key of each tenant that has one; `key`: of all others, "" for none. A tenant with
+    an API key is identified by it; one without is named in the request."""
 
     path: str = COMPLETIONS
-    model: str = ""  # "": whatever is served
+    model: str = ""  # "": the first served model
     key: str = field(default="", repr=False)
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -195,7 +197,7 @@ class OpenAiInterface:
         for name in ("max_tokens", "min_tokens", "top_k", "top_p", "seed"):
             if (value := getattr(request, name)) is not None:
                 yield name, value
-        # The conductor is greedy unless it is asked otherwise, OpenAI's interface is not.
+        # The conductor is greedy by default, OpenAI's interface is not.
         wants_sampling = request.top_k is not None or request.top_p is not None
         default = 1.0 if wants_sampling else 0.0
         yield "temperature", default if request.temperature is None else request.temperature
@@ -230,12 +232,12 @@ class OpenAiInterface:
 
 
 def error_of(status: int, retry_after: str, said: Mapping[str, Any]) -> ServerError:
-    """`status` 0: an event of a stream that had begun."""
+    """The error that the server reported. `status` 0: in an event of a stream that had begun."""
     error = said["error"] if isinstance(said["error"], dict) else {"message": said["error"]}
     code, message = str(error.get("code") or ""), str(error.get("message") or error)
     if status == 429 or error.get("type") == "rate_limit_error":
         return Rejected(code or "rate_limit", message, seconds(retry_after))
-    if code == "too_large":  # no waiting helps: the request itself has to change
+    if code == "too_large":  # waiting does not help: the request itself has to change
         return Rejected(code, message, 0.0)
     if status == 401:
         message = f"{message}; {NO_KEY}"
@@ -246,7 +248,7 @@ def error_of(status: int, retry_after: str, said: Mapping[str, Any]) -> ServerEr
 
 
 def seconds(retry_after: str) -> float:
-    """Of the header; a date, which it may also be, is taken for the least time."""
+    """Seconds of the header; a date, which is also valid there, counts as the least time."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

@@ -1,14 +1,15 @@
-"""The Prometheus page of a server, such as Triton's metrics port serves: read once, or all along.
+"""The Prometheus page of a server, such as Triton's metrics port serves: read once, or
+periodically.
 
-The text is parsed by `prometheus_client`; here is what a load test wants of it. Comment lines are
-left out before parsing: with its `# TYPE` line a counter would come back under another name
-(`nv_inference_count` as `nv_inference_count_total`), and a recording holds names as they stand.
+`prometheus_client` parses the text. Comment lines are removed before parsing: with its `# TYPE`
+line a counter would get another name (`nv_inference_count` as `nv_inference_count_total`), and a
+recording keeps the names of the page.
 
-A sampler reads the page about once a second while a run goes on. Only the lines that are kept are
-cut out of it meanwhile; they are parsed when the run has ended, because a sampler that used the
-sender's processor would make the sender late. A page that cannot be read is left out: the run is
-about the requests, and a report without samples says that there are none. Plain threads and
-sockets, so that it also works in a process where gevent has replaced both.
+A sampler reads the page about once a second during a run. It only cuts out the lines that it keeps;
+they are parsed after the run, because a sampler that used the sender's processor would make the
+sender late. A page that cannot be read is left out: requests matter more, and a report without
+samples states that there are none. Plain threads and sockets also work in a process where gevent
+has replaced both.
 
 Not here: rates from counters (report/timeline.py).
 """
@@ -28,21 +29,21 @@ from loadtest.results.recording import Sample
 
 FETCH_S_MAX = 5.0
 SAMPLED_PREFIX = "mooncake_"
-SETTLE_S = 0.5  # a server brings its page up to date a few times a second, not at once
+SETTLE_S = 0.5  # a server updates its page a few times a second, not at once
 
 
 def fetch_page(metrics_url: str, key: str = "") -> str:
-    """Raises OSError when it cannot be had, ValueError when the address or the text is no such.
+    """OSError when the page cannot be read; ValueError when the address or the text is invalid.
 
-    `key`: a gateway with API keys wants one for its page; no other page is given one.
+    `key`: the API key for the page of a gateway with API keys; no other page receives one.
     """
     return get(metrics_url, key, FETCH_S_MAX).decode()
 
 
 def series_of(lines: Iterable[str]) -> Iterator[Series]:
-    """Name, labels and value of each line that is no comment; ValueError for a line that is none.
+    """Name, labels and value of each line that is no comment; ValueError for an invalid line.
 
-    Each line is parsed alone: two lines of one name and other ones between are no error.
+    Each line is parsed alone, so lines of one name need not be adjacent.
     """
     for line in lines:
         if line.strip() and not line.startswith("#"):
@@ -51,7 +52,7 @@ def series_of(lines: Iterable[str]) -> Iterator[Series]:
 
 
 def series_key(series: Series) -> str:
-    """As it stands on the page, without the value: `mooncake_pages_used{model="prefill_0"}`."""
+    """Its name on the page, without the value: `mooncake_pages_used{model="prefill_0"}`."""
     if not series.labels:
         return series.name
     labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in series.labels.items())
@@ -59,7 +60,7 @@ def series_key(series: Series) -> str:
 
 
 def counter_sum(page: str, name: str, labels: Mapping[str, str] | None = None) -> float | None:
-    """The sum over all series of `name` that carry `labels`; None when there is none."""
+    """The sum over all series of `name` that carry `labels`; None without any."""
     wanted = (labels or {}).items()
     lines = (line for line in page.splitlines() if line.startswith(name))
     found = [
@@ -75,7 +76,7 @@ def _escaped(value: str) -> str:
 
 
 class MetricsSampler:
-    """`start()`, then `stop()` once, which takes a last sample and returns them all."""
+    """`start()`, then `stop()` once, which takes a last sample and returns all samples."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class MetricsSampler:
         assert period_s > 0, f"period_s {period_s} must be positive"
         self.metrics_url = metrics_url
         self._key = key
-        self.problem = ""  # why the latest page that could not be read was not
+        self.problem = ""  # why the latest unreadable page could not be read
         self._now_s = now_s
         self._period_s = period_s
         self._settle_s = settle_s
@@ -140,6 +141,6 @@ class MetricsSampler:
 
 
 def is_kept(line: str) -> bool:
-    """Ours, and no bucket of a histogram."""
+    """A series of this project that is no bucket of a histogram."""
     name = line.partition("{")[0]
     return line.startswith(SAMPLED_PREFIX) and not name.endswith("_bucket")

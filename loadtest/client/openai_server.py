@@ -1,8 +1,8 @@
-"""A server of OpenAI's interface as its clients know it: where it is, what it says of itself.
+"""A server of OpenAI's interface as its clients see it: its address and its description.
 
-That is what /v1/models says: the model's name, the length of its context (`max_model_len`, as vLLM
-says it too), and of ours the rest that a run has to know. What nobody says is assumed and named, as
-server.py does.
+/v1/models describes it: the model's name, the length of its context (`max_model_len`, as in vLLM),
+and, of our gateway, the other facts that a run needs. Missing facts are assumed and named, as in
+server.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loadtest.client.protocol import ServerError
 
 PROBE_S_MAX = 10.0
 ADDRESS = "127.0.0.1:9000"
-KEY_VARIABLE = "OPENAI_API_KEY"  # as the clients of OpenAI's interface have it
+KEY_VARIABLE = "OPENAI_API_KEY"  # the name that clients of OpenAI's interface use
 START_ONE = "start one with `mooncake serve --openai-port 9000`, or name its address"
 
 
@@ -41,11 +41,13 @@ class HttpAddress:
 
     @property
     def metrics_url(self) -> str:
-        """The gateway has the launcher's page."""
+        """The gateway serves the launcher's page."""
         return f"{self.url}/metrics"
 
     def key_for(self, page: str, key: str) -> str:
-        """`key` where `page` is `metrics_url`, however written; "" for the page of anybody else."""
+        """`key` where `page` is `metrics_url` in any notation; "" for the page of any other
+        server.
+        """
         try:
             parts = urlsplit(page)
             server = http_address(f"{parts.scheme}://{parts.netloc}")
@@ -55,7 +57,7 @@ class HttpAddress:
 
 
 def http_address(text: str) -> HttpAddress:
-    """127.0.0.1:9000, http://127.0.0.1:9000, https://llm.example.org, each also with /v1 behind it;
+    """127.0.0.1:9000, http://127.0.0.1:9000, https://llm.example.org, each also with /v1 after it;
     ValueError for anything else."""
     parts = urlsplit(text if "://" in text else f"http://{text}")
     is_tls = parts.scheme == "https"
@@ -76,20 +78,20 @@ def http_address(text: str) -> HttpAddress:
 
 
 def own_key() -> str:
-    """Of the environment; "" without one."""
+    """The API key of the environment; "" without one."""
     return os.environ.get(KEY_VARIABLE, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedByOpenAi:
-    """What /v1/models says."""
+    """The facts of /v1/models."""
 
     model: str
-    facts: Mapping[str, Any]  # as server.description wants them
+    facts: Mapping[str, Any]  # in the form of server.description
 
 
 def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByOpenAi:
-    """`model`: the one that is wanted, "" for the first. Raises ServerError."""
+    """`model`: the wanted one, "" for the first. Raises ServerError."""
     url = f"{address.url}/v1/models"
     try:
         said = json.loads(get(url, key, PROBE_S_MAX))
@@ -103,10 +105,10 @@ def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByO
         reason = getattr(error, "reason", error)
         raise ServerError("unreachable", f"{url}: {reason}; {START_ONE}") from None
     except (ValueError, KeyError, TypeError):
-        what = f"{url}: what answers there is no OpenAI interface; {START_ONE}"
+        what = f"{url}: the server there has no OpenAI interface; {START_ONE}"
         raise ServerError("unreachable", what) from None
     if not models:
-        raise ServerError("unavailable", f"{url}: it serves no model")
+        raise ServerError("unavailable", f"{url}: the server has no model")
     if model and model not in models:
         known = ", ".join(models)
         raise ServerError("invalid_request", f"{url}: there is no model {model!r}; served: {known}")
@@ -115,7 +117,7 @@ def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByO
 
 
 def facts_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the names that the conductor's description has."""
+    """The facts, under the names of the conductor's description."""
     found = {"context_tokens_max": model.get("max_model_len")}
     for name in ("block_tokens", "vocabulary_tokens", "special_token_ids"):
         found[name] = model.get(name)

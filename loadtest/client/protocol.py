@@ -1,7 +1,7 @@
-"""What a client and the `conductor` model say to each other, over gRPC and over HTTP.
+"""The messages between a client and the `conductor` model, over gRPC and over HTTP.
 
-Translation only, for every client alike: a `GenerateRequest` becomes tensors or a JSON body, each
-response becomes a `TokenEvent` with the time it arrived, and each error message an exception.
+Translation only, for all clients: a `GenerateRequest` becomes tensors or a JSON body, each response
+becomes a `TokenEvent` with its arrival time, and each error message an exception.
 
 Errors, by the prefix that the server writes (Triton has no status code for "try later"):
 
@@ -9,7 +9,7 @@ Errors, by the prefix that the server writes (Triton has no status code for "try
     invalid_request  "invalid_request: ..."  fix the request
     forbidden        "forbidden: ..."        with API keys: no key, or a tenant that is not proven
     unavailable      "unavailable: ..."      a part of the server is not there
-    kv_missing       "kv_missing: ..."       cached blocks got lost on the way, again and again
+    kv_missing       "kv_missing: ..."       cached blocks were lost repeatedly on the way
     server_error     any other text of the server
     unreachable      no connection, or it broke
     timeout          no complete answer in time
@@ -32,14 +32,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CHANNELS = 4  # connections; one HTTP/2 connection is served by one thread of the server
+CHANNELS = 4  # connections; one thread of the server serves one HTTP/2 connection
 REQUEST_S_MAX = 600.0
 REJECTED_PREFIX = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.eE+-]+)\s*:?\s*(.*)", re.S)
 KIND_PREFIX = re.compile(r"\b(invalid_request|forbidden|unavailable|kv_missing):")
 
 
 class ServerError(Exception):
-    """The request was not served. `kind` is one of those listed in the module docstring."""
+    """The request was not served. `kind` is one of those in the module docstring."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,9 @@ class ServerError(Exception):
 
 
 class Rejected(ServerError):
-    """The server was able to answer and chose not to; `kind` is its reason, e.g. `ttft`."""
+    """The server rejected a request that it could have served; `kind` is its reason, e.g.
+    `ttft`.
+    """
 
     def __init__(self, kind: str, message: str, retry_after_s: float) -> None:
         super().__init__(kind, message)
@@ -57,12 +59,12 @@ class Rejected(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to `conductor`: `input_ids` or `text_input`, never both. None is not sent."""
+    """One request to `conductor`: either `input_ids` or `text_input`. None is not sent."""
 
     request_id: str
     input_ids: npt.NDArray[np.int32] | None = None
     text_input: str | None = None
-    # The same prompt as a conversation, for interfaces that take one: roles and contents.
+    # The same prompt as a conversation, for chat interfaces: roles and contents.
     messages: tuple[Mapping[str, str], ...] = ()
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -79,7 +81,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One response of a stream. Fields that this response did not carry are None or empty."""
+    """One response of a stream. Fields that are missing in it are None or empty."""
 
     time_s: float
     output_ids: tuple[int, ...] = ()
@@ -88,7 +90,7 @@ class TokenEvent:
     cached_tokens: int | None = None
     input_tokens: int | None = None
     decision: dict[str, Any] | None = None
-    tokens: int = 0  # how many, where their ids are not said
+    tokens: int = 0  # their number, where the response has no ids
 
 
 # name of the field and of the tensor -> Triton type, numpy type
@@ -131,9 +133,9 @@ def parameters(request: GenerateRequest) -> dict[str, str | int | bool]:
 
 
 def json_body(request: GenerateRequest) -> bytes:
-    """For HTTP `generate` and `generate_stream`: tensors and parameters side by side.
+    """The body for HTTP `generate` and `generate_stream`: tensors and parameters side by side.
 
-    Without the request's id: Triton takes `id` for a parameter here, and the server knows none.
+    It lacks the request's id: Triton would take `id` for a parameter, which the server rejects.
     """
     body: dict[str, Any] = dict(parameters(request))
     if request.input_ids is not None:
@@ -147,7 +149,7 @@ def json_body(request: GenerateRequest) -> bytes:
 
 
 def server_error(message: str) -> ServerError:
-    """The error that a message of the server stands for, told by its prefix."""
+    """The error that a message of the server means, by its prefix."""
     if rejected := REJECTED_PREFIX.search(message):
         try:
             return Rejected(rejected[1], rejected[3] or message, float(rejected[2]))
@@ -180,14 +182,14 @@ def parse_response(response: Any, time_s: float) -> TokenEvent:
 
 
 def parse_json(response: Mapping[str, Any], time_s: float) -> TokenEvent:
-    """The JSON of one HTTP response or streamed event; raises the error that it may be instead."""
+    """The JSON of one HTTP response or streamed event; raises the error that it contains."""
     if (message := response.get("error")) is not None:
         raise server_error(str(message))
     output_ids = response.get("output_ids", ())
     decision = response.get("decision")
     return TokenEvent(
         time_s=time_s,
-        # a single one comes as a bare number
+        # a single id comes as a bare number
         output_ids=(output_ids,) if isinstance(output_ids, int) else tuple(output_ids),
         text=response.get("text_output", ""),
         finish_reason=response.get("finish_reason", ""),

@@ -1,9 +1,9 @@
-"""A server as its clients know it: where it listens, and what it says of itself.
+"""A server as its clients see it: its addresses and its description.
 
-What a run has to know (block size, context length, vocabulary) is asked in this order, the first
-answer wins: the command line, the `conductor` model (a request with the parameter `describe` is
-answered with JSON in `text_output`), the parameters of its config.pbtxt, and last the values of the
-demo repository, which are named as assumptions.
+The first source that has a fact (block size, context length, vocabulary) wins. The sources are: the
+command line; the `conductor` model, which answers a request with the parameter `describe` by JSON
+in `text_output`; the parameters of its config.pbtxt; the values of the demo repository, which are
+reported as assumptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ASSUMED = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens":
 ASSUMED_SPECIAL_TOKEN_IDS = tuple(range(16))  # the demo's are 0, 1 and 2
 
 DESCRIBE = GenerateRequest("describe", parameters={"describe": True})
-NOT_UNDERSTOOD = ("invalid_request", "server_error", "incomplete")  # what a stranger answers it
+# errors of a server without `describe`
+NOT_UNDERSTOOD = ("invalid_request", "server_error", "incomplete")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class ServerDescription:
     context_tokens_max: int
     vocabulary_tokens: int
     special_token_ids: tuple[int, ...] = ASSUMED_SPECIAL_TOKEN_IDS
-    assumed: tuple[str, ...] = ()  # names of the fields that nobody said
+    assumed: tuple[str, ...] = ()  # names of the fields that no source has
 
 
 def description(*sources: Mapping[str, Any]) -> ServerDescription:
-    """The first value that a source has for each field; what none has is assumed."""
+    """The first value of a source for each field; missing fields are assumed."""
     values: dict[str, int] = {}
     for name in ASSUMED:
         for source in sources:
@@ -88,7 +89,7 @@ async def describe_server(
 
 
 async def ask_description(client: DescribedClient) -> Mapping[str, Any]:
-    """What `conductor` says of itself, over Triton's gRPC or HTTP."""
+    """The description that `conductor` sends, over Triton's gRPC or HTTP."""
     answer = ReceivedAnswer()
     try:
         async for event in client.generate(DESCRIBE, PROBE_S_MAX):
@@ -101,6 +102,8 @@ async def ask_description(client: DescribedClient) -> Mapping[str, Any]:
 
 
 def described(answer: ReceivedAnswer) -> Mapping[str, Any]:
-    """What the answer to DESCRIBE says; empty when the model took it for an ordinary request."""
+    """The content of the answer to DESCRIBE; empty when the model took it for an ordinary
+    request.
+    """
     facts = json.loads(answer.text) if answer.finish_reason == "described" else {}
     return facts if isinstance(facts, dict) else {}

@@ -1,10 +1,10 @@
 """HTTP by asyncio: a POST, and the times at which the events of its answer arrive.
 
-Bytes over a socket, because a client library costs more for each event than the gateway does; so
-one process can take the times of many streams. Each request has a connection of its own, and
-connecting counts as time to its first token. `SseClient` is for load, over any HTTP interface;
-`ask` takes times alone. Not here: what is sent and what events mean (http_interfaces.py), what
-clients of people do (the package `openai` in tests/e2e).
+It reads bytes from a socket, because a client library costs more per event than the gateway does.
+So one process can take the times of many streams. Each request has a connection of its own, and
+connecting counts towards its TTFT. `SseClient` sends load over any HTTP interface; `ask` only takes
+times. Not here: request bodies and the meaning of events (http_interfaces.py), the `openai` package
+(tests/e2e).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from loadtest.client.protocol import REQUEST_S_MAX, GenerateRequest, ServerError
 EVENT = b"data: "
 DONE = b"data: [DONE]"
 HEAD_BYTES_MAX = 2**16
-LINE_BYTES_MAX = 2**24  # a list of token ids' log probabilities is long
+LINE_BYTES_MAX = 2**24  # a list of log probabilities of tokens is long
 READ_BYTES = 2**16
 
 
 @dataclass(slots=True)
 class SseAnswer:
-    """What came: the status, and when each event came, [DONE] left out."""
+    """The status, and the arrival time of each event except [DONE]."""
 
     status: int = 0
     sent_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
     is_done: bool = False
-    body: bytes = b""  # of an answer that is no stream
+    body: bytes = b""  # of a response that is no stream
 
     @property
     def ttft_s(self) -> float:
@@ -54,7 +54,7 @@ class SseAnswer:
 async def ask(
     address: str, path: str, body: Mapping[str, Any], key: str = "", events_max: int | None = None
 ) -> SseAnswer:
-    """Reads to the end, or leaves after `events_max` events, as a client that is killed does."""
+    """Reads to the end, or leaves after `events_max` events, like a client that is killed."""
     host, _, port = address.rpartition(":")
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -101,11 +101,11 @@ class ResponseHead:
 
     @classmethod
     def parsed(cls, raw: bytes) -> ResponseHead:
-        """ValueError for what is no HTTP."""
+        """ValueError for bytes that are not HTTP."""
         first, *lines = raw.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
         if not version.startswith("HTTP/"):
-            raise ValueError(f"what answers is no HTTP: {first[:40]!r}")
+            raise ValueError(f"the server does not speak HTTP: {first[:40]!r}")
         parts = (line.partition(":") for line in lines if line)
         return cls(int(rest[:3]), {name.strip().lower(): v.strip() for name, _, v in parts})
 
@@ -128,7 +128,7 @@ class SseClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """No connection outlives its request."""
+        """Nothing to close: no connection outlives its request."""
 
     async def generate(
         self, request: GenerateRequest, timeout_s: float = REQUEST_S_MAX
@@ -166,7 +166,8 @@ class SseClient:
 
 
 class RequestDeadline:
-    """Closes the connection when the time is up: a timer for each event would cost more than it."""
+    """Closes the connection at the deadline; one timer per request, because one per event would
+    cost more."""
 
     def __init__(self, timeout_s: float) -> None:
         self._is_over = False
@@ -180,7 +181,7 @@ class RequestDeadline:
         return self._is_over or isinstance(error, asyncio.TimeoutError)
 
     def cancel(self) -> None:
-        """And close the connection: nothing that is still to come is waited for."""
+        """Close the connection without waiting for the remaining events."""
         self._timer.cancel()
         if self._writer is not None:
             self._writer.transport.abort()
@@ -198,7 +199,7 @@ def why(error: Exception) -> str:
 
 
 async def body_of(reader: asyncio.StreamReader, head: ResponseHead) -> AsyncIterator[bytes]:
-    """Its parts, as they are sent: in chunks, so many bytes, or until the connection ends."""
+    """The parts of a body: chunks, a given number of bytes, or all until the connection ends."""
     if head.headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
@@ -211,7 +212,7 @@ async def body_of(reader: asyncio.StreamReader, head: ResponseHead) -> AsyncIter
 
 
 async def lines_of(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Without their ends; one line may come in several parts."""
+    """Lines without their ends; one line may span several parts."""
     begun = b""
     async for part in parts:
         *lines, begun = (begun + part).split(b"\n")

@@ -1,9 +1,9 @@
 """gRPC to one model of one Triton: messages for every client, and the client for asyncio.
 
-There is one ModelStreamInfer stream for each request. Hundreds may be in flight; they are spread
-over a few connections, because one HTTP/2 connection is served by one thread of the server. The
-generated stub is called, not tritonclient's InferenceServerClient: that one hands each token over
-once more in the process that takes the times.
+Each request has a ModelStreamInfer stream. Hundreds may be in flight; they are spread over a few
+connections, because one thread of the server serves one HTTP/2 connection. The generated stub is
+called instead of tritonclient's InferenceServerClient, which copies each token once more in the
+process that takes the times.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ MESSAGE_BYTES_MAX = 2**31 - 1
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
 ]
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
-    """Of a channel to HOST:PORT. Loopback needs no proxy; gRPC follows `no_proxy` elsewhere."""
+    """Options of a channel to HOST:PORT. Loopback needs no proxy; gRPC follows `no_proxy`
+    elsewhere."""
     is_direct = is_loopback(address)
     return [*CHANNEL_OPTIONS, *([("grpc.enable_http_proxy", 0)] if is_direct else [])]
 
@@ -109,7 +110,7 @@ class TritonClient:
 def infer_request(
     model: str, request: GenerateRequest, outputs: tuple[str, ...] = ()
 ) -> service_pb2.ModelInferRequest:
-    """Without `outputs` the server sends all that it has."""
+    """Without `outputs` the server sends all outputs that it has."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
     for name, datatype, array in tensors(request):
         message.inputs.add(name=name, datatype=datatype, shape=array.shape)
@@ -133,7 +134,7 @@ def infer_request(
 def stream_event(
     response: service_pb2.ModelStreamInferResponse, time_s: float
 ) -> TokenEvent | None:
-    """What the response says; None for a last one that only says that it is the last."""
+    """The event of a response; None for an empty last response."""
     if response.error_message:
         raise server_error(response.error_message)
     if not response.infer_response.outputs:

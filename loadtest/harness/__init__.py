@@ -1,1 +1,1 @@
-"""How is a measurement run? Servers, processes, rounds in turns, the result that is printed."""
+"""How is a measurement run? Servers, processes, rounds in turns, the printed result."""

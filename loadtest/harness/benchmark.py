@@ -1,12 +1,12 @@
-"""What every benchmark does the same way: options, turns, a server around it, and its last line.
+"""The common parts of every benchmark: options, turns, a server around it, and its last line.
 
     with benchmark("reuse") as run, served(url) as addresses:
         run.rows = measure(addresses)
         run.targets = targets(run.rows)
 
-What is compared takes turns in every round, because the machine may be busy now and idle a second
-later; then medians of the rounds are compared. The clock of a benchmark runs from its first second
-until all that it started has ended.
+Compared ways take turns in every round, because the machine may be busy now and idle a second
+later. Then medians of the rounds are compared. A benchmark's seconds count from its start until
+everything that it started has ended.
 
 Not here: the shape of the result (result.py), starting servers (server.py).
 """
@@ -44,17 +44,17 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(slots=True)
 class BenchmarkRun:
-    """What a benchmark has found so far."""
+    """The results of a benchmark so far."""
 
     rows: list[dict[str, Cell]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
-    constants: dict[str, Cell] = field(default_factory=dict)  # what they hang on
+    constants: dict[str, Cell] = field(default_factory=dict)  # settings that the results depend on
 
 
 @contextlib.contextmanager
 def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
-    """Prints what the block has found when it ends, to standard output unless there is an `out`;
-    where something kept it from measuring the rest, what it has found until then."""
+    """Print the results of the block when it ends, to standard output unless there is an `out`; if
+    an error ends the measurement, print the results until then."""
     run, started_s = BenchmarkRun(), time.perf_counter()
 
     def tell(shortened: str = "") -> None:
@@ -73,7 +73,7 @@ def benchmark(name: str, out: Console | None = None) -> Iterator[BenchmarkRun]:
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """What keeps from measuring is said in one line, and ends the command with status 1."""
+    """Print why a measurement is impossible in one line, and exit with status 1."""
     try:
         yield
     except (CannotMeasure, ServerError, OSError, ValueError) as error:
@@ -83,7 +83,7 @@ def measuring() -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresses]:
-    """The server at `url`, or one of our own until the block ends; a person sees the waiting."""
+    """The server at `url`, or one of our own until the block ends; a status line shows the wait."""
     with (
         console.status("waiting for the server ...") as waiting,
         serving(url, arguments) as addresses,
@@ -95,7 +95,7 @@ def served(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresses
 def in_turns(
     ways: Mapping[K, Callable[[], T]], rounds: int, warm_rounds: int = 0
 ) -> dict[K, list[T]]:
-    """What each way returns in each round; the first `warm_rounds` are thrown away."""
+    """The results of each way in each round; the first `warm_rounds` are discarded."""
     found: dict[K, list[T]] = {name: [] for name in ways}
     for turn in range(warm_rounds + rounds):
         for name, way in ways.items():
@@ -120,17 +120,17 @@ def timed_s(action: Callable[[], object]) -> float:
 
 
 def best_s(action: Callable[[], object], rounds: int) -> float:
-    """The least seconds of all rounds: other work on the machine only ever adds time."""
+    """The least seconds of all rounds: other work on the machine can only add time."""
     return min(timed_s(action) for _ in range(rounds))
 
 
 def median_of(action: Callable[[], object], times: int) -> float:
-    """Seconds."""
+    """Median seconds of `times` calls."""
     return statistics.median(timed_s(action) for _ in range(times))
 
 
 def moved(block_bytes: int, blocks: int, seconds: float) -> dict[str, Cell]:
-    """The cells of a row that tell how fast a batch of blocks was moved."""
+    """The cells of a row with the speed of a batch of blocks."""
     return {
         "block_bytes": block_bytes,
         "blocks": blocks,
@@ -156,7 +156,7 @@ def together_tbt_s(streams: Sequence[Sequence[float]], tokens_min: int) -> float
 
 
 def settled(read: Callable[[], T], poll_s: float, wait_s_max: float) -> T:
-    """What `read` returns once it has stopped changing: a server's page lags behind its answers."""
+    """The value of `read` once it has stopped changing: a server's page lags behind its answers."""
     give_up_s = time.monotonic() + wait_s_max
     time.sleep(poll_s)
     last = read()

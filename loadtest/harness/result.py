@@ -1,14 +1,14 @@
-"""The shape that every benchmark and every simulated experiment answers in.
+"""The shape of the result of every benchmark and every simulated experiment.
 
     {"name": ..., "seconds": ..., "rows": [{...}], "targets": [{"name", "value", "op", "goal"}]}
 
-A simulated experiment adds "constants", what it was run with, and "shortened", why it was not run
-whole ("" when it was). A benchmark that could not end says "shortened", too, and then has only the
-rows and targets that it came to.
+A simulated experiment adds "constants", its assumptions, and "shortened", why it was not run whole
+("" when it was). A benchmark that ended early has "shortened", too, and only the rows and targets
+until then.
 
-One target for each number that was promised. A value that could not be measured is null and has a
-`why`; it is never left out, and never a guess. The exit status of a benchmark says that it ran, not
-that its targets were met: whoever reads the line decides what follows.
+Each promised number has one target. A value that could not be measured is null and has a `why`; it
+is never left out, and never a guess. The exit status of a benchmark states that it ran, not that
+its targets were met: the reader of the line decides.
 
 Not here: measuring (one file per benchmark).
 """
@@ -31,17 +31,17 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A number that was promised, beside what was measured."""
+    """A promised number beside its measured value."""
 
     name: str
     value: float | None
     op: str  # "<=" or ">="
     goal: float
-    why: str = ""  # there is no value, or what a reader must know of it
+    why: str = ""  # reason for a missing value, or a caveat
 
     def __post_init__(self) -> None:
         assert self.op in ("<=", ">="), f"{self.name}: op is {self.op!r}"
-        assert self.value is not None or self.why, f"{self.name}: say why there is no value"
+        assert self.value is not None or self.why, f"{self.name}: a missing value needs a reason"
         assert self.value is None or math.isfinite(self.value), f"{self.name} is {self.value}"
 
     @property
@@ -64,8 +64,8 @@ class Result:
     seconds: float
     rows: Sequence[Mapping[str, Cell]]
     targets: Sequence[Target]
-    constants: Mapping[str, Cell] = field(default_factory=dict)  # what a simulation was run with
-    shortened: str = ""  # why less was run than what is promised of; "" when all of it was
+    constants: Mapping[str, Cell] = field(default_factory=dict)  # assumptions of a simulation
+    shortened: str = ""  # why less was run than the targets are for; "": all of it was
 
     def to_json(self) -> str:
         """One line; rows may hold numbers, strings, booleans and null."""
@@ -82,7 +82,7 @@ class Result:
         return json.dumps(fields, allow_nan=False)
 
     def print(self, console: Console | None = None) -> None:
-        """Tables for people, then the JSON as the last line; without `rich` only that."""
+        """Tables for people, then the JSON as the last line; without `rich` only the JSON."""
         if console is None:
             try:
                 from rich.console import Console
@@ -104,7 +104,7 @@ class Result:
 
 
 def rows_alike(rows: Sequence[Mapping[str, Cell]]) -> list[list[Mapping[str, Cell]]]:
-    """Rows that follow each other and have a column in common, so that one table holds them."""
+    """Group consecutive rows with a common column, so that one table holds them."""
     found: list[list[Mapping[str, Cell]]] = []
     for row in rows:
         if not found or not any(row.keys() & other.keys() for other in found[-1]):
@@ -140,7 +140,7 @@ def _targets_table(targets: Sequence[Target]) -> Table:
 
 
 def shown(value: Cell) -> str:
-    """A cell as a person reads it: four significant digits, thousands apart."""
+    """A cell as a person reads it: four significant digits, with thousands separators."""
     if value is None:
         return "-"
     if isinstance(value, bool | str):

@@ -1,10 +1,10 @@
 """A server for a benchmark: a running one by its address, or `mooncake serve` started for it.
 
-A server of our own gets free ports, its own session and a log file, is used when every model of its
-repository is ready, and is stopped by SIGINT to its process id and by waiting for it: nothing is
-ever ended by name. It may serve a copy of the model repository with other parameters.
+A server of our own gets free ports, its own session and a log file. It is ready when every model of
+its repository is ready. It is stopped by SIGINT to its process id and awaited: no process is ever
+ended by name. It may serve a copy of the model repository with other parameters.
 
-Not here: what serving consists of (backends/launcher/launch.py).
+Not here: what a server consists of (backends/launcher/launch.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from backends.shipped import shipped_repository
 from loadtest.client.server import Addresses, addresses_of
 
 SOURCE = Path(__file__).resolve().parents[2]
-# The checkout; for who has installed a wheel, where they are.
+# The checkout; for an installed wheel the current folder.
 PROJECT = SOURCE if (SOURCE / "pyproject.toml").is_file() else Path.cwd()
 READY_S_MAX = 300.0
 STOP_S_MAX = 45.0
@@ -43,11 +43,11 @@ Parameters = Mapping[str, str | int | float]
 
 
 class CannotMeasure(Exception):
-    """Something that a measurement needs is not there; the message says what to do."""
+    """A measurement needs something that is missing; the message tells the user what to do."""
 
 
 class ServerFailed(CannotMeasure):
-    """The server did not become ready; the message ends with its last lines."""
+    """The server did not become ready; the message ends with its last log lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,12 @@ def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
 
 
 def own_ports(count: int) -> list[int]:
-    """Ports that nobody has now and that this process has not chosen before, for a server that will
-    listen only after others were chosen.
+    """Free ports that this process has not chosen before, for a server that will listen only after
+    others were chosen.
 
-    Below the kernel's ephemeral range: there any outgoing connection could take one of them before
-    the server listens. And above the ports that a launcher chooses for its own Tritons.
+    They are below the kernel's ephemeral range, where any outgoing connection could take one of
+    them before the server listens. They are above the ports that a launcher chooses for its own
+    Tritons.
     """
     ports = free_ports(count, _chosen_ports, PORT_MIN, PORT_MAX)
     _chosen_ports.update(ports)
@@ -110,7 +111,7 @@ def start(
     with log_path.open("wb") as log:
         return subprocess.Popen(
             command,
-            cwd=PROJECT,  # its state folder lies there
+            cwd=PROJECT,  # holds its state folder
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -125,7 +126,7 @@ def wait_ready(
     process: subprocess.Popen[bytes] | None = None,
     log_path: Path | None = None,
 ) -> None:
-    """Until every model is ready; ServerFailed when the process ends or time is up."""
+    """Wait until every model is ready; ServerFailed when the process ends or the time is up."""
     give_up_s = time.monotonic() + ready_s_max
     while True:
         waiting = models_waiting(addresses)
@@ -141,7 +142,7 @@ def wait_ready(
 
 
 def models_waiting(addresses: Addresses) -> list[str]:
-    """What the server is not ready for; empty when every model of its repository is."""
+    """The models that are not ready; empty when every model of the repository is."""
     states = model_states(addresses)
     if isinstance(states, str):
         return [states]
@@ -150,22 +151,22 @@ def models_waiting(addresses: Addresses) -> list[str]:
 
 
 def model_states(addresses: Addresses) -> dict[str, bool] | str:
-    """Whether each model is ready, as the metrics port says; or why it says nothing."""
+    """Whether each model is ready, from the metrics port; or why that gives no answer."""
     try:
         with DIRECTLY.open(f"http://{addresses.metrics}/ready", timeout=10.0) as answer:
             text = answer.read()
-    except urllib.error.HTTPError as error:  # 503: not all are
+    except urllib.error.HTTPError as error:  # 503: some models are not ready
         text = error.read()
     except OSError as error:
         return f"no answer ({error})"
     try:
         return {model["name"]: model["is_ready"] for model in json.loads(text)["models"]}
     except (ValueError, KeyError, TypeError):
-        return "what answers is no `mooncake serve`"
+        return "the server there is no `mooncake serve`"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, and only then insist; the server's own children end with it."""
+    """Interrupt, wait, and kill only then; the server's own children end with it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -184,7 +185,7 @@ def last_lines(log_path: Path | None) -> str:
 def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -> Iterator[Path]:
     """A copy of the project's model repository until the block ends.
 
-    Without some of its models, others with parameters of their own.
+    It lacks the models in `without`, and has the given parameters in others.
     """
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         repository = Path(folder) / "model_repository"
@@ -196,7 +197,7 @@ def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -
 
 
 def set_parameters(repository: Path, model: str, values: Parameters) -> None:
-    """Write parameters into a model's config.pbtxt at once; a running server takes them up."""
+    """Write parameters into a model's config.pbtxt atomically; a running server reloads them."""
     path = repository / model / "config.pbtxt"
     text = path.read_text()
     for name, value in values.items():
@@ -205,6 +206,6 @@ def set_parameters(repository: Path, model: str, values: Parameters) -> None:
         text, count = re.subn(pattern, line, text, flags=re.MULTILINE)
         if not count:
             text = f"{text.rstrip()}\n{line}\n"
-    partial = path.with_suffix(".new")  # a server never sees half a file
+    partial = path.with_suffix(".new")  # a server never reads half a file
     partial.write_text(text)
     partial.replace(path)

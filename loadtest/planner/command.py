@@ -99,8 +99,7 @@ def plan(
     ] = False,
 ) -> None:
     """Choose nodes, their split, cache and conductor for the best goodput on a trace, by
-    simulation; write the choice as a model repository, and what it was weighed against as a page.
-    """
+    simulation; write the choice as a model repository, and all compared fleets as a page."""
     require("report", "`mooncake plan`")
     levels = ServiceLevels(slo_ttft, slo_tbt)
     with reasons_shown("plan", PlanRefused, TraceError, OSError):
@@ -126,7 +125,7 @@ def plan(
 
 
 def show(result: Result) -> None:
-    """The runs as people compare them, then all of it as JSON in the last line."""
+    """Print the runs as a table, then the result as JSON in the last line."""
     table = Table(title=str(result.constants["engine"]), box=None, padding=(0, 1))
     for column in ("fleet", "blocks", "policy", "admission", "within", "good/s", "TTFT", "TBT"):
         table.add_column(
@@ -152,12 +151,12 @@ def engine_of(
     if profile is not None:
         if hardware or model or gpus:
             raise PlanRefused(
-                "--profile says what serves: no --hardware, --model or --gpus with it"
+                "--profile describes the worker: leave out --hardware, --model and --gpus"
             )
         return MeasuredEngine.read(profile, node_bytes)
     if not hardware or not model:
         raise PlanRefused(
-            f"say what serves: --hardware ({', '.join(HARDWARE)}) and --model ({', '.join(MODELS)})"
+            f"give the worker: --hardware ({', '.join(HARDWARE)}) and --model ({', '.join(MODELS)})"
             ", or --profile FILE"
         )
     return NodeEngine.named(hardware, model, gpus, node_bytes)
@@ -166,9 +165,9 @@ def engine_of(
 def source_of(
     trace: Path, requests: int | None, engine: PlannedEngine, length_scale: float = 1.0
 ) -> TraceSource:
-    """TraceError for a line that makes no sense, PlanRefused where there is no such file."""
+    """TraceError for an invalid line, PlanRefused for a missing file."""
     if not trace.is_file():
-        raise PlanRefused(f"--trace {trace}: there is no such file")
+        raise PlanRefused(f"--trace {trace}: no such file")
     source = TraceSource.of(
         trace, requests, block_tokens=engine.settings().block_tokens, length_scale=length_scale
     )
@@ -188,10 +187,10 @@ def planned(
     kept: Path | None,
     out: Path,
 ) -> Result:
-    """The plan, which then lies in `out`."""
+    """Make the plan and write it to `out`."""
     started_s = time.monotonic()
     bounds = bounds_of(source.offered(), engine, levels, speed, share)
-    out.mkdir(parents=True, exist_ok=True)  # it shows before anything runs
+    out.mkdir(parents=True, exist_ok=True)  # fails before anything runs
 
     with progress_bar() as begin:
 
@@ -250,8 +249,8 @@ def write_pages(
     said: tuple[str, str],
     out: Path,
 ) -> None:
-    """Every fleet beside the others with the choice marked, and the choice request by request;
-    `said`: why it was chosen, and the command that serves it."""
+    """Write the page of all fleets with the choice marked, and the page of the chosen run. `said`:
+    why it was chosen, and the command that serves it."""
     from loadtest.report.page import write_page  # these load matplotlib
     from loadtest.report.run_page import write_report
     from loadtest.report.sweep_page import sweep_page
@@ -278,7 +277,7 @@ def write_pages(
 def why_chosen(
     search: Search, chosen: FleetRun, engine: PlannedEngine, levels: ServiceLevels
 ) -> str:
-    """One sentence or two for people."""
+    """The reason for the choice, in one or two sentences."""
     plan, size = chosen.plan, store_bytes(chosen.plan, engine) / 1e9
     kind = f"the best split of {plan.nodes} nodes"
     if not search.has_nodes:

@@ -1,9 +1,10 @@
-"""What a worker is to a plan: how fast it is, what it holds, and how it is configured.
+"""A worker of a plan: its speed, its capacity, and its configuration.
 
-Either a published node with a published model (`NodeEngine`), or what `mooncake profile` measured.
+It is a published node with a published model (`NodeEngine`), or a worker that `mooncake profile`
+measured.
 
-A node holds as much KV as `node_bytes` says, by default most of its DRAM, or what `mooncake serve`
-gives a node.
+A node holds `node_bytes` of KV; the default is most of its DRAM, or the default of `mooncake
+serve`.
 
 Not here: the numbers of nodes and models (simulator/cluster/hardware.py), seconds of a step
 (simulator/cluster/gpu.py).
@@ -25,11 +26,11 @@ from loadtest.simulator.cluster.hardware import HARDWARE, MODELS, GpuNode, LlmMo
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.profiled import read_profile, settings_of
 
-DRAM_SHARE = 0.9  # of a node's DRAM, for KV: 983 GB of the paper's 1 TB are more
+DRAM_SHARE = 0.9  # share of a node's DRAM for KV
 GIGA = 10**9
-NODE_BYTES = 2**30  # as `mooncake serve --store-bytes` has it by default
+NODE_BYTES = 2**30  # default of `mooncake serve --store-bytes`
 REPORT_S = 0.5  # between reports of a real worker
-PRICES = (  # of what goes on beside the steps, for people
+PRICES = (  # costs besides the steps, for people
     "serving_s",
     "handover_s",
     "handover_beside_s",
@@ -40,11 +41,11 @@ T = TypeVar("T")
 
 
 class PlanRefused(Exception):
-    """Nothing is planned; the message says what to change."""
+    """Nothing is planned; the message tells the user what to change."""
 
 
 class PlannedEngine(Protocol):
-    """Decides a run, so it is shown whole when it is printed (runs.py)."""
+    """A worker; its repr names a run (runs.py), so every field is shown."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +69,7 @@ class NodeEngine:
     def named(
         cls, hardware: str, model: str, gpus: int | None = None, node_bytes: int = 0
     ) -> NodeEngine:
-        """PlanRefused for a name that nobody knows, and for a model that does not fit."""
+        """PlanRefused for an unknown name, and for a model that does not fit."""
         node = _known(HARDWARE, hardware, "hardware")
         node = replace(node, gpus=gpus or node.gpus)
         engine = cls(node, _known(MODELS, model, "model"), node_bytes)
@@ -106,7 +107,7 @@ class NodeEngine:
         )
 
     def stated(self) -> dict[str, Cell]:
-        """What the plan hangs on, as a report says it."""
+        """The assumptions of the plan, for a report."""
         node, model = self.node, self.model
         return {
             "engine": self.name,
@@ -124,7 +125,7 @@ class NodeEngine:
         }
 
     def parameters(self) -> Mapping[str, str]:
-        """Of each worker's config.pbtxt."""
+        """Parameters of each worker's config.pbtxt."""
         return {
             "engine": "tensorrt_llm",
             "device": "cuda",
@@ -136,12 +137,12 @@ class NodeEngine:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """A worker like the one of a profile, every one on the machine where it was measured."""
+    """Workers like the measured one, each on the machine where it was measured."""
 
     name: str
-    measured: ClusterSettings  # made once: prices are fitted to the profile's burst
+    measured: ClusterSettings  # computed once: costs are fitted to the profile's burst
     node_bytes: int
-    configured: tuple[tuple[str, str], ...]  # of its config.pbtxt
+    configured: tuple[tuple[str, str], ...]  # parameters of its config.pbtxt
     facts: tuple[tuple[str, Cell], ...]  # of the profile, for people
 
     @classmethod
@@ -152,16 +153,14 @@ class MeasuredEngine:
         except (OSError, ValueError) as problem:
             raise PlanRefused(f"--profile {path}: {problem}") from None
         except KeyError as missing:
-            raise PlanRefused(
-                f"--profile {path}: it does not say {missing} of its worker"
-            ) from None
+            raise PlanRefused(f"--profile {path}: {missing} of its worker is missing") from None
 
     @classmethod
     def of(cls, profile: Profile, node_bytes: int = 0) -> MeasuredEngine:
-        """Clients ask for as many tokens as they get, as those of a replay do."""
+        """Clients request as many tokens as they receive, as in a replay."""
         prefill, decode, said = profile.prefill, profile.decode, profile.settings
         block_tokens = int(said["block_tokens"])
-        # A server that others started does not say its chunks: the simulator's, in whole blocks.
+        # Without a configured chunk size: the simulator's, in whole blocks.
         chunk_tokens = max(1, ClusterSettings().chunk_tokens // block_tokens) * block_tokens
         shape = ClusterSettings(
             block_tokens=block_tokens,

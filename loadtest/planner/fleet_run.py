@@ -1,13 +1,13 @@
-"""One fleet on one trace: what is simulated, and what came of it.
+"""One fleet on one trace: its simulation and its result.
 
-The fleet is that of `mooncake simulate` with the real conductor and directory; the service levels
-are those that the conductor is configured with, so what is simulated is what will be written down.
+The fleet is that of `mooncake simulate` with the real conductor and directory. The conductor is
+configured with the plan's service levels, so the simulated configuration is the written one.
 
-A request is *within* when it was answered, its TTFT is within the one limit and the mean of the
-longest tenth of its token intervals, the first one included, within the other. TTFT ends as for a
-client, who gets the first token when it is computed: what of the hand-over to decode was not hidden
-is in the first interval. Goodput is requests
-within a second, over the time in which they arrive: the same for every fleet.
+A request is *within* when it was answered within both limits: its TTFT, and the mean of the longest
+tenth of its token intervals, the first one included. TTFT ends when the first token is computed, as
+for a client. The part of the hand-over to decode that prefill did not hide is in the first
+interval. Goodput is requests within per second of the arrivals, which is the same time for every
+fleet.
 
 Not here: which fleets are worth a run (search.py).
 """
@@ -36,11 +36,11 @@ class ServiceLevels:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What is chosen."""
+    """One candidate configuration."""
 
     prefills: int
     decodes: int
-    node_blocks: int  # of KV in each node's DRAM
+    node_blocks: int  # blocks of KV in each node's DRAM
     policy: str = "adaptive"
     admission: str = "predictive_lengths"
 
@@ -58,7 +58,7 @@ class FleetPlan:
         return f"{self.name}, {self.node_blocks:,} blocks, {self.policy}, {self.admission}"
 
     def config(self, levels: ServiceLevels) -> ConductorConfig:
-        """What the conductor is told."""
+        """The conductor's configuration."""
         return ConductorConfig(
             ttft_slo_s=levels.ttft_s,
             tbt_slo_s=levels.tbt_s,
@@ -70,13 +70,13 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetRun:
-    """Counts are of requests."""
+    """The result of one plan; counts are of requests."""
 
     plan: FleetPlan
     offered: int
     within: int
-    late: int  # answered, the first token too late
-    slow: int  # answered in time, but its tokens too slow
+    late: int  # answered, TTFT above its limit
+    slow: int  # answered with TTFT in time, TBT above its limit
     unanswered: int  # rejected or refused
     arrivals_s: float
     ttft_p90_s: float
@@ -85,7 +85,7 @@ class FleetRun:
     prefill_busy: float  # share of the time, mean of the workers
     decode_busy: float
     in_flight_max: int
-    digest: RunDigest | None = None  # as it stands on a page beside others
+    digest: RunDigest | None = None  # the run as a page of many runs shows it
 
     @property
     def share(self) -> float:
@@ -148,7 +148,7 @@ def record_fleet(
     seed: int,
     on_over: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The same run, request by request, as small as a page holds it."""
+    """The same run, request by request, as the bytes that a page embeds."""
     _, jobs, samples = _simulated(offered, plan, engine, levels, speed, seed, on_over)
     return to_bytes(_recording(jobs, plan, engine, levels, speed, samples))
 
@@ -200,13 +200,13 @@ def _recording(
 
 
 def arrivals_s_of(offered: Sequence[Offered], speed: float) -> float:
-    """The time in which requests come; at least a second, where all come at once."""
+    """Seconds in which requests arrive; at least one second, if all arrive at once."""
     at_s = [one.at_s for one in offered]
     return max(1.0, (max(at_s) - min(at_s)) / speed)
 
 
 def in_flight_max(jobs: Sequence[SimulatedJob]) -> int:
-    """How many were answered at the same time, at most."""
+    """The largest number of requests answered at the same time."""
     changes = [(job.arrived_s, 1) for job in jobs if job.finished_s is not None]
     changes += [(job.finished_s, -1) for job in jobs if job.finished_s is not None]
     most = there = 0

@@ -1,7 +1,7 @@
-"""The choice as a model repository: what `mooncake serve --model-repository` takes.
+"""The choice as a model repository for `mooncake serve --model-repository`.
 
-Made of the repository that we ship, so comments and tensors are those of every other one: a folder
-for each worker with a storage node of its own, as it was simulated, and what clients call.
+It is made from the shipped repository, with the same comments and tensors. It has a folder for each
+worker with a storage node of its own, as simulated, and the models that clients call.
 
 Not here: how a config.pbtxt is rendered (backends/cluster/model_rendering.py).
 """
@@ -30,14 +30,14 @@ from mooncake_store.layout import memory_bytes_for
 from mooncake_store.records.membership import UNIT_BYTES
 
 REPOSITORY = "model_repository"
-REQUESTS_MIN, REQUESTS_MAX = 256, 4_096  # requests_max: as shipped, and what a frontend may have
+REQUESTS_MIN, REQUESTS_MAX = 256, 4_096  # requests_max: as shipped, and the largest of a frontend
 
 
 def write_overlay(
     folder: Path, run: FleetRun, engine: PlannedEngine, levels: ServiceLevels
 ) -> Path:
-    """The repository in `folder`; OSError when it cannot be written. Models of an earlier plan that
-    are not of this one go."""
+    """Write the repository to `folder`; OSError when that fails. Models of an earlier plan are
+    removed unless this plan has them."""
     repository = folder / REPOSITORY
     texts = overlay_texts(run, engine, levels)
     for config in repository.glob(f"*/{CONFIG}"):
@@ -91,7 +91,7 @@ def worker_parameters(engine: PlannedEngine, is_prefill: bool) -> dict[str, str]
 
 
 def conductor_parameters(config: ConductorConfig, shipped: Mapping[str, str]) -> dict[str, str]:
-    """What is not the default, and what the shipped file says instead of it."""
+    """Parameters that differ from the default, and those where the shipped file does."""
     default = ConductorConfig()
     names = [field.name for field in dataclasses.fields(config)]
     return {
@@ -102,7 +102,7 @@ def conductor_parameters(config: ConductorConfig, shipped: Mapping[str, str]) ->
 
 
 def serve_command(repository: Path, plan: FleetPlan, engine: PlannedEngine) -> str:
-    """How the whole of it is served on one machine."""
+    """The command that serves the plan on one machine."""
     nodes = ",".join(f"s{number}" for number in range(plan.nodes))
     return (
         f"mooncake serve --model-repository {shlex.quote(str(repository))} --nodes {nodes} "
@@ -111,7 +111,7 @@ def serve_command(repository: Path, plan: FleetPlan, engine: PlannedEngine) -> s
 
 
 def store_bytes(plan: FleetPlan, engine: PlannedEngine) -> int:
-    """Of each storage node, to hold the blocks that were simulated."""
+    """Bytes of each storage node for the simulated blocks."""
     block_bytes = engine.settings().block_tokens * engine.gpu().token_bytes
     return memory_bytes_for(plan.node_blocks, block_bytes, UNIT_BYTES)
 

@@ -1,18 +1,18 @@
 """Which fleets are worth a run: a grid first, then its best part, then cache and conductor.
 
-    bounds     what prefill and decode need in any case: the work of prompts of which an unlimited
-               cache has what came before; the largest batch within the TBT limit
+    bounds     the least prefill and decode workers: the work of prompts after an unlimited cache;
+               the largest batch within the TBT limit
     grid       fleets of growing size, each in the splits next to the ratio of the bounds, until one
-               serves the share that is asked for (with a number of nodes: every other split of it)
+               serves the required share (with a number of nodes: every other split of it)
     refine     sizes between the last that did not and the first that did; splits next to the best
     cache      the best fleet with half the DRAM, a quarter, ... until goodput falls
     conductor  the same with other policies and admissions
 
-Without a number of nodes the choice is the smallest fleet that serves the share within both limits;
-if none does, and with a number of nodes, it is the most goodput. What is run is a batch each time,
-so that `--jobs` has work. Nothing is run twice (simulator/runs.py).
+Without a number of nodes the smallest fleet that serves the share within both limits is chosen. If
+none does, or if the number of nodes is given, the most goodput is chosen. Each stage runs a batch,
+so that `--jobs` can run it in parallel. Nothing is run twice (simulator/runs.py).
 
-Not here: a run (fleet_run.py), what is written of the choice (overlay.py, command.py).
+Not here: a run (fleet_run.py), writing the choice (overlay.py, command.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from loadtest.planner.fleet_run import FleetPlan, FleetRun, ServiceLevels, arriv
 from loadtest.simulator.cluster.gpu import GpuModel, prompt_s
 from loadtest.simulator.cluster.job import Offered
 
-NODES_MAX = 64  # the grid goes no further
+NODES_MAX = 64  # largest fleet of the grid
 GROWTH = 1.4  # from one size of the grid to the next
 SPLITS_OF_NODES = 9  # of a given number of nodes, in the grid
-NEARLY = 0.99  # of the best goodput: a cache that serves this is as good
-BETTER = 1.01  # what another conductor has to serve more than the shipped settings
+NEARLY = 0.99  # of the best goodput: a cache that serves this share of it is good enough
+BETTER = 1.01  # factor by which another conductor must exceed the shipped settings
 CACHE_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 CONDUCTORS = (
     ("adaptive", "none"),
@@ -45,12 +45,12 @@ Run = Callable[[Sequence[FleetPlan]], Sequence[FleetRun]]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Workers that the traffic keeps busy in any case, and what a lonely request takes."""
+    """Workers that the traffic keeps busy in any case, and the time of a request alone."""
 
     prefills: float
     decodes: float
     ttft_p50_s: float
-    ttft_share_s: float  # the asked share of prompts takes at most this, alone
+    ttft_share_s: float  # the required share of prompts takes at most this on an idle worker
     tbt_s: float
 
 
@@ -58,7 +58,7 @@ class Bounds:
 class Search:
     """All runs so far, by stage; `best` is the choice among them."""
 
-    share: float  # of requests that are to be within
+    share: float  # required share of requests within both limits
     has_nodes: bool  # the number of nodes is given: goodput alone decides
     stages: dict[str, list[FleetRun]] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ def bounds_of(
     speed: float,
     share: float,
 ) -> Bounds:
-    """PlanRefused where requests cannot be within even alone."""
+    """PlanRefused if requests cannot be within the limits even alone."""
     gpu, settings = engine.gpu(), engine.settings()
     prompts_s = prompts_alone_s(offered, gpu, settings.block_tokens, settings.chunk_tokens)
     alone_s = np.array(prompts_s) + settings.serving_s
@@ -135,7 +135,7 @@ def bounds_of(
 def prompts_alone_s(
     offered: Sequence[Offered], gpu: GpuModel, block_tokens: int, chunk_tokens: int
 ) -> list[float]:
-    """Of each prompt, what an unlimited cache does not have of it, on an idle worker."""
+    """Seconds of each prompt on an idle worker, after the hits of an unlimited cache."""
     seen: set[bytes] = set()
     found = []
     for one in offered:
@@ -147,8 +147,8 @@ def prompts_alone_s(
 
 
 def largest_batch(gpu: GpuModel, context: float, tbt_slo_s: float, slots: int) -> int:
-    """Sequences of this context whose step is within the limit and that memory holds; at least
-    one."""
+    """The most sequences of this context whose step is within the limit and that fit in memory; at
+    least one."""
     room = int(gpu.pages_bytes / gpu.token_bytes / context)
     most = max(1, min(slots, room))
     while most > 1 and gpu.decode_s(most, most * context) > tbt_slo_s:
@@ -159,7 +159,7 @@ def largest_batch(gpu: GpuModel, context: float, tbt_slo_s: float, slots: int) -
 def explore(
     engine: PlannedEngine, bounds: Bounds, share: float, nodes: int | None, run: Run
 ) -> Search:
-    """All runs that the choice needs."""
+    """Make all runs that the choice needs."""
     search = Search(share, nodes is not None)
     blocks = engine.node_blocks_max
     if nodes is None:
@@ -196,14 +196,14 @@ def choose(search: Search, run: Run) -> FleetRun:
 
 
 def splits_of(nodes: int, bounds: Bounds) -> list[int]:
-    """Prefill workers: the split in the ratio of the bounds, and its neighbours."""
+    """Numbers of prefill workers: the split in the ratio of the bounds, and its neighbours."""
     middle = round(nodes * bounds.prefills / max(1e-9, bounds.prefills + bounds.decodes))
     middle = min(max(middle, 1), nodes - 1)
     return [p for p in (middle - 1, middle, middle + 1) if 1 <= p < nodes]
 
 
 def _grow(search: Search, bounds: Bounds, blocks: int, run: Run) -> None:
-    """Fleets of growing size, from what the work needs in any case, until one is enough."""
+    """Fleets of growing size, from the least that the work needs, until one serves the share."""
     nodes = max(2, math.ceil(search.share * (bounds.prefills + bounds.decodes)))
     if nodes > NODES_MAX:
         raise PlanRefused(
@@ -220,7 +220,7 @@ def _grow(search: Search, bounds: Bounds, blocks: int, run: Run) -> None:
 
 
 def _bisect(search: Search, bounds: Bounds, blocks: int, run: Run) -> None:
-    """Between the largest size that is not enough and the smallest that is."""
+    """Bisect between the largest insufficient and the smallest sufficient size."""
     while True:
         enough = [n for n in search.sizes() if search.best_of(n).share >= search.share]
         if not enough:
@@ -237,7 +237,7 @@ def _bisect(search: Search, bounds: Bounds, blocks: int, run: Run) -> None:
 
 
 def _refine_split(search: Search, run: Run) -> None:
-    """Neighbours of the best split, until none is better."""
+    """Try neighbours of the best split until none is better."""
     while True:
         best = search.best()
         plan, before = best.plan, len(search.runs())

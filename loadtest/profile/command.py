@@ -2,8 +2,8 @@
 
     mooncake profile [--url 127.0.0.1:8001] [--out profile.json] [--json]
 
-Without --url a server is started for it and stopped afterwards. Not here: the points and how they
-are timed (measure.py), the file (profile.py).
+Without --url a server is started for it and stopped afterwards. Not here: the points and their
+timing (measure.py), the file (profile.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def profile(
     """Measure how long a worker's prefills and decode steps take, and fit the estimates to it.
 
     Prefills of fresh prompts on (new tokens, prefix tokens), decode steps on (sequences, context
-    tokens), about a minute on the demo model. Send the server nothing else meanwhile.
+    tokens), about a minute on the demo model. Send no other requests to the server in this time.
     """
     seed = secrets.randbits(62) if seed is None else seed
     repository = shipped_repository() if url is None else None
@@ -110,7 +110,7 @@ async def measure(
     seed: int,
     context_tokens_max: int,
 ) -> Profile:
-    """`repository` is None of a server that others started. Raises ServerError."""
+    """`repository`: None if the server was started elsewhere. Raises ServerError."""
     prefill, decode = workers
     of_decode = settings_of(addresses, repository, decode)
     # Memory and slots are those of decode.
@@ -165,7 +165,7 @@ async def measure(
 
 
 def token_bytes_of(page: str, worker: str, room: Room) -> int:
-    """KV of one token, as the worker's memory and its pages say."""
+    """Bytes of KV of one token, from the worker's memory and its pages."""
     kv_bytes = counter_sum(page, "mooncake_kv_bytes_max", {"model": worker}) or 0.0
     pages = counter_sum(page, "mooncake_pages_max", {"model": worker}) or 1.0
     return round(kv_bytes / pages / room.block_tokens)
@@ -179,8 +179,8 @@ async def _sources(
     room: Room,
     rounds: int,
 ) -> PrefixSources:
-    """Another node where the server has a second prefill worker; the SSD where it has one and the
-    memory in front of it is small enough to be filled."""
+    """Measure another node, if the server has a second prefill worker, and the SSD, if it has one
+    and the DRAM before it is small enough to be filled."""
     page = fetch_page(addresses.metrics_url)
     node_rate, ssd_rate, path = 0.0, 0.0, ""
     if other := second_workers(page, workers).prefill:
@@ -196,7 +196,7 @@ async def _sources(
 
 
 def second_workers(page: str, workers: tuple[str, str]) -> SecondWorkers:
-    """The first of each role beside `workers`, by the series that only this role has."""
+    """The first worker of each role besides `workers`, by the series that only this role has."""
 
     def other(series: str, own: str) -> str:
         names = {labels["model"] for labels, _ in _gauges(page, series)}
@@ -219,7 +219,7 @@ def path_of(before: str, after: str, worker: str) -> str:
         return found
 
     moved = read(after) - read(before)
-    del moved["mapped"]  # the own node's memory, which everything is read from in the end
+    del moved["mapped"]  # memory of the own node, which everything is read from in the end
     return max(moved, key=lambda transport: moved[transport], default="mapped")
 
 
@@ -230,10 +230,10 @@ def _gauges(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
 
 
 def settings_of(addresses: Addresses, repository: Path | None, worker: str) -> dict[str, str]:
-    """What the worker's config.pbtxt says of its engine.
+    """The engine's parameters in the worker's config.pbtxt.
 
-    A worker has a Triton of its own, which answers the frontend only. Where the repository is not
-    known, the metrics page says how much KV memory there is, and the rest is left out.
+    A worker has a Triton of its own, which answers the frontend only. Without a known repository
+    the metrics page gives the KV memory, and the other parameters are left out.
     """
     if repository is not None:
         text = (repository / worker / "config.pbtxt").read_text()
@@ -250,7 +250,7 @@ def is_local(url: str) -> bool:
 
 
 def show(found: Profile) -> None:
-    """Every sample beside its fit, then the formulas."""
+    """Print every sample beside its fit, then the formulas."""
     table = Table(title=f"{found.machine}")
     for column in ("step", "tokens", "behind", "measured ms", "fitted ms", "error"):
         table.add_column(column, justify="left" if column == "step" else "right")

@@ -1,12 +1,12 @@
 """Timing one prefill worker and one decode worker of a running server, as a client.
 
-Prefill: a prompt of `new` fresh tokens behind a prefix that the worker's node has; the worker says
-itself how long it computed (`decision.prefill_s`), and what it found cached. Decode: `sequences`
-streams at once, each over a context that is cached, so that all of them decode together; the time
-of a step is the time between tokens while all of them run, as a client sees it.
+Prefill: a prompt of `new` fresh tokens after a prefix that is cached on the worker's node; the
+worker reports its compute time (`decision.prefill_s`) and its cached tokens. Decode: `sequences`
+streams at once, each over a cached context, so that all of them decode together. The time of a step
+is the time between tokens at the client while all streams run.
 
-Points are measured in rounds, and a sample is the median of its rounds: one hiccup does not bend
-the fit. Not here: the fit and the file (profile.py).
+Points are measured in rounds, and a sample is the median of its rounds, so one outlier does not
+bend the fit. Not here: the fit and the file (profile.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loadtest.harness.benchmark import together_tbt_s
 from loadtest.profile.profile import BurstMeans, Serving, Sharing
 from loadtest.replay.prompts import TokenIds, TokenSource
 
-# (new tokens, prefix tokens); a prefix is made of whole blocks of up to 256 tokens
+# (new tokens, prefix tokens); a prefix consists of whole blocks of up to 256 tokens
 PREFILL_POINTS = (
     (32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0), (64, 1024),
     (256, 1024), (512, 2048), (1024, 2048), (256, 4096), (1024, 4096), (64, 6144),
@@ -40,26 +40,26 @@ DECODE_POINTS = (
 )  # fmt: skip
 NO_PINS: Mapping[str, str] = {}
 STEPS = 32  # tokens of each stream of a decode point
-# Both at once: prompts one after the other beside streams that decode all the time.
+# Both at once: prompts one after the other, beside streams that decode all the time.
 TOGETHER_STREAMS, TOGETHER_CONTEXT, TOGETHER_PROMPT = 4, 256, 1024
-TOGETHER_PROMPTS = 4  # of a round
-TOGETHER_TOKENS = 512  # of each stream, or what fits
+TOGETHER_PROMPTS = 4  # per round
+TOGETHER_TOKENS = 512  # of each stream, or as many as fit
 SECOND_TOKENS = 128  # of each stream, on two decode workers
-# Prompts that come at once, of so many tokens each.
+# Tokens of prompts that are sent at once.
 BURST_PROMPTS = (256, 1024, 64, 512, 768, 128, 1536, 384)
 BURST_TOKENS = 16  # of each answer
-BURSTS = 5  # of a round
-BURST_PAUSE_S = 1.5  # between them: published traces have a tick of 3 s, and caches get cold
-SSD_PROMPTS = 8  # that are asked again after others have pushed them out of memory
+BURSTS = 5  # per round
+BURST_PAUSE_S = 1.5  # between bursts: published traces have a tick of 3 s, and caches get cold
+SSD_PROMPTS = 8  # prompts that are repeated after others have evicted them from DRAM
 SSD_PROMPT = 2048  # tokens of each
-SSD_FILLED_MAX = 256 * 2**20  # bytes of memory that are filled for it; a larger one takes too long
+SSD_FILLED_MAX = 256 * 2**20  # most bytes of DRAM that are filled for it; more would take too long
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the two workers can hold."""
+    """The capacity of the two workers."""
 
-    context_tokens_max: int  # or less, when longer points are not wanted
+    context_tokens_max: int  # tokens; lower when longer points are left out
     block_tokens: int
     slots: int
     kv_pages: int
@@ -68,7 +68,7 @@ class Room:
         return new_tokens + prefix_tokens + 1 <= self.context_tokens_max
 
     def takes_decode(self, sequences: int, context_tokens: int) -> bool:
-        """With room to spare, or the streams would not run together."""
+        """Whether the streams fit with a margin; otherwise they would not run together."""
         tokens = context_tokens + STEPS
         pages = sequences * (tokens // self.block_tokens + 1)
         return (
@@ -80,7 +80,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One prompt as it went."""
+    """The measurements of one prompt."""
 
     new_tokens: int
     prefix_tokens: int
@@ -91,7 +91,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SecondWorkers:
-    """Of the same server; "" where there is none."""
+    """Second workers of the same server; "" where there is none."""
 
     prefill: str = ""
     decode: str = ""
@@ -110,7 +110,7 @@ class Together:
 
 
 class Measure:
-    """All requests go to one pair of workers; nothing else may use the server meanwhile."""
+    """Sends all requests to one pair of workers; the server must have no other load."""
 
     def __init__(self, client: TritonClient, workers: tuple[str, str], source: TokenSource) -> None:
         self._client = client
@@ -125,7 +125,7 @@ class Measure:
     async def prefill(
         self, points: Sequence[tuple[int, int]], rounds: int, done: Callable[[], None]
     ) -> list[Prefill]:
-        """Every prompt of every round but the first, which warms the worker up."""
+        """Every prompt of every round except the first round, which warms the worker up."""
         prefixes = {tokens: self._fresh(tokens) for tokens in {prefix for _, prefix in points}}
         for tokens, prefix in prefixes.items():
             if tokens:
@@ -175,10 +175,10 @@ class Measure:
     async def together(
         self, room: Room, second: SecondWorkers, rounds: int, done: Callable[[], None]
     ) -> list[Together]:
-        """Prompts alone, the same beside decoding streams, and these with and without prompts; then
+        """Prompts alone, prompts beside decoding streams, streams with and without prompts; then
         both beside a second worker of their role.
 
-        No round where no stream of more than one token fits.
+        No rounds when no stream of more than one token fits.
         """
         tokens = min(TOGETHER_PROMPT, room.context_tokens_max // 2)
         length = min(TOGETHER_TOKENS, room.context_tokens_max - TOGETHER_CONTEXT - 1)
@@ -229,7 +229,7 @@ class Measure:
         return split(own, [both])[1]
 
     async def burst(self, room: Room, rounds: int, done: Callable[[], None]) -> BurstMeans:
-        """Prompts at once: while one is handed over the next is computed, and more wait."""
+        """Prompts at once: one is handed over while the next is computed, and others wait."""
         lengths = [n for n in BURST_PROMPTS if n + BURST_TOKENS < room.context_tokens_max]
         found: list[tuple[ReceivedAnswer, float]] = []
         for _ in range(rounds):
@@ -241,8 +241,8 @@ class Measure:
         return burst_means(lengths, [(sent_s, one.token_times_s) for one, sent_s in found])
 
     async def from_ssd(self, filled_bytes: int, token_bytes: int, room: Room) -> float:
-        """Bytes per second at which prefixes come back that only the own node's SSD has; 0 where
-        nothing came back. `filled_bytes`: what has to be stored to push them out of memory."""
+        """Bytes per second of prefixes that only the own node's SSD holds; 0: none was restored.
+        `filled_bytes`: bytes to store so that they are evicted from DRAM."""
         tokens = min(SSD_PROMPT, room.context_tokens_max // 2)
         early = [self._fresh(tokens) for _ in range(SSD_PROMPTS)]
         others = [self._fresh(tokens) for _ in range(filled_bytes // (tokens * token_bytes) + 1)]
@@ -258,8 +258,8 @@ class Measure:
         return moved_bytes / load_s if load_s else 0.0
 
     async def from_node(self, other: str, token_bytes: int, room: Room, rounds: int) -> float:
-        """Bytes per second at which prefixes come that another prefill worker's node has; 0 where
-        nothing was fetched."""
+        """Bytes per second of prefixes that another prefill worker's node holds; 0: none was
+        fetched."""
         tokens = min(SSD_PROMPT, room.context_tokens_max // 2)
         moved_bytes = load_s = 0.0
         for _ in range(rounds):
@@ -272,8 +272,7 @@ class Measure:
         return moved_bytes / load_s if load_s else 0.0
 
     async def _timed(self, tokens: int, prefill: str = "") -> list[tuple[float, float]]:
-        """(seconds that its prefill computed, when the first token came) of fresh prompts, one
-        after the other."""
+        """(seconds of prefill, time of the first token) of fresh prompts, one after the other."""
         pins, found = {"prefill_worker": prefill} if prefill else {}, []
         for _ in range(TOGETHER_PROMPTS):
             answer, _ = await self._ask(self._fresh(tokens), 2, pins=pins)
@@ -288,7 +287,7 @@ class Measure:
         pins: Mapping[str, str] = NO_PINS,
     ) -> tuple[ReceivedAnswer, float]:
         """`begun` is set with its second token, when it decodes, or when it ends without one.
-        `pins`: other workers than the pair."""
+        `pins`: workers that replace the pair."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}",
@@ -351,7 +350,7 @@ def sharing_of(rounds: Sequence[Together]) -> Sharing:
 def burst_means(
     lengths: Sequence[int], answers: Sequence[tuple[float, Sequence[float]]]
 ) -> BurstMeans:
-    """Of when each was sent and its tokens came."""
+    """The means of a burst, from the times of its requests and tokens."""
     if not answers:
         return BurstMeans()
     return BurstMeans(
@@ -364,7 +363,7 @@ def burst_means(
 
 
 def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:
-    """One for each point: the median of its rounds."""
+    """One sample for each point: the median of its rounds."""
     by_point: dict[tuple[int, int], list[float]] = {}
     for one in prefills:
         by_point.setdefault((one.new_tokens, one.prefix_tokens), []).append(one.prefill_s)
@@ -372,8 +371,8 @@ def samples_of(prefills: Sequence[Prefill]) -> list[PrefillSample]:
 
 
 def serving_of(prefills: Sequence[Prefill], step_s: float) -> Serving:
-    """What TTFT has on top of the prefill: a line over the cached tokens, never falling. And what
-    the second token took on top of `step_s`, a decode step of one sequence."""
+    """Serving time on top of the prefill, fitted as a non-decreasing line over the cached tokens,
+    and the second token's time on top of `step_s`, a decode step of one sequence."""
     rest_s = [max(0.0, one.ttft_s - one.prefill_s) for one in prefills]
     uncached_s = [s for s, one in zip(rest_s, prefills, strict=True) if not one.prefix_tokens]
     base_s = statistics.median(uncached_s or rest_s)

@@ -12,17 +12,19 @@
      "sources": {"node_bytes_per_s": ..., "node_path": ..., "ssd_bytes_per_s": ...}}
 
 `coefficients` are those of conductor/estimates/estimates.py, fitted with its relative error:
-`error_mean` is the MAPE as a fraction. Those of a prefill are of one step: a prompt longer than
+`error_mean` is the MAPE as a fraction. Prefill coefficients are of one step: a prompt longer than
 `chunk_tokens` pays base_s once a step (`prompt_s`). Samples are of whole prompts, as measured.
-`serving` is what a client's TTFT has on top of the prefill, the way through Triton and the frontend
-and loading a cached prefix from the worker's own node; and what lies between the first token and
-the second on top of a decode step: putting, calling and reading. `sharing` is how many times as
-long a step takes while another worker computes, of the other role, and, where the server has a
-second one, of its own: 1 where each has a device of its own.
-`burst` is what clients met on average of prompts that came at once, when blocks and tokens of
-others are on their way and engines, frontend, client and nodes want the same cores: means and not
-medians, as a few tokens are late by very much, and they count. `sources` is how fast a prefix comes
-from another node's memory and from the own node's SSD; 0: it was not measured.
+
+`serving` is the time added to the prefill in a client's TTFT: Triton, the frontend, and loading a
+cached prefix from the worker's own node. `handover_s` is the time between the first token and the
+second, less a decode step: putting, calling and reading. `sharing` is the factor by which a step is
+longer while one other worker computes: of the other role, and of its own role if the server has a
+second one. It is 1 where each worker has a device of its own.
+
+`burst` is the clients' average over prompts sent at once, when KV and tokens of others move and
+engines, frontend, client and nodes share the cores. It has means instead of medians, because a few
+very late tokens count. `sources` is the rate of a prefix from another node's memory and from the
+own node's SSD; 0: not measured.
 
 Not here: measuring (measure.py), the command (command.py).
 """
@@ -49,7 +51,7 @@ VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What serving adds to the engines, in seconds, when nothing else is going on."""
+    """Seconds that serving adds to the engines on an idle server."""
 
     base_s: float  # before the first token
     per_cached_token_s: float
@@ -58,7 +60,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many times as long a step takes while one other worker computes; at least 1."""
+    """The factor by which a step is longer while one other worker computes; at least 1."""
 
     prefill: float = 1.0  # beside a decode worker
     decode: float = 1.0  # beside a prefill worker
@@ -68,7 +70,8 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class BurstMeans:
-    """Of prompts of these lengths that came at once; without any it was not measured."""
+    """Means of prompts of these lengths that were sent at once; without lengths nothing was
+    measured."""
 
     prompt_tokens: tuple[int, ...] = ()
     output_tokens: int = 0
@@ -79,16 +82,16 @@ class BurstMeans:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSources:
-    """How fast a prefix comes to a prefill worker whose own memory lacks it; 0: not measured."""
+    """The rate of a prefix that a prefill worker's own DRAM lacks; 0: not measured."""
 
     node_bytes_per_s: float = 0.0  # from another node
-    node_path: str = ""  # ... by this transport: mapped, nixl or tcp
+    node_path: str = ""  # its transport: mapped, nixl or tcp
     ssd_bytes_per_s: float = 0.0  # from the SSD of the own node
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, and what was fitted to it."""
+    """The measurements, and the estimates fitted to them."""
 
     machine: str
     settings: Mapping[str, str]  # of the two workers' config.pbtxt: threads, chunk_tokens, ...
@@ -101,12 +104,12 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """ValueError when it is no profile of this version."""
+        """ValueError for text that is no profile of this version."""
         try:
             found = json.loads(text)
             if found["version"] != VERSION:
                 raise ValueError(
-                    f"it has version {found['version']}, not {VERSION}: measure it again"
+                    f"version {found['version']}instead of {VERSION}: measure it again"
                 )
             return cls(
                 found["machine"],
@@ -119,20 +122,20 @@ class Profile:
                 PrefixSources(**found["sources"]),
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as missing:
-            raise ValueError(f"it is no profile of `mooncake profile`: {missing!r}") from None
+            raise ValueError(f"no profile of `mooncake profile`: {missing!r}") from None
 
     @property
     def chunk_tokens(self) -> int:
-        """The longest prefill step; every prompt is one step where nobody says."""
+        """The longest prefill step; if it is unknown, every prompt is one step."""
         return int(self.settings.get("chunk_tokens", 0)) or 2**31
 
     @property
     def prefill(self) -> Fit[PrefillEstimate]:
-        """Of one step."""
+        """The fit of one step."""
         return fit_prefill([_mean_step(s, self.chunk_tokens) for s in self.prefill_samples])
 
     def prompt_s(self, new_tokens: int, prefix_tokens: int) -> float:
-        """A whole prompt by the fit."""
+        """The seconds of a whole prompt by the fit."""
         estimate, end = self.prefill.estimate, prefix_tokens + new_tokens
         starts = range(prefix_tokens, end, self.chunk_tokens)
         return sum(estimate.seconds(min(self.chunk_tokens, end - at), at) for at in starts)
@@ -161,12 +164,13 @@ class Profile:
 
 
 def _mean_step(sample: PrefillSample, chunk_tokens: int) -> PrefillSample:
-    """The step that costs by the formula what this prompt's steps cost on average."""
+    """The step whose fitted cost is the mean cost of this prompt's steps."""
     steps = -(-sample.new_tokens // chunk_tokens)
     if steps == 1:
         return sample
     new_tokens = sample.new_tokens / steps
-    seen_by_each = sample.prefix_tokens + sample.new_tokens / 2  # keys, by the mean new token
+    # keys that the mean new token attends to
+    seen_by_each = sample.prefix_tokens + sample.new_tokens / 2
     prefix_tokens = seen_by_each - new_tokens / 2
     return PrefillSample(round(new_tokens), round(prefix_tokens), sample.seconds / steps)
 

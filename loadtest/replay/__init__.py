@@ -1,1 +1,1 @@
-"""What would a published trace have met? Traces, the prompts made of them, sent at their times."""
+"""Replaying a published trace: traces, the prompts made of them, and sending at their times."""

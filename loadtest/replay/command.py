@@ -1,7 +1,8 @@
 """`mooncake replay`: sends a published trace to a running server, at the trace's own times.
 
-Reads the trace, asks the server what fits, refuses what does not before anything is sent, then runs
-the open loop and prints a summary. Ctrl-C stops the sending and prints the summary of what is done.
+It reads the trace, asks the server for its limits, and refuses requests that do not fit before it
+sends any. Then it runs the open loop and prints a summary. Ctrl-C stops the sending and prints the
+summary of the finished requests.
 """
 
 from __future__ import annotations
@@ -126,12 +127,12 @@ ChannelsOption = Annotated[
 
 
 class ReplayRefused(Exception):
-    """Nothing was sent; the message says what to change."""
+    """Nothing was sent; the message tells the user what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutputs:
-    """What the run leaves besides its summary."""
+    """The files of a run, besides its summary."""
 
     rows: Path | None = None
     report: Path | None = None
@@ -157,7 +158,7 @@ def prepare(
 
 
 def row_of(record: RequestRecord, ideal: Mapping[int, int]) -> dict[str, object]:
-    """One line of --out: what was measured of one request."""
+    """One line of --out: the measurements of one request."""
     row = dataclasses.asdict(record)
     measured = {"lag_s": record.lag_s, "ttft_s": record.ttft_s, "tbt_s": record.tbt_s}
     return row | measured | {"ideal_cached_tokens": ideal.get(record.index)}
@@ -172,7 +173,7 @@ def write_rows(path: Path, run: ReplayRun, ideal: Mapping[int, int]) -> None:
 async def _describe(
     sending: SendOptions, chosen: Mapping[str, int | None]
 ) -> tuple[SendOptions, ServerDescription]:
-    """Of OpenAI's interface also the model that it serves."""
+    """The server's description; of OpenAI's interface also the model that it serves."""
     if sending.via == SentVia.OPENAI:
         served = served_at(http_address(sending.url), sending.model, sending.key)
         sending = dataclasses.replace(sending, model=served.model)
@@ -193,9 +194,9 @@ def recording_of(
     samples: Sequence[Sample],
     started_at: datetime,
 ) -> Recording:
-    """The run as a file keeps it."""
+    """The run as a recording."""
     described = {"trace": settings.path.name} | dataclasses.asdict(settings)
-    del described["path"]  # a file's folder is nobody's business
+    del described["path"]  # a report must not show the folder of a file
     described |= dataclasses.asdict(sending)
     del described["key"]
     described |= {
@@ -295,7 +296,7 @@ def replay(
     is_explained = out is not None or report is not None
     url = url or ADDRESSES[via]
     model = model or ("" if via == SentVia.OPENAI else CONDUCTOR)
-    key = own_key() if via == SentVia.OPENAI else ""  # Triton's ports know no keys
+    key = own_key() if via == SentVia.OPENAI else ""  # Triton's ports have no API keys
     sending = SendOptions(url, model, ignore_eos, timeout_s, channels, is_explained, via.value, key)
     try:
         page = address_of_page(metrics_url, url, via) if report is not None else None
@@ -320,22 +321,22 @@ def carry_out(
     chosen: Mapping[str, int | None],
     outputs: ReplayOutputs,
 ) -> int:
-    """The whole command; returns its exit status."""
+    """Run the command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     if outputs.report is not None:
-        require("report", "`mooncake replay --report`")  # now rather than after the run
+        require("report", "`mooncake replay --report`")  # fails now rather than after the run
     try:
         rows = rows_of(settings)
         sending, server = asyncio.run(_describe(sending, chosen))
         run = prepare(rows, server, settings)
         for path in filter(None, (outputs.rows, outputs.report)):
-            path.open("ab").close()  # refused now rather than after the run
+            path.open("ab").close()  # a wrong path fails now rather than after the run
     except (OSError, TraceError, ServerError, ReplayRefused) as error:
         errors.print(f"cannot replay: {error}", style="bold red", markup=False, soft_wrap=True)
         return 1
     for name in server.assumed:
         value = getattr(server, name)
-        errors.print(f"the server does not say its {name}; assuming {value:,}", style="yellow")
+        errors.print(f"the server does not report its {name}; assuming {value:,}", style="yellow")
     started_at = datetime.now(timezone.utc)
     samples = _run_with_progress(run, sending, outputs.metrics_url, errors)
     ideal = ideal_of(run, server.block_tokens)
@@ -351,7 +352,7 @@ def carry_out(
     if outputs.rows is not None:
         write_rows(outputs.rows, run, ideal)
     if outputs.report is not None:
-        from loadtest.report.run_page import write_report  # draws: loads matplotlib
+        from loadtest.report.run_page import write_report  # loads matplotlib
 
         write_report(
             recording_of(run, settings, sending, outputs, ideal, samples, started_at),
@@ -385,14 +386,15 @@ def json_line(
 
 
 def page_key(sending: SendOptions, metrics_url: str) -> str:
-    """The gateway's key, for its own page alone: it is nobody else's business."""
+    """The gateway's API key, which is sent to the gateway's own page only."""
     if sending.via != SentVia.OPENAI:
         return ""
     return http_address(sending.url).key_for(metrics_url, sending.key)
 
 
 def address_of_page(chosen: str | None, url: str, via: SentVia = SentVia.GRPC) -> str | None:
-    """The page to sample: as chosen, none, or where it is by convention. ValueError: `url`."""
+    """The metrics page to sample: the chosen one, none, or the conventional one. ValueError: a
+    wrong `url`."""
     if chosen is not None:
         return chosen if chosen != "none" else None
     if via == SentVia.OPENAI:

@@ -1,13 +1,13 @@
-"""The data sets of the papers as requests: how long they are, and what of them is shared.
+"""The data sets of the papers as requests: their lengths, and the shared part of each prompt.
 
-The arXiv report, Table 2, gives each data set's mean lengths and its share of cached tokens, and no
-distribution: so all requests of one are alike, and that share of each, in whole blocks of 512, is
-one of a few prefixes that were sent before. A request is a row of a trace, whose ids say what is
-shared: the simulator's experiments offer the rows, `mooncake replay` and Locust's users send them
-at any scale. The same seed gives the same requests everywhere.
+The arXiv report, Table 2, gives each data set's mean lengths and its share of cached tokens, but no
+distribution. So all requests of one data set are alike. The cached share of each, in whole blocks
+of 512 tokens, is one of a few prefixes that were sent before. A request is a row of a trace, whose
+ids name its shared blocks. The simulator's experiments offer the rows; `mooncake replay` and
+Locust's users send them at any scale. The same seed gives the same requests everywhere.
 
 Ids of prefixes come first, then those of the requests' own whole blocks, request by request. The
-block that a prompt ends in has an id too, for its tokens, from LAST_BLOCKS on.
+last, partial block of a prompt has an id for its tokens too, from LAST_BLOCKS on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow, TraceSettings, r
 
 PREFIXES = 8
 LAST_BLOCKS = 2**31
-REQUESTS = 200  # that are drawn at once
+REQUESTS = 200  # requests drawn at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class DataSet:
     """Requests that are all alike."""
 
     name: str
-    title: str  # as the report names it
+    title: str  # its name in the report
     prompt_tokens: int
     output_tokens: int
-    cached_share: float  # of the prompt, one of PREFIXES
+    cached_share: float  # share of the prompt that one of PREFIXES covers
 
     @property
     def shared_blocks(self) -> int:
@@ -52,7 +52,7 @@ class DataSet:
         return tuple(range(first, first + self.shared_blocks))
 
     def bringing(self, number: int, at_s: float = 0.0) -> TraceRow:
-        """The request that brings a prefix into the cache: the prefix alone, a token as answer."""
+        """The request that caches a prefix: the prefix alone, with an answer of one token."""
         return TraceRow(number, at_s * 1e3, self.shared_tokens, 1, self.prefix(number))
 
     def request(self, number: int, prefix: int, at_s: float = 0.0) -> TraceRow:
@@ -75,21 +75,21 @@ DATA_SETS = {data_set.name: data_set for data_set in (ARXIV, L_EVAL, *SIMULATED_
 
 
 def drawn(seed: int, count: int, turn: int = 0) -> tuple[list[float], list[int]]:
-    """Gaps between arrivals, 1 s on average, and which prefix each request has.
+    """Gaps between arrivals, 1 s on average, and the number of each request's prefix.
 
-    `turn`: who needs more than `count` draws again.
+    `turn` selects the next draw when more than `count` requests are needed.
     """
     random = np.random.default_rng([seed, turn] if turn else seed)
     gaps = random.exponential(1.0, count)
-    gaps *= count / gaps.sum()  # as many come as the rate says
+    gaps *= count / gaps.sum()  # scales the gaps to the rate
     return [float(gap) for gap in gaps], [int(x) for x in random.integers(PREFIXES, size=count)]
 
 
 def poisson_rows(
     data_set: DataSet, rate: float, count: int, seed: int, copies: int = 1, every_s: float = 0.0
 ) -> tuple[list[TraceRow], int]:
-    """Poisson arrivals, after those that bring the prefixes, which are sent every so often, each
-    `copies` times; how many are the latter."""
+    """Rows with Poisson arrivals, after the rows that cache the prefixes, and the number of the
+    latter. Those are sent at a fixed interval, `copies` times each."""
     brought = [
         data_set.bringing(number // copies, number * every_s)
         for number in range(data_set.prefixes * copies)
@@ -103,7 +103,7 @@ def poisson_rows(
 
 
 def endless(data_set: DataSet, seed: int) -> Iterator[TraceRow]:
-    """The same requests without their arrivals, for users, who take one after the other."""
+    """The same requests without arrival times, for users that send one after the other."""
     turn = 0
     while True:
         _, prefixes = drawn(seed, REQUESTS, turn)
@@ -113,8 +113,8 @@ def endless(data_set: DataSet, seed: int) -> Iterator[TraceRow]:
 
 
 def rows_of(trace: TraceSettings) -> list[TraceRow]:
-    """Of the file, or of the data set that is named in its place: its prefixes, one a second, then
-    Poisson arrivals, one a second on average. TraceError as `read_trace`."""
+    """The rows of the file, or of the data set that is named instead: its prefixes, one a second,
+    then Poisson arrivals, one a second on average. TraceError as in `read_trace`."""
     data_set = DATA_SETS.get(str(trace.path))
     if data_set is None or trace.path.exists():
         return read_trace(trace.path, trace.requests_max)

@@ -1,10 +1,9 @@
 """An open-loop run against a server: planned requests in, a record of each out.
 
-A request is started at its own time, whatever the server does. A closed loop (next request after
-the last answer) slows down with the server and so hides its overload. Here a request is started
-when it is due even if none before it has been answered. The one bound is `in_flight_max`, which
-protects this machine: when it is reached the loop waits for an answer, and that wait shows up as
-sender lag.
+A request starts at its due time, even if no earlier one has been answered. A closed loop (next
+request after the last answer) slows down with the server and so hides its overload. The one bound
+is `in_flight_max`, which protects this machine. At the bound the loop waits for an answer, and the
+wait is recorded as sender lag.
 
 The clock is an argument, so that tests run hours of trace in no time.
 """
@@ -76,7 +75,7 @@ async def run_open_loop(
                 await clock.sleep(wait_s)
             await permits.acquire()
             tasks.append(asyncio.create_task(send_and_release(index)))
-            await asyncio.sleep(0)  # let it start now, even when the next one is due already
+            await asyncio.sleep(0)  # the request starts now, even if the next one is already due
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -85,7 +84,7 @@ async def run_open_loop(
 
 
 class LoadClient(Protocol):
-    """Whatever sends a request and gives its events."""
+    """A client that sends a request and yields its events."""
 
     async def __aenter__(self) -> LoadClient: ...
 
@@ -107,7 +106,7 @@ class SendOptions:
     channels: int
     return_decision: bool
     via: str = "grpc"
-    key: str = field(default="", repr=False)  # for OpenAI's interface
+    key: str = field(default="", repr=False)  # API key for OpenAI's interface
 
     def client(self, now_s: Callable[[], float] = time.perf_counter) -> LoadClient:
         if self.via == "grpc":
@@ -120,7 +119,7 @@ class SendOptions:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """Everything that happened, filled while it happens so that Ctrl-C loses nothing."""
+    """The results so far, filled during the run so that Ctrl-C loses nothing."""
 
     planned: Sequence[PlannedRequest]
     records: list[RequestRecord] = field(default_factory=list)
@@ -131,7 +130,7 @@ class ReplayRun:
 async def send_one(
     client: LoadClient, request: PlannedRequest, options: SendOptions, clock: LoopClock
 ) -> RequestRecord:
-    """Send one request to its end; every way of ending is a record, except being cancelled."""
+    """Send one request to its end; every end is a record, except cancellation, which raises."""
     sent_s = clock.now_s()
     answer, error = ReceivedAnswer(), None
     asked = request.to_send(
@@ -160,7 +159,7 @@ async def send_one(
 async def send_all(
     run: ReplayRun, options: SendOptions, clock: LoopClock, on_change: Callable[[ReplayRun], None]
 ) -> None:
-    """Send everything; SIGINT ends it early. Fills `run`. The run begins at the clock's zero."""
+    """Send everything and fill `run`; SIGINT ends it early. The run begins at the clock's zero."""
     async with options.client(clock.now_s) as client:
 
         async def send(index: int) -> None:

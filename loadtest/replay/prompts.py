@@ -1,13 +1,13 @@
-"""Turns the rows of a trace into prompts that share prefixes exactly as the trace says.
+"""Turns the rows of a trace into prompts that share the prefixes of the trace exactly.
 
 The published traces have no text, only ids. Each id becomes the same `round(512 x length_scale)`
-tokens wherever it occurs, so two prompts share exactly the blocks that their rows share, at any
+tokens wherever it occurs. So two prompts share exactly the blocks that their rows share, at any
 scale, and a server's prefix cache sees the trace's own reuse.
 
-Tokens come from Philox, a counter-based generator keyed by (seed, hash id): no state, the same on
-every machine, and a block can be made without making the ones before it. The first few tokens of a
-block spell its id instead (in base "vocabulary"), because random tokens alone would let two
-different ids coincide when a small scale leaves a block only two or three tokens.
+Tokens come from Philox, a counter-based generator keyed by (seed, hash id). It has no state, is the
+same on every machine, and makes a block without the blocks before it. The first few tokens of a
+block spell its id (in base "vocabulary"). Random tokens alone would let two ids coincide when a
+small scale leaves a block two or three tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ TokenIds = npt.NDArray[np.int32]
 
 BLOCKS_REMEMBERED_MAX = 65_536
 LINES_SHOWN_MAX = 10
-SPELLED_ID_BITS = 32  # ids below 2^32 are told apart by spelling; larger ones by chance as well
+# ids below 2^32 are distinguished by spelling; larger ones by random tokens as well
+SPELLED_ID_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """What to send and when. `index` counts in order of arrival, `line` is the trace's line."""
+    """One request and its time. `index` counts in order of arrival, `line` is the trace's line."""
 
     index: int
     line: int
@@ -43,7 +44,9 @@ class PlannedRequest:
     def to_send(
         self, request_id: str, *, ignore_eos: bool = True, return_decision: bool = False
     ) -> GenerateRequest:
-        """For the server; with `ignore_eos` the answer has exactly the trace's length."""
+        """The request for the server; with `ignore_eos` the answer has exactly the trace's
+        length.
+        """
         return GenerateRequest(
             request_id=request_id,
             input_ids=self.prompt_ids,
@@ -130,7 +133,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """Which rows do not fit the server's context, and the largest scale at which all would."""
+    """Rows that do not fit the server's context, and the largest scale at which all would."""
 
     lines: tuple[int, ...]
     context_tokens: int  # of the longest
@@ -139,7 +142,7 @@ class TooLong:
     length_scale: float  # at which all fit
 
     def refusal(self, flag: str) -> str:
-        """For people, who set the scale with `flag`."""
+        """The message for a user, who sets the scale with `flag`."""
         shown = ", ".join(map(str, self.lines[:LINES_SHOWN_MAX]))
         more = len(self.lines) - LINES_SHOWN_MAX
         return (
@@ -162,7 +165,8 @@ def too_long(
         return None
     fitting = length_scale * context_tokens_max / max(contexts)
     while _longest(rows, _readable(fitting)) > context_tokens_max and fitting > 1e-6:
-        fitting *= 0.97  # rounding blocks up can still be too long; a few steps at most
+        # rounding blocks up can still exceed the context; this takes a few steps at most
+        fitting *= 0.97
     return TooLong(
         lines=lines,
         context_tokens=max(contexts),

@@ -1,19 +1,19 @@
 """Reads the request traces that the Mooncake project published (JSON lines).
 
-One request a line: when it came (`timestamp`, ms), how long its prompt and its answer were
+Each line is one request: its arrival (`timestamp`, ms), the lengths of its prompt and its answer
 (`input_length`, `output_length`, tokens), and one `hash_ids` entry for each 512-token block of the
 prompt. An id names the block *and its whole prefix*, so two requests that share their first k ids
-share k blocks. `conversation_trace`, `synthetic_trace`, `toolagent_trace` and `mooncake_trace` all
-have this format; fields that other tools add (`session_id`, `delay`, ...) are left alone.
+share k blocks. `conversation_trace`, `synthetic_trace`, `toolagent_trace` and `mooncake_trace` have
+this format; fields that other tools add (`session_id`, `delay`, ...) are ignored.
 
-At a scale, a prompt keeps all of its blocks, and the last one is cut so that the whole is
-`round(input_length x length_scale)` tokens long. Where rounding 512 x scale makes that impossible
-(28 blocks of 51 tokens cannot hold 1,434), sharing wins over length: the last block keeps between
-one token and all of its tokens.
+At a scale, a prompt keeps all of its blocks, and its last block is cut so that the prompt has
+`round(input_length x length_scale)` tokens. Rounding 512 x scale may make that impossible (28
+blocks of 51 tokens cannot hold 1,434). Then sharing takes precedence over length: the last block
+keeps between one token and all of its tokens.
 
-A file is plain or gzip, whatever its name. A line that does not make sense is refused with its
-position, `FILE:LINE`, and what is wrong: a trace that is silently repaired measures something else
-than it says. A file that cannot be read is refused in the same way.
+A file is plain or gzip, whatever its name. An invalid line is refused with its position,
+`FILE:LINE`, and the reason, because a silently repaired trace would be another trace. An unreadable
+file is refused in the same way.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any
 TRACE_BLOCK_TOKENS = 512
 HASH_ID_MAX = 2**64 - 1
 COUNT_MAX = 2**31 - 1  # tokens of a prompt or of an answer
-TIMESTAMP_MS_MAX = 2**53  # a float holds every whole number up to this one
+TIMESTAMP_MS_MAX = 2**53  # a float represents every whole number up to this one
 LINE_BYTES_MAX = 2**24
 GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARKS = {  # UTF-32 first: its mark begins with that of UTF-16
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-    # Without its mark, UTF-16 shows by the zero beside an ASCII character.
+    # UTF-16 without a mark is recognised by the zero beside an ASCII character.
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\0{", b"{\0"),
 }
 EXPECTED = "expected one JSON object a line"
@@ -86,7 +86,7 @@ def scaled_lengths(row: TraceRow, length_scale: float) -> ScaledLengths:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Which part of which trace, how fast and large, and the seed of its tokens."""
+    """Which part of which trace, its speed and scale, and the seed of its tokens."""
 
     path: Path
     requests_max: int | None = None
@@ -100,7 +100,7 @@ def read_trace(path: Path, requests_max: int | None = None) -> list[TraceRow]:
 
     Raises TraceError for everything that is wrong with the file, and nothing else.
 
-    Rows are sorted by timestamp, stably: the published files already are, a concatenation of two
+    Rows are sorted by timestamp, stably: the published files are sorted, but a concatenation of two
     recordings is not.
     """
     assert requests_max is None or requests_max > 0
@@ -134,7 +134,7 @@ def _rows(path: Path) -> Iterator[TraceRow]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain or gzip file. The first bytes decide which of the two it is."""
+    """The lines of a plain or gzip file; its first bytes decide."""
     with contextlib.ExitStack() as stack:
         file: io.BufferedIOBase = stack.enter_context(path.open("rb"))
         if file.peek(2).startswith(GZIP_MAGIC):
@@ -242,5 +242,5 @@ def _shown(fields: dict[str, Any], name: str) -> str:
 
 
 def _short(value: object) -> str:
-    """The depth and the length of a value of a file have no bound; those of the text have."""
+    """A value of a file may be of any depth and length; its text may not."""
     return reprlib.repr(value)[:60]

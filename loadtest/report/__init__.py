@@ -1,1 +1,1 @@
-"""One run, or two side by side, as a page that people look at and a program reads back."""
+"""One run, or several side by side, as a page for people that a program can read back."""

@@ -1,4 +1,4 @@
-"""`mooncake report`: one run in numbers, two beside each other, or the trade-off between many."""
+"""`mooncake report`: one run in numbers, two compared, or the trade-off between many."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReportOptions:
     out: Path | None = None
     as_json: bool = False
     by: tuple[str, ...] = ()
-    slo: Slo | None = None  # instead of each run's own
+    slo: Slo | None = None  # replaces each run's own service level
     share: float = sweep.SHARE_LEAST
 
 
@@ -63,7 +63,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Write an HTML page: the run's drawn anew, the comparison, the sweep."),
+        typer.Option(help="Write an HTML page: the run's page redrawn, the comparison, the sweep."),
     ] = None,
     by: Annotated[
         list[str] | None,
@@ -92,16 +92,15 @@ def report(
         bool, typer.Option("--json", help="Print the numbers as one JSON line, last.")
     ] = False,
 ) -> None:
-    """Print what a run's report holds; compare two; or lay many side by side, with --out as a page
-    that draws goodput against load and cost, and TTFT against throughput.
-    """
+    """Print the numbers of a run's report; compare two; or lay many side by side, with --out as a
+    page that draws goodput against load and cost, and TTFT against throughput."""
     has_level = slo_ttft_s is not None or slo_tbt_s is not None
     slo = Slo(slo_ttft_s, slo_tbt_s) if has_level else None
     raise typer.Exit(carry_out(files, ReportOptions(out, as_json, tuple(by or ()), slo, share)))
 
 
 def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
-    """The whole command; returns its exit status."""
+    """Run the command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     out = options.out
     if out is not None:
@@ -109,11 +108,11 @@ def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
     if out is not None and len(files) > 1:
         kept = [file for file in files if file.resolve() != out.resolve()]
         if len(kept) < len(files):
-            errors.print(f"{out} is what is written: it is not read", markup=False, soft_wrap=True)
+            errors.print(f"{out} is the output: it is not read", markup=False, soft_wrap=True)
         if not kept:
             errors.print(
-                "cannot report: nothing is left to read: give another file to --out, or name "
-                f"{out} once to draw it anew",
+                "cannot report: nothing is left to read; give another file to --out, or name "
+                f"{out} once to redraw it",
                 style="bold red",
                 markup=False,
                 soft_wrap=True,
@@ -135,8 +134,8 @@ def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
 
 
 def read_all(files: Sequence[Path], slo: Slo | None) -> list[Recording | list[RunDigest]]:
-    """What each page holds; of more than two runs no more than is needed to lay them side by
-    side. RecordingError with everything that is wrong."""
+    """The contents of each page; of more than two runs only their digests. RecordingError names
+    every mistake."""
     problems: list[str] = []
     found: list[Recording | list[RunDigest]] = []
     for file, label in zip(files, labels_of(files), strict=True):
@@ -168,7 +167,7 @@ def labels_of(files: Sequence[Path]) -> list[str]:
 def judged(
     run: Recording | list[RunDigest], slo: Slo | None, file: Path
 ) -> Recording | list[RunDigest]:
-    """By these limits instead of its own."""
+    """The run judged by these limits instead of its own."""
     if slo is None:
         return run
     if isinstance(run, Recording):
@@ -189,7 +188,7 @@ def _level(digest: RunDigest) -> str:
 def digested(
     run: Recording | list[RunDigest], label: str, is_alone: bool = False
 ) -> list[RunDigest]:
-    """As it is laid beside others: with its file's name, and what is known of its size."""
+    """The digest with its file's name, and with the size of the fleet if it is known."""
     if isinstance(run, Recording):
         workers = len(prefill_workers(run.samples) | decode_workers(run.samples))
         if workers:
@@ -210,7 +209,7 @@ def _report(
     options: ReportOptions,
     console: Console,
 ) -> dict[str, object]:
-    """Printed, written where it is asked for, and as JSON."""
+    """Print the report, write its page if asked for, and print its JSON."""
     whole = [run for run in found if isinstance(run, Recording)]
     if len(whole) == len(found) and not options.by:
         console.print(_one(whole[0]) if len(whole) == 1 else _two(files, whole))
@@ -231,7 +230,7 @@ def _report(
         )
     console.print(_many(runs, options.share))
     if options.out is not None:
-        # Here, because it draws: printing numbers does not wait for matplotlib.
+        # Imported here because it loads matplotlib, which printing does not need.
         from loadtest.report.page import write_page
         from loadtest.report.sweep_page import sweep_page
 
@@ -270,7 +269,7 @@ def json_line(files: Sequence[Path], runs: Sequence[Recording]) -> dict[str, obj
 
 
 def _write(files: Sequence[Path], runs: Sequence[Recording], out: Path) -> None:
-    # Here, because both draw: printing numbers does not wait for matplotlib.
+    # Imported here because they load matplotlib, which printing does not need.
     from loadtest.report.comparison import comparison_page
     from loadtest.report.page import write_page
     from loadtest.report.run_page import write_report
@@ -289,7 +288,7 @@ def _one(run: Recording) -> Group:
 
 
 def _many(runs: Sequence[RunDigest], share: float) -> Group:
-    """A table of all, and what differs between them."""
+    """A table of all runs, and the settings that differ."""
     best, unbeaten = sweep.best_of(runs, share), sweep.pareto_runs(runs)
     table = Table(title=f"{len(runs)} runs", box=None, padding=(0, 1, 0, 0))
     table.add_column("", justify="right", no_wrap=True)

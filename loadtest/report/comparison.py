@@ -1,4 +1,4 @@
-"""Two runs side by side: what was asked of them, every number, both curves in one picture.
+"""Two runs side by side: their settings, every number, both curves in one picture.
 
 Not here: how a page is made (page.py).
 """
@@ -18,7 +18,7 @@ from loadtest.results.numbers import compare, differing, setting_text, settings_
 from loadtest.results.phases import Phases, mean_of, measured
 from loadtest.results.recording import Recording
 
-NAMES = ("A", "B")  # of two runs
+NAMES = ("A", "B")  # names of the two runs
 LEVELS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"))
 
 
@@ -61,7 +61,7 @@ def _numbers(a: Recording, b: Recording) -> Section:
     table = PageTable(
         ("number", "A", "B", "B − A", "B / A", "better is"),
         [(row.label, *row.texts, row.better or NOTHING) for row in compare(a, b)],
-        caption="One run each: whether a difference is more than chance only more runs can say.",
+        caption="One run each: only more runs can show whether a difference is more than noise.",
         left=(0, 5),
     )
     return Section("Numbers", tables=[table])
@@ -118,8 +118,8 @@ def _bars(
             which = "mean" if percent is None else f"around p{percent}"
             bars[f"{name}, {which}"] = mean_of([getattr(phases, field) for phases in part])
     caption = (
-        f"Mean over all requests whose decision says it, and over the requests around the median "
-        f"and the 90th percentile of the {what} of each run (the nearest twentieth)."
+        f"Mean over all requests whose decision has these times, and over the requests around the "
+        f"median and the 90th percentile of the {what} of each run (the nearest twentieth)."
     )
     for name in NAMES:
         if name not in runs:

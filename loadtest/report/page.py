@@ -1,11 +1,11 @@
-"""How a page of a report is made, whatever it shows: a run, two, many, a plan, an experiment.
+"""How a page of a report is made: of a run, two, many, a plan or an experiment.
 
-One template for all. Nothing is loaded from anywhere and no script runs; the page itself forbids
-it, because it shows messages and names that came from a server. What a page was made of stands
-inside it (`embedded`), for `mooncake report`.
+One template serves all. The page loads nothing and runs no script. Its policy forbids both, because
+it shows messages and names that came from a server. The page embeds its data (`embedded`), for
+`mooncake report`.
 
-Not here: what is on a page (run_page.py, comparison.py), how a picture is drawn
-(pictures/), how a page looks (templates/).
+Not here: the content of a page (run_page.py, comparison.py), drawing a picture (pictures/), the
+look of a page (templates/).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from loadtest.report.pictures.style import Picture
 from loadtest.results.numbers import setting_text
 from loadtest.results.recording import Setting
 
-# Control characters in a message: no browser shows them, and some make a page no HTML.
+# Control characters: no browser shows them, and some are invalid in HTML.
 UNPRINTABLE = dict.fromkeys([*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)])
-NOTHING = "–"  # in a cell: there is no such number
+NOTHING = "–"  # a cell without a number
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedText:
-    """A cell that opens with a click."""
+    """A cell that a click opens."""
 
     summary: str
     text: str
@@ -40,16 +40,16 @@ class FoldedText:
 class PageTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str | FoldedText]]
-    title: str = ""  # it then stands beside the pictures
+    title: str = ""  # with a title, the table is beside the pictures
     caption: str = ""
-    left: Collection[int] = (0,)  # columns of words; all others are numbers
-    marked: Collection[int] = ()  # rows that are to be seen first
+    left: Collection[int] = (0,)  # left-aligned columns of words; all others are numbers
+    marked: Collection[int] = ()  # highlighted rows
     is_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTile:
-    """The first thing that is read; `values` are (number, what it counts)."""
+    """A large number at the top; `values` are (number, what it counts)."""
 
     name: str
     values: Sequence[tuple[str, str]]
@@ -71,17 +71,17 @@ class ReportPage:
     sections: Sequence[Section] = ()
     subtitle: str = ""
     lead: Sequence[str] = ()
-    command: str = ""  # to copy
-    notes: Sequence[str] = ()  # what a reader must know before believing it
+    command: str = ""  # to copy; "": none
+    notes: Sequence[str] = ()  # conditions that make the numbers unreliable
     tiles: Sequence[ReportTile] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     settings_heading: str = "Settings"
-    footer: Sequence[tuple[str, str]] = ()  # (command, what it does)
-    embedded: Sequence[tuple[str, str]] = ()  # (type, printable ASCII)
+    footer: Sequence[tuple[str, str]] = ()  # (command, description)
+    embedded: Sequence[tuple[str, str]] = ()  # (media type, printable ASCII)
 
 
 def rendered(page: ReportPage) -> str:
-    """Everything but pictures is escaped."""
+    """The HTML text; everything but pictures is escaped."""
     environment = Environment(
         loader=PackageLoader("loadtest.report"),
         autoescape=True,
@@ -100,11 +100,11 @@ def write_page(page: ReportPage, path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: whoever reads the page meanwhile sees the one before."""
+    """Replace the file atomically: a reader of the page sees the old or the new one."""
     if path.exists() and not path.is_file():  # a terminal or a pipe
         path.write_text(text, encoding="utf-8")
         return
-    # Of the same folder, so that it can be renamed; a link stays one.
+    # The temporary file is in the same folder, so that it can be renamed; a link stays a link.
     path = path.resolve()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:

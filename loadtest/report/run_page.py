@@ -1,6 +1,6 @@
-"""The page of one run, whatever made it: replay, Locust, a simulation, a plan.
+"""The page of one run from any source: replay, Locust, a simulation, a plan.
 
-The page of a run is also its file: the recording stands inside, for `mooncake report`.
+The page is also the run's file: it embeds the recording, for `mooncake report`.
 
 Not here: how a page is made (page.py), its tables (tables.py) and pictures (pictures/).
 """
@@ -27,9 +27,9 @@ FOOTER = (
 
 
 def write_report(recording: Recording, path: Path) -> None:
-    """The page of one run; OSError when `path` cannot be written.
+    """Write the page of one run; OSError when `path` cannot be written.
 
-    First without a picture: should drawing fail, a long run is not lost with it.
+    A page without pictures is written first, so a long run is not lost when drawing fails.
     """
     embedded = to_bytes(recording).decode()
     write_page(bare_page(recording, embedded), path)
@@ -38,8 +38,8 @@ def write_report(recording: Recording, path: Path) -> None:
 
 def bare_page(recording: Recording, embedded: str) -> ReportPage:
     note = (
-        "The pictures of this run were not drawn. The run is here: mooncake report THIS.html "
-        "--out NEW.html draws them."
+        "The pictures of this run were not drawn. To draw them: mooncake report THIS.html "
+        "--out NEW.html."
     )
     return ReportPage(recording.title, notes=[note], embedded=[(EMBEDDED_RUN, embedded)])
 
@@ -67,7 +67,7 @@ def subtitle(recording: Recording, summary: Summary) -> str:
 
 
 def notes(recording: Recording) -> list[str]:
-    """What a reader must know before believing the page."""
+    """Conditions that make the numbers of the page unreliable."""
     found = []
     if recording.settings.get("is_interrupted"):
         cancelled = recording.settings.get("cancelled") or 0
@@ -132,7 +132,7 @@ def _spread_tile(name: str, spread: Spread | None, missing: str) -> ReportTile:
 def _cached_tile(summary: Summary) -> ReportTile:
     name = "Prompt tokens cached"
     if summary.hit_rate is None:
-        return ReportTile(name, [(NOTHING, "")], "not measured: no answer said it")
+        return ReportTile(name, [(NOTHING, "")], "not measured: no answer reported it")
     sub = "of an unlimited cache it was not computed"
     if summary.ideal_hit_rate is not None:
         sub = f"unlimited cache: {summary.ideal_hit_rate:.1%}"

@@ -1,7 +1,6 @@
-"""Many runs: what differs between them, which of them is best, and which no other run beats.
+"""Many runs: their differing settings, the best run, and the Pareto front.
 
-Runs of any kind in any mix. What is drawn of them is decided here, how it looks in
-pictures/tradeoff.py. Pure.
+Runs of any kind in any mix. This module decides what is drawn; pictures/tradeoff.py draws it. Pure.
 """
 
 from __future__ import annotations
@@ -15,36 +14,38 @@ from loadtest.results.numbers import setting_text
 from loadtest.results.recording import Setting
 
 LOAD = "offered_per_s"
-COSTS = ("gpus", "nodes", "workers")  # settings that say what a run takes, the best known first
+# settings that give the size of a fleet, the most informative first
+COSTS = ("gpus", "nodes", "workers")
 GOODPUT, SHARE = "goodput_per_s", "goodput_share"
-# Settings that follow from the load or the size of a fleet, which have an axis of their own.
+# Settings that follow from the load or the fleet's size, which have an axis of their own.
 OF_LOAD = frozenset({"speed", "users", "spawn_rate", "requests_max", "planned", "cancelled"})
 OF_COST = frozenset({*COSTS, "prefills", "decodes"})
 OF_NOBODY = frozenset({"seed", "url", "metrics_url", "is_interrupted", "cancelled"})
 LINES_MAX = 7
-SHARE_LEAST = 0.9  # within the limits: less is an overload, however much goodput it has
-SAME = 1.01  # loads that differ by less are one load
+# share of requests within the limits; a run with less is overloaded, however much goodput it has
+SHARE_LEAST = 0.9
+SAME = 1.01  # loads within this ratio are one load
 
 
 @dataclass(frozen=True, slots=True)
 class RunPoint:
     """One run in a picture of two numbers."""
 
-    number: int  # of the run, from 1
+    number: int  # number of the run, from 1
     x: float
     y: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """Runs that differ in nothing but what the axis shows, ascending."""
+    """Runs that differ only in the value of the axis, ascending."""
 
     label: str
     points: tuple[RunPoint, ...]
 
 
 def different(runs: Sequence[RunDigest]) -> dict[str, list[Setting]]:
-    """Each setting that is not the same in all runs, and its value in each."""
+    """Each setting that differs between runs, with its value in each run."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     columns = {name: [run.settings.get(name) for run in runs] for name in names}
     return {
@@ -65,7 +66,7 @@ def same(runs: Sequence[RunDigest]) -> dict[str, Setting]:
 
 
 def value_of(run: RunDigest, name: str) -> float | None:
-    """A number of the run, or a setting that is one; None where it has none."""
+    """A number of the run, or a numeric setting; None where it has neither."""
     value = run.numbers[name] if name in run.numbers else run.settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -73,14 +74,14 @@ def value_of(run: RunDigest, name: str) -> float | None:
 
 
 def cost_of(runs: Sequence[RunDigest]) -> str | None:
-    """The setting that says what a run takes; None when it does not vary, or when a run that has
-    goodput does not say it: that run could not be compared with the others."""
+    """The setting that gives a run's cost. None when it does not vary, or when a run with goodput
+    lacks it, because that run could not be compared."""
     return next((name for name, silent in _varied_costs(runs).items() if not silent), None)
 
 
 def _varied_costs(runs: Sequence[RunDigest]) -> dict[str, int]:
-    """Costs that differ between the judged runs (all, where none is), the best known first, and how
-    many of them do not say it."""
+    """Costs that differ between the runs with a service level (all runs, if none has one), the most
+    informative first, and the number of runs that lack each."""
     judged = [run for run in runs if value_of(run, SHARE) is not None] or runs
     found = {}
     for name in COSTS:
@@ -96,10 +97,10 @@ def has_several_loads(runs: Sequence[RunDigest]) -> bool:
 
 
 def lines(runs: Sequence[RunDigest], x: str, y: str) -> list[RunLine]:
-    """Runs as points, in a line where only `x` (and what it stands for) differs between them.
+    """Runs as points, in lines whose runs differ only in `x` (and the settings it stands for).
 
-    A run without one of the two numbers is in none. With more lines than can be told apart, all
-    points are in one, without a name.
+    A run without one of the two numbers is left out. With more lines than a reader can distinguish,
+    all points are in one line without a name.
     """
     groups: dict[tuple[str, ...], list[RunPoint]] = {}
     names = _lines_by(runs, x)
@@ -117,14 +118,14 @@ def lines(runs: Sequence[RunDigest], x: str, y: str) -> list[RunLine]:
 
 
 def _lines_by(runs: Sequence[RunDigest], x: str) -> list[str]:
-    """Settings that tell lines apart: what differs, but for what the axis stands for."""
+    """Settings that distinguish lines: those that differ, without those of the axis."""
     left_out = OF_NOBODY | {x}
     if x == LOAD:
         left_out |= OF_LOAD
     if x in COSTS:
         left_out |= OF_COST
     if value_of(runs[0], x) is not None and x in runs[0].numbers and x != LOAD:
-        left_out |= OF_LOAD  # a number of the run that its load decides
+        left_out |= OF_LOAD  # the load determines this number
     found = [name for name in different(runs) if name not in left_out]
     return [
         n for n in found if len({setting_text(run.settings.get(n)) for run in runs}) < len(runs)
@@ -132,9 +133,10 @@ def _lines_by(runs: Sequence[RunDigest], x: str) -> list[str]:
 
 
 def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPoint]:
-    """The points that no other beats: none is as good in both and better in one. Ascending in x.
+    """The Pareto front: points with no other point that is as good in both numbers and better in
+    one.
 
-    `less_x`, `less_y`: less of it is better. Of equal points all stay.
+    Ascending in x. `less_x`, `less_y`: smaller is better. Equal points all stay.
     """
     sign_x, sign_y = (1 if less_x else -1), (1 if less_y else -1)
     ordered = sorted(points, key=lambda point: (sign_x * point.x, sign_y * point.y, point.number))
@@ -155,10 +157,10 @@ def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPo
 
 
 def best_of(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> int | None:
-    """The number of the run with most goodput, a second and (where it is known) a GPU or node, of
-    those that serve this share within their limits, or of all where none does.
+    """The number of the best run: the most goodput per second, divided by its cost if that is
+    known. Only runs that serve this share within their limits compete, or all runs if none does.
 
-    Where there is no goodput at all there is no best.
+    None without any goodput.
     """
     cost = cost_of(runs)
     found: list[tuple[bool, float, float, int]] = []
@@ -174,7 +176,7 @@ def best_of(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> int | None
 
 
 def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
-    """Which run is best, and by what."""
+    """Which run is best, and by which criterion."""
     best = best_of(runs, share)
     if best is None:
         return "best: none, because no run has goodput"
@@ -190,8 +192,8 @@ def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
 
 
 def pareto_runs(runs: Sequence[RunDigest]) -> set[int]:
-    """Numbers of the runs that no other beats in goodput and cost; where no cost is known, in
-    answers and TTFT."""
+    """Numbers of the runs on the Pareto front of goodput and cost; without a known cost, of answers
+    and TTFT."""
     cost = cost_of(runs)
     x, y = (cost, GOODPUT) if cost else ("requests_per_s", "ttft_p90_s")
     points = [point for line in lines(runs, x, y) for point in line.points]
@@ -200,7 +202,7 @@ def pareto_runs(runs: Sequence[RunDigest]) -> set[int]:
 
 
 def warnings_of(runs: Sequence[RunDigest]) -> list[str]:
-    """What a reader must know before comparing them."""
+    """Reasons why the runs may not be comparable."""
     found = []
     unjudged = sum(value_of(run, SHARE) is None for run in runs)
     if unjudged == len(runs):
@@ -214,8 +216,8 @@ def warnings_of(runs: Sequence[RunDigest]) -> list[str]:
     if costs and all(costs.values()):
         name, silent = next(iter(costs.items()))
         found.append(
-            f"{silent} of {len(runs)} runs do not say their {name}, so all are compared without "
-            "what they take."
+            f"{silent} of {len(runs)} runs do not report their {name}, so all are compared without "
+            "their cost."
         )
     levels = {(run.slo, run.is_mixed) for run in runs if value_of(run, SHARE) is not None}
     if len({(slo.ttft_s, slo.tbt_s) if slo else None for slo, _ in levels}) > 1:
@@ -230,7 +232,7 @@ def warnings_of(runs: Sequence[RunDigest]) -> list[str]:
     )
     if unanswered:
         found.append(
-            f"{unanswered} of {len(runs)} runs answered nothing: they have no TTFT, and are only "
+            f"{unanswered} of {len(runs)} runs have no answer: they have no TTFT, and appear only "
             "where goodput is shown."
         )
     traces = {str(run.settings["trace"]) for run in runs if run.settings.get("trace")}

@@ -1,8 +1,8 @@
-"""The page of many runs: the trade-off between them, what differs, and which is best.
+"""The page of many runs: the trade-off between them, differing settings, and the best run.
 
-It holds the digests of its runs, so that `mooncake report` reads it like the page of a run.
+It embeds the digests of its runs, so `mooncake report` reads it like the page of a run.
 
-Not here: what is best, and which runs no other beats (sweep.py).
+Not here: choosing the best run and the Pareto front (sweep.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loadtest.report.pictures.tradeoff import (
 from loadtest.results.digest import EMBEDDED_RUNS, RunDigest, digests_to_bytes
 from loadtest.results.numbers import rate_text, setting_text, shown
 
-COLUMNS_MAX = 10  # of settings that differ
+COLUMNS_MAX = 10  # of differing settings
 NUMBERS = (  # of each run, in the table
     ("requests", "requests", "count"), ("offered_per_s", "sent/s", "per_s"),
     ("goodput_share", "goodput", "share"), ("goodput_per_s", "goodput/s", "per_s"),
@@ -43,8 +43,8 @@ def sweep_page(
     share: float = sweep.SHARE_LEAST,
     chosen: int | None = None,
 ) -> ReportPage:
-    """`by`: settings or numbers that goodput is drawn against as well; `share`: sweep.best_of;
-    `chosen`: the number of the run that somebody chose already, instead of the best."""
+    """`by`: settings or numbers that goodput is drawn against as well; `share`: as in
+    sweep.best_of; `chosen`: the number of a run to mark instead of the best."""
     best = sweep.best_of(runs, share) if chosen is None else chosen
     why = sweep.best_text(runs, share) if chosen is None else f"chosen: run {chosen}"
     return ReportPage(
@@ -77,7 +77,7 @@ def sections(
             ],
         ),
         Section("Runs", tables=[runs_table(runs, best)]),
-        Section("What became of the requests", [outcomes(runs), lengths_of_runs(runs)]),
+        Section("Outcomes of the requests", [outcomes(runs), lengths_of_runs(runs)]),
     ]
 
 
@@ -198,7 +198,7 @@ def _latency(runs: Sequence[RunDigest], what: str, best: int | None) -> Picture:
 
 
 def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
-    """Every run: what it was asked to do and the others were not, and what came of it."""
+    """Every run: its differing settings, and its numbers."""
     varied = sweep.different(runs)
     names = list(varied)[:COLUMNS_MAX]
     unbeaten = sweep.pareto_runs(runs)
@@ -227,8 +227,8 @@ def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
     caption = (
         "The columns before the numbers are the settings that differ between the runs. Pareto: "
         "no other run has more goodput for less cost (where no cost is known: more answers "
-        "and a lower TTFT). One run each: whether a difference is more than chance only more runs "
-        "can say."
+        "and a lower TTFT). One run each: only more runs can show whether a "
+        "difference is more than noise."
     )
     if len(varied) > COLUMNS_MAX:
         caption += f" These differ as well: {', '.join(list(varied)[COLUMNS_MAX:])}."

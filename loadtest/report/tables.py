@@ -1,6 +1,6 @@
-"""The tables of a run's page: times, workloads, prompt lengths, what was not served, the slowest.
+"""The tables of a run's page: times, workloads, prompt lengths, failures, the slowest requests.
 
-Each is a list, empty where there is nothing to show.
+Each function returns a list, empty without data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DECISION_CHARACTERS_MAX = 4_000
 
 
 def times(summary: Summary) -> list[PageTable]:
-    """How the times of requests are distributed."""
+    """The distributions of the times of requests."""
     if summary.ttft_s is None:
         return []
     spreads = {
@@ -90,7 +90,7 @@ def workloads(recording: Recording) -> list[PageTable]:
 
 
 def prompt_lengths(buckets: Sequence[LengthBucket]) -> list[PageTable]:
-    """Of each bucket its requests, and which part of them was served in time."""
+    """The requests of each bucket, and the shares of them that were served in time."""
     if not buckets:
         return []
     columns = (
@@ -163,13 +163,13 @@ def _mixed(recording: Recording) -> dict[str, list[RequestRecord]]:
 
 
 def values_of(records: Sequence[RequestRecord], field: str) -> list[float]:
-    """Of the answered requests that have one."""
+    """The values of answered requests that have one."""
     values = (getattr(record, field) for record in records if record.outcome == COMPLETED)
     return [value for value in values if value is not None]
 
 
 def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
-    """Failures first, then the most frequent."""
+    """Failures first, then rejections; each by frequency."""
     parts: dict[tuple[str, str], list[RequestRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.finished_s):
         if record.outcome in (REJECTED, FAILED):
@@ -182,7 +182,7 @@ def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
         "requests",
         "of all",
         "first at",
-        "told to retry after (median)",
+        "retry after (median)",
         "first message",
     )
     order = sorted(
@@ -206,7 +206,7 @@ def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
 
 
 def slowest(records: Sequence[RequestRecord]) -> list[PageTable]:
-    """By TTFT; requests without a first token have none."""
+    """By TTFT; requests without a first token are left out."""
     answered = [r for r in records if r.outcome == COMPLETED and r.ttft_s is not None]
     answered.sort(key=lambda record: -(record.ttft_s or 0.0))
     if not answered:

@@ -1,12 +1,11 @@
-"""What happened over a run: what clients saw, and the server's load from its samples. Pure.
+"""What happened over a run: requests as clients saw them, and the server's load from samples. Pure.
 
 From the records: requests per second, in flight, hit rate. Time is cut into bins of one round
-width, so that a picture has at most BINS_MAX of them.
+width, at most BINS_MAX of them.
 
 From the samples: gauges as they are, counters as rates. A series is one metric of one worker (or of
-one path, node, ...), named by a label. A worker counts as prefill when it says how many prompt
-tokens wait for it, and as decode when it says how many KV tokens its running batch holds, whatever
-the models are called.
+one path, node, ...), named by a label. Names of models do not matter: a worker with waiting prompt
+tokens counts as prefill, one with KV tokens of a running batch as decode.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ROUND_S = (
     3_600.0,
 )  # fmt: skip
 IN_FLIGHT_POINTS_MAX = 300
-SPREAD_POINTS_MAX = 32  # of the tokens of a compact record
+SPREAD_POINTS_MAX = 32  # token times of a compact record
 
 WAITING = "mooncake_requests_waiting"
 RUNNING = "mooncake_requests_running"
@@ -50,7 +49,7 @@ STORE_MAX = "mooncake_store_bytes_max"
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """From the run's begin to its end; all of one width, except the last, which may differ."""
+    """From the run's start to its end; all of one width, except the last, which may differ."""
 
     width_s: float
     edges_s: Numbers
@@ -60,7 +59,9 @@ class Bins:
         return len(self.edges_s) - 1
 
     def counts(self, times_s: Sequence[float]) -> Numbers:
-        """How many fall into each bin; what lies outside the run counts to its first or last."""
+        """How many times fall into each bin; times outside the run count in its first or last
+        bin.
+        """
         return np.bincount(self._positions(times_s), minlength=self.count).astype(float)
 
     def sums(
@@ -81,10 +82,10 @@ def end_s(records: Sequence[RequestRecord]) -> float:
 
 
 def bins_of(records: Sequence[RequestRecord], bins_max: int = BINS_MAX) -> Bins:
-    """From the run's begin to its last answer, in steps of a round width.
+    """From the run's start to its last answer, in steps of a round width.
 
-    What is left at the end is a bin of its own when it is at least half as wide as the others;
-    less would be a rate over a moment, so it belongs to the bin before.
+    The remainder at the end is a bin of its own when it is at least half as wide as the others. A
+    smaller one would give a rate over a moment, so it is added to the bin before.
     """
     duration_s = max(end_s(records), ROUND_S[0])
     width_s = next((width_s for width_s in ROUND_S if duration_s / width_s <= bins_max), None)
@@ -107,9 +108,9 @@ def per_second(records: Sequence[RequestRecord], bins: Bins) -> dict[str, Number
 
 
 def tokens_per_second(records: Sequence[RequestRecord], bins: Bins) -> Numbers:
-    """Generated tokens that reached a client, also those of answers that broke off later.
+    """Generated tokens that reached a client, including those of answers that broke off later.
 
-    Of a compact record they are spread evenly from its first to its last.
+    Tokens of a compact record are spread evenly from its first to its last.
     """
     whole = [r for r in records if r.generated_tokens is None]
     times_s = [np.asarray([s for record in whole for s in record.token_times_s])]
@@ -129,7 +130,8 @@ def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:
     moments = np.array(
         [(r.sent_s, 1) for r in records] + [(r.finished_s, -1) for r in records], dtype=float
     ).reshape(-1, 2)
-    # An end before a start at the same moment: a request that follows another is not beside it.
+    # Ends sort before starts at the same moment, because a request that follows another is not
+    # beside it.
     moments = moments[np.lexsort((moments[:, 1], moments[:, 0]))]
     times_s, counts = moments[:, 0], np.cumsum(moments[:, 1])
     if len(times_s) <= IN_FLIGHT_POINTS_MAX:
@@ -143,17 +145,17 @@ def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """Of the prompts sent in each bin, the share that was cached; NaN where none was sent."""
+    """The cached share of the prompts sent in each bin; NaN where none was sent."""
 
     rate: Numbers
-    ideal: Numbers | None  # an unlimited cache's
+    ideal: Numbers | None  # of an unlimited cache
     requests: int
 
 
 def hit_rate(
     records: Sequence[RequestRecord], bins: Bins, ideal: Mapping[int, int] | None
 ) -> HitRate | None:
-    """None when no completed request says what was cached."""
+    """None when no completed request reports cached tokens."""
     known = [r for r in records if r.outcome == COMPLETED and r.cached_tokens is not None]
     if not known:
         return None
@@ -194,10 +196,9 @@ def gauge(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeS
 
 
 def rate(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeSeries]:
-    """A counter's growth per second since the sample before; NaN at the first, where none was.
+    """A counter's growth per second since the sample before; NaN at the first sample.
 
-    A counter that fell was started anew with its worker. What it had counted by then is unknown,
-    and so is the rate: NaN.
+    A counter that fell was restarted with its worker. Its growth is unknown, so the rate is NaN.
     """
     return [_rate(line) for line in gauge(samples, name, by) if len(line.times_s) > 1]
 
@@ -248,7 +249,7 @@ def only(lines: Iterable[TimeSeries], labels: set[str]) -> list[TimeSeries]:
 
 @lru_cache(maxsize=65_536)
 def parsed(key: str) -> tuple[str, dict[str, str]]:
-    """Name and labels of a sample's key; its own name and no labels when it is not of that form."""
+    """Name and labels of a sample's key; the key itself without labels when it has another form."""
     try:
         (series,) = series_of([f"{key} 0"])
     except ValueError:

@@ -1,1 +1,1 @@
-"""What came of a run? Records of its requests, what their numbers mean, and a run as a file."""
+"""What is the result of a run? Records of its requests, their numbers, and a run as a file."""

@@ -1,7 +1,8 @@
-"""What is left of a run when many are laid side by side: its settings, numbers and buckets.
+"""The digest of a run among many: its settings, numbers and buckets.
 
-A recording has every request; of hundreds of runs that is too much to hold and to send between
-processes. A page of many runs (a sweep, a plan) holds digests, as a page of one holds a recording.
+A recording has every request, which for hundreds of runs is too much to hold and to send between
+processes. A page of many runs (a sweep, a plan) holds digests, as a page of one run holds a
+recording.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from loadtest.results.recording import (
     read_page,
 )
 
-EMBEDDED_RUNS = "application/x-mooncake-runs"  # the type of what stands in a page
+EMBEDDED_RUNS = "application/x-mooncake-runs"  # media type of the data embedded in a page
 DIGEST_FORMAT = 1
 
 
 class RunDigest(msgspec.Struct, frozen=True):
     """One run among many."""
 
-    label: str  # that tells it from the others: its file's name, or what was varied
-    name: str  # what made it: replay | locust | simulate | plan
+    label: str  # distinguishes it from the others: its file's name, or the varied setting
+    name: str  # its command: replay | locust | simulate | plan
     title: str
-    settings: dict[str, Setting]  # with its service levels
-    numbers: dict[str, float | None]  # by their names in JSON (numbers.py)
+    settings: dict[str, Setting]  # including its service levels
+    numbers: dict[str, float | None]  # by their JSON names (numbers.py)
     lengths: list[LengthBucket]
     slo: Slo | None = None
-    is_mixed: bool = False  # it has a level for each of its workloads
+    is_mixed: bool = False  # each of its workloads has a service level of its own
 
     def number(self, name: str) -> float | None:
         return self.numbers.get(name)
@@ -66,7 +67,7 @@ def digest_of(recording: Recording, label: str = "") -> RunDigest:
 
 
 def digests_to_bytes(runs: Sequence[RunDigest]) -> bytes:
-    """Printable ASCII, so that it can stand inside a page."""
+    """Printable ASCII, so that a page can embed it."""
     text = msgspec.json.encode(_Digests(DIGEST_FORMAT, list(runs)))
     return base64.b64encode(gzip.compress(text, mtime=0))
 
@@ -83,7 +84,7 @@ def digests_from_bytes(data: bytes) -> list[RunDigest]:
 
 
 def read_runs(path: Path) -> Recording | list[RunDigest]:
-    """What a page was made of: one run whole, or the digests of many; RecordingError with the path
+    """The data embedded in a page: a whole run, or the digests of many. RecordingError has the path
     and the reason."""
     page = read_page(path)
     many, one = embedded_in(page, EMBEDDED_RUNS), embedded_in(page, EMBEDDED_RUN)

@@ -1,7 +1,7 @@
-"""Whom a run served well, by the length of the prompt: long ones are the first to be too late.
+"""Results by prompt length: long prompts are the first to be late.
 
-Buckets are powers of two around all lengths. Shares are of all requests that were sent, so that a
-bucket whose requests were rejected is not a good one. Pure arithmetic.
+Buckets are powers of two around all lengths. Shares are of all requests that were sent, so rejected
+requests lower the share of their bucket. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUCKETS_MAX = 13
 class LengthBucket(msgspec.Struct, frozen=True):
     """Requests whose prompts have at least `tokens_from` and fewer than `tokens_to` tokens.
 
-    What was in time is None where no service level was given.
+    Counts of service levels are None where no level was given.
     """
 
     tokens_from: int
@@ -31,8 +31,8 @@ class LengthBucket(msgspec.Struct, frozen=True):
     answered: int
     rejected: int
     failed: int
-    first_in_time: int | None  # answered, and TTFT within its limit
-    fluent: int | None  # answered, and TBT within its limit
+    first_in_time: int | None  # answered with TTFT within its limit
+    fluent: int | None  # answered with TBT within its limit
     within: int | None  # both
     ttft_p90_s: float | None
     tbt_p90_s: float | None
@@ -67,7 +67,7 @@ def by_length(recording: Recording) -> list[LengthBucket]:
 def _bucket(
     tokens_from: int, tokens_to: int, part: Sequence[RequestRecord], levels: Recording | None
 ) -> LengthBucket:
-    """`levels`: the run, where it has some."""
+    """The bucket of `records`. `levels`: the run with its service levels, if it has some."""
     met: list[tuple[bool, bool]] = []
     if levels is not None:
         common = levels.slo or Slo()
@@ -90,20 +90,20 @@ def _bucket(
 
 
 def length_edges(lengths: Sequence[int]) -> list[int]:
-    """Powers of two around all lengths; wider steps when they would be too many."""
+    """Powers of two around all lengths; wider steps when there would be too many."""
     low, high = max(1, min(lengths)), max(1, *lengths)
     first, last = low.bit_length() - 1, high.bit_length()
     step = math.ceil((last - first) / BUCKETS_MAX)
     edges = [2**power for power in range(first, last, step)]
     edges.append(2 ** (first + step * len(edges)))
-    if min(lengths) < 1:  # a request that names no prompt length
+    if min(lengths) < 1:  # a request without a prompt length
         edges[0] = min(lengths)
     return edges
 
 
 def span_names(buckets: Iterable[LengthBucket]) -> dict[tuple[int, int], str]:
-    """Each span of lengths that the buckets of several runs have, ascending, and its name: where it
-    begins. Where runs have buckets of other widths, spans overlap, and are named with their end."""
+    """Each length span in the buckets of several runs, ascending, with its name: its start. Runs
+    with buckets of different widths have overlapping spans, whose names include their end."""
     spans = sorted({bucket.span for bucket in buckets})
     if any(one[1] > other[0] for one, other in pairwise(spans)):
         return {span: " to ".join(map(tokens_name, span)) for span in spans}

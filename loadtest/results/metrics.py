@@ -1,9 +1,9 @@
-"""What is measured of each request, what a run's numbers mean, and what met its service level.
+"""The measurements of each request, the numbers of a run, and its service levels.
 
 Pure arithmetic on records.
 
-* TTFT: from the moment the request was sent to its first token. How late it was sent (its lag) is
-  the sender's own fault and is shown beside it, never inside it.
+* TTFT: from the sending of the request to its first token. How late it was sent (its lag) is the
+  sender's fault and is reported beside it, never inside it.
 * TBT of a request: the mean of the longest 10 % of the intervals between its tokens (FAST'25,
   section 5.1). An average over all (TPOT) would hide the stalls that a reader sees in a stream.
 * Throughput: completed requests, and their tokens, over the time from the first sending to the
@@ -13,8 +13,8 @@ Pure arithmetic on records.
 * Goodput: completed requests whose TTFT and TBT both met their level; an answer of one token has
   no TBT and is judged by its TTFT alone. Rejected and failed requests meet nothing.
 
-A request ends in exactly one of three ways: completed, rejected (the server chose not to serve it,
-and said why), or failed (anything else; `kind` says what).
+A request ends in exactly one of three ways: completed, rejected (the server chose not to serve it
+and gave the reason), or failed (anything else; `kind` is the reason).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 TBT_LONGEST_SHARE = 0.1
-LAG_S_NOTICED = 0.01  # below this, a late sender cannot be told from the clock
-LAG_SHARE_MAX = 0.1  # of the median TTFT: above it, arrivals were not the trace's
+LAG_S_NOTICED = 0.01  # a smaller lag cannot be told from the noise of the clock
+LAG_SHARE_MAX = 0.1  # of the median TTFT; above it, arrivals were not the trace's
 
 COMPLETED = "completed"
 REJECTED = "rejected"
@@ -37,7 +37,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as the client saw it. Times are seconds since the run began."""
+    """One request as the client measured it. Times are seconds since the run began."""
 
     index: int
     request_id: str
@@ -47,17 +47,18 @@ class RequestRecord:
     prompt_tokens: int
     output_tokens_asked: int
     outcome: str  # completed | rejected | failed
-    kind: str = ""  # of a rejection or failure
+    kind: str = ""  # reason of a rejection or failure
     message: str = ""
     retry_after_s: float | None = None
     token_times_s: tuple[float, ...] = ()
     output_ids: tuple[int, ...] = ()
-    cached_tokens: int | None = None  # None: the server did not say
+    cached_tokens: int | None = None  # None: the server did not report it
     finish_reason: str = ""
     decision: Mapping[str, object] | None = None
-    workload: str = ""  # which of a mix: "chat", "burst", ...
-    # Of a record that keeps only its first and its last token (`compact`, and simulated ones):
-    generated_tokens: int | None = None  # how many there were; None: `token_times_s` has them all
+    workload: str = ""  # its workload in a mix: "chat", "burst", ...
+    # Only of a record with nothing but its first and last token time (`compact`, and simulated
+    # ones):
+    generated_tokens: int | None = None  # number of tokens; None: `token_times_s` has all of them
     longest_intervals_s: float | None = None  # its TBT
 
     @property
@@ -80,7 +81,7 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """That reached the client."""
+        """Tokens that reached the client."""
         return len(self.token_times_s) if self.generated_tokens is None else self.generated_tokens
 
 
@@ -108,7 +109,7 @@ def tbt_s(token_times_s: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a measured quantity is distributed over requests; percentiles interpolate linearly."""
+    """The distribution of a measured quantity over requests; percentiles interpolate linearly."""
 
     count: int
     mean: float
@@ -119,7 +120,7 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """The spread of the values there are; None when there is none."""
+    """The spread of the values that are not None; None without any."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -147,12 +148,13 @@ class Summary:
     cached_over_ideal: float | None
     hit_rate: float | None
     ideal_hit_rate: float | None
-    short_outputs: int  # completed with fewer tokens than asked
+    short_outputs: int  # completed answers with fewer tokens than requested
     errors_by_kind: dict[str, int] = field(default_factory=dict)
     rejections_by_reason: dict[str, int] = field(default_factory=dict)
     sender_lag_s: Spread | None = None
     is_sender_late: bool = False
-    offered_per_s: float | None = None  # requests sent, over the time in which they were sent
+    # requests sent per second of the time in which they were sent
+    offered_per_s: float | None = None
 
 
 def summarize(
@@ -198,7 +200,7 @@ def summarize(
 
 
 def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
-    """Whether the sender was so late that the arrivals were not the trace's any more."""
+    """Whether the sender was so late that the arrivals were no longer the trace's."""
     if lag_s is None:
         return False
     limit_s = LAG_SHARE_MAX * ttft_s.p50 if ttft_s else 0.0
@@ -206,15 +208,15 @@ def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
 
 
 def offered_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """The load of a run, however long its last answers took: the intervals between requests, over
-    the time they fill. None of fewer than two moments."""
+    """The offered load, independent of the last answers: the intervals between requests, over their
+    total time. None with fewer than two moments."""
     sent_s = [record.sent_s for record in records]
     between_s = max(sent_s) - min(sent_s) if sent_s else 0.0
     return (len(sent_s) - 1) / between_s if between_s > 0 else None
 
 
 def run_duration_s(records: Sequence[RequestRecord]) -> float:
-    """From the first sending to the last answer; 0 for no records."""
+    """From the first sending to the last answer; 0 without records."""
     if not records:
         return 0.0
     return max(r.finished_s for r in records) - min(r.sent_s for r in records)
@@ -231,7 +233,7 @@ class Slo:
         return all(self.parts_met(record))
 
     def parts_met(self, record: RequestRecord) -> tuple[bool, bool]:
-        """Whether it was answered and its first token was in time, and answered and fluent."""
+        """Whether it was answered within the TTFT limit, and answered within the TBT limit."""
         if record.outcome != COMPLETED or record.ttft_s is None:
             return False, False
         tbt = record.tbt_s if self.tbt_s is not None else None
@@ -241,7 +243,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met their level: how many, per second of the run, and of all that were sent."""
+    """Requests that met their level: their number, per second of the run, and as a share of all
+    sent."""
 
     requests: int
     requests_per_s: float
@@ -251,7 +254,7 @@ class Goodput:
 def goodput(
     records: Sequence[RequestRecord], slo: Slo, slo_by_workload: Mapping[str, Slo] | None = None
 ) -> Goodput:
-    """`slo_by_workload` goes before `slo` for the workloads that it names."""
+    """`slo_by_workload` takes precedence over `slo` for the workloads that it names."""
     by_workload = slo_by_workload or {}
     good = sum(by_workload.get(record.workload, slo).is_met(record) for record in records)
     duration_s = run_duration_s(records)

@@ -1,7 +1,7 @@
 """A run as named settings and numbers, and two runs setting by setting and number by number.
 
-Pure arithmetic on recordings. A ratio says how much; whether it is chance only more runs can say,
-so nothing is judged here.
+Pure arithmetic on recordings. A ratio gives the size of a difference. Only more runs can separate
+it from noise, so nothing is judged here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loadtest.results.recording import Recording, Setting, goodput_of
 from loadtest.results.tables import duration, lag_s
 
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
-# Numbers that a summary has under the same name: how people call them, unit, and what is better.
+# Numbers that a summary has under the same name: label, unit, and which direction is better.
 RATES = (
     ("requests_per_s", "answers per second", "per_s", HIGHER),
     ("input_tokens_per_s", "prompt tokens per second", "per_s", HIGHER),
@@ -36,8 +36,8 @@ CACHED = (
 class Number:
     """`value` is None where it was not measured."""
 
-    name: str  # in JSON
-    label: str  # for people
+    name: str  # its JSON name
+    label: str  # its name in tables
     unit: str  # count | s | share | per_s | ratio
     value: float | None
     better: str = NEITHER
@@ -169,7 +169,8 @@ class Compared:
         if self.difference is not None:
             sign = "+" if self.difference > 0 else "-" if self.difference < 0 else ""
             size = shown(abs(self.difference), self.unit)
-            if self.unit == "share":  # a difference of percentages is no percentage
+            # a difference of percentages is shown in points, not in percent
+            if self.unit == "share":
                 size = size.replace("%", " points")
             difference = sign + size
         if self.ratio is not None:
@@ -192,7 +193,7 @@ def compare(a: Recording, b: Recording) -> list[Compared]:
 
 
 def _value(found: dict[str, Number], name: str) -> float | None:
-    """A reason that no request of this run was rejected for is a 0, not a gap."""
+    """The value of a number; 0 for a rejection reason that this run does not have."""
     if name in found:
         return found[name].value
     assert ":" in name, f"{name} is in one run only"
@@ -202,7 +203,7 @@ def _value(found: dict[str, Number], name: str) -> float | None:
 def differing(
     a: Mapping[str, Setting], b: Mapping[str, Setting]
 ) -> list[tuple[str, Setting, Setting]]:
-    """(name, A's, B's) of each setting that is not the same in both."""
+    """(name, A's, B's) of each setting that differs."""
     return [
         (name, a.get(name), b.get(name))
         for name in dict.fromkeys([*a, *b])
@@ -211,7 +212,7 @@ def differing(
 
 
 def settings_of(recording: Recording) -> dict[str, Setting]:
-    """Everything that a run was asked to do, with its service level."""
+    """All settings of a run, with its service level."""
     found: dict[str, Setting] = dict(recording.settings)
     levels = {"": recording.slo} if recording.slo is not None else {}
     levels |= {f" of {name}": slo for name, slo in recording.slo_by_workload.items()}

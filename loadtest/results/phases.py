@@ -6,8 +6,7 @@
     hand-over  its KV into the store, waiting at the decode worker, and from the store into the
                pages of that engine; the first token is out before it
     decode     from the first token to the last, without the hand-over in between
-    elsewhere  what is left of the time that the client waited: the conductor, Triton, the network,
-               the client itself
+    elsewhere  the remainder of the client's time: the conductor, Triton, the network, the client
 
 A request without a decision, or whose decision lacks these times, was not measured: None.
 """
@@ -23,12 +22,12 @@ from loadtest.results.metrics import COMPLETED, RequestRecord, Spread, spread
 
 PHASES = ("queue", "transfer", "prefill", "hand-over", "decode", "elsewhere")
 GROUPS_MAX = 10
-ROUNDING_S = 1e-9  # what is left of sums of times that have nothing elsewhere
+ROUNDING_S = 1e-9  # rounding error of sums of times without an elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Of one request, in seconds; none is negative."""
+    """The phases of one request, in seconds; none is negative."""
 
     ttft_s: float
     latency_s: float
@@ -38,12 +37,12 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpread:
-    """One phase over all requests that were measured."""
+    """One phase over all measured requests."""
 
     name: str
     spread: Spread
     total_s: float
-    share: float  # of all the time that these requests took
+    share: float  # of the total time of these requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Group:
 
 
 def phases_of(record: RequestRecord) -> Phases | None:
-    """None unless it was completed and its decision says where the time went."""
+    """None unless the request was completed and its decision has the times."""
     decision = record.decision
     if record.outcome != COMPLETED or record.ttft_s is None or decision is None:
         return None
@@ -91,7 +90,7 @@ def measured(records: Sequence[RequestRecord]) -> list[Phases]:
 
 
 def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each phase over requests; there must be some."""
+    """The mean of each phase over requests; at least one is required."""
     assert found, "a mean of nothing"
     return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
 
@@ -110,7 +109,7 @@ def spreads(found: Sequence[Phases]) -> list[PhaseSpread]:
 
 
 def by_ttft(found: Sequence[Phases]) -> list[Group]:
-    """Deciles: from the fastest tenth of the requests to the slowest, as equal as can be."""
+    """Deciles: from the fastest tenth of the requests to the slowest, of nearly equal size."""
     ordered = sorted(found, key=lambda phases: phases.ttft_s)
     count = min(GROUPS_MAX, len(ordered))
     borders = [len(ordered) * i // count for i in range(count + 1)] if count else []
@@ -126,7 +125,9 @@ def by_ttft(found: Sequence[Phases]) -> list[Group]:
 
 
 def seconds(decision: Mapping[str, object], name: str) -> float | None:
-    """A time that the server said; None when it is none (what a server says is not trusted)."""
+    """A time that the server reported; None when it is invalid (a server's values are not
+    trusted).
+    """
     value = decision.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -134,6 +135,6 @@ def seconds(decision: Mapping[str, object], name: str) -> float | None:
 
 
 def predicted_ttft_s(record: RequestRecord) -> float | None:
-    """What the conductor expected when it chose the workers."""
+    """The TTFT that the conductor expected when it chose the workers."""
     predicted = (record.decision or {}).get("predicted")
     return seconds(predicted, "ttft_s") if isinstance(predicted, Mapping) else None

@@ -1,8 +1,8 @@
-"""A run as a file: every request, what the server said meanwhile, and how it was made.
+"""A run as a file: every request, the server's metrics during the run, and its settings.
 
-Whatever makes a run (replay, Locust, the simulator under its virtual clock) fills a `Recording`;
-whatever shows one (report/) reads it. It travels inside the HTML report, so the file that people
-look at is also the file that `mooncake report A B` compares.
+Every source of runs (replay, Locust, the simulator under its virtual clock) fills a `Recording`,
+and report/ shows it. It is embedded in the HTML report, so `mooncake report A B` compares the same
+file that people read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from loadtest.results.metrics import Goodput, RequestRecord, Slo, compact, goodp
 
 FORMAT = 2  # 1: no record was compact
 READABLE = (1, 2)
-TOKENS_MAX = 2_000_000  # times of tokens in a page: what a reader waits a few seconds for
-EMBEDDED_RUN = "application/x-mooncake-recording"  # the type of what stands in a page
+TOKENS_MAX = 2_000_000  # most token times in a page; a browser loads them in a few seconds
+EMBEDDED_RUN = "application/x-mooncake-recording"  # media type of the data embedded in a page
 NO_RUN = (
     "no report of a run: it holds no recording. `mooncake replay --report`, --report of Locust's "
     "users, `mooncake simulate --experiment replay --report` and `mooncake plan` write such pages"
@@ -33,27 +33,28 @@ Setting = str | int | float | bool | None
 class Sample(msgspec.Struct, frozen=True):
     """The server's own gauges and counters at one moment.
 
-    `values` are the series of its metrics page whose name begins with `mooncake_`, as they stand
-    there: `mooncake_requests_waiting{model="prefill_0"}`. Buckets of histograms are left out, their
-    `_sum` and `_count` are in.
+    `values` are the series of its metrics page whose name begins with `mooncake_`, under their
+    names there: `mooncake_requests_waiting{model="prefill_0"}`. Buckets of histograms are left out;
+    their `_sum` and `_count` are included.
     """
 
-    time_s: float  # since the run began, the clock of the records
+    time_s: float  # since the run began, on the clock of the records
     values: dict[str, float]
 
 
 class Recording(msgspec.Struct):
     """One run. Times are seconds since it began."""
 
-    name: str  # what made it: replay | locust | simulate
-    title: str  # one line for people: what was sent to what
+    name: str  # its command: replay | locust | simulate
+    title: str  # one line for people: the load and its server
     started_at: str  # ISO 8601, UTC; "" under a virtual clock
     settings: dict[str, Setting]
     requests: list[RequestRecord]
     samples: list[Sample] = []
-    slo: Slo | None = None  # what goodput is counted with
+    slo: Slo | None = None  # the service level of goodput
     slo_by_workload: dict[str, Slo] = {}  # of a mix with different levels; then `slo` is None
-    ideal_cached_tokens: dict[int, int] | None = None  # request index -> unlimited cache's (reuse)
+    # request index -> tokens of an unlimited cache (reuse)
+    ideal_cached_tokens: dict[int, int] | None = None
     format: int = FORMAT
 
 
@@ -69,19 +70,19 @@ def has_levels(recording: Recording) -> bool:
 
 
 class RecordingError(Exception):
-    """The bytes are no recording that this version can read; the message says why."""
+    """The bytes are no recording that this version can read; the message has the reason."""
 
 
 def slim(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Without the token ids, which no report shows and which are most of the bytes; of a run with
-    very many tokens, each request's first and last time only."""
+    """Records without the token ids, which no report shows and which are most of the bytes. In a
+    run with very many tokens each request keeps only its first and last time."""
     is_large = sum(len(record.token_times_s) for record in records) > TOKENS_MAX
     kept = (compact(record) for record in records) if is_large else records
     return [dataclasses.replace(record, output_ids=()) for record in kept]
 
 
 def to_bytes(recording: Recording) -> bytes:
-    """Compressed JSON as printable ASCII, so that it can stand inside a page."""
+    """Compressed JSON as printable ASCII, so that a page can embed it."""
     return base64.b64encode(gzip.compress(msgspec.json.encode(recording), mtime=0))
 
 
@@ -123,7 +124,7 @@ def read_page(path: Path) -> bytes:
 
 
 def embedded_in(page: bytes, what: str) -> bytes | None:
-    """The last of this type: the page ends with it, and whatever came before is text."""
+    """The last script of this type: the page ends with it, and everything before is text."""
     begin = b'<script type="' + what.encode() + b'">'
     at = page.rfind(begin)
     end = page.find(b"</script>", at)

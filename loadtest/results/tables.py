@@ -1,6 +1,6 @@
 """A run's summary as tables for people. The same numbers as JSON are `dataclasses.asdict`.
 
-What each number means is in docs/reference/loadtest.md and, exactly, in metrics.py.
+docs/reference/loadtest.md explains each number, and metrics.py defines it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loadtest.results.metrics import LAG_SHARE_MAX, Goodput, Slo, Spread, Summar
 
 
 def duration(seconds: float) -> str:
-    """Three significant digits in the unit a person would use."""
+    """Three significant digits in the unit that a person would use."""
     if abs(seconds) < 0.9995:
         return f"{seconds * 1_000:.3g} ms"
     return f"{seconds:.3g} s" if abs(seconds) < 1_000 else f"{seconds:,.0f} s"
@@ -37,7 +37,7 @@ def summary_tables(summary: Summary) -> Group:
 
 
 def lag_s(summary: Summary) -> Spread | None:
-    """None where nothing was due at a time of its own: who waits for an answer is not late."""
+    """None where no request had a due time: a client that waits for an answer is not late."""
     spread = summary.sender_lag_s
     return spread if spread is not None and (spread.max or spread.mean) else None
 
@@ -50,7 +50,7 @@ def goodput_line(found: Goodput, slo: Slo | None) -> str:
 
 
 def slo_text(slo: Slo | None) -> str:
-    """None: of a mix, whose workloads each have their own."""
+    """None: of a mix whose workloads have levels of their own."""
     if slo is None:
         return "the level of their workload"
     limits = (("TTFT", slo.ttft_s), ("TBT", slo.tbt_s))
@@ -58,7 +58,7 @@ def slo_text(slo: Slo | None) -> str:
 
 
 def warnings(summary: Summary) -> Iterator[str]:
-    """What a reader must know before believing the numbers."""
+    """Conditions that make the numbers unreliable."""
     if summary.is_sender_late and summary.sender_lag_s:
         yield (
             f"The sender was late: p99 {duration(summary.sender_lag_s.p99)}, more than "

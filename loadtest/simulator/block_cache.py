@@ -1,23 +1,24 @@
-"""One holder with room for so many blocks, under a policy of eviction; requests come in order.
+"""One holder with room for a number of blocks, under an eviction policy; requests come in order.
 
-A request does what a worker's does: it looks its chain up and leases what is there, allocates the
-rest, for which idle blocks are dropped, and releases all of it, deepest first. Two ways to do this:
+A request does what a worker's does: it looks its chain up and leases the blocks found, allocates
+the others, for which idle blocks are evicted, and releases all blocks, deepest first. There are two
+implementations:
 
 - BlockCache has the real order of eviction and nothing else: fast.
-- DirectoryCache drives the real Directory through its verbs, on a virtual clock. That both count
-  the same is a test (tests/loadtest/simulator/test_hit_rate.py).
+- DirectoryCache calls the verbs of the real Directory on a virtual clock. A test proves that both
+  count the same (tests/loadtest/simulator/test_hit_rate.py).
 
-Every reference to a block of a prompt is a hit or a miss. It counts as a hit when the block is
-there *and* every block before it in its prompt: KV behind a hole cannot be used. What is there
-behind a hole is counted apart (`behind_holes`). With LRU there are no holes.
+Every reference to a block of a prompt is a hit or a miss. It is a hit when the block *and* every
+block before it in its prompt are cached: KV after a hole cannot be used. Cached blocks after a hole
+are counted apart (`behind_holes`). With LRU there are no holes.
 
-`best_hits` is what a policy that knows the future would find: Belady's MIN with a choice not to
-keep a block at all: when there is no room, the block whose next use is farthest goes, be it the one
-just used. For blocks of one size and one cost no policy has more hits (Belady 1966; Mattson 1970),
-and what a directory must do besides (room for a whole request at once) can only cost hits. A chain
-is used from its start, so no start is used later than its end: there are no holes.
+`best_hits` is the bound of a policy that knows the future: Belady's MIN with bypass. When there is
+no room, the block with the farthest next use is evicted, even if it was just used. For blocks of
+one size and one cost no policy has more hits (Belady 1966; Mattson 1970). The further duties of a
+directory (room for a whole request at once) can only cost hits. A chain is used from its start, so
+no start is used later than its end: there are no holes.
 
-Not here: what is asked of it (hit_rate.py).
+Not here: the experiment (hit_rate.py).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.directory.core.eviction import make_eviction
 
 NODE, OWNER, LEASE_S = "s0", "request", 60.0
-NEVER = 2**62  # the next use of a block that is not used again
+NEVER = 2**62  # the next use of a block that is never used again
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
     references: int
     hits: int
-    behind_holes: int  # present, but of no use
+    behind_holes: int  # cached, but unusable after a hole
 
     @property
     def percent(self) -> float:
@@ -48,12 +49,12 @@ class Hits:
 
 
 def key_of(hash_id: int) -> bytes:
-    """A block's name in the store: as evenly spread as real ones, which are hashes too."""
+    """A block key for this id, as evenly distributed as real keys, which are hashes too."""
     return blake2b(hash_id.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
 class BlockCache:
-    """Room for `blocks`, and an order of eviction."""
+    """Room for `blocks`, and an eviction order."""
 
     def __init__(self, blocks: int, policy: str) -> None:
         self.blocks = blocks
@@ -61,7 +62,7 @@ class BlockCache:
         self._there: set[bytes] = set()
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
-        """One request; which of its blocks were there."""
+        """Use the blocks of one request; returns which of them were cached."""
         assert len(keys) <= self.blocks, f"a request of {len(keys)} blocks does not fit"
         there, order = self._there, self._order
         was_there = [key in there for key in keys]
@@ -105,7 +106,7 @@ class DirectoryCache:
 
 
 def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]) -> Hits:
-    """All requests, one after the other."""
+    """Play all requests, one after the other."""
     references = hits = present = 0
     for keys in requests:
         was_there = cache.use(keys)
@@ -123,8 +124,9 @@ def best_hits(requests: Sequence[Sequence[bytes]], blocks: int) -> Hits:
     for at in reversed(range(len(used))):
         next_use[at] = following.get(used[at], NEVER)
         following[used[at]] = at
-    kept: dict[bytes, int] = {}  # key -> its next use
-    farthest: list[tuple[int, bytes]] = []  # (-next use, key), also of blocks used since or gone
+    kept: dict[bytes, int] = {}  # block key -> its next use
+    # (-next use, block key); may contain blocks used again or evicted
+    farthest: list[tuple[int, bytes]] = []
     hits = 0
     for key, later in zip(used, next_use, strict=True):
         hits += key in kept

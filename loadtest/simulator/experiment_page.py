@@ -1,4 +1,4 @@
-"""A simulated experiment as an HTML page: its numbers, its picture and what was promised of it.
+"""A simulated experiment as an HTML page: its numbers, its picture and its targets.
 
 The page loads nothing and runs no script, like every report of this package.
 """
@@ -25,7 +25,7 @@ ABOUT = (
 class Chapter:
     result: Result
     svg: str = ""  # the picture; "": none
-    paper: str = ""  # what the paper reports; "": the experiment is not of a paper
+    paper: str = ""  # the paper's result; "": the experiment is not from a paper
     why: str = ""  # why our number differs from the paper's
 
 
@@ -93,7 +93,7 @@ def _rows(rows: Sequence[Mapping[str, Cell]]) -> PageTable:
 
 
 def svg_of(save: Callable[[Path], None], alt: str) -> str:
-    """What `save` draws into a file, as it can stand in a page; "" when it draws nothing."""
+    """The drawing of `save` as inline SVG; "" when it draws nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.svg"
         save(path)

@@ -1,12 +1,12 @@
 """How many block references does a cache of a given size find, under each policy of eviction?
 
-Order of the requests only: no clock, no GPU, one cache for all of them (a global one). The traces
-name blocks of 512 tokens, so 5,859 blocks are the 3 M tokens of the paper's Figure 9.
+Only the order of the requests counts: no clock, no GPU, one global cache. The traces have blocks of
+512 tokens, so 5,859 blocks are the 3 M tokens of the paper's Figure 9.
 
-Promised: an unlimited cache finds 36.6 % of the references of the conversation trace and 64.0 % of
-the synthetic one (1 - distinct blocks / references); LRU with 3 M tokens has 48 % of that on the
-synthetic trace; and the better policy gains half a point over LRU at three of four sizes on each
-trace, and never loses.
+Targets: an unlimited cache finds 36.6 % of the references of the conversation trace and 64.0 % of
+the synthetic one (1 - distinct blocks / references). LRU with 3 M tokens finds 48 % of that on the
+synthetic trace. The better policy gains half a point over LRU at three of four sizes on each trace,
+and never loses.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def requests_of(options: SimulationOptions, trace: str) -> list[list[bytes]]:
-    """The keys of each request, in order of arrival."""
+    """The block keys of each request, in order of arrival."""
     return [[key_of(block) for block in row.hash_ids] for row in options.rows(trace)]
 
 
 def steps(policies: Sequence[str], sizes: Sequence[int]) -> int:
-    """How many runs a trace takes."""
+    """Runs per trace."""
     return len(sizes) * (len(policies) + 1) + 1
 
 
@@ -95,7 +95,7 @@ def runs_of(
 
 
 def rows_of(runs: Sequence[HitRateRun]) -> Rows:
-    """What every run found, and how much of what could be gained over LRU it gained."""
+    """The hits of every run, and the share of the possible gain over LRU that it reached."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
     rows: Rows = []
     for run in runs:
@@ -124,7 +124,7 @@ def rows_of(runs: Sequence[HitRateRun]) -> Rows:
 
 
 def targets_of(runs: Sequence[HitRateRun]) -> list[Target]:
-    """What was promised of the published traces, beside what was found."""
+    """The targets of the published traces, with the values found."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
     targets = []
     for trace in dict.fromkeys(run.trace for run in runs):

@@ -1,4 +1,4 @@
-"""What a user of `mooncake simulate` asked for, checked, and the bar that shows how far it is."""
+"""The checked options of `mooncake simulate`, and its progress bar."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ console = Console(stderr=True, highlight=False)
 
 
 Rows = list[dict[str, Cell]]
-Answer = tuple[Rows, list[Target]]  # what an experiment found
+Answer = tuple[Rows, list[Target]]  # the result of an experiment
 
 
 class SimulationRefused(Exception):
-    """Nothing was run; the message says what to change."""
+    """No run was made; the message names the option to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Empty tuples and None: what the experiment does by default."""
+    """Empty tuples and None: the experiment's default."""
 
     folder: Path | None = None  # of the traces
     traces: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class SimulationOptions:
     blocks: tuple[int, ...] = ()
     requests: int | None = None  # the first so many of a trace
     seed: int = 0
-    prefills: int | None = None  # workers; None: NODES, or what the experiment says
+    prefills: int | None = None  # workers; None: NODES, or the experiment's number
     decodes: int | None = None
     is_directory: bool = False
     picture: Path | None = None
@@ -63,18 +63,18 @@ class SimulationOptions:
     notes_latencies_s: tuple[float, ...] = ()
     peer_python: str | None = None  # with Dynamo's wheel, to run its own replay beside ours
     jobs: int = 1  # runs at once, each in its process
-    kept: Path | None = None  # the folder of runs that are known (runs.py)
-    profile: Profile | None = None  # of a worker, instead of the roofline of a node
+    kept: Path | None = None  # folder of finished runs (runs.py)
+    profile: Profile | None = None  # of a measured worker, instead of the roofline of a node
     length_scale: float = 1.0  # of the traces' prompts and answers
 
     def __post_init__(self) -> None:
         if self.picture is not None and self.picture.suffix not in SUFFIXES:
             raise SimulationRefused(f"--plot {self.picture}: the name must end in {SUFFIXES}")
 
-        self.changed(ConductorConfig())  # a mistake shows before anything runs
+        self.changed(ConductorConfig())  # a wrong option fails before anything runs
 
     def changed(self, config: ConductorConfig) -> ConductorConfig:
-        """What the experiment tells the conductor, with what was asked for instead."""
+        """The experiment's conductor settings with the user's changes."""
         found: dict[str, bool | int | float | str] = {}
         for change in self.changes:
             name, equals, text = change.partition("=")
@@ -112,7 +112,7 @@ class SimulationOptions:
 
     @property
     def is_shortened(self) -> str:
-        """Why numbers that were promised of a whole trace and 8 + 8 nodes do not follow; or ""."""
+        """Why the targets for a whole trace and 8 + 8 nodes do not apply; or ""."""
         if self.requests is not None:
             return f"only the first {self.requests} requests were replayed"
         if self.profile is not None:
@@ -127,7 +127,7 @@ class SimulationOptions:
         return ""
 
     def one_of(self, asked: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
-        """What was asked for, or all; SimulationRefused for a name that nobody knows."""
+        """The selected names, or all; SimulationRefused for an unknown name."""
         if unknown := set(asked) - set(known):
             names = ", ".join(sorted(unknown))
             raise SimulationRefused(f"no {what} {names}; there are {', '.join(known)}")
@@ -140,19 +140,21 @@ class SimulationOptions:
         return self.traces[0] if self.traces else default
 
     def promised(self, trace: str) -> tuple[str, str]:
-        """The trace to run, and why what was promised of all of `trace` on 8 + 8 nodes does not
-        follow; or ""."""
+        """The trace to run, and why the targets for all of `trace` on 8 + 8 nodes do not apply; or
+        ""."""
         asked = self.one_trace(trace)
         why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
         return asked, why_not
 
     @property
     def only_changes(self) -> SimulationOptions:
-        """What of them decides a run beside its settings."""
+        """The options that decide a run besides its settings."""
         return SimulationOptions(changes=self.changes)
 
     def source(self, trace: str, is_spread: bool = False) -> TraceSource:
-        """The requests of a trace for runs in other processes; TraceError when the file is wrong"""
+        """The requests of a trace for runs in other processes; TraceError when the file is
+        wrong.
+        """
         source = TraceSource.of(
             self._path(trace),
             self.requests,
@@ -160,7 +162,7 @@ class SimulationOptions:
             self.settings().block_tokens,
             self.length_scale,
         )
-        source.offered()  # a mistake shows before anything runs
+        source.offered()  # a wrong trace fails before anything runs
         return source
 
     def rows(self, trace: str) -> list[TraceRow]:
@@ -170,7 +172,7 @@ class SimulationOptions:
     def _path(self, trace: str) -> Path:
         if self.folder is None:
             raise SimulationRefused(
-                "say where the traces are: --traces FOLDER, or MOONCAKE_TRACES in the "
+                "no folder of traces: --traces FOLDER, or MOONCAKE_TRACES in the "
                 f"environment. They are published at {WHERE}"
             )
         path = self.folder / f"{trace}_trace.jsonl"
@@ -185,7 +187,7 @@ NO_OPTIONS = SimulationOptions()
 
 @contextmanager
 def reasons_shown(what: str, *refusals: type[Exception]) -> Iterator[None]:
-    """What ends a command early is said, with the exit status that belongs to it."""
+    """Print why a command ended early, and exit with the status of that reason."""
     try:
         yield
     except refusals as problem:
@@ -198,7 +200,7 @@ def reasons_shown(what: str, *refusals: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Begin]:
-    """Gives a function that begins a line of so many steps and returns what counts one of them."""
+    """Yields a function that begins a line of `steps` steps and returns the counter of a step."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

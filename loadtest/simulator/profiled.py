@@ -1,10 +1,9 @@
 """Clusters of workers like the one that `mooncake profile` measured.
 
-Steps take what the fits say, instead of the roofline of a GPU; a cached prefix comes from the
-worker's own memory, from another node or from the SSD at the file's rates; the ways of a request
-through the frontend and from prefill to decode, and how much slower steps are while the other role
-computes on the same cores, are the file's too. What the file did not measure is as in any cluster
-(site.py).
+Steps take the time of the profile's fits, instead of the roofline of a GPU. A cached prefix comes
+from the worker's own memory, another node or the SSD at the profile's rates. The profile also gives
+the time through the frontend, of the hand-over, and the slowdown of steps on shared cores. Values
+that the profile lacks are those of any cluster (site.py).
 
 Not here: measuring, and the file's format (loadtest/profile).
 """
@@ -25,11 +24,11 @@ from loadtest.simulator.cluster.job import Offered
 from loadtest.simulator.cluster.site import ClusterSettings
 
 FIT_ROUNDS, BURST_BLOCKS = 12, 4_096
-NO_TIME_BYTES_PER_S = 1e12  # where loading was too quick to be measured
+NO_TIME_BYTES_PER_S = 1e12  # used where loading was too quick to be measured
 
 
 def read_profile(path: Path) -> Profile:
-    """ValueError or OSError, with the reason, when it cannot be read."""
+    """ValueError or OSError, with the reason, when the file cannot be read."""
     return Profile.from_json(path.read_text(encoding="utf-8"))
 
 
@@ -38,7 +37,7 @@ def token_bytes(profile: Profile) -> int:
 
 
 def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
-    """`settings` with everything that the file says instead."""
+    """`settings` with every value of the profile instead."""
     serving, sources, found = profile.serving, profile.sources, profile.settings
     load_s, load_bytes = serving.per_cached_token_s, token_bytes(profile)
     block_tokens = int(found["block_tokens"])
@@ -50,7 +49,7 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
         decode_slots=int(found.get("slots", settings.decode_slots)),
         host_to_gpu_bytes_per_s=load_bytes / load_s if load_s else NO_TIME_BYTES_PER_S,
         nic_bytes_per_s=sources.node_bytes_per_s or settings.nic_bytes_per_s,
-        nic_latency_s=0.0,  # the file's gaps and rates have it in them
+        nic_latency_s=0.0,  # the profile's gaps and rates include it
         ssd_read_bytes_per_s=sources.ssd_bytes_per_s or settings.ssd_read_bytes_per_s,
         ssd_write_bytes_per_s=sources.ssd_bytes_per_s or settings.ssd_write_bytes_per_s,
         serving_s=serving.base_s,
@@ -69,11 +68,11 @@ def settings_of(profile: Profile, settings: ClusterSettings) -> ClusterSettings:
 
 
 def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
-    """With the three prices of what goes on at the same time such that the very burst, simulated on
-    one prefill and one decode worker, takes on average what it took: of each prompt while others
-    wait, of a hand-over meanwhile, of decode steps meanwhile."""
+    """Fit the three costs of concurrency so that the simulated burst, on one prefill and one decode
+    worker, takes on average as long as the measured one. The costs are of each prompt while others
+    wait, of a concurrent hand-over, and of concurrent decode steps."""
     assert settings.worker is not None
-    # It was served when it was measured, so there was room for it.
+    # The burst was served when it was measured, so its blocks must fit.
     memory_bytes = BURST_BLOCKS * settings.block_tokens * settings.worker.token_bytes
     pair = replace(
         settings,
@@ -87,7 +86,8 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
     prompts = len(burst.prompt_tokens)
     for _ in range(FIT_ROUNDS):
         found = burst_on(pair, burst)
-        # All but the first prompt wait for the ones before, so a second for each counts often.
+        # All but the first prompt wait for the prompts before, so one second per prompt counts
+        # often.
         queued_s = 2.0 * (burst.ttft_s - found.ttft_s) / (prompts + 1)
         gap_s = (burst.first_interval_s - burst.step_s) - (found.first_interval_s - found.step_s)
         beside_prefill = max(1.0, pair.sharing.decode * burst.step_s / found.step_s)
@@ -107,7 +107,7 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
 
 
 def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
-    """The burst, simulated."""
+    """The simulated means of the burst."""
     tokens, block = burst.prompt_tokens, pair.block_tokens
     keys = (key_of(number) for number in itertools.count())
     offered = [

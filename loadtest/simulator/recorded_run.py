@@ -1,9 +1,9 @@
-"""A simulated run as the recording that replay and Locust make of a real one.
+"""A simulated run as a recording, like those that replay and Locust make of a real server.
 
-A client of a simulated server has its first token when the prompt is computed; what of the
-hand-over to decode was not hidden is in the interval after it. Between the first token and the last
-a job keeps no times: its record is compact. Samples are those numbers of a real metrics page that
-the workers of a simulation know.
+A client of a simulated server has its first token when the prompt is computed. The part of the
+hand-over to decode that prefill did not hide is in the next interval. A job keeps no times between
+its first and last token, so its record is compact. Samples are those numbers of a real metrics page
+that simulated workers have.
 
 Not here: which fleet and which requests (replayed.py, planner/fleet_run.py).
 """
@@ -18,14 +18,14 @@ from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.job import STOPPED, SimulatedJob
 
 SAMPLES_MAX = 300
-FAILURES = frozenset({STOPPED, "worker_lost"})  # of what a worker refuses on the way
+FAILURES = frozenset({STOPPED, "worker_lost"})  # refusals by a worker that count as failures
 
 
 class FleetSampler:
     """The load of all workers, as often as a page can show it."""
 
     def __init__(self, until_s: float) -> None:
-        """`until_s`: about when the run ends."""
+        """`until_s`: the expected end of the run."""
         self._every_s = until_s / SAMPLES_MAX
         self.samples: list[Sample] = []
 
@@ -36,7 +36,9 @@ class FleetSampler:
 
 
 def values_of(fleet: SimulatedFleet) -> dict[str, float]:
-    """A decode worker counts its steps many at a time, too coarse for a share of a moment."""
+    """Decode steps are missing: a worker counts many at a time, too coarse for a share of a
+    moment.
+    """
     values: dict[str, float] = {}
     pages_max = float(fleet.site.pages_max)
     for worker in (*fleet.prefills.values(), *fleet.decodes.values()):
@@ -64,7 +66,7 @@ def recording_of(
     slo: Slo,
     samples: Sequence[Sample] = (),
 ) -> Recording:
-    """Of a run that has ended."""
+    """The recording of a finished run."""
     return Recording(
         name=name,
         title=title,
@@ -84,7 +86,7 @@ def record_of(job: SimulatedJob) -> RequestRecord:
         retry_after_s = job.reject.retry_after_s
     elif job.finished_s is None:
         outcome, kind = FAILED if job.refused in FAILURES else REJECTED, job.refused
-        message = "refused on its way, after it was let in"
+        message = "refused by a worker after admission"
     if ended_s is None:
         known_s = (job.prefilled_s, job.started_s, job.arrived_s)
         ended_s = max(at_s for at_s in known_s if at_s is not None)
@@ -114,7 +116,7 @@ def record_of(job: SimulatedJob) -> RequestRecord:
 
 
 def decision_of(job: SimulatedJob) -> dict[str, object]:
-    """Where it went, what was predicted, and its phases, under the names of a real decision."""
+    """Its route, predictions and phases, under the names of a real decision."""
     assert job.route is not None and job.prefilled_s is not None
     predicted = job.route.predicted
     started_s = job.started_s if job.started_s is not None else job.prefilled_s
@@ -128,7 +130,7 @@ def decision_of(job: SimulatedJob) -> dict[str, object]:
         "queue_s": max(0.0, started_s - job.arrived_s - job.loading_s),
         "load_s": job.loading_s,
         "prefill_s": job.prefilled_s - started_s,
-        "put_s": 0.0,  # layers leave while others are computed; what is left is in decode_load_s
+        "put_s": 0.0,  # layers are put while others are computed; the remainder is in decode_load_s
         "fetched_blocks": job.fetched_blocks,
     }
     if job.joined_s is not None and job.first_token_s is not None:

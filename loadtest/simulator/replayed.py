@@ -1,12 +1,12 @@
-"""What would `mooncake replay` have met? A trace against a simulated fleet, request by request.
+"""What would `mooncake replay` measure? A trace against a simulated fleet, request by request.
 
-What comes of it is the same recording as that of a real replay, so `--report` writes the same page,
-and `mooncake report` lays both side by side. Several --speed, --policy or --admission are so many
-runs, and then the page is that of a sweep.
+The result is the same kind of recording as a real replay's. So `--report` writes the same page, and
+`mooncake report` lays both side by side. Several --speed, --policy or --admission make several runs
+and the page of a sweep.
 
-The conductor is the shipped one with the paper's service levels; `--set ttft_slo_s=10` tells it
-others. Requests are judged by the TTFT that it was told, and by a TBT a little above the step that
-it was told.
+The conductor is the shipped one with the paper's service levels; `--set ttft_slo_s=10` changes
+them. Requests are judged by the conductor's TTFT limit. Their TBT limit is a little above the step
+limit that the conductor uses.
 
 Not here: how a run becomes a recording (simulator/recorded_run.py).
 """
@@ -29,9 +29,9 @@ from loadtest.simulator.runs import PlannedRun, run_all
 
 TRACE = "conversation"
 POLICY, ADMISSION = "adaptive", "predictive_lengths"
-TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1  # of the paper's runs on real traces
-# What a step may be predicted to take, of the TBT limit: a request's TBT is the mean of its longest
-# intervals, so a batch held at the limit itself would miss it.
+TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1  # the paper's limits for its runs on real traces
+# Limit for the predicted step, as a share of the TBT limit. A request's TBT is the mean of its
+# longest intervals, so a batch held at the limit itself would miss it.
 STEP_SHARE = 0.9
 SHOWN = (
     "requests",
@@ -56,7 +56,7 @@ def recordings(options: SimulationOptions, begin: Begin) -> list[Recording]:
             options.speeds or (1.0,),
         )
     )
-    for policy, admission, _ in cases:  # a mistake shows before anything runs
+    for policy, admission, _ in cases:  # a wrong option fails before anything runs
         options.changed(config_for(policy, admission))
     planned = [
         PlannedRun(
@@ -90,7 +90,7 @@ def run(
     options: SimulationOptions = NO_OPTIONS,
     on_over: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The recording, as small as a page holds it."""
+    """The recording as the bytes that a page embeds."""
     config = options.changed(config_for(policy, admission))
     fleet = SimulatedFleet(config, settings, settings.gpu())
     sampler = FleetSampler(offered[-1].at_s / speed)
@@ -118,7 +118,7 @@ def run(
 
 
 def label_of(run: Recording) -> str:
-    """What tells it from the others of one command."""
+    """The label that distinguishes it from the other runs of one command."""
     return "{policy}, {admission}, {speed:g}x".format(**run.settings)
 
 

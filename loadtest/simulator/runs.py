@@ -1,10 +1,9 @@
-"""Who computes the runs of an experiment, and which of them are known already?
+"""Running the runs of an experiment, in processes, and keeping their results.
 
-A run is a function of a trace and of settings: nothing else decides what comes of it, so runs are
-independent. They are made one after the other, or with `--jobs N` in so many processes, and what
-came of each is kept in a file that is named by everything that decides it: the requests, the
-settings, and the code (`DECIDING`). An experiment that was stopped goes on where it was; one whose
-targets or pictures alone were changed makes no run again.
+A run is a function of a trace and of settings only, so runs are independent. They are made one
+after the other, or in N processes with `--jobs N`. Each result is kept in a file whose name is a
+digest of the requests, the settings and the code (`DECIDING`). An experiment that was stopped
+resumes from there. A change of targets or pictures alone repeats no run.
 
 Not here: which runs an experiment needs (experiments/), a run itself (cluster/).
 """
@@ -32,8 +31,8 @@ from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from loadtest.simulator.cluster.job import Offered, offered_of, spread_ticks
 
 ROOT = Path(__file__).resolve().parents[2]
-# The code that decides what comes of a run, as folders and files of the source tree. Beside it
-# counts the module of the function that makes the run.
+# Source files and folders that decide the result of a run. The module of the function that makes
+# the run counts too.
 DECIDING = (
     "loadtest/simulator/cluster",
     "loadtest/simulator/block_cache.py",
@@ -55,11 +54,11 @@ DECIDING = (
     "backends/workers/step_times.py",
     "backends/frontend/routing_notes.py",
     "backends/frontend/lifecycle/attempts.py",
-    # The baselines of the papers' experiments, which only a clone of the repository has.
+    # The baselines of the papers' experiments; only a clone of the repository has them.
     "bench/paper/coupled.py",
     "bench/paper/figures/served.py",
 )
-KEPT_MAX = 4_096  # runs in one folder; the oldest go first
+KEPT_MAX = 4_096  # runs in one folder; the oldest are deleted first
 SUFFIX = ".run"
 
 Came = TypeVar("Came")
@@ -68,7 +67,7 @@ Begin = Callable[[str, int], Quiet]
 
 
 class RunsStopped(Exception):
-    """Ctrl-C. What was finished is kept, if anything is."""
+    """Ctrl-C. Finished runs are kept if there is a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class TraceSource:
     """Where the requests of a run come from; cheap to send to another process."""
 
     path: Path = field(repr=False)
-    requests: int | None = None  # the first so many
+    requests: int | None = None  # only the first so many; None: all
     is_spread: bool = False  # evenly over the ticks of the recording
     digest: str = ""  # of the file
     block_tokens: int = TRACE_BLOCK_TOKENS  # of the engine
@@ -95,13 +94,13 @@ class TraceSource:
         return cls(path, requests, is_spread, digest, block_tokens, length_scale)
 
     def offered(self) -> list[Offered]:
-        """Made once for all runs of this process."""
+        """The requests, made once per process for all runs."""
         return _offered(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRequests:
-    """Of a run that makes its requests itself, from its arguments."""
+    """For a run that makes its requests itself, from its arguments."""
 
     def offered(self) -> list[Offered]:
         return []
@@ -116,7 +115,7 @@ def _offered(source: TraceSource) -> list[Offered]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun(Generic[Came]):
-    """`make(offered, *arguments, on_over=...)`, a function of a module; `name` is for people."""
+    """`make(offered, *arguments, on_over=...)` is a function of a module; `name` is for display."""
 
     name: str
     source: TraceSource | OwnRequests
@@ -124,7 +123,7 @@ class PlannedRun(Generic[Came]):
     arguments: tuple[Any, ...] = ()
 
     def key(self) -> str:
-        """What decides the run, as one name. Settings count as they are shown: all of them are
+        """A name for everything that decides the run. Settings count by their repr: all of them are
         records of numbers and words."""
         shown = repr((self.make.__module__, self.make.__qualname__, self.source, self.arguments))
         assert " at 0x" not in shown, f"a setting of {self.name} has no name: {shown}"
@@ -137,7 +136,7 @@ class PlannedRun(Generic[Came]):
 
 @cache
 def code_digest(module: str, file: str) -> str:
-    """Of the code that decides, of this module of an experiment, and of what it computes with."""
+    """Digest of the deciding code, of an experiment's module and of the numeric libraries."""
     digest = blake2b(f"{platform.python_version()} {np.__version__} {module}".encode())
     for name in (*DECIDING, file):
         path = ROOT / name
@@ -149,24 +148,24 @@ def code_digest(module: str, file: str) -> str:
 
 
 class KeptRuns:
-    """What came of runs, one file for each. Only for a folder of one's own: files are pickles."""
+    """The results of runs, one file for each. Files are pickles: use only a folder of your own."""
 
     def __init__(self, folder: Path | None) -> None:
         """None: nothing is kept."""
         self._folder = folder
 
     def get(self, planned: PlannedRun[Came]) -> Came | None:
-        """What came of it; None when it is not known, or its file is damaged."""
+        """The result of a run; None when it is not kept, or its file is damaged."""
         if self._folder is None:
             return None
         try:
             found: Came = pickle.loads((self._folder / (planned.key() + SUFFIX)).read_bytes())
-        except Exception:  # a file of half a run, or from elsewhere: the run is made again
+        except Exception:  # a partial or foreign file: the run is made again
             return None
         return found
 
     def put(self, planned: PlannedRun[Came], came: Came) -> None:
-        """Whole or not at all: it is written beside and renamed."""
+        """Write the file atomically: write a temporary file, then rename it."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +180,7 @@ class KeptRuns:
 def run_all(
     planned: Sequence[PlannedRun[Came]], begin: Begin, jobs: int = 1, folder: Path | None = None
 ) -> list[Came]:
-    """What came of each, in this order. RunsStopped after Ctrl-C."""
+    """The result of each run, in this order. RunsStopped after Ctrl-C."""
     kept = KeptRuns(folder)
     came = {number: kept.get(one) for number, one in enumerate(planned)}
     known = {number: found for number, found in came.items() if found is not None}
@@ -206,7 +205,7 @@ def _in_processes(
     jobs: int,
     kept: KeptRuns,
 ) -> None:
-    """Fresh processes: a forked one would inherit the threads' locks, of the bar for instance."""
+    """Fresh processes: a forked one would inherit locks of threads, such as the progress bar's."""
     done = begin(f"runs, {jobs} at a time", len(missing))
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=_leave_interrupts)
@@ -226,7 +225,7 @@ def _in_processes(
 
 
 def _leave_interrupts() -> None:
-    """Ctrl-C reaches all processes of a terminal: the first one alone says what happens."""
+    """Ctrl-C reaches all processes of a terminal; only the parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

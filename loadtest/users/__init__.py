@@ -1,1 +1,1 @@
-"""What do users meet? Users under Locust: what they send, and what came of it."""
+"""What do users measure? Simulated users under Locust: their requests and their results."""

@@ -2,9 +2,9 @@
 
     python -m loadtest.users --users 5 --seconds 60 [any option of Locust and ours]
 
-Uses the server at --host, by default the one at the default ports if there is one, and otherwise
-starts one and stops it at the end; with `--via openai` that is its gateway. Locust runs headless in
-a process of its own; Ctrl-C is passed on to it, and it ends as it would have at the end of its
+It uses the server at --host, or else one at the default ports. If none is ready there, it starts a
+server and stops it at the end; with `--via openai` that is the server's gateway. Locust runs
+headless in a process of its own. Ctrl-C is forwarded to Locust, which ends as at the end of its
 time. Its exit status is this command's.
 """
 
@@ -30,18 +30,19 @@ from loadtest.users.settings import OPENAI_VIAS, add_options, address, default_h
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"
-SPAWN_S = 2.0  # all users have come by then
+SPAWN_S = 2.0  # seconds after which all users have started
 PROBE_S_MAX, POLL_S, GATEWAY_S_MAX = 5.0, 0.2, 60.0
 
 
 def parser_of(is_help: bool) -> argparse.ArgumentParser:
-    """For --help with the options of the load test, which are otherwise passed on to Locust.
+    """The parser for --help with the options of the load test, which are otherwise passed to
+    Locust.
 
-    Locust prints its own --help before it reads a locustfile, so ours are not in there.
+    Locust prints its own --help before it reads a locustfile, so it cannot show ours.
     """
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.users",
-        description="Load a server with users for a while, and judge what came of it.",
+        description="Load a server with users for a while, and check its limits.",
         epilog="All other options are Locust's: `locust --help`.",
         add_help=is_help,
         allow_abbrev=False,
@@ -60,14 +61,14 @@ def parser_of(is_help: bool) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """What Locust is given."""
+    """The addresses that Locust receives."""
 
     host: str
     metrics_url: str
 
 
 def target_of(host: str, via: str) -> LoadTarget:
-    """ValueError for what is no address."""
+    """ValueError for an invalid address."""
     if via in OPENAI_VIAS:
         gateway = http_address(host)
         return LoadTarget(gateway.url, gateway.metrics_url)
@@ -78,7 +79,7 @@ def target_of(host: str, via: str) -> LoadTarget:
 
 @contextlib.contextmanager
 def target_at(host: str, via: str) -> Iterator[LoadTarget]:
-    """The server named, the one at the default ports, or one of our own."""
+    """The named server, the one at the default ports, or a server started here."""
     if host:
         yield target_of(host, via)
         return
@@ -93,13 +94,13 @@ def target_at(host: str, via: str) -> Iterator[LoadTarget]:
         own = f"127.0.0.1:{port}" if port else addresses.grpc
         if port:
             wait_for_gateway(own)
-        print(f"it is ready at {own}", flush=True)
+        print(f"the server is ready at {own}", flush=True)
         yield target_of(own, via)
-        print("stopping it ...", flush=True)
+        print("stopping the server ...", flush=True)
 
 
 def gateway_is_ready(gateway: str) -> bool:
-    """Its models are served, with or without a key of ours."""
+    """Whether the gateway serves its models, with or without API keys."""
     try:
         with DIRECTLY.open(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
             return bool(answer.status == 200)
@@ -108,7 +109,7 @@ def gateway_is_ready(gateway: str) -> bool:
 
 
 def wait_for_gateway(gateway: str) -> None:
-    """ServerFailed when it does not come."""
+    """ServerFailed when the gateway does not become ready."""
     give_up_s = time.monotonic() + GATEWAY_S_MAX
     while not gateway_is_ready(gateway):
         if time.monotonic() > give_up_s:
@@ -144,10 +145,10 @@ def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[s
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """The exit status of the command, which gets our signals in our place.
+    """Run a command with our signals forwarded to it; returns its exit status.
 
-    It has a session of its own: a terminal sends Ctrl-C to every process in the foreground, and two
-    would mean "at once" to Locust.
+    The command has a session of its own. A terminal sends Ctrl-C to every foreground process, and
+    Locust stops at once on a second one.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -1,16 +1,16 @@
-"""A master and its workers: its workers run the users, it prepares, judges and reports.
+"""A Locust master and its workers: workers run users; the master prepares, judges and reports.
 
-Everything but one message is Locust's own:
+All messages except `drain` are Locust's own:
 
     worker                        master
-                 <- spawn       -- with Locust's options: the run, its beginning, what the server
-                                   said, and which workers each have a part of a trace
+                 <- spawn       -- with Locust's options: the run, its start, the server's
+                                   description, and which workers send a part of a trace
     every 3 s    -- stats       -> with Locust's own report: records since the last one
                  <- drain       -- at test_stopping, before Locust's own stop or quit
     users stop   -- stats       -> the last records
 
-Locust's own end does not wait for requests in flight when it quits, so the last records would be
-lost; hence drain. A worker that died is not waited for.
+Locust does not wait for requests in flight when it quits, so the last records would be lost without
+drain. The master does not wait for a worker that died.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from loadtest.users.users import LoadUser
 
 log = logging.getLogger(__name__)
 BEGINNING = "mooncake_beginning"  # among Locust's options, which its spawn messages carry
-REPORT = "mooncake"  # the key in Locust's reports
+REPORT = "mooncake"  # key of our data in Locust's reports
 DRAIN = "mooncake_drain"
-DRAIN_S_EXTRA = 10.0  # beyond the grace, for the last reports to arrive
+DRAIN_S_EXTRA = 10.0  # added to the grace, for the last reports to arrive
 
 
 class MasterSession(DecidingSession):
-    """See the module docstring."""
+    """The deciding process of a distributed run; the module docstring has its messages."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -48,7 +48,7 @@ class MasterSession(DecidingSession):
         environment.events.test_stopping.add_listener(self._drain)
 
     def share_out(self, run: UserRun, preparation: Preparation) -> None:
-        self._parts = sorted(self._present())  # on one host Locust deals users in this order
+        self._parts = sorted(self._present())  # on one host Locust assigns users in this order
         self._rows = len(preparation.rows)
         self._trace_of = {}
         beginning = RunBeginning(run.run_id, run.clock.began_unix_s, run.facts, self._parts)
@@ -56,14 +56,16 @@ class MasterSession(DecidingSession):
 
     def trace_progress(self) -> list[TraceProgress]:
         present = set(self._present())
-        gone = TraceProgress(sent=self._rows, is_over=True)  # it sends no more
+        # of a lost worker: it sends no more rows
+        gone = TraceProgress(sent=self._rows, is_over=True)
         return [
             self._trace_of.get(worker, TraceProgress()) if worker in present else gone
             for worker in self._parts
         ]
 
     def stop_users(self) -> None:
-        """A mere stop would make workers wait for the next run; the quit after it misses them."""
+        """Drain instead of stop: a stop makes workers wait for the next run, and they miss the quit
+        after it."""
         self.runner.quit()
 
     def _present(self) -> list[str]:
@@ -84,7 +86,7 @@ class MasterSession(DecidingSession):
             self._trace_of[client_id] = report.trace
 
     def _drain(self, environment: Any, **_: Any) -> None:
-        """Let users end and their last records come."""
+        """Wait until users have ended and workers have sent their last records."""
         if self.run is None or self.is_hurried:
             return
         self._undrained = set(self._present())
@@ -94,18 +96,18 @@ class MasterSession(DecidingSession):
             while self._undrained & set(self._present()):
                 gevent.sleep(0.05)
         if self._undrained:
-            log.warning("%d workers did not hand over their last records", len(self._undrained))
+            log.warning("%d workers did not send their last records", len(self._undrained))
             self._undrained = set()
 
 
 class WorkerSession:
-    """Runs users, and hands their records to its master, which says when."""
+    """Runs users, and sends their records to the master when the master asks for them."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
         self.runner = environment.runner
         self.run: UserRun | None = None
-        self._is_last = False  # whether the next report is
+        self._is_last = False  # whether the next report is the last
         self.runner.register_message(DRAIN, self._drain)
         environment.events.test_start.add_listener(self._begin)
         environment.events.test_stop.add_listener(self._end)
@@ -113,7 +115,7 @@ class WorkerSession:
         environment.events.quitting.add_listener(self._quit)
 
     def start(self) -> None:
-        """The master says when a run begins. It may have done so while this was being set up."""
+        """Begin a run that the master may have started while this worker was being set up."""
         if self.runner.worker_state != STATE_INIT:
             self._begin(self.environment)
 
@@ -148,15 +150,15 @@ class WorkerSession:
 
     def _drain(self, environment: Any, msg: Any, **_: Any) -> None:
         if self.run is not None and msg.data == self.run.run_id:
-            gevent.spawn(self.runner.stop)  # messages must go on being read meanwhile
+            gevent.spawn(self.runner.stop)  # in a greenlet, because messages must still be read
 
     def _quit(self, environment: Any, **_: Any) -> None:
-        """This worker alone is told to end."""
+        """The master ends this worker alone."""
         if self.run is not None:
             self.runner.stop()
 
     def _end(self, environment: Any, **_: Any) -> None:
-        """At Locust's test_stop: the last user has gone. Not until the next regular report."""
+        """At Locust's test_stop, after the last user: the next regular report is the last."""
         if self.run is None:
             return
         self._is_last = True
@@ -166,6 +168,6 @@ class WorkerSession:
         self.run.sender.close()
         self.run = None
         LoadUser.take_part_in(None)
-        # Told to stop, Locust would now wait as long again before it is ready for the next run;
-        # with that run the master says anew how long the grace is.
+        # Locust would wait the same time again before it is ready for the next run. The master
+        # sends the grace with each run.
         environment.stop_timeout = 0

@@ -1,8 +1,8 @@
-"""What a process of Locust needs before anything else: gRPC under gevent, Ctrl-C where it belongs.
+"""The first import of a Locust process: gRPC under gevent, and Ctrl-C for the main greenlet only.
 
-To be imported before anything that imports grpc or tritonclient. Locust replaces Python's blocking
-calls by gevent's, gRPC's are in C and stay: without `init_gevent` a stream that waits for a token
-stops every other user, and 20 of them wait for each other for ever.
+Import this before anything that imports grpc or tritonclient. Locust replaces Python's blocking
+calls by gevent's, but gRPC's are in C. Without `init_gevent` a stream that waits for a token blocks
+every other user, and 20 users wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ grpc_gevent.init_gevent()
 
 
 def interrupt_main_greenlet_only() -> None:
-    """From now on Ctrl-C ends the main greenlet's waiting in this process, and nothing else.
+    """From now on Ctrl-C interrupts the main greenlet only.
 
-    Python raises KeyboardInterrupt in whatever happens to run. Under gevent that may be the
-    greenlet in which gRPC reads a connection: it dies, everyone on that connection waits for ever,
-    and Locust does not hear of the signal. Locust's own end begins where its main greenlet is
-    interrupted.
+    Python raises KeyboardInterrupt in the code that happens to run. Under gevent that may be the
+    greenlet in which gRPC reads a connection. That greenlet would die, its connection would hang,
+    and Locust would miss the signal. Locust stops when its main greenlet is interrupted.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return  # started in the background, where Ctrl-C is for others
+        return  # in the background, where Ctrl-C is not for this process
     hub = gevent.get_hub()
     gevent.signal_handler(
         signal.SIGINT, lambda: hub.handle_system_error(KeyboardInterrupt, KeyboardInterrupt())

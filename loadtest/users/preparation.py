@@ -1,9 +1,9 @@
-"""What comes before users: the settings are read, the server is asked, and measured unloaded.
+"""Preparing a run: read the settings, ask the server for its description, and measure it unloaded.
 
-Done by the process that decides, alone or as the master. A reason not to start is a CannotStart.
+The deciding process prepares, alone or as the master. A reason not to start is a CannotStart.
 
-Texts of unloaded requests are new each time, not made from the run's seed: what an earlier run
-left in the cache must not make the server look faster than it is, nor the other way round.
+Texts of unloaded requests are new each time and not made from the run's seed. Blocks that an
+earlier run left in the cache must neither shorten nor lengthen the measured times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SEED_BITS = 32
 
 
 class CannotStart(Exception):
-    """The run cannot begin; the message says why and what to do."""
+    """The run cannot begin; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Preparation:
 
 
 def read_settings(environment: Any) -> LoadSettings:
-    """From Locust's options; user classes named on its command line pick from the mix."""
+    """Settings from Locust's options; user classes on its command line select from the mix."""
     options = vars(environment.parsed_options)
     settings = settings_of(options, environment.host)
     if chosen := options.get("user_classes"):
@@ -87,7 +87,7 @@ def prepare(environment: Any) -> Preparation:
         settings = read_settings(environment)
         rows = read_rows(settings.trace)
         if settings.report is not None:
-            settings.report.open("ab").close()  # refused now rather than after the run
+            settings.report.open("ab").close()  # a wrong path fails before the run
     except (SettingsError, TraceError, OSError) as error:
         raise CannotStart(str(error)) from error
     try:
@@ -114,10 +114,10 @@ def read_rows(trace: TraceSettings | None) -> Sequence[TraceRow]:
 def ask_facts(
     settings: LoadSettings, target: RequestSender, found: ServerDescription, model: str
 ) -> ServerFacts:
-    """The server has described itself; `target` counts the tokens of a sample."""
+    """The facts from the server's description; `target` counts the tokens of a sample."""
     for name in found.assumed:
-        log.warning("the server does not say its %s; assuming %s", name, getattr(found, name))
-    # Always the same sample: a run with the same seed must send the same texts.
+        log.warning("the server does not report its %s; assuming %s", name, getattr(found, name))
+    # The sample is constant: runs with the same seed must send the same texts.
     sample = author_of(0, "sample", "").prose(SAMPLE_CHARACTERS)
     request = GenerateRequest("sample", text_input=sample, max_tokens=1)
     tokens = _collect(target, unloaded_user(settings, "sample").signed(request)).input_tokens
@@ -130,12 +130,12 @@ def ask_facts(
 
 
 def unloaded_user(settings: LoadSettings, workload: str) -> UserIdentity:
-    """Who asks before there are users: one of the first tenant."""
+    """The user of unloaded requests: one of the first tenant."""
     return UserIdentity(workload, "unloaded", next(iter(settings.tenants), None))
 
 
 def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]) -> list[str]:
-    """What does not fit the server's context."""
+    """Why requests of the settings do not fit the server's context; one text each."""
     if settings.trace is not None:
         problem = trace_too_long(rows, settings.trace.length_scale, facts.context_tokens_max)
         return [problem.refusal("--length-scale")] if problem is not None else []
@@ -149,8 +149,8 @@ def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
 
 
 def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerFacts) -> None:
-    """The papers' data sets have a share of their prompts cached: it is, when the users come. Each
-    tenant has a cache of its own."""
+    """Cache the shared prefixes of the papers' data sets before users start. Each tenant has a
+    cache of its own, so this is done for each tenant."""
     for name in settings.mix:
         data_set = DATA_SETS.get(name)
         if data_set is None or not data_set.prefixes:
@@ -171,7 +171,7 @@ def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerF
 def measure_unloaded(
     sender: RequestSender, settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
 ) -> dict[str, Unloaded]:
-    """A few requests of each workload, one at a time, each by a user who is new."""
+    """Measure a few requests of each workload, one at a time, each from a new user."""
     found = {}
     for name in settings.mix:
         ttft_s, tbt_s = [], []
@@ -196,9 +196,9 @@ def measure_unloaded(
 def unloaded_requests(
     name: str, settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
 ) -> Iterator[GenerateRequest]:
-    """First requests of as many new users: nothing is cached but what a workload shares.
+    """First requests of that many new users: only prefixes shared within a workload are cached.
 
-    That is the system prompt of `shared`, which is computed for the first of them.
+    Such a prefix is the system prompt of `shared`, which its first user computes.
     """
     seed = secrets.randbits(SEED_BITS)
     if settings.trace is not None:
@@ -225,7 +225,7 @@ def of_all_lengths(rows: Sequence[TraceRow], scale: float, count: int) -> list[T
 
 
 def ask_description(settings: LoadSettings) -> tuple[Mapping[str, object], str]:
-    """What the server says of itself, and the name of the model to ask."""
+    """The server's description of itself, and the name of the model to use."""
     if settings.gateway is not None:
         served = served_at(settings.gateway, key=settings.any_key)
         return served.facts, served.model

@@ -1,4 +1,4 @@
-"""What is said of a run: a line every few seconds meanwhile, at the end its verdict and report."""
+"""Reports of a run: a progress line every few seconds, and at the end its verdict and its page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class ProgressLine:
     """For runs without a page and without tables.
 
-    Percentiles are of the answers since the line before: the process that says this also takes the
-    times of tokens, and must not look through a whole run again and again.
+    Percentiles cover the answers since the line before. The process that prints the line also takes
+    the times of tokens, so it must not scan a whole run again and again.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ProgressLine:
         self._seen = 0
 
     def of(self, records: list[RequestRecord], now_s: float, users: int) -> str:
-        """`records` are all so far; what was there at the last line is not looked at again."""
+        """A line from all records so far; records of earlier lines are skipped."""
         new, self._seen = records[self._seen :], len(records)
         self._ended.update(record.outcome for record in new)
         words = ((COMPLETED, "answered"), (REJECTED, "rejected"), (FAILED, "failed"))
@@ -51,7 +51,7 @@ class ProgressLine:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """A run, what it began with, and what was seen of the server meanwhile."""
+    """A finished run: its settings, records and samples of the server."""
 
     run: UserRun
     rows: Sequence[TraceRow]
@@ -60,7 +60,7 @@ class EndedRun:
     users: int
 
     def is_good(self) -> bool:
-        """Whether it kept its limits and its report was written; the log says both."""
+        """Whether it kept its limits and its report was written; both are logged."""
         settings = self.run.settings
         records = self.run.records.in_order(keep_index=settings.trace is not None)
         limits = (settings.ttft_limit, settings.tbt_limit)
@@ -73,7 +73,7 @@ class EndedRun:
         slo_of = slos(list(groups), *limits, unloaded)
         verdict = judge(records, slo_of, unloaded, settings.min_goodput)
         for name in self.tenants_without_requests(records):
-            log.warning("tenant %s: no request of it ended; it may need more users", name)
+            log.warning("tenant %s: none of its requests ended; it may need more users", name)
         if cancelled := self.run.records.cancelled:
             log.info("%d requests were cut off by the end of the run and do not count", cancelled)
         for line in verdict.lines():
@@ -82,7 +82,7 @@ class EndedRun:
         return verdict.is_passed and is_reported
 
     def groups(self, records: Sequence[RequestRecord]) -> dict[str, str]:
-        """What requests are counted under -> the workload; without tenants that had no user."""
+        """Group name -> workload; without tenants that had no user."""
         settings = self.run.settings
         if not settings.tenants:
             return {workload: workload for workload in settings.mix}
@@ -144,7 +144,8 @@ class EndedRun:
         )
 
     def _ideal(self, records: list[RequestRecord], trace: TraceSettings) -> dict[int, int]:
-        """Prompts are made again: all of a trace would not have fitted the memory."""
+        """The unlimited cache's tokens by request. Prompts are made again: a whole trace would not
+        fit memory."""
         source = TokenSource.of_server(self.run.facts, trace.seed)
 
         def prompt_of(index: int) -> TokenIds:

@@ -1,12 +1,12 @@
-"""One run in one process: what its users share, and how a request of theirs becomes a record.
+"""One run in one process: the state that its users share, and how a request becomes a record.
 
-A new run is a new object, so nothing stays behind. Every process of a run counts seconds from the
-same moment, so the times of its records need no shifting when a worker hands them to its master.
+A new run is a new object, so no state survives a run. Every process of a run counts seconds from
+the same moment, so record times need no shift when a worker sends them to its master.
 
-In Locust's statistics `total` is the request as a whole and goes through Locust's own event, so it
-is what the line "Aggregated", the charts and other listeners see. `TTFT` and `TBT` are measured of
-the same request: they get lines of their own, but are no further requests, so they are not in
-"Aggregated". A rejection is a request without a response time, on a line per kind, and no failure.
+In Locust's statistics `total` is the whole request and uses Locust's own event, so "Aggregated",
+the charts and other listeners include it. `TTFT` and `TBT` of the same request have lines of their
+own, outside "Aggregated", because they are no further requests. A rejection is a request without a
+response time, on a line per kind, and no failure.
 
 Not here: beginning and ending a run (session.py), what to send (workloads.py, trace_share.py), when
 (users.py), exact numbers and limits (verdict.py); Locust rounds to whole milliseconds.
@@ -36,9 +36,9 @@ TOTAL, TTFT, TBT, REJECTION = "total", "TTFT", "TBT", "rejected"
 
 
 class RunClock:
-    """Seconds since a run began, the same on every machine whose wall clock is right.
+    """Seconds since a run began, equal on all machines with a correct wall clock.
 
-    Intervals come from the monotonic clock; the wall clock only says once where it stands.
+    Intervals come from the monotonic clock; the wall clock is read once, for the start.
     """
 
     def __init__(self, began_unix_s: float) -> None:
@@ -50,7 +50,7 @@ class RunClock:
 
 
 class RequestSender(Protocol):
-    """What users send through (senders.py)."""
+    """The connection that users send through (senders.py)."""
 
     def send(self, request: GenerateRequest, timeout_s: float) -> Iterator[TokenEvent]:
         """Raises ServerError. Closing the iterator early cancels the request."""
@@ -61,19 +61,19 @@ class RequestSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request, and what its record says besides."""
+    """A request, and the other fields of its record."""
 
     request: GenerateRequest
-    workload: str  # what it is counted under
-    prompt_tokens: int  # an estimate where the prompt is text; the server's count replaces it
-    due_s: float | None = None  # None: it is due when it is sent
+    workload: str  # name that it is counted under
+    prompt_tokens: int  # an estimate for a text prompt, until the server reports its count
+    due_s: float | None = None  # None: due when it is sent
     index: int = 0
 
 
 def send_one(
     sender: RequestSender, outgoing: Outgoing, timeout_s: float, now_s: Callable[[], float]
 ) -> tuple[RequestRecord, ReceivedAnswer]:
-    """Every way of ending is a record, except being cancelled, which raises."""
+    """Send a request; every end is a record, except cancellation, which raises."""
     answer, error = ReceivedAnswer(), None
     sent_s = now_s()
     try:
@@ -96,7 +96,7 @@ def send_one(
 
 
 class RunMessage(msgspec.Struct, frozen=True):
-    """Travels as MessagePack inside Locust's own messages."""
+    """A message in MessagePack inside Locust's own messages."""
 
     run_id: str
 
@@ -109,31 +109,31 @@ class RunMessage(msgspec.Struct, frozen=True):
 
 
 class RunBeginning(RunMessage, frozen=True):
-    """What a master tells its workers of a run."""
+    """The master's description of a run for its workers."""
 
     began_unix_s: float
     facts: ServerFacts
-    parts: list[str]  # workers with a part of a trace or data set; those that come later have none
+    parts: list[str]  # ids of workers with a part of a trace or data set; later workers have none
 
 
 class RunReport(RunMessage, frozen=True):
-    """What a worker adds to Locust's reports: what happened in the run since the last one."""
+    """A worker's addition to Locust's reports: its records since the last report."""
 
     records: list[RequestRecord]
     cancelled: int
     trace: TraceProgress | None = None
-    is_last: bool = False  # the users of this worker have gone
+    is_last: bool = False  # the users of this worker have stopped
 
 
 class RunRecords:
-    """Every request that ended by itself; those that the run's end cut off are only counted."""
+    """Every request that ended by itself, and the number of requests that the run's end cut off."""
 
     def __init__(self) -> None:
         self.all: list[RequestRecord] = []
         self.cancelled = 0
 
     def take(self) -> tuple[list[RequestRecord], int]:
-        """Everything, for a report; this side forgets it."""
+        """Return and clear all records, for a report."""
         taken = self.all, self.cancelled
         self.all, self.cancelled = [], 0
         return taken
@@ -143,7 +143,8 @@ class RunRecords:
         self.cancelled += report.cancelled
 
     def in_order(self, keep_index: bool) -> list[RequestRecord]:
-        """As they were due. Indices of a trace are its rows'; others count in this order."""
+        """Records in the order of their due times. With `keep_index` they keep the row numbers of a
+        trace, else they are numbered in this order."""
         ordered = sorted(self.all, key=lambda record: (record.due_s, record.request_id))
         if keep_index:
             return ordered
@@ -159,7 +160,7 @@ class UserRun:
     sender: RequestSender
     environment: Any  # Locust's
     process_name: str = ""  # "" alone, the worker's number in a distributed run
-    part: int = 0  # which of `parts` processes that share the users this one is
+    part: int = 0  # number of this process among the `parts` processes that share the users
     parts: int = 1
     trace: TraceShare | None = None
     data_sets: Mapping[str, DataSetShare] = field(default_factory=dict)
@@ -168,12 +169,14 @@ class UserRun:
 
     @property
     def is_explained(self) -> bool:
-        """Whether requests ask for the conductor's decision, which only the report shows."""
+        """Whether requests ask for the conductor's decision; only the report shows it."""
         return self.settings.report is not None
 
     def identify(self, workload: str) -> UserIdentity:
-        """The n-th user of this workload in this process: the same in every run like this one."""
-        # Each workload begins with another tenant: few users of several are not all of one.
+        """The n-th user of this workload in this process; runs with equal settings have equal
+        users."""
+        # Each workload begins with another tenant, so few users of several workloads have several
+        # tenants.
         mix = self.settings.mix
         place = list(mix).index(workload) if workload in mix else 0
         number = number_among_parts(
@@ -188,7 +191,7 @@ class UserRun:
             record, answer = send_one(
                 self.sender, outgoing, self.settings.request_s_max, self.clock.now_s
             )
-        except GreenletExit:  # the run is over and its grace as well
+        except GreenletExit:  # the run and its grace are over
             self.records.cancelled += 1
             raise
         self.records.all.append(record)
@@ -196,17 +199,17 @@ class UserRun:
         return record, answer
 
     def report(self, is_last: bool = False) -> RunReport:
-        """What happened since the last one, for the master."""
+        """Records since the last report, for the master."""
         trace = self.trace.progress() if self.trace is not None else None
         return RunReport(self.run_id, *self.records.take(), trace, is_last)
 
 
 class RequestFailed(Exception):
-    """How a failed request stands in Locust's list of failures."""
+    """The text of a failed request in Locust's list of failures."""
 
 
 def count(environment: Any, record: RequestRecord, answer_bytes: int) -> None:
-    """Into the statistics of Locust's `environment`."""
+    """Add a record to the statistics of Locust's `environment`."""
     is_rejected, is_done = record.outcome == REJECTED, record.outcome == COMPLETED
     failure = None if is_done else RequestFailed(f"{record.kind}: {record.message}")
     environment.events.request.fire(

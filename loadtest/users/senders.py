@@ -1,9 +1,9 @@
-"""What users send through: gRPC or HTTP, both under gevent.
+"""The connections that users send through: gRPC or HTTP, both under gevent.
 
-gRPC: as in client/triton_client.py, but the calls wait with gevent, not with asyncio.
+gRPC: as in client/triton_client.py, but calls wait with gevent instead of asyncio.
 
 HTTP: Triton's interface or OpenAI's (client/http_interfaces.py), as in client/sse_client.py, but
-with geventhttpclient, of which tritonclient's HTTP client and Locust's fast one are made.
+with geventhttpclient, on which tritonclient's HTTP client and Locust's fast one are built.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OUTPUTS = (
     "cached_tokens",
     "decision",
 )
-CONNECTIONS_MAX = 4_096  # over HTTP; no user waits for another's connection
+CONNECTIONS_MAX = 4_096  # over HTTP, so that no user waits for another user's connection
 CONNECT_S_MAX = 10.0
 PATHS = {"openai": COMPLETIONS, "openai-chat": CHAT}
 
@@ -55,7 +55,7 @@ PATHS = {"openai": COMPLETIONS, "openai-chat": CHAT}
 def make_sender(
     settings: LoadSettings, model: str, now_s: Callable[[], float]
 ) -> GrpcSender | HttpSender:
-    """To one model of the server; shared by all users of a process."""
+    """A sender to one model of the server; shared by all users of a process."""
     if settings.gateway is not None:
         keys = {tenant.name: tenant.key for tenant in settings.tenants if tenant.key}
         interface = OpenAiInterface(PATHS[settings.via], model, settings.key, keys)
@@ -111,7 +111,7 @@ class HttpSender:
             address.port,
             concurrency=CONNECTIONS_MAX,
             connection_timeout=CONNECT_S_MAX,
-            network_timeout=None,  # the whole request has a deadline, its silences have none
+            network_timeout=None,  # the whole request has a deadline, single reads have none
             ssl=address.is_tls,
         )
 

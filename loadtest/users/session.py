@@ -1,7 +1,7 @@
-"""A Locust process that decides on its runs: alone, and what a master has in common with it.
+"""A Locust process that decides on its runs: one alone, and the part that a master shares with it.
 
-It prepares a run (preparation.py), begins it, and when it has ended judges it and writes its report
-(reporting.py). Runs follow one another in web mode; each is a new object and begins anew.
+It prepares a run (preparation.py), begins it, judges it at its end and writes its report
+(reporting.py). In web mode runs follow one another; each is a new object.
 
 Not here: how a master and its workers work together (distributed.py), users (users.py).
 """
@@ -46,7 +46,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class TraceRun:
-    """What the shape sees of a run that replays a trace."""
+    """The trace of a run, as the shape reads it."""
 
     due_s: Sequence[float]
     now_s: Callable[[], float]
@@ -56,10 +56,10 @@ class TraceRun:
 class TraceShape(LoadTestShape):
     """As many users as the trace's requests in flight and soon due need.
 
-    The trace alone says when requests arrive; each user waits for its row's own moment. Locust only
-    has to have enough users, so the shape adds some a few seconds ahead and takes none away, and
-    ends the run when the last answer is there. If users are short in spite of that, requests are
-    sent late, and their records say how late. Locust asks once a second.
+    Only the trace decides when requests arrive; each user waits for the due time of its row. Locust
+    has to provide enough users, so the shape adds users a few seconds ahead, removes none, and ends
+    the run after the last answer. If users are short, requests are sent late and their records
+    contain the lag. Locust asks once a second.
     """
 
     def __init__(self, run_s_max: float | None) -> None:
@@ -69,12 +69,12 @@ class TraceShape(LoadTestShape):
         self._trace: TraceRun | None = None
 
     def follow(self, trace: TraceRun | None) -> None:
-        """The run that has begun; None when it has ended."""
+        """Follow the run that has begun; None: it has ended."""
         self._trace = trace
         self._users = 1
 
     def tick(self) -> tuple[int, float] | None:
-        if self._trace is None:  # not begun
+        if self._trace is None:  # no run has begun
             return 1, SPAWNED_PER_S
         now_s, parts = self._trace.now_s(), self._trace.progress()
         is_time_over = now_s >= (self._run_s_max or math.inf)
@@ -85,7 +85,7 @@ class TraceShape(LoadTestShape):
 
 
 class DecidingSession:
-    """Of a process without workers. Listens to Locust's events from `start` on."""
+    """The session of a process without workers. It listens to Locust's events after `start`."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -102,9 +102,11 @@ class DecidingSession:
         environment.events.quitting.add_listener(self.quit)
 
     def start(self) -> None:
-        """When Locust has started. Without a web page, prepare before its clock runs."""
+        """Called when Locust has started. Without a web page, prepare before Locust's clock
+        runs.
+        """
         options = self.environment.parsed_options
-        # The web page shows it.
+        # Locust's web page shows this address.
         self.environment.host = self.environment.host or default_host(options.via)
         try:
             if read_settings(self.environment).trace is not None:
@@ -133,7 +135,7 @@ class DecidingSession:
         settings = preparation.settings
         for user in USERS:
             user.weight = settings.mix.get(user.workload, 0)
-        environment.stats.clear_all()  # its clock ran while the server was measured
+        environment.stats.clear_all()  # Locust's clock ran while the server was measured
         clock = RunClock(time.time())
         self.run = UserRun(
             run_id=secrets.token_hex(8),
@@ -154,7 +156,7 @@ class DecidingSession:
             self._progress = gevent.spawn(self._show_progress, self.run)
 
     def share_out(self, run: UserRun, preparation: Preparation) -> None:
-        """The run to the users: here to those of this process."""
+        """Give the run to the users: here to those of this process."""
         if run.settings.trace is not None:
             run.trace = trace_share(run.settings.trace, run.facts, preparation.rows, 0, 1)
         run.data_sets = data_set_shares(run.settings, run.facts)
@@ -170,7 +172,7 @@ class DecidingSession:
         preparation, self._preparation = self._preparation, None
         LoadUser.take_part_in(None)
         if run is None or preparation is None:
-            return  # it never began
+            return  # no run began
         if self._progress is not None:
             self._progress.kill()
         if self._shape is not None:
@@ -190,18 +192,18 @@ class DecidingSession:
         environment.process_exit_code = None if ended.is_good() else EXIT_MISSED
 
     def quit(self, environment: Any, **_: Any) -> None:
-        """Before Locust decides on its exit code. After Ctrl-C users may still be there."""
+        """Before Locust decides on its exit code. After Ctrl-C users may still run."""
         if self.run is None:
             return
         try:
             self.stop_users()
-        except KeyboardInterrupt:  # once more: without the grace
+        except KeyboardInterrupt:  # a second Ctrl-C: end without the grace
             self.is_hurried = True
             environment.stop_timeout = 0
             self.stop_users()
 
     def stop_users(self) -> None:
-        """And end the run with them."""
+        """Stop all users, which ends the run."""
         self.runner.stop()
 
     def _show_progress(self, run: UserRun) -> None:

@@ -1,12 +1,12 @@
-"""What a run was asked to be: the options that stand beside Locust's own, and what they mean.
+"""The settings of a run: the options beside Locust's own, and their meaning.
 
-They have a group of their own in `--help`, and those that make sense there also stand in the form
-of Locust's web page; so all values are text or numbers that a form can hold. They arrive as Locust
-keeps them: from the command line, from the form (there as text), or from the master. Each option
-knows how to read its value; all mistakes are named at once.
+The options have a group of their own in `--help`. Some of them are also in the form of Locust's web
+page, so all values are text or numbers. They arrive as Locust keeps them: from the command line,
+from the form (as text), or from the master. Each option parses its own value, and all mistakes are
+reported at once.
 
-Locust's defaults are changed where they do not suit: requests in flight get a grace at the end, and
-the web page listens on this host only.
+Two of Locust's defaults change: requests in flight get a grace at the end, and the web page listens
+on this host only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WEB_HOST_DEFAULT = "127.0.0.1"
 
 
 class SettingsError(ValueError):
-    """The options make no sense; the message names every mistake."""
+    """The options are wrong; the message names every mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelLimit:
-    """An upper bound: seconds, or a multiple of what an unloaded request takes, or neither."""
+    """An upper bound: seconds, a multiple of an unloaded request's time, or neither."""
 
     seconds: float | None = None
     times_unloaded: float | None = None
@@ -59,7 +59,7 @@ class MinGoodput:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much users send and how long they think. The defaults suit the demo model."""
+    """Lengths of users' prompts and answers, and their pauses. The defaults suit the demo model."""
 
     think_s: float = 5.0
     answer_tokens: int = 96
@@ -78,13 +78,13 @@ SIZES = Sizes()
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    addresses: Addresses | None  # of Triton; None: `gateway` is asked
+    addresses: Addresses | None  # of Triton; None: `gateway` is used
     via: str
     model: str  # of Triton
     mix: Mapping[str, int]
     seed: int
     sizes: Sizes
-    length_scale: float  # of data sets
+    length_scale: float  # of data sets, <= 1
     trace: TraceSettings | None
     ttft_limit: LevelLimit
     tbt_limit: LevelLimit
@@ -94,7 +94,8 @@ class LoadSettings:
     metrics_url: str | None
     report: Path | None
     gateway: HttpAddress | None = None  # of OpenAI's interface
-    key: str = field(default="", repr=False)  # for it, where a tenant has none of its own
+    # API key for the gateway, for tenants without their own
+    key: str = field(default="", repr=False)
     tenants: tuple[LoadTenant, ...] = ()
 
     @property
@@ -106,18 +107,18 @@ class LoadSettings:
 
     @property
     def any_key(self) -> str:
-        """For questions that are no tenant's in particular."""
+        """The API key for questions that belong to no tenant."""
         return next((tenant.key for tenant in self.tenants if tenant.key), self.key)
 
     @property
     def page_key(self) -> str:
-        """For the metrics page, where that is the gateway's own."""
+        """The API key for the metrics page, where that page is the gateway's."""
         if self.gateway is None or self.metrics_url is None:
             return ""
         return self.gateway.key_for(self.metrics_url, self.any_key)
 
     def described(self) -> dict[str, Setting]:
-        """Flat, for a recording."""
+        """Settings as a flat mapping, for a recording."""
         found: dict[str, Setting] = {
             "url": self.url,
             "via": self.via,
@@ -135,12 +136,12 @@ class LoadSettings:
 
 
 def address(text: str) -> Addresses:
-    """The server by its gRPC address, or by its HTTP address when http:// stands before it."""
+    """The server by its gRPC address, or by its HTTP address with http:// before it."""
     scheme, _, rest = text.rstrip("/").rpartition("://")
     host, _, port = rest.rpartition(":")
     if scheme not in ("", "grpc", "http") or not host or not port.isdigit():
         raise ValueError(
-            f"{text!r} is no address; write 127.0.0.1:8001 (gRPC) or http://127.0.0.1:8000"
+            f"{text!r} is not an address; write 127.0.0.1:8001 (gRPC) or http://127.0.0.1:8000"
         )
     return addresses_of(f"{host}:{int(port) + 1}" if scheme == "http" else rest)
 
@@ -151,14 +152,16 @@ def mix(text: str) -> dict[str, int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = part.partition(":")
         if name not in WORKLOADS:
-            raise ValueError(f"{name!r} is no workload; choose from {', '.join(WORKLOADS)}")
+            raise ValueError(f"{name!r} is not a workload; choose from {', '.join(WORKLOADS)}")
         if name in found:
-            raise ValueError(f"{name} stands there twice")
+            raise ValueError(f"{name} is given twice")
         if weight and not (weight.isdigit() and int(weight) > 0):
-            raise ValueError(f"{weight!r} is no weight of {name}; write a whole number from 1 on")
+            raise ValueError(
+                f"{weight!r} is not a weight of {name}; write a whole number of at least 1"
+            )
         found[name] = int(weight or 1)
     if not found:
-        raise ValueError("it names no workload; write chat or chat:3,burst:1")
+        raise ValueError("no workload is given; write chat or chat:3,burst:1")
     return found
 
 
@@ -195,7 +198,7 @@ def _positive(text: str, examples: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{text!r} is no positive number; write {examples}")
+        raise ValueError(f"{text!r} is not a positive number; write {examples}")
     return value
 
 
@@ -239,7 +242,7 @@ class LoadOption:
 
 
 def size(flag: str, help_text: str) -> LoadOption:
-    """One of `Sizes`: a positive number, whole if its default is."""
+    """An option of `Sizes`: a positive number, whole if its default is."""
     name = flag.removeprefix("--").replace("-", "_")
     default = getattr(SIZES, name)
     is_whole = isinstance(default, int)
@@ -261,7 +264,7 @@ OPTIONS = (
     LoadOption(
         "--tenants",
         "",
-        "Whose users there are: NAME[:WEIGHT][@PRIORITY], such as acme:3,batch:1@-1; each "
+        "Tenants of the users: NAME[:WEIGHT][@PRIORITY], such as acme:3,batch:1@-1; each "
         "has lines of its own in statistics and report. Without a key its name is sent.",
         tenants,
     ),
@@ -371,7 +374,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             choices=option.choices,
             help=f"{option.help} (default: {option.default})" if option.default else option.help,
         )
-        # Locust's form shows what has these; its own add_argument sets them, a group's does not.
+        # Locust's form shows options with these attributes; its add_argument sets them, a group's
+        # does not.
         action.include_in_web_ui = option.is_in_web  # type: ignore[attr-defined]
         action.is_secret = action.is_required = action.is_multiple = False  # type: ignore[attr-defined]
     parser.set_defaults(stop_timeout=STOP_S_DEFAULT, web_host=WEB_HOST_DEFAULT)
@@ -382,7 +386,7 @@ def default_host(via: str) -> str:
 
 
 def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
-    """Raises SettingsError with every mistake."""
+    """The settings of these options; SettingsError with every mistake."""
     problems: list[str] = []
 
     def checked(flag: str, read: Callable[[Any], Any], value: Any) -> Any:
@@ -439,7 +443,7 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
 
 
 def keyed(found: tuple[LoadTenant, ...], path: Path) -> tuple[LoadTenant, ...]:
-    """With their keys; ValueError when one is missing."""
+    """The tenants with their API keys; ValueError when a key is missing."""
     try:
         keys = read_keys(path)
     except OSError as error:
@@ -456,7 +460,7 @@ def contradictions(read: Mapping[str, Any]) -> list[str]:
     found = []
     if read["via"] in OPENAI_VIAS and read["target_model"] != "conductor":
         found.append(
-            f"--via {read['via']} asks the gateway, which stands before conductor alone; "
+            f"--via {read['via']} uses the gateway, which serves the model conductor only; "
             f"leave out --target-model {read['target_model']}"
         )
     if read["tenant_keys"] is not None and not read["tenants"]:

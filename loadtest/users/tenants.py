@@ -1,10 +1,10 @@
-"""Whose users there are: tenants with weights, priorities and API keys. Pure but for reading keys.
+"""The tenants of the users, with weights, priorities and API keys. Pure except for reading keys.
 
-`acme:3,batch:1@-1` are two tenants: of four users three are acme's, one is batch's, whose requests
-have priority -1. Every n-th user of a workload belongs to the same tenant in every run.
+`acme:3,batch:1@-1` are two tenants: three of four users belong to acme, and one to batch, whose
+requests have priority -1. Every n-th user of a workload belongs to the same tenant in every run.
 
-Keys are in a file of their own, a line `TENANT KEY` for each, as `mooncake tenants add` prints
-them: a command line can be read by everybody on a host.
+API keys are in a file of their own with a line `TENANT KEY` for each, as `mooncake tenants add`
+prints them: all users of a host can read a command line.
 """
 
 from __future__ import annotations
@@ -29,47 +29,50 @@ class LoadTenant:
     name: str
     weight: int = 1
     priority: int = 0
-    key: str = field(default="", repr=False)  # "": none; then a request names its tenant
+    # API key; "": none, and requests name the tenant instead
+    key: str = field(default="", repr=False)
 
 
 def tenants(text: str) -> tuple[LoadTenant, ...]:
-    """ValueError for what cannot be read."""
+    """ValueError for text that cannot be parsed."""
     found: list[LoadTenant] = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         parsed = TENANT.fullmatch(part)
         if parsed is None:
-            raise ValueError(f"{part!r} is no tenant; write NAME, NAME:WEIGHT or {EXAMPLE}")
+            raise ValueError(f"{part!r} is not a tenant; write NAME, NAME:WEIGHT or {EXAMPLE}")
         name, weight, priority = parsed.groups()
         if weight is not None and not 1 <= int(weight) <= WEIGHT_MAX:
-            raise ValueError(f"{weight} is no weight of {name}; write one from 1 to {WEIGHT_MAX}")
+            raise ValueError(
+                f"{weight} is not a weight of {name}; write one from 1 to {WEIGHT_MAX}"
+            )
         if name in {tenant.name for tenant in found}:
-            raise ValueError(f"{name} stands there twice")
+            raise ValueError(f"{name} is given twice")
         found.append(LoadTenant(name, int(weight or 1), int(priority or 0)))
     return tuple(found)
 
 
 def shown(found: Sequence[LoadTenant]) -> str:
-    """As it would be written, without keys."""
+    """The text form of the tenants, without API keys."""
     return ",".join(
         f"{one.name}:{one.weight}{f'@{one.priority}' if one.priority else ''}" for one in found
     )
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Tenant -> key. ValueError with the line; OSError when it cannot be read."""
+    """Tenant -> API key. ValueError with the line number; OSError when the file cannot be read."""
     keys: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        # The line is not shown: a key stands in it.
+        # The message leaves out the line, which contains an API key.
         if len(words) != 2 or not words[1].isascii():
-            raise ValueError(f"{path}:{number}: a line is TENANT KEY, with a space between")
+            raise ValueError(f"{path}:{number}: a line is TENANT KEY, separated by a space")
         if words[0] in keys:
-            raise ValueError(f"{path}:{number}: {words[0]} stands there twice")
+            raise ValueError(f"{path}:{number}: {words[0]} is given twice")
         keys[words[0]] = words[1]
     if not keys:
-        raise ValueError(f"{path}: it has no key; a line is TENANT KEY")
+        raise ValueError(f"{path}: no key in it; a line is TENANT KEY")
     return keys
 
 
@@ -79,19 +82,19 @@ def without_keys(found: Sequence[LoadTenant], keys: Mapping[str, str]) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class UserIdentity:
-    """Of one user of a run."""
+    """One user of a run."""
 
     workload: str
-    name: str  # among the users of its workload
+    name: str  # unique among the users of its workload
     tenant: LoadTenant | None = None
 
     @property
     def group(self) -> str:
-        """What its requests are counted under."""
+        """The name that its requests are counted under."""
         return group_of(self.workload, self.tenant)
 
     def signed(self, request: GenerateRequest) -> GenerateRequest:
-        """As one of its tenant."""
+        """The request as one of this user's tenant."""
         if self.tenant is None:
             return request
         parameters = {**request.parameters, "tenant": self.tenant.name}
@@ -103,9 +106,10 @@ def group_of(workload: str, tenant: LoadTenant | None) -> str:
 
 
 def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
-    """Whose the `number`-th user is, counted from 0; None where there are no tenants.
+    """The tenant of user `number`, counted from 0; None without tenants.
 
-    Spread: of weights 3 and 1, the users are a, a, b, a and so on, not three of one first.
+    Tenants alternate: with weights 3 and 1 the users are a, a, b, a and so on, not first three of
+    one.
     """
     if not found:
         return None
@@ -115,7 +119,8 @@ def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
 
 @functools.lru_cache(maxsize=8)
 def turns(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Whose turn it is: who has the largest part of its share still to come is next."""
+    """The order of turns: the next turn goes to the tenant with the largest remaining part of its
+    share."""
     due = [
         ((turn + 0.5) / weight, place)
         for place, weight in enumerate(weights)
@@ -125,11 +130,11 @@ def turns(weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def number_among_parts(own: int, part: int, parts: int, mix_weights: Sequence[int]) -> int:
-    """Which of all users of its workload one is that is the `own`-th in this process.
+    """The number, among all users of its workload, of the `own`-th user in this process.
 
-    Locust deals users to workers in turn, so where the length of the mix and the number of workers
-    have a common divisor, a workload comes only to workers of one remainder. Workers of the same
-    remainder share the numbers of a workload among them.
+    Locust assigns users to workers in turn. If the length of the mix and the number of workers have
+    a common divisor, a workload reaches only workers of one remainder. Workers of the same
+    remainder share the numbers of a workload.
     """
     assert 0 <= part < parts
     weights = mix_weights or (1,)

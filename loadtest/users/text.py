@@ -1,11 +1,11 @@
-"""English-looking text from a seeded list of words, and how many tokens of a server it makes.
+"""English-looking text from a seeded list of words, and its number of tokens on a server.
 
-A load needs text whose length is known and which nobody else sends, not sense. The words and the
-sentence patterns are this file's own. Pure: chance comes in as an argument.
+A load needs unique text of known length; its sense does not matter. The words and sentence patterns
+are this file's own. Pure: the random generator is an argument.
 
-Users send text, the server counts tokens. How many bytes make a token is measured once with a
-sample of the same kind of text; what a later prompt needs is then an estimate, held to be up to
-`ESTIMATE_SLACK` times too low. What the server itself counted needs no estimate.
+Users send text, and the server counts tokens. The number of bytes per token is measured once with a
+sample of the same kind of text. The token count of a later prompt is then an estimate, which may be
+up to `ESTIMATE_SLACK` times too low. Tokens that the server counted need no estimate.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ SENTENCES = _parts(
 
 
 class Author:
-    """Writes; the same chance gives the same text."""
+    """Writes text; an rng in the same state gives the same text."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
     def question(self, characters: int) -> str:
-        """A question of about this length, with sentences before it if it has to be long."""
+        """A question of about this length; sentences before it fill up a long one."""
         asked = self._fill(QUESTIONS)
         return f"{self.prose(characters - len(asked))} {asked}".strip()
 
     def prose(self, characters: int) -> str:
-        """Sentences, together at least this long and by less than one sentence longer."""
+        """Sentences of at least this length together, and less than one sentence longer."""
         found: list[str] = []
         while characters > 0:
             found.append(self._fill(SENTENCES))
@@ -104,20 +104,21 @@ class Author:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts(ServerDescription):
-    """What users must know of the server. A master asks for them and hands them to its workers."""
+    """The server's properties that users need. A master asks for them and sends them to its
+    workers."""
 
     bytes_per_token: float = 3.0
-    model: str = "conductor"  # that is asked
+    model: str = "conductor"  # name of the requested model
 
     def characters(self, tokens: int) -> int:
-        """How long a text of about this many tokens is; our texts are ASCII."""
+        """Length of a text of about this many tokens; our texts are ASCII."""
         return max(1, round(tokens * self.bytes_per_token))
 
     def tokens(self, text: str) -> int:
-        """About how many tokens a text has."""
+        """Estimated tokens of a text."""
         return math.ceil(len(text.encode()) / self.bytes_per_token)
 
     def fits(self, counted_tokens: int, text: str, max_tokens: int) -> bool:
-        """Whether a prompt of so many counted tokens and `text` leaves room for the answer."""
+        """Whether a prompt of `counted_tokens` and `text` leaves room for the answer."""
         prompt_tokens = counted_tokens + math.ceil(self.tokens(text) * ESTIMATE_SLACK)
         return prompt_tokens + max_tokens <= self.context_tokens_max

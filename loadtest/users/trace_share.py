@@ -1,8 +1,8 @@
-"""One process's part of a trace or of a data set: which rows it sends, how many users that takes.
+"""One process's part of a trace or of a data set: the rows it sends, and the users that it needs.
 
 Workers take rows in turn (row i belongs to worker i modulo their number), so all send at the
-trace's own times without talking to each other. A prompt is made when its row is taken; a whole
-trace of prompts would not fit the memory.
+trace's own times without communication. A prompt is made when its row is taken, because a whole
+trace of prompts would not fit in memory.
 
 A data set has no end and no times: its users take one request after the other. Pure.
 
@@ -28,14 +28,14 @@ from loadtest.replay.trace import TraceRow, TraceSettings
 from loadtest.users.settings import LoadSettings
 from loadtest.users.text import ServerFacts
 
-AHEAD_S = 6.0  # users are there this long before their row is due: a worker reports every 3 s
-LEAD_S = 3.0  # and for the first rows this long: Locust asks a shape once a second
+AHEAD_S = 6.0  # users exist this long before their row is due: a worker reports every 3 s
+LEAD_S = 3.0  # the same for the first rows: Locust asks a shape once a second
 USERS_MAX = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class TraceProgress:
-    """Of one process's part."""
+    """Progress of one process's part."""
 
     sent: int = 0
     sending: int = 0
@@ -43,7 +43,7 @@ class TraceProgress:
 
 
 def due_after_start_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
-    """When each row is due, the first at LEAD_S."""
+    """Due time of each row; the first is due at LEAD_S."""
     return [LEAD_S + due_s for due_s in due_times_s(rows, speed)]
 
 
@@ -70,7 +70,7 @@ class TraceShare:
         self.sending = 0
 
     def take(self) -> PlannedRequest | None:
-        """The next row as a request; None when there is none left."""
+        """The next row as a request; None when no row is left."""
         if self._taken == len(self._indices):
             return None
         index = self._indices[self._taken]
@@ -95,7 +95,7 @@ def trace_share(
 
 
 class DataSetShare:
-    """Requests of a data set, for any user of this process; those of `seed`, in this order."""
+    """Requests of a data set for all users of this process; `seed` fixes them and their order."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class DataSetShare:
         return self._planned(next(self._rows))
 
     def bringing(self) -> Iterator[PlannedRequest]:
-        """What brings its prefixes into a cache."""
+        """Requests that cache its prefixes."""
         for number in range(self._data_set.prefixes):
             yield self._planned(self._data_set.bringing(number))
 
@@ -126,7 +126,7 @@ class DataSetShare:
 def data_set_shares(
     settings: LoadSettings, facts: ServerFacts, part: int = 0, parts: int = 1
 ) -> dict[str, DataSetShare]:
-    """Of each data set in the mix."""
+    """A share of each data set in the mix."""
     return {
         name: DataSetShare(
             DATA_SETS[name], facts, settings.seed, settings.length_scale, part, parts
@@ -137,7 +137,9 @@ def data_set_shares(
 
 
 def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts) -> str | None:
-    """Why its requests do not fit the context, and at which scale they do; None when they fit."""
+    """Why its requests do not fit the context, and the scale at which they do; None when they
+    fit.
+    """
     row = data_set.request(0, 0)
     problem = too_long([row], length_scale, facts.context_tokens_max)
     if problem is None:
@@ -150,9 +152,10 @@ def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts
 
 
 def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:
-    """In each process those that are sending, and one for each row that is due soon and not sent.
+    """Users needed: in each process those that are sending, and one for each unsent row that is due
+    soon.
 
-    Locust spreads users evenly over processes, so all get as many as the busiest needs.
+    Locust spreads users evenly over processes, so all get as many as the busiest process needs.
     """
     needed = 1
     for number, part in enumerate(parts):

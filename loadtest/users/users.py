@@ -1,9 +1,9 @@
-"""Locust's users: one class for each workload. They take turns asking, waiting and thinking.
+"""Locust's users: one class for each workload. A user asks, waits for the answer, and pauses.
 
-Users of `burst` and `trace` do not repeat a rejected request: its moment is over. But a rejected
-`burst` user leaves out the bursts that come before its `retry_after_s` is over.
+Users of `burst` and `trace` do not repeat a rejected request, because its time has passed. A
+rejected `burst` user skips the bursts that come before its `retry_after_s` has passed.
 
-Not here: what they ask, and the retry policy (workloads.py, trace_share.py), the run they belong to
+Not here: the content of requests, and the retry policy (workloads.py, trace_share.py), the run
 (run.py).
 """
 
@@ -21,11 +21,11 @@ from loadtest.replay.prompts import PlannedRequest
 from loadtest.users.run import Outgoing, UserRun
 from loadtest.users.workloads import TEXT_WORKLOADS, burst_due_s, next_step, retry_s
 
-IDLE_S = 3_600.0  # a user that has nothing left to do; stopping the run wakes it
+IDLE_S = 3_600.0  # pause of a user without work; stopping the run wakes it
 
 
 class LoadUser(User):
-    """Any of ours, in the one run of this process."""
+    """Base of all users; all of them take part in the one run of this process."""
 
     abstract = True
     workload: ClassVar[str]
@@ -34,7 +34,7 @@ class LoadUser(User):
 
     @classmethod
     def take_part_in(cls, run: UserRun | None) -> None:
-        """All users of this process from now on; None: the run has ended."""
+        """The run of all users of this process from now on; None: the run has ended."""
         LoadUser._current_run = run
         if run is not None:
             cls._has_run.set()
@@ -42,7 +42,7 @@ class LoadUser(User):
     def on_start(self) -> None:
         self._has_run.wait()  # a master may send users before its worker is set up
         run = LoadUser._current_run
-        if run is None:  # it is over already
+        if run is None:  # the run has ended already
             raise GreenletExit  # StopUser would be logged as an error here
         self.run_of_user = run
         self.identity = run.identify(self.workload)
@@ -52,12 +52,12 @@ class LoadUser(User):
         self._wait_s = 0.0
 
     def wait_time(self) -> float:
-        """Locust asks after every task; a user that waits here is not waited for at the end."""
+        """The pause that Locust makes after every task; a user in it does not delay the end."""
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
 
     def pause(self, wait_s: float) -> None:
-        """Wait now, in the same way."""
+        """Pause now, with the same effect."""
         if wait_s > 0:
             self._wait_s = wait_s
             self.wait()
@@ -71,7 +71,7 @@ class LoadUser(User):
 
 
 class ScriptedUser(LoadUser):
-    """One whose requests are text, made by its workload."""
+    """A user whose requests are text, made by its workload."""
 
     abstract = True
 
@@ -89,7 +89,7 @@ class ScriptedUser(LoadUser):
 
 
 class TextUser(ScriptedUser):
-    """Asks, reads the answer, thinks, asks the next."""
+    """Asks, reads the answer, pauses, and asks the next."""
 
     abstract = True
 
@@ -117,7 +117,7 @@ class DocumentUser(TextUser):
 
 
 class BurstUser(ScriptedUser):
-    """Sends several requests at a moment that is the same for all users of all workers."""
+    """Sends several requests at moments that are the same for all users of all workers."""
 
     workload = "burst"
     _not_before_s = 0.0
@@ -145,16 +145,16 @@ class DecodeUser(TextUser):
 
 
 class DataSetUser(LoadUser):
-    """Takes the next request of its data set, reads the answer, thinks, takes another one."""
+    """Takes the next request of its data set, reads the answer, pauses, and takes another."""
 
     abstract = True
-    _planned: PlannedRequest | None = None  # that was rejected, and is asked again
+    _planned: PlannedRequest | None = None  # a rejected request, to be sent again
 
     @task
     def ask(self) -> None:
         run = self.run_of_user
         share = run.data_sets.get(self.workload)
-        if share is None:  # of a worker that came later than the run began
+        if share is None:  # on a worker that joined after the run began
             self.pause(IDLE_S)
             return
         self._planned = planned = self._planned or share.take()
@@ -194,7 +194,7 @@ class Long128kUser(DataSetUser):
 
 
 class TraceUser(LoadUser):
-    """Takes a row of the trace, waits until it is due, sends it, takes the next."""
+    """Takes a row of the trace, waits until it is due, sends it, and takes the next."""
 
     workload = "trace"
 

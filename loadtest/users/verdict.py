@@ -1,9 +1,8 @@
-"""Whether a run kept its limits: the levels of the paper unless others were asked for. Pure.
+"""Whether a run kept its limits: by default the paper's service levels. Pure.
 
 A limit holds for the P90 over the completed requests of each workload, because the workloads of a
-mix differ; as a multiple it is one of what an unloaded request of the same workload took (FAST'25,
-section 8.1: TTFT within 10x, TBT within 5x). Rejections are answers, failures are not: one fails
-the run.
+mix differ. A multiple refers to an unloaded request of the same workload (FAST'25, section 8.1:
+TTFT within 10x, TBT within 5x). Rejections are answers. A single failure fails the run.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ TBT_ADVICE = (
     "Use fewer users (-u) or shorter answers, add a decode worker (cp -r model_repository/"
     "decode_0 model_repository/decode_2), or allow more with --slo-tbt-p90."
 )
-GOODPUT_ADVICE = "The limits above and the rejections say where the others went."
+GOODPUT_ADVICE = "The limits above and the rejections show why the other requests missed it."
 
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """Medians of a few requests of one workload, each alone."""
+    """Medians of a few requests of one workload, each sent alone."""
 
     ttft_s: float
     tbt_s: float | None
@@ -72,7 +71,7 @@ class RunVerdict:
 
 
 def limit_s(limit: LevelLimit, unloaded_s: float | None) -> float | None:
-    """In seconds; None when there is no limit, or nothing it could be a multiple of."""
+    """The limit in seconds; None for no limit, or for a multiple without an unloaded time."""
     if limit.times_unloaded is None:
         return limit.seconds
     return None if unloaded_s is None else limit.times_unloaded * unloaded_s
@@ -84,7 +83,7 @@ def slos(
     tbt_limit: LevelLimit,
     unloaded: Mapping[str, Unloaded],
 ) -> dict[str, Slo]:
-    """The limits of each workload in seconds."""
+    """The limits of each workload, in seconds."""
     found = {}
     for name in workloads:
         alone = unloaded.get(name)
@@ -101,7 +100,7 @@ def judge(
     unloaded: Mapping[str, Unloaded],
     least: MinGoodput,
 ) -> RunVerdict:
-    """`slo_of` names every workload of the run."""
+    """Check the run; `slo_of` names every workload of the run."""
     checks = [_answered(records), *_failures(records)]
     for name, slo in slo_of.items():
         done = [r for r in records if r.workload == name and r.outcome == COMPLETED]
@@ -121,7 +120,7 @@ def _answered(records: Sequence[RequestRecord]) -> LimitCheck:
     if rejected:
         kinds = ", ".join(f"{kind} {count}" for kind, count in rejected.most_common())
         text += f", {sum(rejected.values())} rejected ({kinds})"
-    advice = "" if done else "Nothing can be said of a run without an answer: run it longer."
+    advice = "" if done else "A run without an answer proves nothing: run it longer."
     return LimitCheck(done > 0, text, advice)
 
 

@@ -1,18 +1,18 @@
-"""What a user asks next: the workloads that are made of text. Pure and repeatable.
+"""The workloads that are made of text: a user's next request. Pure and repeatable.
 
-Each user has its own; `next()` says what to send, then `answered()` or `gave_up()` what came of it.
-Asked again without either, as after a rejection, `next()` repeats itself. Chance comes from the
-seed, the workload and the user's name alone, so a run can be repeated.
+Each user has its own workload: `next()` returns the request, then `answered()` or `gave_up()`
+reports its result. `next()` without a report, as after a rejection, returns the same request. The
+rng is seeded by the seed, the workload and the user's name alone, so a run can be repeated.
 
-* chat: a conversation. Each prompt is the whole of it so far, so the prefix grows turn by turn.
+* chat: a conversation. Each prompt contains all of it so far, so the prefix grows turn by turn.
 * shared: one long system prompt, the same for every user, and each time another question.
 * document: some questions about one long document, then another document.
 * decode: short questions, each with a long answer of exactly `decode_tokens`.
-* burst: short prompts that share nothing; that many come at once is users.py's doing.
+* burst: short prompts that share nothing; users.py sends many of them at once.
 
-The retry policy is a polite client's: a rejected one comes back with the same request after
-`retry_after_s`, though it does not wait longer than RETRY_AFTER_S_MAX; told 0, which means never,
-it turns to something new, as it does after a failure.
+The retry policy is a polite client's. A rejected request is repeated after `retry_after_s`, but at
+the latest after RETRY_AFTER_S_MAX. If `retry_after_s` is 0, which means never, the user sends a new
+request, as after a failure.
 
 Not here: replaying a trace (trace_share.py), sending (run.py).
 """
@@ -35,13 +35,14 @@ RETRY_AFTER_S_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to send: a prompt, and how long the answer may be."""
+    """A prompt, and the greatest length of its answer."""
 
     prompt: str
     max_tokens: int
     prompt_tokens: int  # an estimate, until the server has counted
-    is_exact: bool = False  # the answer is as long as it may be
-    messages: tuple[Mapping[str, str], ...] = ()  # a conversation so far, which the prompt spells
+    is_exact: bool = False  # the answer has exactly max_tokens
+    # the conversation so far, which the prompt contains as text
+    messages: tuple[Mapping[str, str], ...] = ()
 
     def to_send(self, request_id: str, return_decision: bool = False) -> GenerateRequest:
         return GenerateRequest(
@@ -60,7 +61,7 @@ def author_of(seed: int, workload: str, user: str) -> Author:
 
 
 class TextWorkload:
-    """One user's requests. What the next one is, each workload knows (`_make`)."""
+    """One user's requests; each workload makes the next one in `_make`."""
 
     name: ClassVar[str]
 
@@ -109,10 +110,10 @@ class Conversation(TextWorkload):
         self._ask = None
 
     def gave_up(self) -> None:
-        self._text = ""  # all turns that are over
-        self._messages: tuple[Mapping[str, str], ...] = ()  # the same
-        self._counted_tokens = 0  # what of it the server has counted
-        self._uncounted = ""  # and what not
+        self._text = ""  # text of all finished turns
+        self._messages: tuple[Mapping[str, str], ...] = ()  # the same as messages
+        self._counted_tokens = 0  # tokens of it that the server has counted
+        self._uncounted = ""  # text that the server has not counted yet
         self._turns = 0
         self._ask = None
 
@@ -128,7 +129,7 @@ class Conversation(TextWorkload):
         return Ask(self._text + turn, self._sizes.answer_tokens, tokens, messages=messages)
 
     def _turn(self) -> tuple[str, str]:
-        """The question, and as it stands in the prompt."""
+        """The question, and its text in the prompt."""
         question = self._author.question(self._facts.characters(self._sizes.question_tokens))
         return question, f"User: {question}\nAssistant:"
 
@@ -179,7 +180,7 @@ class QuestionedDocument(TextWorkload):
 
 
 class BurstQuestions(TextWorkload):
-    """Short prompts that share nothing. Several are on their way at once, so none is repeated."""
+    """Short prompts that share nothing. Several are in flight at once, so none is repeated."""
 
     name = "burst"
 
@@ -210,7 +211,7 @@ def too_long(name: str, sizes: Sizes, facts: ServerFacts) -> str | None:
         return None
     return (
         f"{name}: a prompt of about {ask.prompt_tokens:,} tokens and an answer of "
-        f"{ask.max_tokens:,} do not surely fit the server's context of "
+        f"{ask.max_tokens:,} may not fit the server's context of "
         f"{facts.context_tokens_max:,} tokens; ask for less"
     )
 
@@ -222,11 +223,11 @@ def burst_due_s(now_s: float, every_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """What a client does after a request."""
+    """A client's action after a request."""
 
     wait_s: float
     is_answered: bool = False
-    is_repeated: bool = False  # the same request; otherwise something new
+    is_repeated: bool = False  # the same request; otherwise a new one
 
 
 def next_step(record: RequestRecord, think_s: float) -> NextStep:
@@ -238,7 +239,7 @@ def next_step(record: RequestRecord, think_s: float) -> NextStep:
 
 
 def retry_s(record: RequestRecord) -> float:
-    """How long a rejected client stays away; 0 for everyone else."""
+    """Pause of a rejected client; 0 for all others."""
     if record.outcome != REJECTED:
         return 0.0
     return min(record.retry_after_s or 0.0, RETRY_AFTER_S_MAX)

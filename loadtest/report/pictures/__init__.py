@@ -1,1 +1,3 @@
-"""The pictures of a report, a file for each question that they answer. Only here is matplotlib."""
+"""The pictures of a report, one file for each question that they answer. Only here is
+matplotlib.
+"""

@@ -1,7 +1,7 @@
 """How long requests took: TTFT and TBT over requests, as predicted, and phase by phase.
 
-Distributions are cumulative shares on a logarithmic axis; where the time went (results/phases.py)
-are stacked bars.
+Distributions are cumulative shares on a logarithmic axis; the phases (results/phases.py) are
+stacked bars.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from loadtest.results.metrics import COMPLETED, RequestRecord, spread
 from loadtest.results.phases import Phases, by_ttft, mean_of, predicted_ttft_s
 from loadtest.results.tables import duration
 
-POINTS_MAX = 400  # of a curve
-PAIRS_MAX = 2_000  # of predicted and actual
+POINTS_MAX = 400  # most points of a curve
+PAIRS_MAX = 2_000  # most pairs of predicted and actual
 FACTOR = 2.0
 CURVES_MAX = len(MANY)
 FLOOR_S = 1e-6  # a logarithm needs more than zero
-NO_DECISION = "no answered request says where its time went (a decision has to be asked for)."
+NO_DECISION = "no answered request reports where its time went (a decision has to be asked for)."
 BARS_IN, BAR_IN = 1.35, 0.42
 
 
 def distribution(
     title: str, what: str, values_s: Mapping[str, Sequence[float]], slo_s: float | None = None
 ) -> Picture:
-    """One curve for each name in `values_s`; with a single one its percentiles are marked."""
+    """One curve for each name in `values_s`; a single curve has its percentiles marked."""
     curves = {name: np.sort(values) for name, values in values_s.items() if len(values)}
     if not curves:
         return not_measured(title, f"no answered request has a {title}.")
@@ -85,7 +85,7 @@ def distribution(
 
 
 def height_in(curves: int) -> float:
-    """The legend of several curves is above them, a line for each."""
+    """Height with a legend line for each of several curves."""
     return 3.1 if curves == 1 else 3.1 + 0.19 * curves
 
 
@@ -100,7 +100,7 @@ def _percentiles(name: str, values: np.ndarray, slo_s: float | None) -> str:
 
 
 def legend_text(name: str, values: np.ndarray, slo_s: float | None) -> str:
-    """Of one curve of several, short: a table near the picture has the other percentiles."""
+    """Short, because a table near the picture has the other percentiles."""
     text = f"{label(name)}: p90 {duration(float(np.percentile(values, 90)))}"
     if slo_s is not None:
         text += f", {np.mean(values <= slo_s):.1%} within {duration(slo_s)}"
@@ -108,7 +108,7 @@ def legend_text(name: str, values: np.ndarray, slo_s: float | None) -> str:
 
 
 def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
-    """Exact steps, or of many requests as many points as can be seen."""
+    """Exact steps, or as many points as can be seen when there are many requests."""
     shares = np.arange(1, len(values) + 1) / len(values)
     if len(values) > POINTS_MAX:
         kept = np.unique(np.linspace(0, len(values) - 1, POINTS_MAX).astype(int))
@@ -124,7 +124,7 @@ def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
 
 
 def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
-    """The percentiles as points of the curve; their values stand in the legend, never on it."""
+    """The percentiles as points of the curve; the legend has their values."""
     for number, marker in ((50, "o"), (90, "s"), (99, "^")):
         value = float(np.percentile(values, number))
         axes.plot(
@@ -139,7 +139,7 @@ def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
 
 
 def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
-    """Of several curves each says itself how much of it is within."""
+    """The service level; with several curves each legend text has its share within the level."""
     within = "" if values is None else f": {np.mean(values <= slo_s):.1%} within"
     axes.axvline(
         slo_s,
@@ -151,7 +151,7 @@ def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
 
 
 def prediction(records: Sequence[RequestRecord]) -> Picture:
-    """The conductor's predicted TTFT against what became of it."""
+    """The conductor's predicted TTFT against the actual one."""
     title = "Predicted and actual TTFT"
     pairs = np.array(
         [
@@ -250,9 +250,9 @@ def whole_request(found: Sequence[Phases]) -> Picture:
     return compared(
         title,
         bars,
-        f"Mean over all {len(found):,} requests whose decision says it, and over the requests "
-        "around the median, the 90th and the 99th percentile of the whole time (from sending to "
-        "the last token; the nearest twentieth of all requests). Hand-over: the KVCache into the "
+        f"Mean over all {len(found):,} requests whose decision has these times, and over the "
+        "requests around the median, the 90th and the 99th percentile of the whole time (from "
+        "sending to the last token; the nearest twentieth of all requests). Hand-over: the KVCache into the "
         "store, waiting at the decode worker, and into its engine; decode: from the first token "
         "to the last, without the hand-over.",
     )

@@ -1,4 +1,4 @@
-"""How requests fared by the length of their prompt: within their limits, rejected, failed."""
+"""Results of requests by the length of their prompt: within their limits, rejected, failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_LENGTH = "prompt tokens, from"
 
 
 def goodput(buckets: Buckets) -> Picture:
-    """Of each bucket, the share within both limits, and within each."""
+    """The share of each bucket within both limits, and within each limit."""
     title = "Goodput by prompt length"
     if not buckets:
         return not_measured(title, NO_REQUEST)
@@ -86,7 +86,7 @@ def goodput(buckets: Buckets) -> Picture:
 
 
 def goodput_of_runs(runs: Mapping[str, Buckets]) -> Picture:
-    """The share within both limits of several runs, a line each; buckets may differ."""
+    """The share within both limits of several runs, one line each; their buckets may differ."""
     title = "Goodput by prompt length"
     lines = {
         name: {b.span: share for b in buckets if (share := b.share(b.within)) is not None}

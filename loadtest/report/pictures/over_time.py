@@ -1,7 +1,7 @@
-"""What happened over time: requests and cache hits as clients saw them, load as the server said.
+"""What happened over time: requests and cache hits at the clients, and the server's own load.
 
-Each picture is a stack of panels with one axis of time; what stands in a panel of a pool of workers
-comes from the table POOLS.
+Each picture is a stack of panels with one axis of time. The table POOLS lists the panels of a pool
+of workers.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from loadtest.results.tables import duration
 
 THREE_PANELS_IN = 5.2
 PANEL_IN, AROUND_IN = 1.15, 0.75
-LINES_MAX = 4  # more workers than that are shown as a band
-DOTS_MAX = 120  # of more samples the dots would be a line of their own
+LINES_MAX = 4  # with more workers a band is drawn
+DOTS_MAX = 120  # with more samples the dots would look like a line
 STYLES = ("-", (0, (4, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 PATHS = {"computed": NAMED["blue"], "local": NAMED["green"], "fetched": NAMED["sky"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One vertical axis of a picture; one of shares goes to 100 %, or to its peak."""
+    """One vertical axis of a picture; an axis of shares goes to 100 %, or to its peak."""
 
     name: str
     draw: Callable[[Axes], None]
     share_peak: float | None = None
-    legend_columns: int = 0  # 0: it has none
+    legend_columns: int = 0  # 0: no legend
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Quantity:
 
     name: str
     metric: str
-    is_rate: bool = False  # a counter: its growth per second, which holds since the sample before
+    is_rate: bool = False  # a counter, shown as its growth per second since the sample before
     is_share: bool = False
-    limit: str = ""  # the metric that it is a share of
+    limit: str = ""  # metric that the values are divided by; "": none
 
     def lines(self, samples: Sequence[Sample], workers: set[str]) -> list[TimeSeries]:
         lines = (timeline.rate if self.is_rate else timeline.gauge)(samples, self.metric)
@@ -160,11 +160,13 @@ def cache(recording: Recording) -> Picture:
         timeline.gauge(samples, timeline.STORE_MAX, by="node"),
     )
     if found is None and not paths and not store:
-        return not_measured(title, "no answer said what was cached, and no samples were taken.")
+        return not_measured(
+            title, "no answer reported its cached tokens, and no samples were taken."
+        )
 
     def draw_hits(axes: Axes) -> None:
         if found is None:
-            _say(axes, "not measured: no answer said what was cached")
+            _say(axes, "not measured: no answer reported its cached tokens")
             return
         if found.ideal is not None:
             _dots(axes, bins, found.ideal, "unlimited cache", NAMED["slate"], "_", 9)
@@ -197,7 +199,7 @@ def cache(recording: Recording) -> Picture:
         "(fetched), each prompt at its end; the share of each storage node's memory that holds "
         "blocks."
     )
-    alt = "not said by the answers"
+    alt = "not reported by the answers"
     if found is not None:
         known = [r for r in records if r.cached_tokens is not None and r.outcome == COMPLETED]
         cached = sum(r.cached_tokens or 0 for r in known)
@@ -246,8 +248,8 @@ def workers(recording: Recording, role: str) -> Picture:
     if len(names) > LINES_MAX:
         caption += f" The line is the mean of {len(names)} workers, the band goes from the "
         caption += "least to the most loaded."
-    caption += f" {len(samples)} samples of the server's metrics page; what happened "
-    caption += "between two of them is not seen, except in rates."
+    caption += f" {len(samples)} samples of the server's metrics page; changes between two "
+    caption += "of them show in rates only."
     alt = f"{pool.title}: largest values: {peaks}."
     return drawn(pool.title, caption, alt, draw, AROUND_IN + PANEL_IN * len(panels))
 
@@ -277,7 +279,7 @@ def _peak(lines: Sequence[TimeSeries]) -> float | None:
 def _lines(
     axes: Axes, lines: Sequence[TimeSeries], is_rate: bool = False, margin: float | None = None
 ) -> None:
-    """A line for each worker, or the band in which all are."""
+    """A line for each worker, or the band that contains all."""
     if _peak(lines) is None:
         _say(axes, "not measured")
     elif len(lines) <= LINES_MAX:
@@ -330,7 +332,7 @@ def _dots(
 
 
 def _paths(axes: Axes, lines: Sequence[TimeSeries]) -> None:
-    """Stacked rates; each holds since the sample before, and is 0 where it is unknown."""
+    """Stacked rates; each is valid since the sample before, and 0 where it is unknown."""
     times_s = sorted({time_s for line in lines for time_s in line.times_s})
     known = {line.label: dict(zip(line.times_s, line.values, strict=True)) for line in lines}
     names = [name for name in PATHS if name in known]

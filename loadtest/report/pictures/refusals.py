@@ -41,7 +41,7 @@ def by_reason(rejections: Mapping[str, int], requests: int) -> Picture:
 
     caption = (
         f"{sum(rejections.values()):,} of {requests:,} requests were rejected by the conductor: "
-        "it chose not to serve them and said when to come again."
+        "it chose not to serve them and sent a time to retry after."
     )
     alt = "; ".join(f"{name}: {count:,}" for name, count in shown)
     return drawn(title, caption, f"Rejections: {alt}.", draw, 1.0 + 0.35 * max(len(shown), 3))

@@ -1,10 +1,10 @@
-"""How all pictures look: colours, sizes, and a figure as SVG that fits into the page.
+"""The common look of all pictures: colours, sizes, and a figure as SVG that fits into the page.
 
-The colours are those of Okabe and Ito, which people who see no red or no green can tell apart. In
-the SVG each becomes a variable of the page (`var(--blue)`), so that the page can show it lighter in
-the dark. Text stays text: it can be searched, and takes the page's font.
+The colours are those of Okabe and Ito, which colour-blind people can distinguish. In the SVG each
+becomes a variable of the page (`var(--blue)`), so the page can lighten it in dark mode. Text stays
+text: it can be searched, and takes the page's font.
 
-No global state: no pyplot, figures are plain objects, and settings hold for one figure.
+No global state: no pyplot; figures are plain objects, and settings apply to one figure.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ PHASES = {
     "elsewhere": NAMED["pale"],
 }
 LABEL_CHARACTERS_MAX = 24
-STEPS = (1, 2, 2.5, 5, 10)  # of ticks on ordinary axes
+STEPS = (1, 2, 2.5, 5, 10)  # of ticks on linear axes
 
 SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "mooncake",  # the same run gives the same page
+    "svg.hashsalt": "mooncake",  # equal runs give equal pages
     "text.parse_math": False,  # a `$` in a name is a `$`
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -102,7 +102,7 @@ class Picture:
     """One figure of the page: an SVG, or why there is none."""
 
     title: str
-    caption: str  # what it shows, with units
+    caption: str  # what the figure shows, with units
     svg: str = ""
     missing: str = ""
 
@@ -118,12 +118,12 @@ def drawn(
     draw: Callable[[Figure], None],
     height_in: float = 3.1,
 ) -> Picture:
-    """The picture that `draw` makes; `alt` says in words what is to be seen."""
+    """The picture that `draw` makes; `alt` describes it in words."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
-        # Placed once and now: left to savefig, everything is drawn and placed twice.
+        # The layout is computed once here; savefig would draw everything twice.
         figure.get_layout_engine().execute(figure)
         figure.set_layout_engine(None)
         text = io.StringIO()
@@ -132,13 +132,14 @@ def drawn(
 
 
 def inline(svg: str, alt: str) -> str:
-    """For use inside HTML: no prolog, no ids that two pictures would share, the page's colours."""
+    """SVG for use inside HTML: no prolog, unique ids, the page's colours."""
     root = ElementTree.fromstring(svg)
     for element in list(root.iter()):
-        element.tag = element.tag.removeprefix(f"{{{SVG}}}")  # HTML knows svg without namespaces
+        # HTML has svg elements without namespaces
+        element.tag = element.tag.removeprefix(f"{{{SVG}}}")
         for child in list(element):
             if child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
-                element.remove(child)  # a style would hold for the whole page
+                element.remove(child)  # a style would apply to the whole page
         if element.tag == "g":
             element.attrib.pop("id", None)
         if (target := element.attrib.pop(f"{{{XLINK}}}href", None)) is not None:
@@ -161,7 +162,7 @@ def stacked_axes(figure: Figure, count: int) -> list[Axes]:
 
 
 def label(text: str, characters_max: int = LABEL_CHARACTERS_MAX) -> str:
-    """A name that came from somewhere, fit for a picture: short, printable, never empty."""
+    """An external name, fit for a picture: short, printable, never empty."""
     clean = "".join(char if char.isascii() and char.isprintable() else "?" for char in text)
     if len(clean) > characters_max:
         clean = clean[: characters_max - 3] + "..."
@@ -169,12 +170,12 @@ def label(text: str, characters_max: int = LABEL_CHARACTERS_MAX) -> str:
 
 
 def legend(axes: Axes, columns: int) -> None:
-    """Above the axes, where nothing is drawn."""
+    """Place the legend above the axes, where nothing is drawn."""
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.02), ncols=columns)
 
 
 def seconds_scale(axes: Axes, which: str, low_s: float, high_s: float) -> None:
-    """A logarithmic axis of times with ticks that people read: 10 ms, 100 ms, 1 s."""
+    """A logarithmic axis of times with readable ticks: 10 ms, 100 ms, 1 s."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     getattr(axes, f"set_{which}scale")("log")
     getattr(axes, f"set_{which}lim")(low_s, high_s)
@@ -201,13 +202,13 @@ def count_axis(axis: Axis) -> None:
 
 
 def duration_axis(axis: Axis) -> None:
-    """Times on an ordinary axis that begins at 0."""
+    """Times on a linear axis that begins at 0."""
     axis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
     axis.set_major_formatter(FuncFormatter(lambda value, _: duration(value) if value else "0"))
 
 
 def time_axis(axes: Axes, end_s: float) -> None:
-    """The time of the run: seconds, of a long one minutes or hours."""
+    """The time of the run in seconds, or for a long run in minutes or hours."""
     unit, unit_s = next(
         (unit, size_s)
         for unit, size_s in (("hours", 3_600), ("minutes", 60), ("seconds", 1))

@@ -1,6 +1,6 @@
 """Many runs in one picture: goodput against load and cost, latency against throughput, outcomes.
 
-Which runs, lines and Pareto front: sweep.py.
+Not here: choosing runs, lines and the Pareto front (sweep.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from loadtest.results.lengths import span_names
 from loadtest.results.numbers import rate_text
 from loadtest.results.tables import duration
 
-NUMBERS_MAX = 40  # more points than that have no numbers beside them
+NUMBERS_MAX = 40  # with more points, no numbers are drawn beside them
 BARS_MAX = 40
 OUTCOMES = {
     "within both": NAMED["green"],
@@ -47,10 +47,10 @@ OUTCOMES = {
 class RunAxis:
     """A number of a run, as an axis shows it."""
 
-    name: str  # of the number, or of a setting
+    name: str  # name of the number, or of a setting
     label: str
     unit: str = "per_s"  # share | per_s | s | count
-    less_is_better: bool | None = None  # None: nothing is better
+    less_is_better: bool | None = None  # None: neither direction is better
 
     def text(self, value: float) -> str:
         if self.unit == "share":
@@ -79,12 +79,13 @@ class TradeOff:
     x: RunAxis
     y: RunAxis
     caption: str
-    is_ideal_drawn: bool = False  # y = x: everything that was sent
-    level: Callable[[RunDigest], float | None] = lambda run: None  # of y, a run's service level
+    is_ideal_drawn: bool = False  # draw y = x, the line of all requests sent
+    # the service level of a run, on the y axis
+    level: Callable[[RunDigest], float | None] = lambda run: None
 
 
 def tradeoff(runs: Sequence[RunDigest], asked: TradeOff, marked: int | None) -> Picture:
-    """`marked`: the number of the run that is to be found at once."""
+    """`marked`: the number of the run to highlight."""
     found = lines(runs, asked.x.name, asked.y.name)
     points = [point for line in found for point in line.points]
     if not points:
@@ -159,7 +160,7 @@ def _scales(axes: Axes, asked: TradeOff, points: Sequence[RunPoint], levels: set
 def _draw_lines(axes: Axes, found: Sequence[RunLine], is_joined: bool) -> None:
     for line, colour in zip(found, MANY, strict=False):
         best: dict[float, float] = {}
-        for point in line.points:  # of equal x, the line goes through the highest
+        for point in line.points:  # of equal x, the line goes through the highest point
             best[point.x] = max(best.get(point.x, point.y), point.y)
         if is_joined and len(best) > 1:
             axes.plot(list(best), list(best.values()), "-", color=colour, linewidth=1.2, alpha=0.7)
@@ -201,8 +202,8 @@ def _mark(axes: Axes, points: Sequence[RunPoint], marked: int | None) -> None:
 
 
 def outcomes(runs: Sequence[RunDigest]) -> Picture:
-    """What became of the requests of each run."""
-    title = "Requests by what became of them"
+    """The outcomes of the requests of each run."""
+    title = "Requests by outcome"
     shown = [(n, run) for n, run in enumerate(runs, 1) if value_of(run, "requests")][:BARS_MAX]
     if not shown:
         return not_measured(title, "no run has a request.")
@@ -245,7 +246,7 @@ def parts_of(run: RunDigest) -> dict[str, float]:
 
 
 def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
-    """The share within both limits as a field for each run and each bucket of prompt lengths."""
+    """The share within both limits, as a cell for each run and each bucket of prompt lengths."""
     title = "Goodput by prompt length"
     shown = [
         (number, {b.span: share for b in run.lengths if (share := b.share(b.within)) is not None})

@@ -1,1 +1,1 @@
-"""A simulated cluster: virtual time, workers, network. What decides in it is the real code."""
+"""A simulated cluster for the real conductor, directory, eviction and batching."""

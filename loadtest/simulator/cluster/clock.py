@@ -1,7 +1,7 @@
-"""Virtual time: a heap of things to do, done in the order of their times.
+"""Virtual time: a heap of actions, run in the order of their due times.
 
-What is due at one moment is done in the order in which it was asked for, so a run is the same every
-time. Nothing here looks at a real clock.
+Actions of one due time run in the order in which they were scheduled, so every run is the same.
+Nothing here reads a real clock.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class VirtualClock:
         self.at(self.now_s + seconds, action, *arguments)
 
     def run(self) -> None:
-        """Until nothing is left to do.
+        """Run actions until the heap is empty.
 
-        Without the collector of cycles: a run makes few, and looking for them among a million live
-        objects again and again takes a tenth of its time.
+        The garbage collector of cycles is off: a run makes few cycles, and scanning a million live
+        objects again and again takes a tenth of the run's time.
         """
         heap, was_collecting = self._heap, gc.isenabled()
         gc.disable()

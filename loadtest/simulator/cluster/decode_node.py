@@ -1,13 +1,12 @@
-"""A decode worker: the real batching; a model only says how long a step takes.
+"""A decode worker: the real batching; a GPU model gives the time of a step.
 
 The node follows backends/workers/decode_worker.py. Pages are reserved when the first layers of a
-prompt are announced, and the KV is read while prefill continues. When request and KV are there, the
-request joins the batch at the next step. Steps that compute the very same requests are taken at
-once, as many as batching says are alike; whoever comes meanwhile cuts that plan behind the step
-that is under way. So the outcome is that of one step after the other, to the last bit (a test says
-so).
+prompt are announced, and the KV is read while prefill continues. A request whose KV is complete
+joins the batch at the next step. Consecutive steps of the same batch are computed at once, as one
+plan. An arrival cuts the plan after the step under way. So the result equals that of single steps,
+to the last bit (tested).
 
-Not here: the rule of the admission re-check (conductor/admission/arrival_check.py), other attempts
+Not here: the rule of the admission re-check (conductor/admission/arrival_check.py), retries
 (fleet.py).
 """
 
@@ -32,20 +31,20 @@ NO_STEPS: Seconds = np.zeros(0)
 
 @dataclass(slots=True, eq=False)
 class DecodeArrival:
-    """One request that has a place here, from its first layer to its last token."""
+    """One request that this worker expects, from its first layer to its last token."""
 
     job: SimulatedJob
     prefill_node: str
-    paced_s: float  # how long its prefill is expected to compute
-    sent_s: float = 0.0  # since when it has pages and its KV is on the way
-    is_here: bool = False  # all of it that was computed when it was sent
-    is_asked: bool = False  # the request itself has come
+    paced_s: float  # expected seconds of its prefill
+    sent_s: float = 0.0  # when it got pages and its KV began to be sent
+    is_here: bool = False  # the transfer of its KV has ended
+    is_asked: bool = False  # the request itself has arrived
     is_ready: bool = False
     first_step: int = -1
 
 
 class DecodeNode(SimulatedWorker):
-    """`on_end`: a job has all its tokens."""
+    """`on_end`: called when a job has all its tokens."""
 
     def __init__(
         self,
@@ -58,25 +57,26 @@ class DecodeNode(SimulatedWorker):
     ) -> None:
         super().__init__(worker_id, node_id, site, jitter)
         self._on_end = on_end
-        self._estimate = estimate  # what it measured of itself when it started
+        self._estimate = estimate  # measured by the worker at its start
         settings = site.settings
         self._batching = DecodeBatching(
             self._pool, settings.block_tokens, settings.decode_slots, settings.waiting_max
         )
         self._arrivals: dict[str, DecodeArrival] = {}
-        self._ready: list[DecodeArrival] = []  # they join at the next step
+        self._ready: list[DecodeArrival] = []  # they join the batch at the next step
         self._running: dict[str, DecodeArrival] = {}
-        self._tokens_at_end: dict[str, int] = {}  # of those that run
-        self._log, self._estimates = StepLog(), StepLog()  # measured, and as the worker estimates
+        self._tokens_at_end: dict[str, int] = {}  # of the running requests
+        # measured seconds, and the worker's own estimates
+        self._log, self._estimates = StepLog(), StepLog()
         self._base = 0  # steps before the plan
         self._ends_s: Seconds = NO_STEPS  # when each step of the plan ends
         self._plan = 0
         self._times, self._steps_known = StepTimes(), 0
-        self._stopped: dict[str, None] = {}  # of those that run: they leave with this step
-        self._computes = False  # as the cores know
+        self._stopped: dict[str, None] = {}  # running requests that leave with the current step
+        self._computes = False  # as reported to `cores`
         site.cores.on_pace.append(self._cut_plan)
 
-    # -- KV comes in
+    # -- receiving KV
 
     def expect(self, job: SimulatedJob, prefill_node: str, paced_s: float) -> None:
         """The first layers of this prompt were announced."""
@@ -87,8 +87,8 @@ class DecodeNode(SimulatedWorker):
         self._admit()
 
     def submit(self, job: SimulatedJob, tbt_slo_s: float) -> bool:
-        """The request has come, its first token computed. False: it is refused, `tbt_slo_s` being
-        what a step may take (0: as long as it likes)."""
+        """The request arrived with its first token computed. False: it is refused. `tbt_slo_s`:
+        limit for the predicted step; 0: none."""
         job.refused = self.refusal(job, tbt_slo_s)
         if job.refused:
             self.forget(job.request_id)
@@ -99,7 +99,7 @@ class DecodeNode(SimulatedWorker):
         return True
 
     def refusal(self, job: SimulatedJob, tbt_slo_s: float) -> str:
-        """The admission re-check of a request that comes: why it is not taken, or ""."""
+        """The admission re-check of an arriving request: the kind of the refusal, or ""."""
         if job.request_id not in self._arrivals:
             return "decode_queue_full"
         if not tbt_slo_s:
@@ -120,13 +120,13 @@ class DecodeNode(SimulatedWorker):
         return refused.kind if refused is not None else ""
 
     def forget(self, request_id: str) -> None:
-        """It was stopped, or ended with its first token: its place is free."""
+        """Free the slot of a request that was cancelled or ended with its first token."""
         if self._arrivals.pop(request_id, None) is not None:
             self._pool_release(request_id)
 
     def stop(self, request_id: str) -> None:
-        """Nobody wants it any more. It leaves at once, or with the step that computes it; a call
-        for it that is under way ends."""
+        """Cancel a request. It leaves at once, or with the step that computes it; a pending call
+        for it ends."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return
@@ -145,23 +145,23 @@ class DecodeNode(SimulatedWorker):
             self._on_end(arrival.job)
 
     def expects(self, request_id: str) -> bool:
-        """It has a place here, or waits for one."""
+        """Whether this request has a slot here or waits for one."""
         return request_id in self._arrivals
 
     @property
     def jobs(self) -> list[SimulatedJob]:
-        """Of all that have a place here, or wait for one."""
+        """Jobs of all requests that have a slot here or wait for one."""
         return [arrival.job for arrival in self._arrivals.values()]
 
     def decoded_tokens(self, request_id: str) -> int:
-        """How many it has made here by now, behind the one of the prefill."""
+        """Tokens generated here until now, without the prefill's first token."""
         arrival = self._running.get(request_id)
         if arrival is None:
             return 0
         return self._end_of(self._steps_done()) - arrival.first_step
 
     def _admit(self) -> None:
-        """Hand out pages, and have the KV sent into them."""
+        """Assign pages, and have the KV sent into them."""
         site = self._site
         for admitted in self._batching.admit():
             arrival = self._arrivals[admitted.request_id]
@@ -185,11 +185,11 @@ class DecodeNode(SimulatedWorker):
         self._check_ready(arrival)
 
     def _check_ready(self, arrival: DecodeArrival) -> None:
-        """Request and KV are both here: read it and let it in. The last layer comes a moment
+        """Start reading once request and KV have both arrived. The last layer arrives a moment
         after it was computed."""
         if arrival.is_asked and arrival.is_here and not arrival.is_ready:
             arrival.is_ready = True
-            # Now: behind what else is due at this moment, such as the next step of prefill.
+            # After all other actions of this moment, such as the next prefill step.
             self._site.clock.after(0.0, self._hand_over, arrival)
 
     def _hand_over(self, arrival: DecodeArrival) -> None:
@@ -201,10 +201,10 @@ class DecodeNode(SimulatedWorker):
 
     def _join(self, arrival: DecodeArrival) -> None:
         if self._arrivals.get(arrival.job.request_id) is not arrival or self.is_dead:
-            return  # it was stopped, or the worker died
+            return  # it was cancelled, or the worker died
         job = arrival.job
         assert job.prefilled_s is not None
-        # From its first token, and from when decode had room, to the KV there.
+        # From the first token, or from when decode had room, until the KV is complete.
         handover_s = self._site.clock.now_s - max(job.prefilled_s, arrival.sent_s)
         job.first_token_s = job.prefilled_s + handover_s
         self._site.store.release(job.request_id)
@@ -214,10 +214,10 @@ class DecodeNode(SimulatedWorker):
         else:
             self._make_plan()
 
-    # -- tokens are computed
+    # -- computing tokens
 
     def _make_plan(self) -> None:
-        """The engine is between two steps: let in who is ready, then steps until that changes."""
+        """Between two steps: add the ready requests, then plan steps until the batch changes."""
         now_s, batching = self._site.clock.now_s, self._batching
         for arrival in self._ready:
             job = arrival.job
@@ -248,7 +248,7 @@ class DecodeNode(SimulatedWorker):
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
     def _cut_plan(self) -> None:
-        """Somebody waits, or the pace changes: the step under way is the last of the plan."""
+        """A request waits, or the pace changes: the step under way is the last of the plan."""
         steps = self._steps_done() + 1
         if steps >= len(self._ends_s):
             return
@@ -259,7 +259,7 @@ class DecodeNode(SimulatedWorker):
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
     def _steps_done(self) -> int:
-        """Of the plan, by now."""
+        """Steps of the plan that have ended."""
         return int(np.searchsorted(self._ends_s, self._site.clock.now_s, side="right"))
 
     def _planned(self, plan: int) -> None:
@@ -280,7 +280,7 @@ class DecodeNode(SimulatedWorker):
         self._make_plan()
 
     def _leave_stopped(self) -> None:
-        """Those that are not wanted any more and did not just end."""
+        """Remove cancelled requests that have not just ended."""
         for name in [name for name in self._stopped if name in self._running]:
             arrival = self._arrivals.pop(name)
             del self._running[name], self._tokens_at_end[name]
@@ -306,11 +306,11 @@ class DecodeNode(SimulatedWorker):
             self._pool.release(pages)
         self._admit()
 
-    # -- what it says of itself
+    # -- reports
 
     @property
     def step_s(self) -> float:
-        """The step that the batch takes now, as the model says."""
+        """The model's estimate of the current batch's step."""
         batching = self._batching
         if not batching.running:
             return 0.0
@@ -338,7 +338,7 @@ class DecodeNode(SimulatedWorker):
         return self._base + done if len(self._ends_s) else self._log.steps
 
     def _step_times(self, steps: int) -> StepTimes:
-        """What it knows of its steps after so many of them."""
+        """The measured step times of the first `steps` steps."""
         known = self._steps_known
         if steps != known:
             measured_s, estimated_s = self._log.slice(known, steps), self._estimates
@@ -351,8 +351,8 @@ class DecodeNode(SimulatedWorker):
         return not self._arrivals
 
     def die(self) -> list[SimulatedJob]:
-        """The process is killed; its jobs, which nobody will end. Those that are still in prefill
-        will find it dead when they come."""
+        """Kill the process; returns its jobs, which will not end by themselves. Requests still in
+        prefill find the worker dead when they arrive."""
         self.is_dead = True
         jobs = [arrival.job for arrival in self._arrivals.values() if arrival.is_asked]
         for known in (self._arrivals, self._running, self._tokens_at_end):

@@ -1,25 +1,25 @@
 """Simulated clusters: the real Conductor, simulated workers, one virtual clock.
 
-`SimulatedCluster` is what every kind of them does: requests of a trace arrive, are decided on, and
-end. `SimulatedFleet` has the workers of this project, with the real Directory. The order of calls
-is that of the frontend (backends/frontend): decide, prefill, tell the conductor that it finished,
-decode, tell it that all is over; a request whose worker was lost is attempted again elsewhere.
-With several frontends each decides on its own requests, and what it routed reaches the others by
-their notes. Workers report every second; what the directory announces reaches the conductors at
-once; their suggestions for hot prefixes are carried out.
+`SimulatedCluster` has what all kinds share: requests of a trace arrive, are decided on, and end.
+`SimulatedFleet` has the workers of this project, with the real Directory. The order of calls is
+that of the frontend (backends/frontend): decide, prefill, report its end to the conductor, decode,
+report the end. A request whose worker was lost is retried on another worker. With several frontends
+each decides on its own requests and sends what it routed to the others as notes. Workers report
+every second, events of the directory reach the conductors at once, and their suggestions for hot
+prefixes are carried out.
 
-What breaks, and when, is a list of faults: a worker gets slow, is killed, or its host is lost.
+Faults are a list of what breaks, and when: a worker gets slow, is killed, or its host is lost.
 
-    slow   every step takes `factor` times as long from then on; 1.0 makes it well again
-    kill   the worker's process ends; its frontend notices and attempts its requests elsewhere, the
+    slow   every step takes `factor` times as long from then on; 1.0 ends the fault
+    kill   the worker's process ends; its frontend notices and retries its requests elsewhere, the
            directory misses its reports after the TTL; blocks on its node stay
-    host   the same, and what its storage node holds is gone
+    host   the same, and the blocks of its storage node are lost
 
-An attempt that was lost begins again from its prompt (the real frontend goes on behind the tokens
-that the client has): its prefix is in the store unless the host went too.
+A lost attempt begins again from its prompt, while the real frontend resumes after the tokens that
+the client has. Its prefix is in the store unless the host was lost too.
 
-Not here: what is asked of the outcome (experiments/), a worker's own work (prefill_node.py,
-decode_node.py), Dynamo's workers (../dynamo).
+Not here: what an experiment reads from the outcome (experiments/), a worker's own work
+(prefill_node.py, decode_node.py), Dynamo's workers (../dynamo).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore
 from mooncake_store.records.events import Event
 from mooncake_store.records.membership import WorkerInfo
 
-# Workers say how fast each node reaches them. All are alike, and in a larger fleet those would be
-# millions of numbers: there the conductor is told once, as an operator would.
+# Workers report how fast each node reaches them. All paths are equal here, and a larger fleet would
+# have millions of them, so there the conductor gets one configured number.
 PATHS_NODES_MAX = 256
 DRAIN_LOOK_S, IDLE_S = 0.25, 1.0
 CONTEXT_TOKENS_MAX = 1_000_000  # no prompt of a published trace is longer
@@ -72,26 +72,26 @@ class Flip:
     """A worker that has taken the other role."""
 
     worker_id: str
-    role: str  # its new one
-    began_s: float  # to drain
+    role: str  # its new role
+    began_s: float  # start of draining
     ended_s: float
 
 
 class SimulatedCluster:
-    """One run: requests arrive, are decided on and end. Not to be used twice."""
+    """One run: requests arrive, are decided on and end. Used once."""
 
     def __init__(
         self, max_tokens: int, config: ConductorConfig | None = None, frontends: int = 1
     ) -> None:
-        """Without a `config` nobody asks the conductor."""
+        """Without a `config` no conductor decides."""
         self.config = config or ConductorConfig()
         self.clock = VirtualClock()
         self.conductors = [
             Conductor(self.config, frontend=f"f{number}") for number in range(frontends)
         ]
         self.jobs: list[SimulatedJob] = []
-        self._max_tokens = max_tokens  # what clients ask for, unless the answer is longer
-        self._alive = 0  # requests that are not over
+        self._max_tokens = max_tokens  # output limit that clients send, unless the answer is longer
+        self._alive = 0  # requests that have not ended
         self._on_over: Callable[[], None] = lambda: None
 
     def run(
@@ -100,7 +100,7 @@ class SimulatedCluster:
         speed: float = 1.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> list[SimulatedJob]:
-        """Replay, `speed` times as fast as recorded, until the last request is over."""
+        """Replay, `speed` times as fast as recorded, until the last request has ended."""
         assert not self.jobs and speed > 0, "a cluster runs once"
         self._alive, self._on_over = len(offered), on_over
         for at_s, came in itertools.groupby(offered, lambda one: one.at_s):
@@ -112,15 +112,15 @@ class SimulatedCluster:
 
     @property
     def conductor(self) -> Conductor:
-        """The only one, or the first of several."""
+        """The only conductor, or the first of several."""
         return self.conductors[0]
 
     def _of(self, job: SimulatedJob) -> Conductor:
-        """Of the frontend that the request came to: each gets as many, in turns."""
+        """The conductor of the request's frontend; frontends get requests in turns."""
         return self.conductors[job.number % len(self.conductors)]
 
     def _arrive(self, came: Sequence[Offered]) -> None:
-        """All that come at one moment."""
+        """All requests of one moment."""
         for one in came:
             request = Request(
                 f"r{one.number}-1",
@@ -143,18 +143,18 @@ class SimulatedCluster:
         self._submit(job, decision.order_key_s)
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
-        """To its prefill worker."""
+        """Send the request to its prefill worker."""
         raise NotImplementedError
 
     def _begin_reports(self) -> None:
-        """What goes on beside the requests, for as long as there are any."""
+        """Start periodic actions, which run while requests are left."""
 
     def _count_over(self) -> None:
         self._alive -= 1
         self._on_over()
 
     def check(self) -> None:
-        """Every request ended exactly once."""
+        """Assert that every request ended exactly once."""
         assert self._alive == 0, f"{self._alive} requests never ended"
         assert all(job.is_over for job in self.jobs)
         for one in self.conductors:
@@ -199,13 +199,14 @@ class SimulatedFleet(SimulatedCluster):
                 self.clock, store, settings.disk_rates, settings.block_tokens * gpu.token_bytes
             ),
         )
-        self.prefills: dict[str, PrefillNode] = {}  # those that are called
-        self.stages: dict[str, PipelineStage] = {}  # the others of pipeline groups
+        self.prefills: dict[str, PrefillNode] = {}  # prefill workers that requests are sent to
+        self.stages: dict[str, PipelineStage] = {}  # later stages of pipeline groups
         self.decodes: dict[str, DecodeNode] = {}
-        self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None  # each report_s
+        # called every report_s seconds
+        self.reported: Callable[[SimulatedFleet], None] = lambda fleet: None
         self._copies = 0
-        self.refusals = 0  # that led to another worker
-        self.flips: list[Flip] = []  # in order of their end
+        self.refusals = 0  # refusals that led to another worker
+        self.flips: list[Flip] = []  # ordered by their end
         self._alive_due_s = dict.fromkeys(self.conductors, 0.0)
         self._node_ids = [f"s{number}" for number in range(nodes)]
         self._calibration = calibrate(gpu, settings.chunk_tokens)
@@ -236,11 +237,11 @@ class SimulatedFleet(SimulatedCluster):
                 self._add_worker(name, node_id, "prefill" if is_prefill else "decode", INCARNATION)
 
     def _site_of(self, worker_id: str) -> SimulatedSite:
-        """As this worker sees it."""
+        """The site as this worker uses it."""
         return self.site
 
     def _add_stage(self, name: str, node_id: str, number: int) -> None:
-        """This prefill node has a share of the layers."""
+        """This prefill node computes a share of the layers."""
         settings, whole = self.settings, self._calibration.prefill.estimate
         count = settings.pipeline_stages
         group, stage = divmod(number, count)
@@ -304,7 +305,7 @@ class SimulatedFleet(SimulatedCluster):
             decode_coefficients=fits.decode.estimate.coefficients,
             transfer_bytes_per_s=rates,
             transfer_latency_s=dict.fromkeys(far, settings.nic_latency_s),
-            can_flip=True,  # where the conductor is told to (role_flips)
+            can_flip=True,  # where role_flips is on
         )
 
     # -- a request's way
@@ -316,7 +317,7 @@ class SimulatedFleet(SimulatedCluster):
             self._came(job, order_key_s)
 
     def _came(self, job: SimulatedJob, order_key_s: float) -> None:
-        """To its prefill worker, which may have died while the request was on its way."""
+        """Submit to the prefill worker, which may have died while the request was on its way."""
         worker = self.prefills[job.prefill]
         if worker.is_dead:
             self._lost([job], worker.worker_id, worker.incarnation)
@@ -324,7 +325,7 @@ class SimulatedFleet(SimulatedCluster):
             worker.submit(job, order_key_s)
 
     def _begun(self, job: SimulatedJob) -> None:
-        """The first layers will be there soon: decode may reserve a place and read along."""
+        """The first layers will be announced soon: decode may reserve a slot and read along."""
         assert job.route is not None
         decode = self._decode_of(job)
         if job.output_tokens > 1 and decode is not None:
@@ -332,14 +333,14 @@ class SimulatedFleet(SimulatedCluster):
             decode.expect(job, job.route.prefill.node_id, paced_s)
 
     def _decode_of(self, job: SimulatedJob) -> DecodeNode | None:
-        """Where its answer is to be generated; None when that worker has another role by now."""
+        """The worker that generates the answer; None when that worker has changed its role."""
         decode = self.decodes.get(job.decode)
         assert job.route is not None
         is_it = decode is not None and decode.incarnation == job.route.decode.incarnation
         return decode if is_it else None
 
     def _prefilled(self, job: SimulatedJob) -> None:
-        """The first token is there, or the worker could not make it."""
+        """The first token is computed, or the worker failed."""
         decode, now_s = self._decode_of(job), self.clock.now_s
         if job.refused:
             self._forget(job)
@@ -362,8 +363,8 @@ class SimulatedFleet(SimulatedCluster):
             self._refused(job, decode.worker_id)
 
     def _refused(self, job: SimulatedJob, worker_id: str) -> None:
-        """This worker's own limits were reached. Where several frontends fill it, another worker is
-        asked, as backends/frontend/lifecycle/attempts.py does."""
+        """This worker's own limits were reached. With several frontends the request goes to another
+        worker, as in backends/frontend/lifecycle/attempts.py."""
         is_full = job.refused in WORKER_FULL_KINDS and len(self.conductors) > 1
         if is_full and job.attempts < self.settings.attempts_max:
             self.refusals += 1
@@ -373,19 +374,19 @@ class SimulatedFleet(SimulatedCluster):
             self._over(job)
 
     def _over(self, job: SimulatedJob) -> None:
-        """All tokens are there, or the request was refused on its way."""
+        """The request has all tokens, or was refused on its way."""
         self.site.store.release(job.request_id)
         output_tokens = None if job.refused else job.output_tokens
         self._of(job).on_finished(job.request_id, self.clock.now_s, output_tokens)
         self._count_over()
 
     def _forget(self, job: SimulatedJob) -> None:
-        """Its place in decode is free."""
+        """Free its decode slot."""
         if (decode := self._decode_of(job)) is not None:
             decode.forget(job.request_id)
 
     def _lost(self, jobs: Sequence[SimulatedJob], worker_id: str, incarnation: str) -> None:
-        """These jobs' worker is gone: another attempt elsewhere, or the end of it."""
+        """The worker of these jobs is gone: retry each on another worker, or end it."""
         for job in jobs:
             self._forget(job)
             self.site.store.release(job.request_id)
@@ -419,11 +420,11 @@ class SimulatedFleet(SimulatedCluster):
             self.site.store.lose_node(worker.node_id)
         self._lost(jobs, worker.worker_id, worker.incarnation)
 
-    # -- a worker takes the other role
+    # -- role changes
 
     def flip(self, worker_id: str) -> None:
-        """It finishes what it has, and then it is a worker of the other role with an incarnation of
-        its own: nothing is loaded again, and blocks on its node stay."""
+        """Drain a worker, then restart it in the other role with a new incarnation. Nothing is
+        loaded again, and blocks on its node stay."""
         worker = self.prefills.get(worker_id) or self.decodes[worker_id]
         assert not worker.is_draining and not worker.is_dead, worker_id
         worker.is_draining = True
@@ -431,7 +432,7 @@ class SimulatedFleet(SimulatedCluster):
         self._drain(worker, self.clock.now_s, self.clock.now_s)
 
     def _drain(self, worker: PrefillNode | DecodeNode, began_s: float, idle_since_s: float) -> None:
-        """Looks whether it has had nothing to do for long enough, until it has."""
+        """Poll until the worker has been idle for IDLE_S, then change its role."""
         if worker.is_dead:
             return
         name, now_s = worker.worker_id, self.clock.now_s
@@ -449,7 +450,7 @@ class SimulatedFleet(SimulatedCluster):
         self.flips.append(Flip(name, role, began_s, now_s))
         self._add_worker(name, worker.node_id, role, f"incarnation{len(self.flips) + 1}")
 
-    # -- what goes on beside
+    # -- periodic actions
 
     def _on_events(self, events: Sequence[Event]) -> None:
         for one in self.conductors:
@@ -471,11 +472,11 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.after(self.settings.report_s, self._report)
 
     def _speaks(self, worker: PrefillNode | DecodeNode) -> bool:
-        """Whether it reports."""
+        """Whether the worker sends reports."""
         return not worker.is_dead
 
     def _goes_on(self) -> bool:
-        """Whether anything is left to report for."""
+        """Whether requests are left that need reports."""
         return bool(self._alive)
 
     def _tick(self) -> None:
@@ -489,7 +490,7 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.after(self.settings.tick_s, self._tick)
 
     def _tell(self, latency_s: float) -> None:
-        """Each frontend's notes to all the others, as backends/frontend/routing_notes.py does."""
+        """Send each frontend's notes to all others, as in backends/frontend/routing_notes.py."""
         now_s = self.clock.now_s
         for one in self.conductors:
             if one.notes_waiting or now_s >= self._alive_due_s[one]:
@@ -504,7 +505,7 @@ class SimulatedFleet(SimulatedCluster):
                 one.on_routed_elsewhere(notes, self.clock.now_s)
 
     def _copy(self, suggestion: Replicate) -> None:
-        """The target node brings the blocks there itself (backends/frontend/cluster_view.py)."""
+        """The target node copies the blocks itself (backends/frontend/cluster_view.py)."""
         self._copies += 1
         owner, site = f"copy-{self._copies}", self.site
         found = site.store.find(suggestion.block_keys, suggestion.target_node, owner)
@@ -522,7 +523,7 @@ class SimulatedFleet(SimulatedCluster):
             site.store.release(owner)
 
     def check(self) -> None:
-        """Every request ended exactly once, and nothing of it stayed anywhere."""
+        """Assert that every request ended exactly once and left nothing behind."""
         super().check()
         for worker in self._workers:
             worker.check()

@@ -1,11 +1,12 @@
 """How long a GPU takes for a step: from published numbers (Roofline) or measured ones (Table).
 
-A model of a GPU says the seconds of a prefill step, of a decode step and of a mixed one. A decode
-step must be linear in the context, so that thousands of them can be computed at once. `calibrate`
-measures such a model as `mooncake profile` measures a real worker, so the conductor knows of it
-what it would know of a real one: coefficients fitted to samples, with their error.
+A GPU model gives the seconds of a prefill step, of a decode step and of a mixed step. A decode step
+must be linear in the context, so that thousands of steps can be computed at once. `calibrate`
+measures such a model as `mooncake profile` measures a real worker, so the conductor has the same
+input as with a real worker: coefficients fitted to samples, with their error.
 
-Roofline: what the hardware can do, what the model needs, how well it does.
+Roofline: the peak of the hardware, the need of the model, and the share of the peak that is
+reached.
 
     prefill   the greater of computing and reading:
               FLOP = layers * (4 d * (query, key) pairs + 22 d^2 * tokens), Eq. 1 of the Mooncake
@@ -16,22 +17,22 @@ Roofline: what the hardware can do, what the model needs, how well it does.
 
 Where the constants come from (data sheets of nodes and models: hardware.py):
 
-- 8x A800 and LLaMA3-70B are the paper's, and what every experiment runs on: G = 8 x 312 TFLOP/s,
+- 8x A800 and LLaMA3-70B are the paper's, and every experiment runs on them: G = 8 x 312 TFLOP/s,
   KV of 80 * 2 * 8 * 128 * 2 B = 320 KiB a token.
-- MFU 0.5: with it the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
+- MFU 0.5: the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
 - MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
 - 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
   calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
-  12 and 4 nodes) and used everywhere; what it gives for Fig 1 (median 75 ms) is not recorded.
-- Of another model, 22 d^2 becomes what the paper counts for each weight of LLaMA3-70B's layers,
+  12 and 4 nodes) and used everywhere; its result for Fig 1 (median 75 ms) is not recorded.
+- For another model, 22 d^2 becomes the paper's count for each weight of LLaMA3-70B's layers, and
   4 d the width of its attention. The overheads of a step are taken to be those of its layers, so
-  they shrink with them; that they are the same on other hardware is a guess on the safe side.
+  they shrink with them; that they are the same on other hardware is a conservative guess.
 
-One set for everything: no experiment changes any of them.
+All experiments use this one set of constants.
 
 Table: the coefficients that a worker publishes, and `mooncake profile` writes.
 
-    prefill   base + per_token * new + per_token_pair * new * (there + new / 2)
+    prefill   base + per_token * new + per_token_pair * new * (cached + new / 2)
     decode    base + per_sequence * sequences + per_context_token * context
 
 `base` of a prefill is paid once a step, however many chunks share it. A mixed step is a prefill and
@@ -58,7 +59,7 @@ from conductor.estimates.estimates import (
 )
 from loadtest.simulator.cluster.hardware import A800, LLAMA_3_70B, GpuNode, LlmModel
 
-Span = tuple[int, int]  # (tokens that are there already, new tokens): one chunk of one prompt
+Span = tuple[int, int]  # one chunk of one prompt: (tokens before it, new tokens)
 Tokens = TypeVar("Tokens", float, npt.NDArray[np.float64])
 
 PROMPTS = (2_048, 8_192, 32_768, 65_536, 131_072)
@@ -70,21 +71,22 @@ PAIR_FLOP = 4  # per layer, unit of d and (query, key) pair: Q K^T and P V
 TOKEN_FLOP = 22  # per layer, d^2 and token: the paper's b
 
 USABLE_SHARE = 0.9  # of memory, for weights and KV: vLLM's gpu_memory_utilization
-# How well it does: 8x A800 with LLaMA3-70B.
+# Shares of the peak and overheads reached by 8x A800 with LLaMA3-70B.
 MFU, MBU, STEP_OVERHEAD_S, SEQUENCE_S = 0.5, 0.6, 0.0115, 0.003
 
 
 class GpuModel(Protocol):
     token_bytes: int  # KV of one token
-    pages_bytes: int  # memory for KV, weights and buffers taken off
-    hidden_bytes: int  # of one token between two layers
+    pages_bytes: int  # bytes of memory left for KV after weights and buffers
+    hidden_bytes: int  # hidden-state bytes of one token between two layers
 
     def prefill_s(self, spans: Sequence[Span]) -> float:
         """One step that computes these chunks."""
         ...
 
     def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
-        """One step that gives a token to each of `sequences`, which have that context together."""
+        """One step that gives a token to each of `sequences`, whose contexts add up to
+        `context_tokens`."""
         ...
 
     def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:
@@ -99,7 +101,7 @@ class Calibration:
 
 
 def calibrate(gpu: GpuModel, chunk_tokens: int) -> Calibration:
-    """What a worker with this GPU would measure of itself when it starts."""
+    """The values that a worker with this GPU would measure when it starts."""
     prefills = []
     for prompt in PROMPTS:
         for share in PREFIX_SHARES:
@@ -115,7 +117,7 @@ def calibrate(gpu: GpuModel, chunk_tokens: int) -> Calibration:
 
 
 def prompt_s(gpu: GpuModel, prefix_tokens: int, prompt_tokens: int, chunk_tokens: int) -> float:
-    """A whole prompt, alone, in steps of at most `chunk_tokens`."""
+    """Seconds of one prompt on an idle worker, in steps of at most `chunk_tokens`."""
     starts = range(prefix_tokens, prompt_tokens, chunk_tokens)
     return sum(gpu.prefill_s([(at, min(chunk_tokens, prompt_tokens - at))]) for at in starts)
 
@@ -159,7 +161,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorker:
-    """What was measured of a worker; a run is known by it, so it is shown whole."""
+    """The measurements of a worker. Its repr names a run, so every field is shown."""
 
     prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
@@ -183,7 +185,7 @@ class Table:
         pages_bytes: int,
         hidden_bytes: int = 0,
     ) -> None:
-        """`hidden_bytes` counts in pipeline groups only."""
+        """`hidden_bytes` is used in pipeline groups only."""
         self.hidden_bytes = hidden_bytes
         self._prefill = PrefillEstimate.of(prefill_coefficients)
         self._decode = DecodeEstimate.of(decode_coefficients)

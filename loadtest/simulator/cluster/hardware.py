@@ -1,4 +1,4 @@
-"""Nodes and language models, as their makers publish them: data for a model of a GPU.
+"""Nodes and language models with their published numbers: the data for a model of a GPU.
 
 A node is one worker: its GPUs hold the model together (tensor parallel). Sources:
 
@@ -8,7 +8,7 @@ A node is one worker: its GPUs hold the model together (tensor parallel). Source
   with PCIe 5.
 - Models: their config.json and the number of their parameters; bfloat16.
 
-Not here: how long a step takes (gpu.py), how well the hardware does (there, too).
+Not here: how long a step takes, and the share of the peak that it reaches (gpu.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GpuNode:
-    """Numbers are of one GPU, and of its share of the node."""
+    """The numbers of one GPU and of its share of the node."""
 
     name: str
     gpus: int
@@ -58,8 +58,8 @@ class GpuNode:
 class LlmModel:
     """A dense decoder with grouped-query attention.
 
-    Not one with a latent (`kv_factor` 1) and experts, as DeepSeek-V3: beside its KV the weights
-    that a token meets and a score's products would be others.
+    Multi-head latent attention (`kv_factor` 1) and experts, as in DeepSeek-V3, do not fit: the
+    weights used per token and the products per score would differ.
     """
 
     name: str
@@ -70,8 +70,8 @@ class LlmModel:
     head_dim: int
     mlp_width: int
     parameters: float
-    scalar_bytes: int = 2  # of weights and hidden states
-    kv_scalar_bytes: int = 2  # 1: KV is kept as fp8
+    scalar_bytes: int = 2  # bytes of one scalar of the weights and hidden states
+    kv_scalar_bytes: int = 2  # bytes of one scalar of KV; 1: fp8
 
     @property
     def weight_bytes(self) -> float:
@@ -79,7 +79,7 @@ class LlmModel:
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV of one token."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.kv_scalar_bytes
 
     @property
@@ -88,7 +88,8 @@ class LlmModel:
 
     @property
     def layer_weights(self) -> int:
-        """Of the matrices that every token is multiplied with: Q, O, K, V and three of the MLP."""
+        """Weights of the matrices that every token is multiplied with: Q, O, K, V and three of the
+        MLP."""
         attention = 2 * self.attention_width + 2 * self.kv_heads * self.head_dim
         return self.width * (attention + 3 * self.mlp_width)
 

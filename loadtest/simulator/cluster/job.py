@@ -1,10 +1,9 @@
-"""One request on its way through a simulated cluster: what is offered, what is known, what came.
+"""One request in a simulated cluster: what was offered, what was decided, and its result.
 
-Records only. A `SimulatedJob` is what workers of every kind work on; `outcome_of` (outcome.py)
-reads it when all is over. The published traces have their timestamps on 3-second ticks, about ten
-prompts at one instant, so most of a TTFT at recorded speed is queueing inside a tick. Spread evenly
-until the next tick (`spread_ticks`), the same requests show what a policy does about load instead
-of about ticks.
+Records only. Workers of every kind work on a `SimulatedJob`; `outcome_of` (outcome.py) reads it
+after the run. The published traces have timestamps on 3-second ticks, about ten prompts at one
+instant, so most of a TTFT at recorded speed is queueing inside a tick. `spread_ticks` spreads them
+evenly until the next tick, so that results show the effect of a policy instead of the ticks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from loadtest.replay.trace import (
 from loadtest.simulator.block_cache import key_of
 
 TICK_MS = 3_000.0
-STOPPED = "stopped"  # why a worker did not go on with a job that nobody wants any more
+STOPPED = "stopped"  # why a worker ended a job that its client cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One request of a trace, ready to be sent: its keys are made once for many runs."""
+    """One request of a trace, ready to be sent: its block keys are computed once for many runs."""
 
     number: int  # position in the trace
     at_s: float
@@ -40,8 +39,8 @@ class Offered:
 def offered_of(
     rows: Sequence[TraceRow], block_tokens: int = TRACE_BLOCK_TOKENS, length_scale: float = 1.0
 ) -> list[Offered]:
-    """In blocks of the engine, as long as `mooncake replay` sends them at this scale. The first
-    comes at 0 s: a recording that was rotated begins late."""
+    """Requests with the engine's block keys, as long as `mooncake replay` sends them at this scale.
+    The first arrives at 0 s, because a rotated recording begins late."""
     first_ms = rows[0].timestamp_ms if rows else 0.0
     found = []
     for number, row in enumerate(rows):
@@ -59,8 +58,9 @@ def offered_of(
 
 
 def engine_keys(hash_ids: Sequence[int], lengths: ScaledLengths, block_tokens: int) -> list[bytes]:
-    """Of the full blocks of an engine. An id names its block and all before it, so a block of the
-    engine is known by the id of its last token and where in that id's block it ends."""
+    """Block keys of the full blocks of an engine. A trace id names its block and all blocks before
+    it, so an engine block is identified by the id of its last token and its end within that id's
+    block."""
     if lengths.block_tokens == block_tokens:
         return [key_of(one) for one in hash_ids[: lengths.prompt_tokens // block_tokens]]
     keys = []
@@ -71,7 +71,7 @@ def engine_keys(hash_ids: Sequence[int], lengths: ScaledLengths, block_tokens: i
 
 
 def spread_ticks(rows: Sequence[TraceRow]) -> list[TraceRow]:
-    """The requests of each instant, evenly until the next instant or for one tick."""
+    """Spread the requests of each instant evenly until the next instant, or over one tick."""
     ticks = [list(found) for _, found in itertools.groupby(rows, lambda row: row.timestamp_ms)]
     spread = []
     for tick, following in itertools.zip_longest(ticks, ticks[1:]):
@@ -86,36 +86,36 @@ def spread_ticks(rows: Sequence[TraceRow]) -> list[TraceRow]:
 
 @dataclass(slots=True, eq=False)
 class SimulatedJob:
-    """Seconds are of the virtual clock; None: it did not come so far."""
+    """Times are seconds of the virtual clock; None: the request did not get so far."""
 
     number: int  # position in the trace
-    request: Request  # of the current attempt
-    output_tokens: int  # what it will have generated when it ends
+    request: Request  # length of its answer, in tokens
+    output_tokens: int  # length of its answer, in tokens
     arrived_s: float
     attempts: int = 1
     route: Route | None = None
     prefill: str = ""  # the worker that computes its prompt
-    decode: str = ""  # the one that generates its answer
+    decode: str = ""  # the worker that generates its answer
     reject: Reject | None = None
-    refused: str = ""  # by the decode worker when it came there, or a worker's error
-    started_s: float | None = None  # its first chunk began to be computed
+    refused: str = ""  # why the decode worker or an engine refused it; "": not refused
+    started_s: float | None = None  # start of its first chunk
     cached_tokens: int = 0
     fetched_blocks: int = 0
-    restored_blocks: int = 0  # from the SSD of the prefill worker's own node
-    compute_s: float = 0.0  # seconds of the steps that it took part in
-    own_compute_s: float = 0.0  # its share of those, by new tokens
-    lost_compute_s: float = 0.0  # of that, what workers that died took with them
-    load_began_s: float | None = None  # its prefix began to be looked up and brought
-    loading_s: float = 0.0  # until its prefix was in the pages of the engine
+    restored_blocks: int = 0  # blocks from the SSD of the prefill worker's own node
+    compute_s: float = 0.0  # seconds of all prefill steps with a chunk of this request
+    own_compute_s: float = 0.0  # its share of compute_s, by new tokens
+    lost_compute_s: float = 0.0  # part of own_compute_s that was lost with workers that died
+    load_began_s: float | None = None  # start of its prefix lookup
+    loading_s: float = 0.0  # from load_began_s until its prefix was in the engine's pages
     prefilled_s: float | None = None  # its first token was computed
-    # The first token, with what of the hand-over to decode was not hidden behind prefill. Dynamo's
-    # engine computes it in decode.
+    # First token, including the part of the hand-over to decode that prefill did not hide. Dynamo's
+    # engine computes the first token in decode.
     first_token_s: float | None = None
-    joined_s: float | None = None  # its first decode step began
-    preemptions: int = 0  # how often it lost its place in the running batch
+    joined_s: float | None = None  # start of its first decode step
+    preemptions: int = 0  # times it was preempted from the running batch
     finished_s: float | None = None
-    tbt_s: float = 0.0  # mean of the longest 10 % of the intervals between its tokens
-    tbt_decode_s: float = 0.0  # the same without the first interval, prefill to decode
+    tbt_s: float = 0.0  # mean of the longest 10 % of its token intervals
+    tbt_decode_s: float = 0.0  # the same without the first interval, from prefill to decode
 
     @property
     def request_id(self) -> str:
@@ -135,13 +135,13 @@ class SimulatedJob:
 
     @property
     def ttft_s(self) -> float:
-        """Of a request with a first token."""
+        """Time to first token; only of a request that has one."""
         assert self.first_token_s is not None, f"{self.request_id} has no first token"
         return self.first_token_s - self.arrived_s
 
     @property
     def itl_s(self) -> float:
-        """Of a finished request: mean time between its tokens; 0 for an answer of one token."""
+        """Mean time between tokens of a finished request; 0 for an answer of one token."""
         assert self.finished_s is not None and self.first_token_s is not None, self.request_id
         steps = self.output_tokens - 1
         return (self.finished_s - self.first_token_s) / steps if steps else 0.0

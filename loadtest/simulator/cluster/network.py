@@ -1,12 +1,12 @@
-"""Bytes between nodes that share their network cards: who sends slows who else sends there.
+"""Transfers between nodes whose network cards are shared by all transfers on them.
 
-Each node has one link, full duplex, of `bytes_per_s` each way. A transfer goes as fast as its
-sender's and its receiver's link allow, each shared evenly among the transfers on it. A *paced*
-transfer (KV that is sent while it is computed) asks for less than its share and gets that: it is
-taken off both links before the others share what is left.
+Each node has one full-duplex link of `bytes_per_s` each way. A transfer is as fast as its sender's
+and its receiver's link allow; each link is shared evenly among its transfers. A *paced* transfer
+(KV that is sent while it is computed) needs less than its share and gets exactly its pace. Its pace
+is subtracted from both links before the other transfers share the remainder.
 
-This is max-min fairness but for one thing: what a transfer cannot use at its other end is not
-given to its neighbours. Not here: who sends what (prefill_node.py, decode_node.py).
+This is max-min fairness with one exception: bandwidth that a transfer cannot use at its other end
+is not given to its neighbours. Not here: who sends what (prefill_node.py, decode_node.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from loadtest.simulator.cluster.clock import VirtualClock
 
-PACED_SHARE_MAX = 0.5  # of a link: what asks for more is no trickle and shares as the others do
-LEAST_SHARE = 0.1  # of a link, left to the others together by those that are paced
+PACED_SHARE_MAX = 0.5  # share of a link; a faster transfer is not paced and shares as the others do
+LEAST_SHARE = 0.1  # share of a link that paced transfers together leave to the others
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +34,9 @@ class Flow:
     receiver: Link
     left_bytes: float
     done: Callable[[], None]
-    at_s: float = 0.0  # when left_bytes was true
+    at_s: float = 0.0  # time at which left_bytes was valid
     rate_bytes_per_s: float = 0.0
-    plan: int = 0  # changes with each new rate: an older end does not count
+    plan: int = 0  # grows with each new rate; a scheduled end of an older plan is ignored
     is_over: bool = False
 
 
@@ -57,7 +57,9 @@ class Network:
         done: Callable[[], None],
         paced_s: float = 0.0,
     ) -> None:
-        """Call `done` when all bytes are there; `paced_s`: they come into being over that time."""
+        """Call `done` when all bytes have arrived. `paced_s`: seconds over which they are
+        computed.
+        """
         assert size_bytes >= 0 and sender != receiver, (sender, receiver, size_bytes)
         self.moved_bytes += size_bytes
         out, into = self._link(self._out, sender), self._link(self._in, receiver)
@@ -84,7 +86,7 @@ class Network:
         done()
 
     def _share(self, out: Link, into: Link) -> None:
-        """Somebody came or left on these links: everybody on them has a new rate."""
+        """A transfer began or ended on these links: give each of their transfers its new rate."""
         now_s = self._clock.now_s
         for flow in {**out.flows, **into.flows}:
             rate = min(self._share_of(flow.sender), self._share_of(flow.receiver))
@@ -109,7 +111,7 @@ class Network:
         flow.done()
 
     def check(self) -> None:
-        """Nothing is under way: every transfer has ended and gave its share back."""
+        """Assert that every transfer has ended and returned its share."""
         for link in (*self._out.values(), *self._in.values()):
             assert not link.flows, f"{len(link.flows)} transfers never ended"
             assert link.paced_bytes_per_s < 1.0, "a paced transfer kept its share"

@@ -1,18 +1,19 @@
-"""What came of a simulated run, as the numbers that the papers and Dynamo's replay compare.
+"""The result of a simulated run, as the numbers that the papers and Dynamo's replay compare.
 
-TTFT counts queue, fetch, prefill and what of the hand-over was not hidden behind prefill;
-`ttft_prefill_s` ends with the prefill. TBT of a request is the mean of the longest 10 % of its
-token intervals, the one from prefill to decode included, in which it may have waited for a place in
-the batch; `tbt_decode_s` is without that one. Both are shown: results move by several points.
+TTFT includes the queue, the fetch, prefill, and the part of the hand-over that prefill did not
+hide. `ttft_prefill_s` ends with the prefill. TBT of a request is the mean of the longest 10 % of
+its token intervals. It includes the interval from prefill to decode, in which the request may have
+waited for the batch; `tbt_decode_s` excludes that interval. Both are reported because they differ
+by several points.
 
-A prefill is *wasted* when its request is refused, afterwards or on the way: what was computed of a
-prompt that was given up counts, and so does what a worker that died took with it.
+A prefill is *wasted* when its request is refused after or during it. Tokens computed for a
+cancelled prompt and tokens lost with a worker that died are wasted too.
 
-A request is *good* when it was answered, its TTFT is at most 30 s and the mean time between its
-tokens at most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's replay counts them.
-Good output tokens per second are over the time in which requests arrive, which is the same for
-everybody: over the whole run, a scheduler that lets work pile up would be divided by more seconds
-than one that turns it away. The same function counts our runs and Dynamo's own.
+A request is *good* when it was answered with a TTFT of at most 30 s and a mean token interval of at
+most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's replay counts them. Good output
+tokens per second are divided by the time in which requests arrive, which is equal for all
+schedulers. Dividing by the length of the run would favour a scheduler that rejects over one that
+queues. The same function counts our runs and Dynamo's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LengthClass:
     requests: int
     admitted: int
     good: int
-    ttft_p99_s: float  # of the admitted; 0 without any
+    ttft_p99_s: float  # of the admitted requests; 0 without any
 
     @property
     def good_share(self) -> float:
@@ -61,24 +62,26 @@ class SimulationOutcome:
     offered: int
     finished: int
     ttft_s: Quantiles
-    hit_share: float  # of the prompt tokens that were prefilled
-    itl_mean_s: float  # of the requests' means, one token answers apart
-    wait_max_s: float  # from arrival to the end of prefill, less what prefill takes alone
+    hit_share: float  # share of the prompt tokens of all prefilled requests
+    # mean over requests of their mean token interval; answers of one token left out
+    itl_mean_s: float
+    wait_max_s: float  # from arrival to the end of prefill, less the prefill time on an idle worker
     good: int
     good_ttft_p99_s: float  # of the good requests only
     good_tokens_per_s: float
     classes: tuple[LengthClass, ...]
-    # What follows is not known of a run of Dynamo's own.
-    rejected: dict[str, int] = field(default_factory=dict)  # by kind, nothing was computed
-    refused: dict[str, int] = field(default_factory=dict)  # by kind, on their way
+    # Dynamo's own runs do not report the fields below.
+    # rejected by the conductor before prefill, by kind
+    rejected: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)  # refused by a worker, by kind
     ttft_prefill_s: Quantiles = NOTHING
     tbt_s: Quantiles = NOTHING
     tbt_decode_s: Quantiles = NOTHING
     decode_s: float = 0.0  # mean time from first token to last
     fetched_blocks: int = 0
     restored_blocks: int = 0
-    prefills: int = 0  # requests of which something was computed
-    prefill_s: float = 0.0  # GPU seconds of all of them
+    prefills: int = 0  # requests with at least one computed chunk
+    prefill_s: float = 0.0  # GPU seconds of all prefills
     wasted_prefills: int = 0
     wasted_prefill_s: float = 0.0
 
@@ -96,7 +99,7 @@ class SimulationOutcome:
 
     @property
     def least_class_share(self) -> float:
-        """Good share of the worst served class, relative to that of all requests."""
+        """Good share of the worst served length class, relative to that of all requests."""
         shares = [found.good_share for found in self.classes if found.requests]
         return min(shares) / self.good_share if self.good else 0.0
 
@@ -108,7 +111,7 @@ class SimulationOutcome:
 def outcome_of(
     jobs: Sequence[SimulatedJob], alone_s: Callable[[int], float] = lambda tokens: 0.0
 ) -> SimulationOutcome:
-    """Of a run that has ended; `alone_s`: prefill of so many tokens on an idle worker."""
+    """The outcome of a finished run. `alone_s(tokens)`: prefill time on an idle worker."""
     done = [job for job in jobs if job.finished_s is not None]
     good = [job for job in done if is_good(job)]
     several = [job for job in done if job.output_tokens > 1]
@@ -155,7 +158,7 @@ def is_good(job: SimulatedJob) -> bool:
 
 
 def within(jobs: Sequence[SimulatedJob], ttft_slo_s: float, tbt_slo_s: float) -> int:
-    """Requests that were answered and kept both service levels."""
+    """Answered requests within both service levels."""
     return sum(
         job.finished_s is not None and job.ttft_s <= ttft_slo_s and job.tbt_s <= tbt_slo_s
         for job in jobs

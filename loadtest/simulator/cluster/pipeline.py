@@ -1,16 +1,16 @@
-"""Pipeline groups: prefill nodes that each have a share of the layers (FAST'25, 3.3).
+"""Pipeline groups: prefill nodes that each compute a share of the layers (FAST'25, 3.3).
 
-Stage 0 is a prefill worker like any other: queue, batching, pages and the store's blocks are its
-own. When it has computed its layers of a step it sends the hidden states to the next stage and
-begins the next step, of the same prompt or of others. A stage computes the steps in the order in
-which they come. What a later stage makes of the KV goes over the network to the node of stage 0,
-whose blocks are whole; and what of a prefix is cached there goes from it to each stage, its layers.
-A step is over when the last stage has computed it and all of its KV is there.
+Stage 0 is a normal prefill worker with a queue, batching, pages and the store's blocks. After it
+has computed its layers of a step, it sends the hidden states to the next stage and begins the next
+step, of the same prompt or of others. A stage computes steps in the order of their arrival. A later
+stage sends its KV over the network to the node of stage 0, which stores whole blocks. A prefix that
+is cached there is sent from that node to each stage, by layers. A step ends when the last stage has
+computed it and all of its KV has reached stage 0.
 
-A stage takes its share of what all layers take: weights, KV and arithmetic are divided alike. What
-stands before the first and after the last layer is left out.
+A stage takes its share of the time of all layers: weights, KV and arithmetic are divided evenly.
+Embedding and output layers are left out.
 
-Not here: which group a prompt goes to (the Conductor), a worker alone (prefill_node.py).
+Not here: choosing the group of a prompt (the Conductor), a worker alone (prefill_node.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from mooncake_store.records.membership import WorkerReport
 
 @dataclass(slots=True, eq=False)
 class PipelinedStep:
-    """One step of stage 0 on its way through the others."""
+    """One step of stage 0 on its way through the other stages."""
 
     chunks: Sequence[Chunk]
-    jobs: Sequence[SimulatedJob | None]  # of these chunks; None: it was given up
+    jobs: Sequence[SimulatedJob | None]  # the job of each chunk; None: it was cancelled
     began_s: float
-    computed_s: dict[str, float]  # of all steps: when a request's latest one was computed
-    kv_under_way: int = 0  # sends to the node of stage 0
-    is_computed: bool = False  # by all stages
+    # by request: when its latest step was computed; shared by all steps
+    computed_s: dict[str, float]
+    kv_under_way: int = 0  # KV transfers to the node of stage 0 that have not ended
+    is_computed: bool = False  # all stages have computed it
 
     def end_computing(self, now_s: float) -> None:
-        """Steps of one prompt overlap: what was counted for the one before does not count again."""
+        """Add this step's compute time. Steps of one prompt overlap, so time already counted is
+        left out."""
         self.is_computed = True
         for job in self.jobs:
             if job is not None:
@@ -58,12 +60,12 @@ class PipelinedStep:
 
 
 def stage_estimate(whole: PrefillEstimate, stages: int) -> PrefillEstimate:
-    """Of one stage of so many."""
+    """The estimate of one of `stages` stages."""
     return PrefillEstimate(*(part / stages for part in whole.coefficients))
 
 
 def hop_s(site: SimulatedSite) -> float:
-    """A full chunk's hidden states, with nobody else on the network."""
+    """Seconds to send a full chunk's hidden states over an idle network."""
     network, chunk_bytes = site.network, site.settings.chunk_tokens * site.gpu.hidden_bytes
     return network.latency_s + chunk_bytes / network.bytes_per_s
 
@@ -82,7 +84,7 @@ class PipelineStage(PromptComputer):
         self.following: PipelineStage | None = None
 
     def join(self, home: str, on_step: Callable[[], None]) -> None:
-        """`on_step`: something of a step has come about."""
+        """`on_step`: called when a stage or a KV transfer of a step ends."""
         self.home, self._on_step = home, on_step
 
     def report(self) -> WorkerReport:
@@ -99,7 +101,7 @@ class PipelineStage(PromptComputer):
         )
 
     def take(self, step: PipelinedStep) -> None:
-        """Its hidden states have come."""
+        """Queue a step whose hidden states have arrived."""
         self._queue.append(step)
         if not self._is_busy:
             self._begin()
@@ -129,7 +131,7 @@ class PipelineStage(PromptComputer):
         self._on_step()
 
     def check(self) -> None:
-        """Nothing is left to compute."""
+        """Assert that no step is left to compute."""
         assert not self._queue and not self._is_busy, f"{self.worker_id} kept steps"
 
 
@@ -139,7 +141,7 @@ def send_hidden(site: SimulatedSite, node_id: str, to: PipelineStage, step: Pipe
 
 
 class PipelineHead(PrefillNode):
-    """Stage 0 of a group, with the other stages."""
+    """Stage 0 of a group; it owns the other stages."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class PipelineHead(PrefillNode):
         on_begin: Callable[[SimulatedJob], None],
         on_end: Callable[[SimulatedJob], None],
     ) -> None:
-        """`whole`: of all `stages` on one node."""
+        """`whole`: the estimate of all `stages` on one node."""
         estimate = stage_estimate(whole, stages)
         super().__init__(worker_id, node_id, site, jitter, estimate, on_begin, on_end)
         self.share = 1 / stages
@@ -164,7 +166,7 @@ class PipelineHead(PrefillNode):
         self._computed_s: dict[str, float] = {}
 
     def add(self, stage: PipelineStage) -> None:
-        """The next one."""
+        """Append the next stage."""
         stage.join(self.node_id, self._end_steps)
         if self.others:
             self.others[-1].following = stage
@@ -174,7 +176,7 @@ class PipelineHead(PrefillNode):
         return self._pipeline.seconds(job.prompt_tokens - job.cached_tokens, job.cached_tokens)
 
     def _read(self, job: SimulatedJob, blocks: int) -> None:
-        """Each stage its layers: this one from its DRAM, the others over the network."""
+        """Send each stage its layers: from DRAM on this node, over the network to the others."""
         site, size_bytes = self._site, int(blocks * self._site.block_bytes * self.share)
         left = 1 + len(self.others)
 
@@ -192,7 +194,7 @@ class PipelineHead(PrefillNode):
                 came()
 
     def _computed(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Its own layers are: the next step may begin, this one goes on."""
+        """Stage 0 has computed its layers: pass the step on; the next step may begin."""
         jobs = [self._jobs.get(chunk.request_id) for chunk in chunks]
         began_s = self._site.clock.now_s - seconds
         step = PipelinedStep(chunks, jobs, began_s, self._computed_s)

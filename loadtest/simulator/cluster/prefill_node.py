@@ -1,11 +1,11 @@
-"""A prefill worker: the real queue and batching; a model only says how long a step takes.
+"""A prefill worker: the real queue and batching; a GPU model gives the time of a step.
 
-It does what backends/workers/prefill_worker.py does, in the same order: a prompt waits for pages,
-looks its prefix up, is blocked while another prompt brings the next block, fetches what the
-conductor chose, loads, is computed in chunks together with others, and puts each block when it is
-whole. Fetching and loading run beside the computing of other prompts, as there.
+The order is that of backends/workers/prefill_worker.py. A prompt waits for pages and looks up its
+prefix. It is blocked while another prompt computes the next block. It fetches the blocks that the
+conductor chose, loads them, is computed in chunks together with other prompts, and puts each block
+that is complete. Fetching and loading overlap with the computing of other prompts, as there.
 
-Not here: layers on several nodes (pipeline.py), the way to decode (decode_node.py), other attempts
+Not here: layers on several nodes (pipeline.py), the hand-over to decode (decode_node.py), retries
 (fleet.py).
 """
 
@@ -26,11 +26,11 @@ from mooncake_store.records.membership import SSD_SUFFIX, WorkerReport
 
 
 class PromptComputer(SimulatedWorker):
-    """A worker that computes steps of prompts: all layers, or a later stage's (pipeline.py)."""
+    """A worker that computes prefill steps: of all layers, or of a later stage's (pipeline.py)."""
 
     def __init__(self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter) -> None:
         super().__init__(worker_id, node_id, site, jitter)
-        self.share = 1.0  # of the layers
+        self.share = 1.0  # share of the layers, 0 < share <= 1
         self._steps = StepTimes()
         self._is_busy = False
 
@@ -40,7 +40,7 @@ class PromptComputer(SimulatedWorker):
             self._site.cores.compute("prefill", is_busy)
 
     def _step_s(self, chunks: Sequence[Chunk]) -> float:
-        """Of the step that begins now."""
+        """Seconds of the step that begins now."""
         factor = self.slowness * self._site.cores.prefill_factor() * self.share
         factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
         return factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
@@ -48,7 +48,7 @@ class PromptComputer(SimulatedWorker):
     def _took(
         self, seconds: float, chunks: Sequence[Chunk], jobs: Sequence[SimulatedJob | None]
     ) -> None:
-        """`jobs`: of these chunks; None: it was given up."""
+        """Record a step. `jobs`: the job of each chunk; None: it was cancelled."""
         self.busy_s += seconds
         self._steps.took(seconds)
         new_tokens = chunks[0].tokens if len(chunks) == 1 else sum(c.tokens for c in chunks)
@@ -58,7 +58,9 @@ class PromptComputer(SimulatedWorker):
 
 
 class PrefillNode(PromptComputer):
-    """`on_begin`: a job's first chunk begins; `on_end`: its first token is there, or it failed."""
+    """`on_begin`: a job's first chunk begins; `on_end`: its first token is computed, or it
+    failed.
+    """
 
     def __init__(
         self,
@@ -83,9 +85,10 @@ class PrefillNode(PromptComputer):
         )
         self._single_flight = SingleFlight()
         self._jobs: dict[str, SimulatedJob] = {}
-        self._blocked: dict[bytes, list[SimulatedJob]] = {}  # on a block that another one brings
+        # by the block key that another prompt computes
+        self._blocked: dict[bytes, list[SimulatedJob]] = {}
         self._loaded_blocks: dict[str, int] = {}
-        self._chunks: Sequence[Chunk] = ()  # of the step under way
+        self._chunks: Sequence[Chunk] = ()  # chunks of the step under way
 
     def submit(self, job: SimulatedJob, key_s: float) -> None:
         self._jobs[job.request_id] = job
@@ -97,7 +100,9 @@ class PrefillNode(PromptComputer):
         self._wake()
 
     def paced_s(self, job: SimulatedJob) -> float:
-        """From its first chunk to its first token, if nobody shares its steps."""
+        """Seconds from a job's first chunk to its first token, if no other prompt shares its
+        steps.
+        """
         tokens, chunk_tokens = job.prompt_tokens, self._site.settings.chunk_tokens
         return prompt_s(self._site.gpu, job.cached_tokens, tokens, chunk_tokens)
 
@@ -120,8 +125,8 @@ class PrefillNode(PromptComputer):
         return not self._jobs
 
     def stop(self, request_id: str) -> None:
-        """Nobody wants it any more. It leaves at once, or with the step that computes it, or when
-        the transfer that brings its prefix ends."""
+        """Cancel a request. It leaves at once, with the step that computes it, or when the transfer
+        of its prefix ends."""
         job = self._jobs.get(request_id)
         if job is None or job.refused:
             return
@@ -138,7 +143,7 @@ class PrefillNode(PromptComputer):
             self._wake()
 
     def die(self) -> list[SimulatedJob]:
-        """The process is killed; its jobs, which nobody will end."""
+        """Kill the process; returns its jobs, which will not end by themselves."""
         self.is_dead = True
         jobs, self._jobs = list(self._jobs.values()), {}
         return jobs
@@ -148,7 +153,7 @@ class PrefillNode(PromptComputer):
             self._begin()
 
     def _begin(self) -> None:
-        """The engine is free: let prompts in, and compute what is ready."""
+        """The engine is free: admit prompts, and compute the next step."""
         for admitted in self._batching.admit():
             self._load(self._jobs[admitted.request_id])
         chunks = self._batching.next_step()
@@ -169,10 +174,10 @@ class PrefillNode(PromptComputer):
             seconds += price_s * sum(chunk.is_last for chunk in chunks)
         self._site.clock.after(seconds, self._stepped, chunks, seconds)
 
-    # -- the prefix comes in
+    # -- loading the prefix
 
     def _load(self, job: SimulatedJob) -> None:
-        """Look the prefix up, and bring what is to be brought."""
+        """Look the prefix up, and fetch the chosen blocks."""
         site, route = self._site, job.route
         assert route is not None
         if job.load_began_s is None:
@@ -182,15 +187,15 @@ class PrefillNode(PromptComputer):
             self._blocked.setdefault(job.keys[found.own], []).append(job)
             return
         wanted = self._wanted(found, route.fetch_blocks, route.fetch_nodes)
-        if wanted:  # the first of them is not here, or it would be one of the own
+        if wanted:  # its first entry is remote or on the SSD, else `found.own` would count it
             self._bring(job, found.own, wanted)
         else:
             self._read(job, found.own)
 
     def _wanted(self, found: Found, fetch_blocks: int, sources: Sequence[str]) -> list[str]:
-        """Whom each of the blocks after the own ones comes from: this node's SSD for whatever is
-        there, and then other nodes for as many as the conductor allows, each from the first that it
-        named and that has it. "" is a block that is here already, behind a hole."""
+        """The holder that each block after the own ones comes from. The node's own SSD comes first.
+        Then other nodes follow for at most `fetch_blocks` blocks, each from the first of `sources`
+        that has it. "" is a block that is in this node's DRAM after a gap."""
         here, ssd = self.node_id, self.node_id + SSD_SUFFIX
         wanted: list[str] = []
         allowed = fetch_blocks
@@ -207,7 +212,7 @@ class PrefillNode(PromptComputer):
         return wanted
 
     def _bring(self, job: SimulatedJob, own: int, wanted: Sequence[str]) -> None:
-        """From each holder what is wanted of it; what an SSD has is put into its node's DRAM
+        """Fetch the wanted blocks from each holder; blocks of an SSD are put into its node's DRAM
         first."""
         by_holder: dict[str, list[bytes]] = {}
         for key, holder in zip(job.keys[own:], wanted, strict=False):
@@ -240,7 +245,7 @@ class PrefillNode(PromptComputer):
         lost: set[bytes],
         arrived: Callable[[], None],
     ) -> None:
-        """`lost` gets those that found no room on the way."""
+        """`lost` collects the keys that found no room on the way."""
         node_id, site = holder.removesuffix(SSD_SUFFIX), self._site
 
         def send(blocks: int) -> None:
@@ -256,7 +261,7 @@ class PrefillNode(PromptComputer):
             site.ssds.restore(node_id, keys, job.request_id, send)
 
     def _read(self, job: SimulatedJob, blocks: int) -> None:
-        """From the node's DRAM into the pages."""
+        """Copy blocks from the node's DRAM into the engine's pages."""
         rate = self._site.settings.host_to_gpu_bytes_per_s
         seconds = blocks * self._site.block_bytes / rate
         self._site.clock.after(seconds, self._read_in, job, blocks)
@@ -278,7 +283,8 @@ class PrefillNode(PromptComputer):
         self._wake()
 
     def _settle(self, job: SimulatedJob, keys: Sequence[bytes] | None) -> None:
-        """These blocks (None: all it leads) are there or given up: others may look again."""
+        """Mark these blocks (None: all that it leads) stored or abandoned, so blocked prompts look
+        again."""
         if keys is None:
             self._single_flight.settle_all(job.request_id)
         else:
@@ -289,7 +295,7 @@ class PrefillNode(PromptComputer):
         for other in [other for key in settled for other in self._blocked.pop(key, ())]:
             self._load(other)
 
-    # -- the rest is computed, and leaves
+    # -- computing and leaving
 
     def _stepped(self, chunks: Sequence[Chunk], seconds: float) -> None:
         if self.is_dead:
@@ -300,23 +306,23 @@ class PrefillNode(PromptComputer):
         self._begin()
 
     def _computed(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """By this worker; a worker alone has all layers."""
+        """Called when this worker has computed the chunks; without stages it has all layers."""
         for chunk in chunks:
             self._jobs[chunk.request_id].compute_s += seconds
         self._end_chunks(chunks)
 
     def _end_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """All layers are computed, and here."""
+        """All layers of these chunks are computed and on this node."""
         for chunk in chunks:
             job = self._jobs.get(chunk.request_id)
             if job is None:
-                continue  # given up while other stages still computed
+                continue  # cancelled while other stages still computed
             self._put(job, chunk)
             if job.refused or chunk.is_last:
                 self._leave(job)
 
     def _put(self, job: SimulatedJob, chunk: Chunk) -> None:
-        """The blocks that this chunk has filled, and the partial one at the end of the prompt."""
+        """Put the blocks that this chunk completed, and the partial last block of the prompt."""
         store, block_tokens = self._site.store, self._site.settings.block_tokens
         end = chunk.start + chunk.tokens
         first = max(self._loaded_blocks[job.request_id], chunk.start // block_tokens)
@@ -339,7 +345,7 @@ class PrefillNode(PromptComputer):
         self._on_end(job)
 
     def check(self) -> None:
-        """Prove the invariants; of an idle worker, that nothing stayed behind."""
+        """Check the invariants; an idle worker holds no pages, prefixes or tokens."""
         self._batching.check()
         self._pool.check()
         self._single_flight.check()

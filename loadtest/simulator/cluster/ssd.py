@@ -1,15 +1,15 @@
-"""The SSDs of a simulated cluster: what is spilled to them, and what comes back when it is wanted.
+"""The SSDs of a simulated cluster: spilling blocks to them and restoring blocks from them.
 
-The real Directory decides: which cold blocks get a copy on the SSD of their node once its DRAM is
-fuller than `spill_fraction`, which of these are dropped when the SSD is full, and what a lookup
-finds. Spilling is in batches, as mooncake_store/node/spiller.py does it: the blocks are not leased
-meanwhile, and one that was evicted before it was written is given up. A restored block is put into
-the DRAM of its node, so the next reader finds it there.
+The real Directory decides which cold blocks get a copy on the SSD of their node once its DRAM is
+fuller than `spill_fraction`, which copies are dropped when the SSD is full, and which copies a
+lookup finds. Blocks are spilled in batches, as in mooncake_store/node/spiller.py. A batch holds no
+leases while it is written, so a block that is evicted before the write ends is not spilled. A
+restored block is put into the DRAM of its node, where the next reader finds it.
 
-A disk is a link of its read rate that all that is under way there shares evenly; a byte that is
-written counts as so many that are read as the one is slower than the other.
+A disk is a link of its read rate that all its transfers share evenly. A written byte counts as
+`read_bytes_per_s / write_bytes_per_s` read bytes.
 
-Not here: who wants which block back (prefill_node.py).
+Not here: which blocks a request restores (prefill_node.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from loadtest.simulator.cluster.store import SimulatedStore
 from mooncake_store.records.blocks import Spill
 from mooncake_store.records.membership import SSD_SUFFIX
 
-# As mooncake_store/node/spiller.py has them; its threads and disks are not wanted here.
+# The values of mooncake_store/node/spiller.py, copied so that its threads and disks are not
+# imported.
 SPILL_BLOCKS_MAX, SPILL_IDLE_S = 64, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Of the SSDs of one node together."""
+    """Rates of all SSDs of one node together."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -38,7 +39,7 @@ class DiskRates:
 
 @dataclass(slots=True, eq=False)
 class SpillBatch:
-    """What is being written; `gone` were evicted from DRAM meanwhile."""
+    """Blocks being written; `gone`: those evicted from DRAM since the batch began."""
 
     owner: str
     spills: Sequence[Spill]
@@ -60,7 +61,7 @@ class SimulatedSsds:
     # -- to the SSD
 
     def spill_all(self, node_ids: Sequence[str], is_over: Callable[[], bool]) -> None:
-        """Ask for each node every SPILL_IDLE_S, until all is over."""
+        """Begin a batch on each idle node every SPILL_IDLE_S seconds until `is_over()`."""
         for node_id in node_ids:
             if node_id not in self._batches and self._store.has_node(node_id):
                 self._spill(node_id)
@@ -89,7 +90,7 @@ class SimulatedSsds:
     def _written(self, node_id: str, batch: SpillBatch) -> None:
         del self._batches[node_id]
         if not self._store.has_node(node_id):
-            return  # the host is gone, and its disk with it
+            return  # the host was lost, and its disk with it
         kept = [spill for spill in batch.spills if spill.key not in batch.gone]
         lost = [spill for spill in batch.spills if spill.key in batch.gone]
         self._store.end_spills(node_id, batch.owner, kept, lost)
@@ -102,8 +103,8 @@ class SimulatedSsds:
     def restore(
         self, node_id: str, keys: Sequence[bytes], owner: str, done: Callable[[int], None]
     ) -> None:
-        """Read these blocks into the DRAM of their node; `done` hears how many of them, from the
-        first, have a place there."""
+        """Read these blocks into the DRAM of their node. `done` receives how many leading blocks
+        were stored."""
 
         def came() -> None:
             done(self._store.put(keys, node_id, owner) if self._store.has_node(node_id) else 0)
@@ -112,6 +113,6 @@ class SimulatedSsds:
         self._disks.send(node_id + SSD_SUFFIX, node_id, size_bytes, came)
 
     def check(self) -> None:
-        """Nothing is under way."""
+        """Assert that no transfer and no batch is under way."""
         self._disks.check()
         assert not self._batches, f"batches never ended: {sorted(self._batches)}"

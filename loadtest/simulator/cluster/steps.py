@@ -1,8 +1,8 @@
-"""The steps of one simulated worker: how far each is off the model, and how long each took.
+"""The steps of one simulated worker: the jitter of each step, and how long each step took.
 
-A step takes longer or shorter than the model says, the same for the same seed. The factor belongs
-to the number of the step, so it does not matter how many are taken at once. A request remembers the
-number of its first step, so its token intervals are a slice of the log.
+A step takes longer or shorter than the model predicts, by the same factor for the same seed. The
+factor belongs to the number of the step, so the number of steps computed at once does not matter. A
+request records the number of its first step, so its token intervals are a slice of the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Jitter:
         self._factors = np.ones(0)
 
     def factors(self, first: int, steps: int) -> Seconds:
-        """Of the steps `first`, `first` + 1, ...; evenly spread over 1 +/- share."""
+        """Factors of the steps `first`, `first` + 1, ...; uniform over 1 +/- share."""
         while first + steps > len(self._factors):
             drawn = self._random.uniform(1 - self._share, 1 + self._share, DRAWN_AT_ONCE)
             self._factors = np.concatenate([self._factors, drawn])
@@ -46,7 +46,7 @@ class StepLog:
         self.steps = end
 
     def cut(self, steps: int) -> None:
-        """Forget what was planned after so many steps."""
+        """Discard the planned steps after the first `steps`."""
         assert 0 <= steps <= self.steps, (steps, self.steps)
         self.steps = steps
 

@@ -1,13 +1,13 @@
 """The real Directory on the virtual clock, with the few groups of verbs that workers use.
 
-Each group is what a worker says in one call, so a request costs a handful of calls however many
-blocks it has. Whatever the Directory announces goes to the Conductor at once.
+Each group is one call of a worker, so a request costs a handful of calls however many blocks it
+has. Events of the Directory go to the Conductor at once.
 
-Sizes: a block is one unit here, because the Directory's decisions depend on the number of blocks
-only; its real size counts where bytes move (network.py). Leases last until they are released, as a
-worker renews them for as long as it is busy; checksums are not made.
+Sizes: a block is one unit here, because the Directory decides by the number of blocks only. Its
+real size counts where bytes move (network.py). Leases last until they are released, as a busy
+worker renews them. Checksums are not computed.
 
-Not here: which blocks are worth what (the Conductor), moving them (prefill_node.py).
+Not here: the value of a block (the Conductor), moving blocks (prefill_node.py).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, 
 
 UNIT_BYTES = 4_096
 FOREVER_S = 1e12
-WORKER_TTL_S = 5.0  # the directory's own
+WORKER_TTL_S = 5.0  # the directory's default
 CHECKSUM = 1
-EVENTS_MAX = 1_024  # a group of verbs makes fewer, the loss of a node and reports apart
+# more than a group of verbs makes; the loss of a node and reports are added to it
+EVENTS_MAX = 1_024
 INCARNATION = "incarnation1"
-OWNERS_PER_NODE, LEASES_PER_NODE = 1_000, 100_000  # of a large fleet that has more work than room
+OWNERS_PER_NODE, LEASES_PER_NODE = 1_000, 100_000  # of a large overloaded fleet
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Leading blocks of a chain that are somewhere, leased; `own` of them on the asking node."""
+    """The leading blocks of a chain that are stored, leased; the first `own` are on the asking
+    node."""
 
     copies: Sequence[tuple[Copy, ...]]
     own: int
@@ -50,8 +52,8 @@ class SimulatedStore:
         nodes: int = 1,
         node_blocks: int = 0,
     ) -> None:
-        """Room for so many nodes with a worker each, at least for as many as a directory has by
-        itself. `node_blocks`: of the largest node, DRAM and SSD together."""
+        """A directory for `nodes` nodes with a worker each, never smaller than its defaults.
+        `node_blocks`: blocks of the largest node, DRAM and SSD together."""
         bounds = DirectoryConfig()
         config = DirectoryConfig(
             node_ttl_s=FOREVER_S,
@@ -69,7 +71,7 @@ class SimulatedStore:
         self._on_events = on_events
         self._announced = 0
         self._node_ids: set[str] = set()
-        self.on_removed: list[Callable[[bytes, str], None]] = []  # key and holder
+        self.on_removed: list[Callable[[bytes, str], None]] = []  # receives block key and holder
 
     @property
     def now_s(self) -> float:
@@ -115,14 +117,15 @@ class SimulatedStore:
         self.announce()
 
     def report(self, reports: Sequence[WorkerReport]) -> None:
-        """Every worker's report of this second; whoever is silent is gone after its TTL."""
+        """Send every worker's report of this second; the directory drops silent workers after its
+        TTL."""
         for report in reports:
             self.directory.worker_report(report, self.now_s)
         self.directory.tick(self.now_s)
         self.announce()
 
     def find(self, keys: Sequence[bytes], node_id: str, owner: str) -> Found:
-        """What of this chain is where; leased until `release(owner)`."""
+        """Look up the leading blocks of this chain and lease them until `release(owner)`."""
         copies = self.directory.lookup(keys, owner, FOREVER_S, self.now_s) if keys else []
         own = 0
         for places in copies:
@@ -135,7 +138,8 @@ class SimulatedStore:
         return Found(copies, own)
 
     def put(self, keys: Sequence[bytes], node_id: str, owner: str) -> int:
-        """Write consecutive blocks of a chain; how many leading ones are there (or under way)."""
+        """Write consecutive blocks of a chain; returns how many leading ones are stored or under
+        way."""
         directory, now_s = self.directory, self.now_s
         allocation = directory.allocate(node_id, keys, owner, FOREVER_S, False, now_s)
         written = [
@@ -149,7 +153,8 @@ class SimulatedStore:
         return allocation.covered
 
     def put_tail(self, node_id: str, owner: str) -> bool:
-        """The partial last block of a prompt: found by nobody else, freed with its lease."""
+        """Write the partial last block of a prompt: no lookup finds it, and its lease's end frees
+        it."""
         directory, now_s, key = self.directory, self.now_s, tail_key(owner)
         slot = directory.allocate(node_id, [key], owner, FOREVER_S, True, now_s).slots[0]
         if slot is None:
@@ -159,15 +164,15 @@ class SimulatedStore:
         return True
 
     def take_spills(self, node_id: str, owner: str, blocks_max: int) -> list[Spill]:
-        """What is to be copied to the node's SSD; leased there until `end_spills`."""
+        """Blocks to copy to the node's SSD, leased there until `end_spills`."""
         spills = self.directory.take_spills(node_id, owner, blocks_max, FOREVER_S, self.now_s)
-        self.announce()  # the SSD may have dropped others for these
+        self.announce()  # the SSD may have dropped other blocks for these
         return spills
 
     def end_spills(
         self, node_id: str, owner: str, kept: Sequence[Spill], lost: Sequence[Spill]
     ) -> None:
-        """`kept` are on the SSD now; `lost` were evicted before they were."""
+        """`kept` are on the SSD now; `lost` were evicted before they were written."""
         directory, now_s, ssd = self.directory, self.now_s, node_id + SSD_SUFFIX
         if kept:
             written = [(one.key, one.ssd_slot, one.ssd_generation, CHECKSUM) for one in kept]
@@ -182,7 +187,7 @@ class SimulatedStore:
         self.directory.release(owner, self.now_s)
 
     def announce(self) -> None:
-        """What happened since the last time, to whoever listens."""
+        """Send the events since the last call to all listeners."""
         if self.directory.sequence == self._announced:
             return
         events = self.directory.events_since(self._announced)

@@ -90,11 +90,11 @@ def test_with_a_number_of_nodes_the_best_split_of_them_is_chosen(
     ("more", "reason"),
     [
         (("--model", "Llama-3-405B"), "no model 'Llama-3-405B'; there are"),
-        (("--hardware", ""), "say what serves: --hardware"),
+        (("--hardware", ""), "give the worker: --hardware"),
         (("--gpus", "1"), "does not fit"),
         (("--slo-ttft", "0.2"), "is below the unloaded time: alone on"),
         (("--slo-tbt", "0.01"), "is below the unloaded time: a decode step"),
-        (("--trace", "nowhere.jsonl"), "there is no such file"),
+        (("--trace", "nowhere.jsonl"), "no such file"),
         (("--out", str(START)), "File exists"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_page_that_is_only_written_leaves_nothing_to_read(files, capsys) -> No
     before = Path(files[0]).read_bytes()
     assert status_of(files[0], files[0], "--out", files[0]) == 1
     said = capsys.readouterr()
-    assert "nothing is left to read: give another file to --out" in said.err
+    assert "nothing is left to read; give another file to --out" in said.err
     assert said.out == "" and Path(files[0]).read_bytes() == before
 
 

@@ -209,7 +209,7 @@ ODD: dict[str, tuple[Recording, list[str]]] = {
     ),
     "no hit rate": (
         recording([answered(0, cached_tokens=None)]),
-        ["no answer said what was cached", "not measured: no answer said it"],
+        ["no answer reported its cached tokens", "not measured: no answer reported it"],
     ),
     "a simulated run": (
         recording([answered(i) for i in range(5)], name="simulate", started_at=""),

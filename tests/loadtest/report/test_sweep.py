@@ -153,7 +153,7 @@ def test_a_run_that_does_not_say_its_cost_is_compared_and_the_reader_is_told() -
     assert sweep.cost_of(runs) is None and best_of(runs) == 3 and 3 in sweep.pareto_runs(runs)
     assert "the most goodput a second of" in sweep.best_text(runs)
     (said,) = sweep.warnings_of(runs)
-    assert said.startswith("1 of 3 runs do not say their gpus")
+    assert said.startswith("1 of 3 runs do not report their gpus")
 
     both = [digest_of(run_of(4.0, 0, 0, workers=n, **s)) for n, s in enumerate(sizes[:2], 2)]
     other = digest_of(run_of(4.0, 0, 0, workers=1))
@@ -229,7 +229,7 @@ def odd_runs() -> dict[str, list[RunDigest]]:
     [
         ("one", "1 runs side by side"),
         ("empty", "2 of 2 runs have no request"),
-        ("refused", "1 of 2 runs answered nothing"),
+        ("refused", "1 of 2 runs have no answer"),
         ("no level", "give --slo-ttft-s and --slo-tbt-s"),
         ("mixed", "2 of 4 runs have no service level"),
         ("nan", "2 runs side by side"),

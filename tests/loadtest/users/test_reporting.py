@@ -108,7 +108,7 @@ def test_each_tenant_is_judged_by_itself_if_it_had_a_user(
     assert run.groups(records) == {"acme/chat": "chat", "batch/chat": "chat"}
     assert not run.is_good()
     warned = [line for line in caplog.messages if line.startswith("tenant ")]
-    assert warned == ["tenant idle: no request of it ended; it may need more users"]
+    assert warned == ["tenant idle: none of its requests ended; it may need more users"]
     levels = {name: Slo(0.2, 0.025) for name in run.groups(records)}
     found = run.recording(records, levels | {"batch/chat": Slo(10.0, 0.025)})
     assert found.slo_by_workload.keys() == {"acme/chat", "batch/chat"}

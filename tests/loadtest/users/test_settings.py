@@ -50,7 +50,7 @@ def test_a_form_hands_everything_over_as_text() -> None:
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(SettingsError) as refused:
         read(workload="chat,tea", slo_ttft_p90="fast", think_s="-1", seed="x", via="udp")
-    for part in ("'tea' is no workload", "--slo-ttft-p90", "--think-s", "--seed", "'udp'"):
+    for part in ("'tea' is not a workload", "--slo-ttft-p90", "--think-s", "--seed", "'udp'"):
         assert part in str(refused.value)
 
 
@@ -58,7 +58,7 @@ def test_a_server_is_named_by_either_of_its_ports() -> None:
     assert address("127.0.0.1:9001") == address("http://127.0.0.1:9000")
     assert address("grpc://127.0.0.1:9001").http == "127.0.0.1:9000"
     for wrong in ("localhost", "127.0.0.1:", "https://127.0.0.1:8000", "8001"):
-        with pytest.raises(ValueError, match="is no address"):
+        with pytest.raises(ValueError, match="is not an address"):
             address(wrong)
 
 
@@ -75,7 +75,7 @@ def test_a_limit_is_seconds_or_a_multiple_or_none() -> None:
     assert limit("7.5x") == LevelLimit(times_unloaded=7.5)
     assert limit("none") == limit("") == LevelLimit()
     for wrong in ("0", "-1", "x", "nan", "inf"):
-        with pytest.raises(ValueError, match="no positive number"):
+        with pytest.raises(ValueError, match="not a positive number"):
             limit(wrong)
 
 

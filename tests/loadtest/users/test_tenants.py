@@ -31,7 +31,7 @@ def test_users_are_spread_over_tenants_by_weight_from_the_first_on() -> None:
 
 def test_a_weight_has_a_limit_that_the_error_says_and_the_order_is_made_once() -> None:
     for wrong in ("0", "1000", "999999"):
-        with pytest.raises(ValueError, match=f"{wrong} is no weight of acme; .* from 1 to 999"):
+        with pytest.raises(ValueError, match=f"{wrong} is not a weight of acme; .* from 1 to 999"):
             tenants(f"acme:{wrong},b:1")
     weights = (998, 997)
     assert turns(weights) is turns(weights) and Counter(turns(weights)) == {0: 998, 1: 997}

@@ -89,7 +89,7 @@ def with_context(context_tokens_max: int) -> ServerFacts:
 
 def test_what_cannot_fit_is_said_before_the_run() -> None:
     sizes = dataclasses.replace(SIZES, document_tokens=9_000)
-    assert "do not surely fit" in (too_long("document", sizes, FACTS) or "")
+    assert "may not fit" in (too_long("document", sizes, FACTS) or "")
     assert too_long("chat", sizes, FACTS) is None
 
 
