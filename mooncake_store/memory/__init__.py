@@ -1,1 +1,1 @@
-"""Memory: segments and their headers, memory of the caller's, checksums."""
+"""Memory: segments and their headers, callers' buffers, checksums."""

@@ -1,10 +1,10 @@
-"""Memory as the store sees it: flat bytes that are never copied, and checksums of what lies there.
+"""Flat views of memory without copies, and checksums of their bytes.
 
-numpy arrays, torch tensors and everything with the buffer protocol are taken by address. What is
-not contiguous is refused: a silent copy would be filled instead of the caller's memory.
+numpy arrays, torch tensors and objects with the buffer protocol are used by address. Memory that is
+not contiguous is rejected: a silent copy would be filled instead of the caller's memory.
 
-xxh3-64 does some 45 GB/s on bytes that lie in the CPU's cache and a third of that on others, so it
-is nearly free right after a copy of a piece that fits there, and costs half a copy later.
+xxh3-64 hashes some 45 GB/s of bytes in the CPU's cache, and a third of that otherwise. So it is
+nearly free right after a copy of a piece that fits the cache, and costs half a copy later.
 
 Not here: registering memory with a transport (registrations.py).
 """
@@ -21,12 +21,12 @@ import xxhash
 from mooncake_store.errors import RequestInvalid
 
 ByteArray = npt.NDArray[np.uint8]
-PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were no better (bench/RESULTS.md)
+PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were not faster (bench/RESULTS.md)
 
 
 def address_of(view: ByteArray) -> int:
-    """Of contiguous memory. Where it can be written this takes a third of the time of
-    `view.ctypes.data`, and there are sixteen in a batch."""
+    """The address of contiguous memory. For writable memory this takes a third of the time of
+    `view.ctypes.data`, and a batch has sixteen views."""
     if view.flags.writeable and view.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(view.data))
     address: int = view.__array_interface__["data"][0]
@@ -39,11 +39,11 @@ def checksum(view: ByteArray) -> int:
 
 
 def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
-    """Copy `source` to `target` (1-D uint8 of equal length); the checksum of what was copied.
+    """Copy `source` to `target` (1-D uint8 of equal length); returns the checksum of the bytes.
 
-    One side is a segment, where the late bytes of a transfer that was given up may land at any
-    time. The other side belongs to this process, and is hashed: the target of a read, the source of
-    a write. So late bytes never get a checksum that fits them.
+    One side is in a segment, where late bytes of an abandoned transfer may arrive at any time. The
+    other side belongs to this process and is the side that is hashed: the target of a read, the
+    source of a write. So late bytes never match the checksum.
     """
     hashed = target if is_read else source
     length_bytes = source.nbytes
@@ -59,13 +59,11 @@ def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
 
 
 def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
-    """The memory of `buffer` as a 1-D uint8 array. RequestInvalid when it cannot be had so.
-
-    `is_target`: bytes will be written into it, so it must be writable.
-    """
+    """The memory of `buffer` as a 1-D uint8 array. RequestInvalid: no such view is possible.
+    `is_target`: the caller will write to it, so it must be writable."""
     if isinstance(buffer, np.ndarray):
         if buffer.ndim == 1 and buffer.dtype == np.uint8 and buffer.flags.c_contiguous:
-            flat = buffer  # as it should be: nothing to make
+            flat = buffer  # needs no new view
         elif not buffer.flags.c_contiguous:
             raise RequestInvalid(
                 f"an array of shape {buffer.shape} and strides {buffer.strides} is not contiguous: "
@@ -80,7 +78,7 @@ def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
             flat = np.frombuffer(buffer, np.uint8)
         except (TypeError, ValueError, BufferError) as error:
             raise RequestInvalid(
-                f"{type(buffer).__name__} is no memory that can be moved ({error}): use numpy "
+                f"{type(buffer).__name__} has no memory that can be used ({error}): use numpy "
                 "arrays, torch tensors on the CPU, bytearray, memoryview or mmap"
             ) from error
     if is_target and not flat.flags.writeable:
@@ -89,19 +87,19 @@ def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
 
 
 def _tensor_bytes(tensor: Any) -> ByteArray:
-    """A torch tensor by its address; torch itself is not imported for that."""
+    """A torch tensor by its address, without importing torch."""
     if not tensor.is_contiguous():
         raise RequestInvalid(
             f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
         )
     if tensor.device.type != "cpu":
         raise RequestInvalid(
-            f"a tensor on {tensor.device} is not reached from here: copy through pinned memory "
+            f"a tensor on {tensor.device} is not in host memory: copy through pinned memory "
             "(torch.empty(..., pin_memory=True)) and pass that"
         )
     length_bytes = tensor.numel() * tensor.element_size()
     if length_bytes == 0:
         return np.zeros(0, np.uint8)
     array = (ctypes.c_uint8 * length_bytes).from_address(tensor.data_ptr())
-    array._tensor = tensor  # the memory lives as long as the view
+    array._tensor = tensor  # keeps the tensor's memory alive as long as the view
     return np.frombuffer(array, np.uint8)

@@ -1,13 +1,14 @@
-"""What a block of KV is verified by: a digest of each of its layers, and one of all these.
+"""Checksums of KV blocks: a digest per layer, and a checksum over all digests of a block.
 
-The digest of a layer is xxh3_64 of its bytes, so a layer is written and verified singly, whoever
-computed it. The checksum of the block is xxh3_64 over the digests, each 8 bytes as xxHash writes
-them (the highest first), in the order of the layers; it names the digests of all layers, and they
-are kept beside the block's header (slot_memory.py). A block without layers (0 of them: the bytes of
-some client) has none, and its checksum is xxh3_64 of its bytes.
+The digest of a layer is xxh3_64 of its bytes. So each layer is written and verified independently
+of its writer. The checksum of the block is xxh3_64 over its digests in the order of the layers,
+each as 8 bytes, big-endian. The digests are stored beside the block's header (slot_memory.py), and
+the block's checksum verifies them. A block with 0 layers (bytes of some client) has no digests, and
+its checksum is xxh3_64 of its bytes.
 
-A copy is hashed while it is made: `copy_blocks` does it in native.c, in one pass; without it, and
-for parts too short for that, piece by piece while each lies in the CPU's cache (buffers.py).
+A copy is hashed while it is made. `copy_blocks` does both in one pass of native.c. Without
+native.c, and for parts too short for it, each piece is copied and then hashed while it is in the
+CPU's cache (buffers.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mooncake_store.layout import DIGEST_BYTES
 from mooncake_store.memory.buffers import PIECE_BYTES, ByteArray, address_of, checksum, copy_and_sum
 from mooncake_store.native import library
 
-Place = tuple[ByteArray, int]  # a buffer, and where in it
-HASHED_BYTES_MIN = 241  # of a part, in native.c: shorter ones are hashed otherwise
-STREAMED_BYTES_MIN = 1024**2  # copied at once: more than a core's cache holds goes past it
-SHARED_BYTES_MIN = 1024**2  # less is copied before another thread has woken up
+Place = tuple[ByteArray, int]  # buffer, offset in it
+HASHED_BYTES_MIN = 241  # of a part; native.c hashes no shorter ones
+STREAMED_BYTES_MIN = 1024**2  # of a batch: more than a core's cache holds is copied past the cache
+SHARED_BYTES_MIN = 1024**2  # a smaller batch is copied before another thread has woken up
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
-    """As they lie beside a header."""
+    """The digests in the byte order in which they are stored beside a header."""
     return struct.pack(f">{len(digests)}Q", *digests)
 
 
@@ -39,12 +40,12 @@ def unpack_digests(raw: bytes) -> tuple[int, ...]:
 
 
 def block_checksum(packed: bytes) -> int:
-    """Of the block whose layers have these digests."""
+    """The checksum of the block whose layers have these digests."""
     return xxhash.xxh3_64_intdigest(packed)
 
 
 def layer_digests(view: ByteArray, layers: int) -> bytes:
-    """Of so many equal layers that follow each other in `view`, packed."""
+    """The packed digests of `layers` equal consecutive layers in `view`."""
     layer_bytes, rest_bytes = divmod(view.nbytes, layers)
     assert layer_bytes and not rest_bytes, f"{view.nbytes} bytes are not {layers} equal layers"
     memory, digest = view.data, xxhash.xxh3_64_digest
@@ -53,20 +54,18 @@ def layer_digests(view: ByteArray, layers: int) -> bytes:
 
 @functools.lru_cache(64)
 def _spans(layers: int, layer_bytes: int) -> tuple[slice, ...]:
-    """Made once: to slice anew takes as long as to hash a KiB."""
+    """Cached, because making the slices takes as long as hashing a KiB."""
     return tuple(slice(at * layer_bytes, (at + 1) * layer_bytes) for at in range(layers))
 
 
 def checksum_of(view: ByteArray, layers: int) -> int:
-    """The checksum of the block that lies in `view`; 0 layers: it has none."""
+    """The checksum of the block in `view`; 0 layers: a block without layers."""
     return block_checksum(layer_digests(view, layers)) if layers else checksum(view)
 
 
 def copy_and_digest(target: ByteArray, source: ByteArray, layers: int, *, is_read: bool) -> bytes:
-    """Copy so many layers (1-D uint8 of equal length); the packed digests of what was copied.
-
-    `is_read`: which side is hashed, as in `copy_and_sum`.
-    """
+    """Copy equal layers (1-D uint8 of equal length); returns their packed digests. `is_read`
+    selects the side to hash, as in `copy_and_sum`."""
     hashed = target if is_read else source
     if source.nbytes <= PIECE_BYTES:
         target[:] = source
@@ -99,11 +98,12 @@ def copy_blocks(
     *,
     is_read: bool,
 ) -> list[bytes]:
-    """Copy blocks of one size (in buffers of 1-D uint8): for each the packed digests of its layers,
-    or of the whole as if it were one where it has none; b"" where nothing is to be hashed.
+    """Copy blocks of one size between buffers of 1-D uint8; returns each block's packed digests.
 
-    `threads`: so many may share a large copy, the caller's included. `is_read`: out of a segment,
-    not into one, as in `copy_and_sum`; native.c hashes what it copies in either direction."""
+    A block with 0 layers is hashed as one layer. Not hashed: b"". `threads`: the threads that may
+    share a large copy, including the caller's. `is_read`: the sources are in a segment, as in
+    `copy_and_sum`; native.c hashes the bytes it copies in either direction.
+    """
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
@@ -142,14 +142,15 @@ def _native_copy() -> library.NativeFunction | None:
 
 
 def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
-    """As C takes them. Most batches have one buffer on one side, and its address takes a while."""
+    """Addresses as C takes them. Caches the base of each buffer: most batches have one on one
+    side."""
     bases: dict[int, int] = {}
     found = []
     for buffer, start in places:
         base = bases.get(id(buffer))
         if base is None:
             base = bases[id(buffer)] = address_of(buffer)
-        if not 0 <= start <= buffer.nbytes - block_bytes:  # native.c asks nobody
+        if not 0 <= start <= buffer.nbytes - block_bytes:  # native.c checks no bounds
             raise ValueError(f"{block_bytes} bytes from {start} on of a buffer of {buffer.nbytes}")
         found.append(base + start)
     return struct.pack(f"{len(found)}Q", *found)

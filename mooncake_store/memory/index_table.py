@@ -1,23 +1,24 @@
-"""The directory's index as the readers of one host see it: a bounded table in a file that they map.
+"""A replica of the directory's index for one host: a bounded hash table in a mapped file.
 
-Who writes it follows the directory (node/index_writer.py); who reads it asks nobody and waits for
-nobody. An entry is one copy of one block: key, node, slot, generation, checksum, size. It ends with
-a checksum of itself, as the header of a slot does, so an entry that is read while it is being
-written, or of which a write was cut short, reads as "nothing here", on every kind of CPU. What a
-reader does not find here, it asks the directory.
+Its writer follows the directory's events (node/index_writer.py). Its readers need no messages and
+no locks. An entry is one copy of one block: block key, node, slot, generation, checksum, size. Like
+a slot's header it ends with a checksum of itself. So an entry that is being written, or whose write
+was interrupted, reads as "no entry" on every kind of CPU. A reader asks the directory for block
+keys that it does not find here.
 
-    head      magic, buckets, epoch, sequence and `stamp`: when its writer had applied all there was
+    head      magic, buckets, epoch, sequence and `stamp`: when its writer had applied all events
     names     of the nodes, each with a checksum; a name keeps its number
     buckets   of 512 bytes: 7 tags and 7 entries of 64 bytes
 
-A key belongs to two buckets, by its hash; its tags there say in one line of the CPU's cache which
-entries to look at. Where both buckets are full somebody's entry goes: the directory knows it still.
-A key has at most COPIES_MAX entries; copies on the nodes of this host have precedence.
+A block key hashes to two buckets. The tags of a bucket fill one line of the CPU's cache and show
+which entries to read. If both buckets are full an entry is replaced: the directory still has it. A
+block key has at most COPIES_MAX entries; copies on nodes of this host have precedence.
 
-The file is of one user, 0600; the writer holds an exclusive flock on it for life, so the next one
-knows when it may take over. Reading is in C (native.c) where there is a compiler, else in numpy.
+The file belongs to one user (mode 0600). The writer holds an exclusive flock on it until it exits,
+so the next writer can detect when to take over. Reading is in C (native.c) where there is a
+compiler, else in numpy.
 
-Not here: what to do with a stale or wrong entry (client/index_reader.py).
+Not here: the handling of a stale or wrong entry (client/index_reader.py).
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from mooncake_store.memory.segment_file import (
 from mooncake_store.native.library import NativeFunction, quick_function
 from mooncake_store.records.blocks import Copy
 
-SWITCH = "MOONCAKE_INDEX_REPLICA"  # "off": nobody here writes or reads one
-MAGIC = int.from_bytes(b"MKINDEX1", "little")  # another one whenever what lies here changes
-COPIES_MAX = 2  # entries of one key
+SWITCH = "MOONCAKE_INDEX_REPLICA"  # "off": this process neither writes nor reads a replica
+MAGIC = int.from_bytes(b"MKINDEX1", "little")  # to be changed with the format
+COPIES_MAX = 2  # entries of one block key
 NODES_MAX = 1_024
 BYTES_MIN, BYTES_MAX = 2**20, 2**30  # of all buckets
-WAYS = 7  # entries of a bucket; its first 64 bytes have their tags
+WAYS = 7  # entries of a bucket; its first 64 bytes hold their tags
 BUCKET_BYTES = 512
-STALE_S = 1.0  # a writer stamps ten times a second; later than this it is not believed
+STALE_S = 1.0  # a writer stamps ten times a second; an older stamp makes the table stale
 
 _WORD = 8
 _BUCKET_WORDS = BUCKET_BYTES // _WORD
@@ -88,8 +89,8 @@ def is_wanted() -> bool:
 
 
 def table_path(segment_path: str, directory: str) -> str:
-    """Where the storage nodes of this host and user that belong to a directory have their table:
-    whichever of them comes first writes it."""
+    """The table that the storage nodes of this host, user and directory share; one of them writes
+    it."""
     folder = os.path.dirname(segment_path.split(":")[0]) or "."
     if is_hugetlbfs(folder):
         folder = "/dev/shm"
@@ -102,7 +103,7 @@ def _prefix() -> str:
 
 
 def remove_dead_tables(path: str) -> None:
-    """Those beside this one whose writers were killed, perhaps with their directories."""
+    """Remove tables in the same folder whose writers were killed."""
     for each in Path(path).parent.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(each, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -115,7 +116,7 @@ def remove_dead_tables(path: str) -> None:
 
 
 def table_bytes(segment_bytes: int) -> int:
-    """Of the buckets beside a segment: less than a hundredth of it."""
+    """The size of the buckets: less than a hundredth of the segment."""
     wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
     return 1 << (wished.bit_length() - 1)
 
@@ -134,17 +135,17 @@ def _buckets_of(hashed: int, mask: int) -> tuple[int, int]:
 
 
 class IndexTable:
-    """The writer's side. One thread uses it."""
+    """The writer's side, used by one thread."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
         """`size_bytes`: of all buckets, a power of two. SegmentRefused: a living process writes
-        there, or there is no room for it."""
+        this table, or there is no room for it."""
         buckets = size_bytes // BUCKET_BYTES
         assert buckets >= 2 and buckets & (buckets - 1) == 0, size_bytes
         self.path = path
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
-        self._local: set[int] = set()  # numbers, plus 1, of the nodes of this host
+        self._local: set[int] = set()  # node numbers plus 1, as in entries
         self._turn = 0
         self.entries = 0
         _refuse_living(path)
@@ -160,14 +161,14 @@ class IndexTable:
         self._words[_AT_BUCKETS] = buckets
         self._words[_AT_MAGIC] = MAGIC
 
-    # ---- what it says of itself
+    # ---- head
 
     @property
     def capacity(self) -> int:
         return (self._mask + 1) * WAYS
 
     def begin(self, epoch: int, sequence: int) -> None:
-        """Anew and empty: something was missed, or another directory leads."""
+        """Start again with an empty table: events were missed, or another directory leads."""
         self._words[_AT_STAMP_NS] = 0
         zeros = bytes(BYTES_MIN)
         for start in range(_BUCKETS_AT, len(self._memory), len(zeros)):
@@ -180,13 +181,13 @@ class IndexTable:
         self._words[_AT_EPOCH], self._words[_AT_SEQUENCE] = epoch, sequence
 
     def stamp(self, boot_s: float) -> None:
-        """All that the directory has said up to then is in the table."""
+        """Note that the table contains all events of the directory up to `boot_s`."""
         self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
 
     # ---- entries
 
     def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
-        """False: there was no room for it among what is worth more."""
+        """Add or replace an entry. False: no room among entries of higher precedence."""
         node = self._number(copy.node_id, is_local)
         if node is None:
             return False
@@ -219,28 +220,29 @@ class IndexTable:
         self.entries -= 1
 
     def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
-        """Where the entry of this copy goes; None when all that is there is worth more."""
+        """The position for the entry of this copy; None: only entries of higher precedence
+        there."""
         there = self._of(key, hashed)
         for at, other in there:
             if other == node:
                 return at
         is_local = node in self._local
         if len(there) >= COPIES_MAX:
-            far = [at for at, other in there if other not in self._local]
-            return far[0] if is_local and far else None
+            remote = [at for at, other in there if other not in self._local]
+            return remote[0] if is_local and remote else None
         ways = [(bucket, way) for bucket in _buckets_of(hashed, self._mask) for way in range(WAYS)]
-        # Into the emptier one of its buckets, so that they fill evenly.
+        # use the emptier of the two buckets, so that they fill evenly
         free = [at for at in ways if not self._words[self._tag_at(*at)]]
         if free:
             first = [at for at in free if at[0] == ways[0][0]]
             return first[0] if 2 * len(first) >= len(free) else free[-1]
         self._turn += 1
         turned = ways[self._turn % len(ways) :] + ways[: self._turn % len(ways)]
-        far = [at for at in turned if self._node_of(at) not in self._local]
-        return far[0] if far else turned[0] if is_local else None
+        remote = [at for at in turned if self._node_of(at) not in self._local]
+        return remote[0] if remote else turned[0] if is_local else None
 
     def _of(self, key: bytes, hashed: int) -> list[tuple[tuple[int, int], int]]:
-        """The entries of this key: where they are, and the number of their node plus 1."""
+        """The entries of this block key: (position, number of their node plus 1)."""
         found, tag = [], hashed | 1
         for bucket in _buckets_of(hashed, self._mask):
             start = self._tag_at(bucket, 0)
@@ -260,7 +262,7 @@ class IndexTable:
         return self._words[_entry_at(*at) // _WORD + _ENTRY_WORDS - 2]
 
     def _number(self, node_id: str, is_local: bool) -> int | None:
-        """Of this node, plus 1; None when too many have had one."""
+        """The number of this node plus 1; None: NODES_MAX nodes have one."""
         number = self._names.get(node_id)
         if number is None:
             raw = node_id.encode()
@@ -300,7 +302,8 @@ class IndexTable:
         assert all(count <= COPIES_MAX for count in Counter(key for key, _ in found).values())
 
     def close(self) -> None:
-        """Readers see at once that nobody writes any more. Twice is harmless."""
+        """Invalidate the stamp, so that readers stop using the table, and unlink. A second call has
+        no effect."""
         if self._descriptor < 0:
             return
         self._words[_AT_STAMP_NS] = 0
@@ -326,10 +329,10 @@ def _entry_at(bucket: int, way: int) -> int:
 
 
 class IndexView:
-    """A reader's side. Any number of threads may use it."""
+    """A reader's side, usable by any number of threads."""
 
     def __init__(self, path: str) -> None:
-        """SegmentRefused when there is none that can be trusted."""
+        """SegmentRefused: there is no table that can be trusted."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -337,7 +340,7 @@ class IndexView:
         try:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise SegmentRefused(f"the index replica {path} is somebody else's")
+                raise SegmentRefused(f"the index replica {path} belongs to another user")
             if found.st_size <= _BUCKETS_AT:
                 raise SegmentRefused(f"the index replica {path} is being made")
             self._memory = mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
@@ -355,19 +358,17 @@ class IndexView:
         self._names: list[str] = []
 
     def is_current(self, boot_s: float) -> bool:
-        """Has its writer heard all that the directory said, a moment ago?"""
+        """True if the writer had applied all events of the directory a moment ago."""
         return boot_s - STALE_S < self._words[_AT_STAMP_NS] / 1e9
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, sequence) of the last event in it."""
+        """(epoch, sequence) of the last applied event."""
         return self._words[_AT_EPOCH], self._words[_AT_SEQUENCE]
 
     def exist(self, keys: bytes) -> bytes:
-        """Is there a copy of each of these keys (16 bytes each, joined)? One byte per key: 0 or 1.
-
-        0 says nothing: ask the directory.
-        """
+        """For each of these block keys (16 bytes each, joined) one byte: 1 if it has an entry, else
+        0. 0 does not mean that the block is missing: ask the directory."""
         count, look = len(keys) // KEY_BYTES, _native("index_exist")
         if look is None:
             return self.exist_in_python(keys)
@@ -376,13 +377,13 @@ class IndexView:
         return found.raw
 
     def exist_in_python(self, keys: bytes) -> bytes:
-        """What native.c does likewise."""
+        """As `index_exist` in native.c."""
         found = np.zeros(len(keys) // KEY_BYTES, np.uint8)
         found[self._entries(keys)[0]] = 1
         return found.tobytes()
 
     def find(self, keys: bytes) -> list[tuple[Copy, ...]]:
-        """The copies of each key, as far as they are here."""
+        """The copies of each block key that have entries here."""
         count, look = len(keys) // KEY_BYTES, _native("index_find")
         if look is None:
             return self.find_in_python(keys)
@@ -410,7 +411,8 @@ class IndexView:
         )
 
     def _entries(self, keys: bytes) -> tuple[Words, Words]:
-        """The whole entries of these keys: whose each is, and their words."""
+        """The valid entries of these block keys: the index of the block key, and the entry's
+        words."""
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         hashed = _hashes(pairs)
         mask, shift = np.uint64(self._mask), np.uint64(32)
@@ -419,7 +421,8 @@ class IndexView:
         buckets = np.stack([first, second], axis=1)
         tags = self._buckets[buckets, 0, :WAYS]
         number, which, way = np.nonzero(tags == (hashed | np.uint64(1))[:, None, None])
-        entries = self._buckets[buckets[number, which], way + 1]  # a copy: the writer goes on
+        # a copy, because the writer continues
+        entries = self._buckets[buckets[number, which], way + 1]
         is_theirs = (entries[:, :2] == pairs[number]).all(axis=1)
         raw, size = entries.tobytes(), _ENTRY_WORDS * _WORD
         digest = xxhash.xxh3_64_intdigest
@@ -428,7 +431,7 @@ class IndexView:
         return number[is_whole], entries[is_whole]
 
     def _name(self, number: int) -> str:
-        """ "" when it is not known, or being written."""
+        """ "" for a name that is unknown or being written."""
         if number < len(self._names):
             return self._names[number]
         names: list[str] = []
@@ -444,7 +447,7 @@ class IndexView:
 
 
 def _hashes(pairs: Words) -> Words:
-    """`_hash` of many keys."""
+    """`_hash` of many block keys."""
     for_keys = np.uint64(_FOR_KEYS)
     mixed: Words = (pairs[:, 0] + pairs[:, 1] * for_keys) * np.uint64(_TO_MIX)
     mixed ^= mixed >> np.uint64(32)

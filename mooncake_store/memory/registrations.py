@@ -1,13 +1,13 @@
-"""Which memory of this process is registered with the transports, and for how long.
+"""Registers memory of this process with the transports, and tracks how long it is needed.
 
-Memory that is used again (an engine's KV pool) is registered once, by its owner. Other memory is
-registered for the call: cheap over CMA and TCP, where nothing is pinned. With RDMA it is pinned,
-which costs more than moving a header, so there are small buffers for headers and the like that are
-used again and again.
+Memory that is used repeatedly (an engine's KV pool) is registered once, by its owner. Other memory
+is registered for one call. That is cheap over CMA and TCP, where nothing is pinned. With RDMA the
+memory is pinned, which costs more than moving a header. So small buffers for headers and digests
+are kept registered and reused.
 
-When a call times out, the transfer may still be under way, so such memory stays registered and
-alive until the process ends, and such a small buffer is never used again: NIXL reads or writes it
-later, and somebody else's headers would lie there.
+After a timeout of a call, the transfer may still be in flight. So its memory stays registered and
+alive until the process ends, and a small buffer is never reused. NIXL may still read or write that
+memory, and it must not then hold headers of another call.
 
 Not here: making flat views (buffers.py).
 """
@@ -29,31 +29,31 @@ SCRATCH_KEPT_MAX = 8
 
 
 class MemoryUser(Protocol):
-    """What moves bytes into and out of memory of this process: the transports of KnownNodes."""
+    """Moves bytes into and out of memory of this process: the transports of KnownNodes."""
 
     @property
     def needs_registration(self) -> bool:
-        """Must it know memory before it moves bytes there?"""
+        """True if memory must be registered before bytes move to or from it."""
 
     def register(self, buffer: ByteArray) -> None: ...
 
     def unregister(self, buffer: ByteArray) -> None: ...
 
     def pending_targets(self) -> Sequence[tuple[ByteArray, object]]:
-        """Memory, and where in it, into which a read that timed out may still write."""
+        """Memory, with the span in it, that a timed-out read may still write."""
 
 
 class Registrations:
-    """Memory of the callers. Thread-safe."""
+    """Registrations of callers' memory. Thread-safe."""
 
     def __init__(self, transports: MemoryUser) -> None:
         self._transports = transports
         self._lock = threading.Lock()
         self._known: dict[int, ByteArray] = {}  # address -> whole buffer
-        self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> calls at work there
+        self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> calls that use it
 
     def add(self, buffer: ByteArray) -> None:
-        """For as long as this store lives, or until `drop`."""
+        """Register until `drop`, or until the store is closed."""
         with self._lock:
             known = self._known.get(address_of(buffer))
             if known is not None and known.nbytes >= buffer.nbytes:
@@ -68,16 +68,17 @@ class Registrations:
             self._transports.unregister(known)
 
     def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
-        """Do all of these lie in one registered buffer? The common case, in one comparison."""
+        """True if one registered buffer contains all of these: the common case, in one
+        comparison."""
         with self._lock:
             wholes = set(map(id, self._known.values()))
         if all(id(buffer.base) in wholes for buffer in buffers):
-            return True  # numpy says so; to ask for addresses takes ten times as long
+            return True  # numpy's base shows it; comparing addresses takes ten times as long
         spans = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
         return self._covers(min(spans)[0], max(start + length for start, length in spans))
 
     def _covers(self, low: int, high: int) -> bool:
-        """Do these addresses lie in one registered buffer?"""
+        """True if one registered buffer contains these addresses."""
         with self._lock:
             return any(
                 address <= low and high <= address + whole.nbytes
@@ -86,7 +87,7 @@ class Registrations:
 
     @contextlib.contextmanager
     def covering(self, buffers: Sequence[ByteArray]) -> Iterator[None]:
-        """All of these are registered until the block ends."""
+        """Keep all of these buffers registered until the context exits."""
         if not self._transports.needs_registration:
             yield
             return
@@ -100,7 +101,7 @@ class Registrations:
         is_certain = True
         try:
             yield
-        except WriteGivenUp:  # nothing reads the memory any more
+        except WriteGivenUp:  # the abandoned write reads the memory no more
             raise
         except TransferTimeout:
             is_certain = False
@@ -112,7 +113,7 @@ class Registrations:
                 self._give_back(buffer, is_certain and not is_late)
 
     def _borrow(self, buffer: ByteArray) -> None:
-        """Register for one call; several calls may be at work in the same memory."""
+        """Register for one call; several calls may use the same memory."""
         span = address_of(buffer), buffer.nbytes
         with self._lock:
             self._users[span] = users = self._users.get(span, 0) + 1
@@ -120,11 +121,12 @@ class Registrations:
                 self._transports.register(buffer)
 
     def _give_back(self, buffer: ByteArray, is_certain: bool) -> None:
-        """The last call is done: unregister, unless a transfer or somebody else still needs it."""
+        """End a call's use. The last call unregisters, unless a transfer may still use the
+        memory."""
         address = address_of(buffer)
         with self._lock:
             users = self._users[address, buffer.nbytes] - 1
-            if users or not is_certain:  # when it is uncertain, it is never unregistered
+            if users or not is_certain:  # not certain: it is never unregistered
                 self._users[address, buffer.nbytes] = max(users, not is_certain)
                 return
             del self._users[address, buffer.nbytes]
@@ -134,7 +136,7 @@ class Registrations:
 
 
 class Scratch:
-    """Small buffers for headers and the like, used again and again. Thread-safe."""
+    """Small registered buffers for headers and digests, reused between calls. Thread-safe."""
 
     def __init__(self, transports: MemoryUser) -> None:
         self._transports = transports
@@ -143,7 +145,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def take(self, size_bytes: int) -> Iterator[ByteArray]:
-        """At least that many bytes, until the block ends; their content is left over."""
+        """A buffer of at least `size_bytes` until the context exits. Its content is undefined."""
         buffer = None
         with self._lock:
             if self._free and size_bytes <= SCRATCH_BYTES:

@@ -1,19 +1,18 @@
 """A segment: pre-faulted memory in /dev/shm that a storage node owns and workers map.
 
-It is one file or several (`path` then joins them with ":", in order), mapped side by side into one
-range of addresses. Several files let each lie in its own filesystem or on its own NUMA node; to all
-users the segment stays one linear memory: an offset is enough to find a block, and one NIXL
-registration covers it. The range is reserved first, aligned to HUGE_BYTES, and each file is then
-mapped over its part.
+A segment is one file or several (`path` joins their names with ":", in order), mapped side by side
+into one address range. With several files, each can be in a filesystem or on a NUMA node of its
+own. For all users the segment is one linear memory: an offset identifies a block, and one NIXL
+registration covers it. The range is reserved first, aligned to HUGE_BYTES. Then each file is mapped
+over its part.
 
-Memory is populated here, before anybody uses it. The order matters: advice about huge pages and the
-NUMA policy count only for pages that do not exist yet. Huge pages are asked for, and used where the
-host allows them (`pages` says what was had): on a tmpfs mounted with huge=advise (mount -o
-remount,huge=advise /dev/shm), on a hugetlbfs always.
+Memory is populated before use. The order matters: advice about huge pages and the NUMA policy apply
+only to pages that do not exist yet. Huge pages are requested, and used where the host allows them
+(`pages` reports the result): on a tmpfs mounted with huge=advise (mount -o remount,huge=advise
+/dev/shm), and always on a hugetlbfs.
 
-Not here: locks and room of one file (segment_file.py), what lies in the segment (layout.py,
-slot_memory.py), who may write where (directory.py), how bytes get to another process
-(transport.py).
+Not here: lock and size of one file (segment_file.py), content of the segment (layout.py,
+slot_memory.py), who may write where (directory.py), transfers to other processes (transport.py).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MPOL_BIND = 2
-_MBIND = {"x86_64": 237, "aarch64": 235}  # not in libc; libnuma would be one more package
+_MBIND = {"x86_64": 237, "aarch64": 235}  # not in libc; libnuma would be another dependency
 _NUMA_NODES_MAX = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,15 +68,15 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class SegmentPart(NamedTuple):
-    """One file of the range."""
+    """One file of the segment."""
 
     descriptor: int
     size_bytes: int
-    numa_node: int | None = None  # None: wherever the kernel puts it
+    numa_node: int | None = None  # None: chosen by the kernel
 
 
 class Mapping:
-    """The range, for as long as somebody holds `view` or an array made from it."""
+    """The address range, mapped as long as `view` or an array made from it is referenced."""
 
     def __init__(self, parts: Sequence[SegmentPart]) -> None:
         size_bytes = sum(part.size_bytes for part in parts)
@@ -86,7 +85,7 @@ class Mapping:
         self.address = -(-start // HUGE_BYTES) * HUGE_BYTES
         self.size_bytes = size_bytes
         owner = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        # Unmapping under a live view would be a crash instead of a leak: the last view does it.
+        # Unmapping under a live view would crash the process. So the last view unmaps.
         weakref.finalize(owner, _libc.munmap, start, reserved_bytes).atexit = False
         self.view: ByteArray = np.ctypeslib.as_array(owner)
         offset = 0
@@ -95,7 +94,7 @@ class Mapping:
             offset += part.size_bytes
 
     def huge_bytes(self) -> int:
-        """How much of it lies in huge pages now."""
+        """Bytes of the range that are in huge pages now."""
         found, is_ours = 0, False
         for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
             head = line.split(None, 1)[0]
@@ -118,11 +117,13 @@ def _mmap(address: int, size_bytes: int, protection: int, flags: int, descriptor
 def _map_part(address: int, part: SegmentPart) -> None:
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     _mmap(address, part.size_bytes, protection, flags, part.descriptor)
-    _libc.madvise(address, part.size_bytes, _MADV_HUGEPAGE)  # refused or ignored: small pages then
+    # without it, or if it is refused, pages are small
+    _libc.madvise(address, part.size_bytes, _MADV_HUGEPAGE)
     if part.numa_node is not None:
         _bind(address, part.size_bytes, part.numa_node)
     if _libc.madvise(address, part.size_bytes, _MADV_POPULATE_WRITE) != 0:
-        # Linux before 5.14; or memory ran out, which mmap ignores and posix_fallocate then says.
+        # Linux before 5.14. Or memory ran out: mmap ignores that, and posix_fallocate then reports
+        # it.
         _mmap(address, part.size_bytes, protection, flags | _MAP_POPULATE, part.descriptor)
 
 
@@ -139,7 +140,7 @@ def numa_nodes() -> list[int]:
 
 
 def _bind(address: int, size_bytes: int, numa_node: int) -> None:
-    """Take this range's memory from one NUMA node. OSError when the kernel refuses."""
+    """Allocate this range's memory on one NUMA node. OSError if the kernel rejects that."""
     number = _MBIND.get(platform.machine())
     if number is None:
         raise OSError(f"NUMA binding is not known on {platform.machine()}")
@@ -160,7 +161,7 @@ def _bind(address: int, size_bytes: int, numa_node: int) -> None:
 
 
 class Segment:
-    """A mapped segment. Create it (owner: locks, unlinks) or open it (guest: only maps)."""
+    """A mapped segment: created by its owner (locks, unlinks) or opened by a guest (only maps)."""
 
     def __init__(self, path: str, parts: Sequence[SegmentPart], is_owner: bool) -> None:
         self.path = path
@@ -172,10 +173,8 @@ class Segment:
 
     @classmethod
     def create(cls, path: str, size_bytes: int, numa_nodes: Sequence[int | None] = ()) -> Segment:
-        """A new zeroed segment; replaces stale files of that name, never a living owner's.
-
-        Several files share the size equally; `numa_nodes` says for each where its memory lies.
-        """
+        """A new zeroed segment. Replaces stale files of that name, but never files of a living
+        owner. Several files share the size equally; `numa_nodes` gives the NUMA node of each."""
         assert size_bytes > 0, f"a segment of {size_bytes} bytes"
         paths = path.split(SEPARATOR)
         assert len(numa_nodes) in (0, len(paths)), (numa_nodes, paths)
@@ -209,15 +208,16 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, size_bytes: int | None = None) -> Segment:
-        """Map a segment that a living process owns. `size_bytes`: what its owner announced."""
+        """Map a segment that a living process owns. `size_bytes`: the size that its owner
+        announced."""
         parts: list[SegmentPart] = []
         try:
             for one in path.split(SEPARATOR):
                 descriptor = _open_foreign(one)
                 parts.append(SegmentPart(descriptor, os.fstat(descriptor).st_size))
                 if try_lock(descriptor, fcntl.LOCK_SH, keep=False):
-                    # To map it would keep its memory from whoever comes after its owner.
-                    raise SegmentRefused(f"nobody owns segment {one}: its storage node died")
+                    # a mapping would keep memory that the node's next incarnation needs
+                    raise SegmentRefused(f"no process owns segment {one}: its storage node died")
             found_bytes = sum(part.size_bytes for part in parts)
             if not all(part.size_bytes for part in parts) or size_bytes not in (None, found_bytes):
                 raise SegmentRefused(
@@ -237,13 +237,13 @@ class Segment:
         return self._mapping.view
 
     def view_if_open(self) -> ByteArray | None:
-        """The same, for whoever may come when another thread has closed it."""
+        """As `view`; None if another thread has closed the segment."""
         mapping = self._mapping
         return None if mapping is None else mapping.view
 
     @property
     def pages(self) -> str:
-        """What pages the memory has, for people."""
+        """The sizes of the memory's pages, as text."""
         assert self._mapping is not None, f"segment {self.path} is closed"
         folders = {os.path.dirname(one) or "." for one in self.path.split(SEPARATOR)}
         if all(is_hugetlbfs(folder) for folder in folders):
@@ -253,25 +253,23 @@ class Segment:
         return {0: small, 100: huge}.get(percent, f"{percent} % of {huge}, else {small}")
 
     def is_owner_alive(self) -> bool:
-        """Does a living process own the very file that is mapped here? About 1 us."""
+        """True if a living process owns the mapped file. About 1 us."""
         with self._lock:
             if self.is_owner or not self._descriptors:
                 return bool(self._descriptors)
             return not try_lock(self._descriptors[0], fcntl.LOCK_SH, keep=False)
 
     def close(self) -> None:
-        """Unmap; the owner unlinks too. Twice is harmless.
-
-        The kernel frees the memory when the last process unmaps. A view that someone still holds
-        keeps this process's mapping (not the file name, not the lock) until it is dropped.
-        """
+        """Unmap; the owner also unlinks. A second call has no effect. The kernel frees the memory
+        when the last process unmaps it. A view that is still referenced keeps this process's
+        mapping (but neither the file name nor the lock) until it is dropped."""
         with self._lock:
             if not self._descriptors:
                 return
             for one, descriptor in zip(self.path.split(SEPARATOR), self._descriptors, strict=True):
                 if self.is_owner:
                     unlink_if_same(one, descriptor)
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have it too
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may share the lock
                 os.close(descriptor)
             self._descriptors = []
             self._mapping = None
@@ -284,12 +282,10 @@ class Segment:
 
 
 def host_id(path: str) -> str:
-    """Names what can map a segment at `path`: this boot of this host, and this very tmpfs.
-
-    Two containers of one host have the same boot but usually two different /dev/shm. What a
-    deployment calls two hosts may share both all the same (network namespaces, containers that
-    share /dev/shm): an operator tells them apart by the variable MOONCAKE_HOST_IDENTITY.
-    """
+    """Identifies the processes that can map a segment at `path`: this boot of this host and this
+    tmpfs. Two containers of one host have the same boot but usually different /dev/shm. Hosts of
+    one deployment may share both (network namespaces, containers that share /dev/shm); an operator
+    distinguishes them by MOONCAKE_HOST_IDENTITY."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     device = os.stat(os.path.dirname(path.split(SEPARATOR)[0]) or ".").st_dev
     name = os.environ.get(IDENTITY_VARIABLE) or os.uname().nodename
@@ -297,7 +293,7 @@ def host_id(path: str) -> str:
 
 
 def _share_bytes(size_bytes: int, files: int, at: int) -> int:
-    """The size of file number `at`: equal shares of whole huge pages, the rest to the last."""
+    """The size of file number `at`: equal shares of whole huge pages, the remainder to the last."""
     share_bytes = size_bytes // files // HUGE_BYTES * HUGE_BYTES
     share_bytes = share_bytes or size_bytes // files // PAGE_BYTES * PAGE_BYTES
     if share_bytes == 0:

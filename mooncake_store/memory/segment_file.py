@@ -1,14 +1,14 @@
-"""One file of a segment: created, locked, given its memory, recognised as stale, unlinked.
+"""One file of a segment: created, locked, allocated, checked for a living owner, unlinked.
 
-The owner holds an exclusive flock on the file for as long as it lives; the kernel drops it when
-the process dies, however it dies. So a lock that can be taken means "nobody owns this": that is
-how a stale file is recognised at start, and how a reader notices that a mapped node is dead.
+The owner holds an exclusive flock on the file until it exits. The kernel releases the lock when the
+process dies, for any reason. So a lock that can be taken means that the file has no owner. A
+starting node recognises stale files by that, and a reader detects that a mapped node is dead.
 
-Memory is promised before it is used: statvfs and MemAvailable say whether there is room, then the
-file is populated and posix_fallocate proves that all of it is there. A sparse file would be
-accepted at once and kill the process with SIGBUS at the first write that finds /dev/shm full.
+Memory is reserved before it is used. statvfs and MemAvailable show whether there is room. Then the
+file is populated, and posix_fallocate proves that all pages exist. A sparse file would be accepted
+at once, and the first write to a full /dev/shm would kill the process with SIGBUS.
 
-Not here: mapping it, and segments of several files (segment.py).
+Not here: mapping the file, and segments of several files (segment.py).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from mooncake_store.errors import StoreError
 from mooncake_store.process.available_memory import memory_available_bytes
 
 ATTEMPTS_MAX = 20
-ATTEMPT_S = 0.01  # a reader's liveness probe holds the lock for a microsecond, or one time slice
-MEMORY_SPARE_BYTES = 256 * 1024**2  # left to everyone else when a segment is created
+# a reader's liveness check holds the lock for a microsecond, or for one time slice
+ATTEMPT_S = 0.01
+MEMORY_SPARE_BYTES = 256 * 1024**2  # left for other processes when a segment is created
 
 
 class SegmentRefused(StoreError):
-    """This segment cannot be created or opened; the message says what to change."""
+    """The segment cannot be created or opened; the message says what to change."""
 
 
 class NoRoom(SegmentRefused):
-    """There is too little memory now, and enough in all: somebody may give some back."""
+    """Too little memory is free now, but enough exists: other processes may release some."""
 
 
 def create_locked(path: str) -> int:
-    """A descriptor of a fresh, empty, exclusively locked file at `path`."""
+    """A descriptor of a new, empty, exclusively locked file at `path`."""
     for _ in range(ATTEMPTS_MAX):
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -52,12 +53,12 @@ def create_locked(path: str) -> int:
             ) from error
         if try_lock(descriptor, fcntl.LOCK_EX, keep=True) and _is_same(path, descriptor):
             return descriptor
-        os.close(descriptor)  # another starter took our fresh file for a stale one
-    raise SegmentRefused(f"segment {path} is being created by someone else; use another path")
+        os.close(descriptor)  # another starting process took this new file for a stale one
+    raise SegmentRefused(f"segment {path} is being created by another process; use another path")
 
 
 def _remove_stale(path: str) -> None:
-    """Unlink a file nobody owns; refuse when somebody does."""
+    """Unlink a file without an owner. SegmentRefused: a living process owns it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -79,9 +80,9 @@ def _remove_stale(path: str) -> None:
 
 
 def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
-    """NoRoom or SegmentRefused when (path, bytes) cannot be had together: what to do."""
+    """NoRoom or SegmentRefused, with advice, if these files (path, bytes) do not fit together."""
     needed_bytes: dict[int, int] = {}  # by filesystem
-    set_aside: set[int] = set()  # hugetlbfs: its pages are not part of the memory that is available
+    set_aside: set[int] = set()  # hugetlbfs: its pages are not part of the available memory
     for path, size_bytes in files:
         where = os.path.dirname(path) or "."
         device = os.stat(where).st_dev
@@ -100,7 +101,7 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
     if memory_bytes > available_bytes:
         raise NoRoom(
             f"segment {files[0][0]} needs {_mib(memory_bytes)} of memory, "
-            f"{_mib(available_bytes)} can be had: choose a smaller segment or stop something"
+            f"{_mib(available_bytes)} are available: choose a smaller segment or stop something"
         )
 
 
@@ -113,13 +114,13 @@ def _free_bytes(folder: str) -> int:
 
 
 def _all_bytes(folder: str) -> int:
-    """What is free there when nobody has anything."""
+    """The size of the filesystem."""
     room = os.statvfs(folder)
     return room.f_blocks * room.f_frsize
 
 
 def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
-    """All pages of the file exist now; what is not there yet is taken, or NoRoom."""
+    """Allocate all pages of the file; NoRoom if that fails."""
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
@@ -140,14 +141,14 @@ def _advice(where: str) -> str:
 
 
 def is_hugetlbfs(folder: str) -> bool:
-    """Are the pages of files in this folder the huge pages that an administrator set aside?"""
+    """True if files in this folder use the huge pages that an administrator reserved."""
     points = [line.split() for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
     kinds = {os.stat(point[1]).st_dev: point[2] for point in points if point[2] == "hugetlbfs"}
     return os.stat(folder).st_dev in kinds
 
 
 def try_lock(descriptor: int, kind: int, keep: bool) -> bool:
-    """Can the lock be had right now? With keep=False it is given back at once."""
+    """True if the lock can be taken now. keep=False: it is released at once."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,7 +159,7 @@ def try_lock(descriptor: int, kind: int, keep: bool) -> bool:
 
 
 def _is_same(path: str, descriptor: int) -> bool:
-    """Is `path` still the name of this very file?"""
+    """True if `path` still names this very file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,18 +1,19 @@
-"""What lies in the slots of a segment: the 64 bytes of a header for each use of one, and a payload.
+"""The slots of a segment: a 64-byte header for each use of a slot, and its payload.
 
-A header says whose block lies there, and whether it is whole. It is written by the worker that
-fills a slot and read by whoever rebuilds a directory from segments. It ends with a checksum of
-itself, so a torn or unrelated header reads as "nothing here".
+A header names the block in the slot and shows whether the block is complete. The worker that fills
+the slot writes it. A node that rebuilds the directory's index from its segment reads it. The header
+ends with a checksum of itself, so a torn or unrelated header reads as "no header".
 
-Each unit has a header; a block's is that of its first one. Whoever begins to fill a slot empties
-those of the other units. So a header inside a block says that something else was written there
-since, even if the block's own header is untouched: blocks of several sizes share a memory.
+Each unit has a header; a block's header is that of its first unit. The writer of a slot clears the
+headers of the block's other units first. So a header inside a block shows that other bytes were
+written there later, even if the block's own header is unchanged. This matters because blocks of
+several sizes share the memory.
 
-The digests of the layers of a block lie in a region of their own, in the cells of its units. They
-are worth what its checksum says of them (digests.py): nobody needs to trust or to empty them.
+The digests of a block's layers are in a region of their own, in the cells of its units. The block's
+checksum verifies them (digests.py), so they need not be trusted or cleared.
 
-Not here: where slots lie (layout.py), whose slot it is (the directory), which of the blocks that
-a node says it has are believed (inventory.py).
+Not here: where slots are (layout.py), who owns a slot (the directory), which blocks of a node's
+report are accepted (inventory.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from mooncake_store.memory.digests import checksum_of
 from mooncake_store.native import library
 from mooncake_store.records.blocks import GENERATION_MAX
 
-MAGIC = b"MKV2"  # another one whenever what lies here changes: "nothing here" for others
+MAGIC = b"MKV2"  # to be changed with the format: other releases then read "no header"
 # magic, state, generation, key, checksum, length, ephemeral, layers
 FIELDS = struct.Struct("<4sIQ16sQQII")
 _PREFIX = struct.Struct("<4sIQ16s")
@@ -60,15 +61,15 @@ assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsi
 
 
 class SlotHeader(NamedTuple):
-    """What a slot says about its payload."""
+    """The header of one use of a slot."""
 
-    state: int  # STATE_WRITING: do not trust the payload; STATE_READY: complete
+    state: int  # STATE_WRITING: the payload is not valid; STATE_READY: complete
     generation: int
-    key: bytes  # 16 bytes
-    checksum: int  # of the payload (digests.py); while it is being written: see `writing`
+    key: bytes  # block key, 16 bytes
+    checksum: int  # of the payload (digests.py); the lease in ms for STATE_WRITING
     length_bytes: int
     is_ephemeral: bool = False
-    layers: int = 0  # of a complete block; their digests are beside the header. 0: it has none
+    layers: int = 0  # of a complete block, with digests beside the header; 0: none
 
     @classmethod
     def writing(
@@ -79,10 +80,9 @@ class SlotHeader(NamedTuple):
         lease_s: float,
         is_ephemeral: bool = False,
     ) -> SlotHeader:
-        """Says for how long its writer leases the slot, instead of a checksum.
-
-        A directory that reads it after a restart lets the slot rest for that long (inventory.py).
-        """
+        """The header of a slot that is being filled: the writer's lease takes the place of the
+        checksum. A restarted directory that reads it quarantines the slot for that time
+        (inventory.py)."""
         lease_ms = int(lease_s * 1_000)
         return cls(STATE_WRITING, generation, key, lease_ms, length_bytes, is_ephemeral)
 
@@ -102,7 +102,7 @@ class SlotHeader(NamedTuple):
 
     @staticmethod
     def unpack(raw: bytes | memoryview) -> SlotHeader | None:
-        """The header in these 64 bytes, or None when no whole header lies there."""
+        """The header in these 64 bytes; None: no valid header."""
         assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
         magic, state, generation, key, checksum, length_bytes, ephemeral, layers = (
             FIELDS.unpack_from(raw)
@@ -114,24 +114,23 @@ class SlotHeader(NamedTuple):
 
 
 def ready_prefix(generation: int, key: bytes) -> bytes:
-    """How the header of this use of a slot begins once it is complete: enough to recognise it."""
+    """First bytes of the header of this use of a slot once it is complete; enough to identify
+    it."""
     return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
 
 
 def begun_prefix(generation: int) -> bytes:
-    """How the header of this use of a slot begins while it is being filled."""
+    """First bytes of the header of this use of a slot while it is being filled."""
     return _BEGUN.pack(MAGIC, STATE_WRITING, generation)
 
 
 def scan(view: ByteArray, shape: Geometry) -> list[Block]:
-    """The whole headers of a segment, in order of their slots.
-
-    A segment of a terabyte has millions of headers and most of them are empty, so numpy finds the
-    ones that begin like a header; only these are checked one by one.
-    """
+    """The valid headers of a segment, in the order of their slots. A segment of a terabyte has
+    millions of headers, most of them empty. So numpy finds the candidates by their magic, and only
+    candidates are checked one by one."""
     table = view[: shape.units * HEADER_BYTES].view(_COLUMNS)
     slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
-    rows = table[slots]  # a copy: writers go on meanwhile, a torn header fails its own checksum
+    rows = table[slots]  # a copy, because writers continue; a torn header fails its own checksum
     raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
     starts = range(0, len(raw), HEADER_BYTES)
     found = [digest(raw[start : start + FIELDS.size]) for start in starts]
@@ -140,15 +139,15 @@ def scan(view: ByteArray, shape: Geometry) -> list[Block]:
     rows, slots = rows[is_whole], slots[is_whole]
     rows["state"][(rows["state"] == STATE_READY) & (rows["ephemeral"] != 0)] = STATE_EPHEMERAL
     columns = [rows[name].tolist() for name in ("generation", "checksum", "length_bytes", "state")]
-    # Plain tuples: a million NamedTuples take a second more, most of it in the garbage collector.
+    # plain tuples: a million NamedTuples take a second more, mostly in the garbage collector
     return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))
 
 
 def write_headers(
     view: ByteArray, offsets: Sequence[int], headers: Sequence[SlotHeader], zero_bytes: int = 0
 ) -> None:
-    """Each header at its offset, and so many zeros behind it. They differ in generation, key and
-    checksum only: those of one put."""
+    """Write each header at its offset, followed by `zero_bytes` zeros. All headers belong to one
+    put: they differ only in generation, block key and checksum."""
     if not headers:
         return
     if min(offsets) < 0 or max(offsets) + HEADER_BYTES + zero_bytes > view.nbytes:
@@ -191,14 +190,14 @@ class SlotMemory:
         return SlotHeader.unpack(self.view[start : start + HEADER_BYTES].tobytes())
 
     def write_header(self, slot: int, header: SlotHeader) -> None:
-        """STATE_WRITING empties the headers of the block's other units, too."""
+        """Write the header. STATE_WRITING also clears the headers of the block's other units."""
         heads, raw = self.shape.headers(slot, header.length_bytes), header.pack()
         if header.state == STATE_WRITING:
             raw = raw.ljust(heads.stop - heads.start, b"\0")
         self.view[heads.start : heads.start + len(raw)] = np.frombuffer(raw, np.uint8)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[SlotHeader]) -> None:
-        """Those of one put, each as `write_header`."""
+        """Write the headers of one put, each as `write_header` does."""
         if headers:
             heads = self.shape.headers(0, headers[0].length_bytes)
             is_begun = headers[0].state == STATE_WRITING
@@ -206,19 +205,18 @@ class SlotMemory:
             write_headers(self.view, offsets, headers, (heads.stop - HEADER_BYTES) * is_begun)
 
     def is_newer(self, slot: int, generation: int) -> bool:
-        """Does a whole header there say that the slot was given away again since that generation?
-
-        Then its writer came too late: whatever it wrote would be on top of somebody else's block.
-        """
+        """True if a valid header shows that the slot was granted again after that generation. Its
+        earlier writer is then too late: its bytes would overwrite another owner's block."""
         start = self.shape.header_offset_bytes(slot)
         there = _PREFIX.unpack_from(self.view.data, start)[2]
-        if there <= generation:  # nearly always: for each block of a put, so it must cost little
+        # nearly always; this runs for each block of a put, so it must be cheap
+        if there <= generation:
             return False
         header = self.header(slot)
         return header is not None and generation < header.generation < GENERATION_MAX
 
     def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
-        """Does that very use of the slot hold its block?"""
+        """True if this use of the slot holds its complete block."""
         header = self.header(slot)
         return (
             header is not None
@@ -228,18 +226,18 @@ class SlotMemory:
         )
 
     def is_being_written(self, slot: int, generation: int) -> bool:
-        """Is that very use of the slot still being filled? Looks at no more than it must: a
-        pipeline's stage asks for each layer of each block."""
+        """True if this use of the slot is still being filled. Reads only the begin of the header,
+        because a pipeline stage calls it for each layer of each block."""
         start = self.shape.header_offset_bytes(slot)
         return _BEGUN.unpack_from(self.view.data, start) == (MAGIC, STATE_WRITING, generation)
 
     def checksum(self, slot: int, size_bytes: int, layers: int = 0) -> int:
-        """Of the payload, as a block with so many layers."""
+        """The checksum of the payload as a block with `layers` layers."""
         return checksum_of(self.payload(slot, size_bytes), layers)
 
     def write_digests(self, slot: int, size_bytes: int, digests: bytes) -> None:
-        """Those of its layers, packed, beside its header; where its units have no room for them
-        only the whole block can be verified."""
+        """Write the packed layer digests beside the header. If the block's units have no room for
+        them, only the whole block can be verified."""
         cell = self.shape.digests(slot, size_bytes, len(digests) // DIGEST_BYTES)
         if cell is not None:
             self.view[cell] = np.frombuffer(digests, np.uint8)
@@ -249,5 +247,5 @@ class SlotMemory:
         return self.view[start : start + size_bytes]
 
     def blocks(self) -> list[Block]:
-        """What all headers say."""
+        """The blocks of all valid headers."""
         return scan(self.view, self.shape)

@@ -1,1 +1,1 @@
-"""What is compiled, because Python cannot do it fast?"""
+"""Functions in C, where Python is too slow."""

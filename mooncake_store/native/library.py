@@ -1,15 +1,15 @@
-"""The project's C file as a loaded library: compiled on first use, kept in the user's cache folder.
+"""Loads the project's C file as a library: compiled on first use, cached in the user's folder.
 
-The wheel stays pure Python: what is shipped is `native.c`, and `cc` of this host makes a shared
-library of it for this very CPU, once for each text of it. Whoever has something fast there also has
-it in Python, with the same results, for hosts without a compiler: `library()` is None then, and
-`why_not()` says why. MOONCAKE_NATIVE=off asks for Python everywhere.
+The wheel remains pure Python: it contains `native.c`, and `cc` of the host compiles it for the
+host's CPU, once for each version of the file. Every native function has a Python version with the
+same results, for hosts without a compiler. There `library()` is None, and `why_not()` returns the
+reason. MOONCAKE_NATIVE=off selects Python everywhere.
 
-The folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake; a folder of
-this user in the system's temporary one where that cannot be written. What somebody else could have
-put there is not loaded. Processes that start together wait for the one that compiles.
+The folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If that cannot
+be written, it is a folder of this user in the system's temporary folder. A library that another
+user could have written is not loaded. Processes that start together wait for the one that compiles.
 
-Not here: the functions' arguments, which are declared by their users (`function`).
+Not here: the functions' arguments, which their callers declare (`function`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("native.c")
 SWITCH, CACHE, COMPILER = "MOONCAKE_NATIVE", "MOONCAKE_CACHE", "CC"
-# Sums and products must round as numpy's do, so they are never fused behind our back.
+# Sums and products must round as numpy's do, so the compiler must not fuse them.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -45,34 +45,35 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    "-Wno-psabi",  # without AVX-512 wide vectors are passed otherwise: nobody else calls these
+    # passing wide vectors differs without AVX-512; only this file calls these functions
+    "-Wno-psabi",
 )
 COMPILE_S_MAX = 120.0
 NativeFunction = Callable[..., Any]
 
 
 class _Unusable(Exception):
-    """Why there is no library here."""
+    """The reason why there is no library on this host."""
 
 
 def library() -> ctypes.CDLL | None:
-    """None: Python does the work."""
+    """The library; None: the Python versions are used."""
     return _loaded()[0]
 
 
 def why_not() -> str:
-    """Why `library` is None; empty when it is not."""
+    """Why `library` is None; "" if it is not."""
     return _loaded()[1]
 
 
 def function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
-    """A function of native.c; None where there is no library. Others run while it does."""
+    """A function of native.c; None without a library. It releases the GIL while it runs."""
     found = library()
     return None if found is None else _declared(found, name, result, arguments)
 
 
 def quick_function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
-    """One that is done within microseconds: it keeps Python's lock, which would cost more."""
+    """As `function`, for a function of microseconds: it keeps the GIL, whose release costs more."""
     found = library()
     if found is None:
         return None
@@ -90,39 +91,39 @@ def _declared(
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false"):
-        return None, f"{SWITCH}={os.environ[SWITCH]} asks for Python"
+        return None, f"{SWITCH}={os.environ[SWITCH]} selects Python"
     try:
         path = _made()
         try:
             return ctypes.CDLL(str(path)), ""
         except OSError:
             if not os.statvfs(path).f_flag & os.ST_NOEXEC:
-                path.unlink()  # cut short, or of a compiler that is mended since: made anew then
+                path.unlink()  # truncated, or made by a broken compiler: compile again next time
             raise
     except (_Unusable, OSError) as error:
         return None, str(error)
 
 
 def forget() -> None:
-    """Look again at the environment with the next use. For tests."""
+    """Read the environment again on the next use. For tests."""
     _loaded.cache_clear()
 
 
 def _made() -> Path:
-    """The library of this source, flags and CPU; compiled unless it is there."""
+    """The library of this source, these flags and this CPU; compiled if it is not cached."""
     source = SOURCE.read_bytes()
     what = b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode(), _cpu()])
     folder = cache_folder()
     path = folder / f"native-{hashlib.sha256(what).hexdigest()[:24]}.so"
     if not _is_trusted(path):
         with _alone(folder):
-            if not _is_trusted(path):  # somebody else may have made it meanwhile
+            if not _is_trusted(path):  # another process may have compiled it by now
                 _compile(path)
     return path
 
 
 def _cpu() -> bytes:
-    """What `-march=native` depends on."""
+    """The CPU properties that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -132,7 +133,7 @@ def _cpu() -> bytes:
 
 
 def cache_folder() -> Path:
-    """Made if it was not there."""
+    """The folder, created if missing."""
     base = os.environ.get(CACHE)
     if not base:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -149,7 +150,7 @@ def cache_folder() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Nobody else could have written it. OSError where there is none."""
+    """True if only this user or root can write it. OSError: it does not exist."""
     found = path.stat()
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -170,7 +171,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _compile(path: Path) -> None:
-    wanted = os.environ.get(COMPILER, "").split() or ["cc"]  # "ccache gcc" is customary
+    # the variable may hold arguments, as in "ccache gcc"
+    wanted = os.environ.get(COMPILER, "").split() or ["cc"]
     compiler = wanted[0]
     if shutil.which(compiler) is None:
         raise _Unusable(f"no C compiler: {compiler} is not on PATH (Debian: apt install gcc)")
@@ -179,7 +181,7 @@ def _compile(path: Path) -> None:
     try:
         status, said = _run(command)
         if status:
-            lines = said.strip().splitlines() or ["it said nothing"]
+            lines = said.strip().splitlines() or ["no message"]
             at = next((line for line in lines if "error" in line), lines[-1])
             raise _Unusable(f"{compiler} could not compile {SOURCE.name}: {at}")
         made.chmod(0o700)
@@ -191,8 +193,8 @@ def _compile(path: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Its exit status and what it complained of. A compiler hands the work to processes of its own,
-    so where it takes too long all of its process group are ended."""
+    """Exit status and error output. A compiler starts processes of its own, so at a timeout the
+    whole process group is killed."""
     running = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

@@ -1,1 +1,1 @@
-"""The SSD tier of a storage node: one file of blocks, and a manifest of what lies where."""
+"""The SSD tier of a storage node: one file of blocks, and a manifest of its content."""

@@ -1,23 +1,21 @@
-"""The file that holds the blocks of the SSD tier, and moving batches between it and the segment.
+"""The SSD tier's block file, and batched I/O between the file and the segment.
 
-The file is allocated whole, locked, and opened past the cache. O_DIRECT keeps blocks out of the
-page cache: they are in the segment already, and a cache of them would take the memory that the
-segment needs. Where a filesystem refuses it, buffered I/O is used. All its space is taken at start
-(posix_fallocate), so a disk that others fill later does not fail writes halfway; an existing file
-keeps its blocks and is made longer or shorter. The owner holds an exclusive flock, so two nodes
+The file is allocated completely, locked, and opened with O_DIRECT. O_DIRECT keeps blocks out of the
+page cache: the segment holds them already, and a cache would use memory that the segment needs.
+Where a filesystem rejects O_DIRECT, buffered I/O is used. All space is allocated at start
+(posix_fallocate), so writes do not fail later when other processes fill the disk. An existing file
+keeps its blocks and is extended or truncated. The owner holds an exclusive flock, so two nodes
 never write one file.
 
-`NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many requests in the disk's queue;
-`ThreadLane` has a few threads that call preadv and pwritev. Which is faster where: the numbers are
-in bench/RESULTS.md. Both start a batch with post() and end it with wait(), so that the caller
-can verify one batch while the next one is under way. A lane belongs to one thread at a time;
-`Lanes` hands them out.
+`NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many requests in the disk's queue.
+`ThreadLane` calls preadv and pwritev in a few threads. bench/RESULTS.md compares their speed. Both
+start a batch with post() and end it with wait(), so that the caller can verify one batch while the
+next one is in flight. A lane is used by one thread at a time; `Lanes` hands lanes out.
 
-A batch that nobody waits for any more, because the disk hangs, is kept with its lane until it ends:
-the kernel may go on writing, and to let go of what it works on aborts the process in NIXL's
-destructor, at exit too.
+If the disk hangs, an abandoned batch is kept with its lane until the batch ends. The kernel may
+still write, and freeing memory in use aborts the process in NIXL's destructor, also at exit.
 
-Not here: what is moved, verified and noted (ssd_tier.py), what lies where (manifest.py).
+Not here: which blocks are moved and verified (ssd_tier.py), where blocks are (manifest.py).
 """
 
 from __future__ import annotations
@@ -40,20 +38,22 @@ from mooncake_store.errors import SsdRefused, StoreError, TransferFailed, Transf
 from mooncake_store.memory.buffers import ByteArray
 
 log = logging.getLogger("mooncake_store.ssd")
-IO_ALIGN_BYTES = 4096  # O_DIRECT: addresses, offsets and lengths; enough for every disk in use
-# What a disk says that is full, over quota, over a file size limit, broken, or read-only by now.
+# of addresses, offsets and lengths with O_DIRECT; enough for every current disk
+IO_ALIGN_BYTES = 4096
+# errors of a disk that is full, over quota, over a file size limit, broken, or read-only
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-LANES_MAX = 4  # batches of so many callers are with the disk at once
+LANES_MAX = 4  # batches in flight on the disk at once
 THREADS = 8
-SPIN_S = 0.0002  # a small read is done by then; sleeping costs about 0.1 ms
-WAIT_STEP = 1 / 16  # then look again after this part of the time that has passed: 6 % late at most
+SPIN_S = 0.0002  # a small read has ended by then; a sleep costs about 0.1 ms
+# the next poll comes after this part of the time waited so far: at most 6 % late
+WAIT_STEP = 1 / 16
 
 
 class BlockFile:
-    """One open block file. `descriptor` is for I/O; `is_direct` says whether O_DIRECT was had."""
+    """One open block file. `descriptor` is for I/O; `is_direct`: O_DIRECT is in use."""
 
     def __init__(self, path: str, capacity_bytes: int) -> None:
-        """SsdRefused: change the options. OSError: the disk fails or is full, try again later."""
+        """SsdRefused: change the options. OSError: the disk failed or is full; retry later."""
         self.path = path
         self.is_direct = True
         try:
@@ -87,7 +87,7 @@ class BlockFile:
                 raise
         self.is_direct = False
         log.warning(
-            "%s: its filesystem refuses O_DIRECT, so blocks go through the page cache", path
+            "%s: its filesystem rejects O_DIRECT, so blocks go through the page cache", path
         )
         return os.open(path, flags, 0o600)
 
@@ -98,11 +98,12 @@ class BlockFile:
         try:
             os.posix_fallocate(self.descriptor, 0, capacity_bytes)
         except OSError:
-            os.ftruncate(self.descriptor, had_bytes)  # what others need more than a half file
+            # other users need the space more than a half-allocated file
+            os.ftruncate(self.descriptor, had_bytes)
             raise
 
     def close(self) -> None:
-        """Unlock. The file stays: its blocks outlive the process. Twice is harmless."""
+        """Unlock. The file remains: its blocks outlive the process. A second call has no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -117,24 +118,25 @@ class Row(NamedTuple):
 
 
 class DiskLane(Protocol):
-    """A way to move rows; used by one thread at a time."""
+    """Moves rows between memory and file; used by one thread at a time."""
 
     name: str
 
     def post(self, is_write: bool, rows: Sequence[Row]) -> Any:
-        """Start it. TransferFailed when it cannot be started."""
+        """Start a batch. TransferFailed: it cannot be started."""
 
     def wait(self, batch: Any, until_s: float) -> None:
-        """Until all of it is done. OSError, TransferFailed; TransferTimeout: it may come later."""
+        """Wait for a batch. OSError or TransferFailed: it failed. TransferTimeout: it is in
+        flight."""
 
     def has_ended(self, batch: Any) -> bool:
-        """Is nothing of it under way any more, however it went? Of one that nobody waits for."""
+        """True if nothing of an abandoned batch is in flight, whatever its result."""
 
     def close(self) -> None: ...
 
 
 def move(descriptor: int, memory: ByteArray, is_write: bool, row: Row) -> None:
-    """One row by plain calls; OSError with the disk's own errno."""
+    """One row by plain system calls; OSError with the disk's errno."""
     view = memory[row.memory_bytes : row.memory_bytes + row.length_bytes].data
     call = os.pwritev if is_write else os.preadv
     done_bytes = 0
@@ -146,7 +148,7 @@ def move(descriptor: int, memory: ByteArray, is_write: bool, row: Row) -> None:
 
 
 class ThreadLane:
-    """preadv and pwritev in a few threads, shared by all lanes of a file."""
+    """preadv and pwritev in a few threads that all lanes of a file share."""
 
     name = "threads"
 
@@ -182,7 +184,7 @@ class NixlLane:
     def __init__(self, descriptor: int, memory: ByteArray, file_bytes: int) -> None:
         from mooncake_store.transports.nixl_agent import FileAgent
 
-        self._memory = memory  # alive for as long as somebody may write to it
+        self._memory = memory  # keeps the memory alive while the plugin may write to it
         self._agent = FileAgent(int(memory.ctypes.data), memory.nbytes, descriptor, file_bytes)
 
     def post(self, is_write: bool, rows: Sequence[Row]) -> Any:
@@ -205,7 +207,7 @@ class NixlLane:
 
 
 class Unfinished:
-    """Batches that nobody waits for any more, with their lanes, until they end."""
+    """Abandoned batches and their lanes, kept until the batches end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -215,11 +217,11 @@ class Unfinished:
         return len(self._kept)
 
     def keep(self, lane: DiskLane, batches: Iterable[Any]) -> None:
-        """The lane is used for nothing else from now on."""
+        """Keep the batches; the lane must not be used again."""
         with self._lock:
             for batch in batches:
                 pair = (lane, batch)
-                # At exit, when Python drops all modules, nobody may be the last to hold it.
+                # at exit Python drops all modules, and must not then free the batch
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
                 self._kept.append(pair)
 
@@ -238,7 +240,7 @@ unfinished = Unfinished()
 
 
 class Lanes:
-    """The lanes of one file and one memory: `nixl` where the plugin works, else threads."""
+    """The lanes of one file and one memory: `nixl` if the plugin works, else threads."""
 
     def __init__(
         self, descriptor: int, memory: ByteArray, file_bytes: int, wished: str = "nixl"
@@ -263,10 +265,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def lane(self, until_s: float) -> Iterator[DiskLane]:
-        """A lane for this thread. One with a failed batch is not used again."""
+        """A lane for this thread. A lane with a failed batch is not reused."""
         unfinished.drop_ended()
         if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
-            raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy all that time")
+            raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy until the deadline")
         try:
             with self._lock:
                 lane = self._free.pop() if self._free else None
@@ -279,7 +281,7 @@ class Lanes:
             self._permits.release()
 
     def close(self) -> None:
-        """Waits for calls under way, not for a disk that hangs."""
+        """Wait for calls in progress, but not for a disk that hangs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._free:
             lane.close()

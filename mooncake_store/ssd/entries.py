@@ -1,19 +1,19 @@
-"""Which blocks lie where on the SSD: what a manifest says of them, and the table that this leaves.
+"""The records of an SSD manifest, and the table of blocks that they describe.
 
-A manifest has a header, then records of 64 bytes. A record says that a block lies in a slot (PUT)
-or that whatever starts in a slot does not lie there any more (DROP). Each carries a CRC of itself.
-Records have one size, so a damaged one hides nothing but itself: reading goes on with the next.
-Damaged bytes at the end are a write that was cut off.
+A manifest has a header and then records of 64 bytes. PUT: a block is in a slot. DROP: the block
+that starts in a slot is there no longer. Each record has a CRC of itself. All records have one
+size, so a damaged record hides only itself: reading continues with the next one. Damaged bytes at
+the end are an interrupted write.
 
-Losing any record is safe. A lost PUT is a miss. After a lost DROP a block seems to lie where other
-bytes do: the overlapping PUT has a higher generation and wins, or the checksum of the block fails
-when it is loaded.
+Losing any record is safe. A lost PUT is a miss. After a lost DROP, the table lists a block whose
+bytes have been replaced. Then the overlapping PUT has a higher generation and wins, or the block's
+checksum fails when the block is loaded.
 
-In the table nothing overlaps. A byte for each unit says whether a block starts there, so the only
-neighbour that may reach into a slot from below is found by one backward search of a byte string: no
-tree, one byte a unit.
+Blocks in the table never overlap. A byte per unit shows whether a block starts there. So one
+backward search in a byte string finds the only lower neighbour that may overlap a slot. This needs
+one byte per unit and no tree.
 
-Not here: the file (manifest.py), the blocks (block_file.py), who decides what is written (the
+Not here: the file (manifest.py), the blocks (block_file.py), the choice of what is written (the
 directory).
 """
 
@@ -31,7 +31,7 @@ MANIFEST_VERSION = 2
 PUT, DROP = 1, 2
 RECORD_BYTES = 64
 _MAGIC = b"MKSM"
-_START = b"\x01"  # of a block, in the table
+_START = b"\x01"  # a block starts in this unit of the table
 _HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
 # kind, key, slot, generation, checksum, size, layers, spare
 _RECORD = struct.Struct("<B3x16sQQQQI4x")
@@ -47,11 +47,11 @@ class SsdEntry(NamedTuple):
     generation: int
     checksum: int
     size_bytes: int
-    layers: int = 0  # that its checksum is over the digests of; 0: it has none
+    layers: int = 0  # layers whose digests the checksum covers; 0: a block without layers
 
 
 class SsdShape(NamedTuple):
-    """How the block file is cut."""
+    """The division of the block file."""
 
     unit_bytes: int
     capacity_bytes: int
@@ -60,7 +60,8 @@ class SsdShape(NamedTuple):
         return -(-size_bytes // self.unit_bytes)
 
     def holds(self, entry: SsdEntry) -> bool:
-        """Can it be? One of an absurd generation would keep its slot against all that come."""
+        """True if the entry is valid and fits. An entry with an impossible generation would block
+        its slot against all later entries."""
         end_bytes = (entry.slot + self.units_of(entry.size_bytes)) * self.unit_bytes
         is_possible = entry.size_bytes > 0 and entry.generation < GENERATION_MAX
         return is_possible and end_bytes <= self.capacity_bytes
@@ -80,10 +81,8 @@ def pack_header(shape: SsdShape, version: int = MANIFEST_VERSION) -> bytes:
 
 
 def unpack_header(raw: bytes) -> SsdShape:
-    """ManifestDamaged when this is none, ManifestVersion when another release wrote it.
-
-    Its 64 bytes are laid out alike in all versions, so that one can tell the two apart.
-    """
+    """ManifestDamaged: no header. ManifestVersion: another release wrote it. The 64 bytes have the
+    same layout in all versions, so the two cases can be distinguished."""
     if len(raw) < RECORD_BYTES:
         raise ManifestDamaged(f"it has {len(raw)} bytes, its header alone has {RECORD_BYTES}")
     raw = raw[:RECORD_BYTES]
@@ -107,17 +106,17 @@ def pack_drop(slot: int, generation: int) -> bytes:
 
 
 class ManifestReplay(NamedTuple):
-    """What the records of a manifest say, in the order they were written."""
+    """The records of a manifest, in the order in which they were written."""
 
     records: list[tuple[int, SsdEntry]]  # (PUT or DROP, ...); a DROP has only slot and generation
     damaged: int  # records that were skipped
-    whole_bytes: int  # behind them nothing readable follows
+    whole_bytes: int  # length up to the last readable record
 
 
 def replay(raw: bytes) -> ManifestReplay:
-    """All readable records behind the header."""
+    """All readable records after the header."""
     records: list[tuple[int, SsdEntry]] = []
-    damaged = skipped = 0  # skipped: since the last readable one
+    damaged = skipped = 0  # skipped: since the last readable record
     whole_bytes = min(len(raw), RECORD_BYTES)
     for start in range(RECORD_BYTES, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
         one = raw[start : start + RECORD_BYTES]
@@ -138,7 +137,7 @@ class EntryTable:
         self.shape = shape
         self._entries: dict[int, SsdEntry] = {}
         self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)
-        self._units_max = 1  # of any block so far: how far below a neighbour may start
+        self._units_max = 1  # of any block so far: limits the distance of a lower neighbour's start
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -166,7 +165,8 @@ class EntryTable:
         return found
 
     def put(self, entry: SsdEntry) -> bool:
-        """Take it in, and out what it overlaps. False when it does not fit or came too late."""
+        """Add an entry and remove those it overlaps. False: it does not fit, or a newer one is
+        there."""
         if not self.shape.holds(entry):
             return False
         others = self.overlapping(entry.slot, entry.size_bytes)
@@ -180,7 +180,7 @@ class EntryTable:
         return True
 
     def drop(self, slot: int, generation: int) -> bool:
-        """Take out that use of the slot; another use of it stays."""
+        """Remove this use of the slot; another use of it stays."""
         entry = self._entries.get(slot)
         if entry is None or entry.generation != generation:
             return False
@@ -188,7 +188,7 @@ class EntryTable:
         return True
 
     def play(self, records: Iterable[tuple[int, SsdEntry]]) -> None:
-        """Do again what these records of a manifest say."""
+        """Apply these records of a manifest."""
         for kind, entry in records:
             if kind == DROP:
                 self.drop(entry.slot, entry.generation)

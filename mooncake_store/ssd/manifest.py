@@ -1,15 +1,16 @@
-"""The file that says what lies on the SSD, written as it happens, so that blocks survive a restart.
+"""The SSD tier's manifest file: an append-only log, so that blocks survive a restart of the node.
 
-Records are only appended. They are handed to the kernel, not forced to the disk: they survive the
-death of the process, kill -9 too. After a power cut some may be missing or ahead of their blocks;
-then checksums of blocks decide (entries.py says why that is safe). When most of the file is dead it
-is written anew beside itself and renamed over.
+Records are handed to the kernel but not forced to the disk. So they survive the death of the
+process, also by kill -9. After a power cut some may be missing or refer to unwritten blocks; the
+checksums of blocks detect that (entries.py explains why it is safe). When most records are
+obsolete, the file is rewritten beside itself and renamed into place.
 
-A manifest that cannot be read, or describes other units, is put aside (`.damaged`) and the tier
-starts empty: that loses a cache, not data. One of another release stops the node instead, because
-somebody may want to go back to it. Another capacity is no damage: what still fits is kept.
+A manifest that cannot be read, or that describes other units, is renamed to `.damaged`, and the
+tier starts empty: that loses a cache, not data. A manifest of another release stops the node
+instead, because the operator may want to return to that release. After a change of capacity, blocks
+that still fit are kept.
 
-Not here: the bytes of records, and which blocks they leave (entries.py).
+Not here: the bytes of records, and the table that results (entries.py).
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from mooncake_store.ssd.entries import (
 )
 
 log = logging.getLogger("mooncake_store.ssd")
-DEAD_RECORDS_MIN = 4096  # fewer are not worth writing the file again
+DEAD_RECORDS_MIN = 4096  # fewer obsolete records do not justify a rewrite
 DEAD_FRACTION_MAX = 0.75
 
 
 class Manifest:
-    """Open it, ask `table`, tell it what changes. Thread-safe; it owns the table."""
+    """Owns `table` and writes its changes to the file. Thread-safe."""
 
     def __init__(self, path: str, shape: SsdShape, must_reset: bool = False) -> None:
-        """ManifestVersion when another release wrote it; OSError when the disk fails."""
+        """ManifestVersion: another release wrote it. OSError: the disk failed."""
         self.path = path
         self.table = EntryTable(shape)
         self._lock = threading.Lock()
         self._records = 0  # in the file
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path + ".new")  # a compaction that did not end
+            os.unlink(path + ".new")  # an interrupted compaction
         if must_reset:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -74,7 +75,7 @@ class Manifest:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def _load(self, shape: SsdShape) -> SsdShape:
-        """Fill the table from the file; what its header says."""
+        """Fill the table from the file; returns the shape in its header."""
         with open(self.path, "rb") as file:
             raw = file.read()
         found = unpack_header(raw)
@@ -95,7 +96,8 @@ class Manifest:
         return found
 
     def put(self, entries: Sequence[SsdEntry]) -> None:
-        """These blocks are on the disk, in slots that make_room() cleared. OSError: not noted."""
+        """Note blocks that are on the disk, in slots that make_room() cleared. OSError: not
+        noted."""
         with self._lock:
             taken = [entry for entry in entries if self.table.put(entry)]
             assert len(taken) == len(entries), "two blocks in one slot, or no make_room() before"
@@ -108,10 +110,8 @@ class Manifest:
             self._compact_if_dead()
 
     def make_room(self, slots: Iterable[tuple[int, int, int]]) -> list[bool]:
-        """(slot, generation, bytes) will be written: what lies there is gone from now on.
-
-        False: something newer lies there, hands off. OSError: nothing may be overwritten.
-        """
+        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False: a
+        newer block is there, so the slot must not be written. OSError: no slot may be written."""
         with self._lock:
             answers, dead = [], {}
             for slot, generation, size_bytes in slots:
@@ -124,7 +124,7 @@ class Manifest:
             return answers
 
     def drop(self, slot: int, generation: int) -> None:
-        """That block proved bad. OSError when this could not be noted; it is forgotten anyway."""
+        """Drop a corrupt block. OSError: it is dropped from the table but not from the file."""
         with self._lock:
             self._drop({slot: generation})
 
@@ -138,10 +138,12 @@ class Manifest:
         start_bytes = (1 + self._records) * RECORD_BYTES
         try:
             written = os.write(self._descriptor, raw)
-            if written != len(raw):  # a full disk takes what still fits, and says so the next time
+            # a full disk accepts a part and reports the error on the next write
+            if written != len(raw):
                 os.write(self._descriptor, raw[written:])
         except OSError:
-            os.ftruncate(self._descriptor, start_bytes)  # a torn record must not be built upon
+            # a record must not be appended to a torn one
+            os.ftruncate(self._descriptor, start_bytes)
             raise
         self._records += len(records)
 
@@ -153,14 +155,14 @@ class Manifest:
         if self._is_mostly_dead():
             try:
                 descriptor = self._write_anew()
-            except OSError as error:  # the old one is whole and goes on
+            except OSError as error:  # the old file is complete and stays in use
                 log.warning("manifest %s cannot be compacted: %s", self.path, error)
                 return
             os.close(self._descriptor)
             self._descriptor = descriptor
 
     def _write_anew(self) -> int:
-        """Write header and table to a new file and put it in place; its descriptor."""
+        """Write header and table to a new file and rename it into place; returns its descriptor."""
         entries = self.table.entries()
         new = self.path + ".new"
         with open(new, "wb") as file:
@@ -173,7 +175,7 @@ class Manifest:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """Prove the invariants: the file says what the table says."""
+        """Prove the invariants: file and table agree."""
         with self._lock:
             self.table.check()
             with open(self.path, "rb") as file:
@@ -186,7 +188,7 @@ class Manifest:
             assert sorted(again.entries()) == sorted(self.table.entries())
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """A second call has no effect."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)

@@ -1,14 +1,14 @@
-"""The SSD tier of a node: blocks out of the segment into a file, and back, each one verified.
+"""A node's SSD tier: writes blocks of the segment to a file, and loads and verifies them.
 
-    write: make_room() in the manifest -> O_DIRECT write -> the caller looks whether the block was
-           still itself -> keep() in the manifest
+    write: make_room() in the manifest -> O_DIRECT write -> the caller checks that the block is
+           unchanged -> keep() in the manifest
     load:  manifest -> O_DIRECT read into the segment -> checksum
 
-Nothing is read back that the manifest does not list, and nothing is answered whose checksum is
-wrong: such a block is dropped, here and by the caller in the directory.
+Only blocks that the manifest lists are loaded. A block with a wrong checksum is dropped from the
+manifest here, and from the directory by the caller.
 
-A disk that fails or is full closes the tier for writing (`is_writable`) for RETRY_S; reads go on.
-The node serves from DRAM meanwhile.
+A disk that fails or is full closes the tier for writing (`is_writable`) for RETRY_S. Reads
+continue, and the node serves from DRAM.
 
 Not here: which blocks (the directory decides), the node's loops (spiller.py, control.py).
 """
@@ -41,45 +41,45 @@ from mooncake_store.ssd.manifest import Manifest
 
 log = logging.getLogger("mooncake_store.ssd")
 PART_BYTES = 2 * 2**20  # verified while the next parts are read
-PARTS_AHEAD = 4  # with the disk at once
+PARTS_AHEAD = 4  # parts in flight on the disk at once
 PART_ROWS_MAX = 128
-GRACE_S = 0.5  # a disk that answers at all is done by then, and nobody has to fear late bytes
+GRACE_S = 0.5  # a working disk has ended its requests by then, so no late bytes are possible
 RETRY_S = 60.0
-WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is taken for broken
+WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is treated as broken
 
 
 class BlockJob(NamedTuple):
-    """A block on the SSD (or to be), and where it is in the segment."""
+    """A block on the SSD, or to be written there, and its position in the segment."""
 
     entry: SsdEntry
     memory_bytes: int  # offset in the segment, page-aligned
 
 
 class LoadOutcome(Enum):
-    """What became of a block that was to be loaded."""
+    """The result of loading one block."""
 
-    WHOLE = "whole"  # in the segment, and its checksum is right
-    MISSING = "missing"  # not in the manifest (any more)
+    WHOLE = "whole"  # in the segment and verified
+    MISSING = "missing"  # not in the manifest any more
     CORRUPT = "corrupt"  # dropped from the manifest
-    UNREADABLE = "unreadable"  # the disk says so
-    LATE = "late"  # not tried: the deadline had passed
+    UNREADABLE = "unreadable"  # the disk reported an error
+    LATE = "late"  # not started before the deadline
 
 
 @dataclass
 class SsdCounters:
-    """Since this process began."""
+    """Totals since this process started."""
 
     blocks_written: int = 0
     bytes_written: int = 0
     blocks_loaded: int = 0
     bytes_loaded: int = 0
-    blocks_unknown: int = 0  # asked for, not in the manifest any more
+    blocks_unknown: int = 0  # requested, but not in the manifest any more
     checksum_failures: int = 0
     disk_errors: int = 0
 
 
 class SsdTier:
-    """Blocks in a file. write() and keep() by one thread, load() by any."""
+    """Blocks in a file. write() and keep() are called by one thread, load() by any."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class SsdTier:
         must_reset: bool = False,
         io: str = "nixl",
     ) -> None:
-        """SsdRefused: change the options. OSError: no room or a bad disk, try again later."""
+        """SsdRefused: change the options. OSError: no room, or the disk failed; retry later."""
         self.shape = shape
         self.counters = SsdCounters()
         self._memory = memory
-        self._closed_until_s = 0.0  # for writing
+        self._closed_until_s = 0.0  # closed for writing until then, by time.monotonic()
         self._file = BlockFile(os.path.join(folder, f"{name}.blocks"), shape.capacity_bytes)
         try:
             path = os.path.join(folder, f"{name}.manifest")
@@ -114,14 +114,14 @@ class SsdTier:
 
     @property
     def state(self) -> str:
-        """For people: "direct" or "buffered", by which means, and whether it takes blocks."""
+        """ "direct" or "buffered", the kind of I/O, and whether the tier is closed for writing."""
         how = "direct" if self._file.is_direct else "buffered"
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
-    # ---- to the disk
+    # ---- writing
 
     def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
-        """Which blocks' bytes are in the file now. They are not found there before keep()."""
+        """Which blocks have been written to the file. Only keep() makes them loadable."""
         written = [False] * len(jobs)
         if not self.is_writable:
             return written
@@ -141,12 +141,13 @@ class SsdTier:
                     self.counters.bytes_written += jobs[index].entry.size_bytes
                 else:
                     self._close_for_writing(failure)
-        except TransferFailed as error:  # it hangs, or is busy with other batches for a minute
+        except TransferFailed as error:  # the disk hangs, or other batches kept all lanes busy
             self._close_for_writing(error)
         return written
 
     def keep(self, entries: Sequence[SsdEntry]) -> bool:
-        """From now on these are found, after a restart too. False: the manifest cannot grow."""
+        """Make these blocks loadable, also after a restart. False: the manifest cannot be
+        written."""
         try:
             self.manifest.put(entries)
         except OSError as error:
@@ -158,14 +159,14 @@ class SsdTier:
         self.counters.disk_errors += 1
         if self.is_writable:
             log.warning(
-                "SSD %s takes no blocks for %g s, the node goes on with DRAM: %s",
+                "SSD %s accepts no blocks for %g s, the node continues with DRAM: %s",
                 self.path,
                 RETRY_S,
                 error,
             )
         self._closed_until_s = time.monotonic() + RETRY_S
 
-    # ---- from the disk
+    # ---- loading
 
     def load(
         self,
@@ -173,10 +174,9 @@ class SsdTier:
         until_s: float,
         on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
     ) -> list[LoadOutcome]:
-        """Blocks into the segment. TransferTimeout: the disk hangs, bytes may still arrive.
-
-        `on_digests` gets the digests of the layers of each whole block, packed; b"" if it has none.
-        """
+        """Load blocks into the segment. TransferTimeout: the disk hangs, and bytes may still
+        arrive. `on_digests` receives the packed layer digests of each verified block; b"" for one
+        without layers."""
         known = [self._is_known(job.entry) for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         self.counters.blocks_unknown += known.count(False)
@@ -203,7 +203,7 @@ class SsdTier:
         return self.manifest.table.find(entry.slot) == entry
 
     def _verified(self, memory_bytes: int, entry: SsdEntry) -> tuple[bytes, int]:
-        """The digests of the layers of a block in the segment, and its checksum."""
+        """The layer digests of a block in the segment, and its checksum."""
         if not entry.layers:
             return b"", self.checksum(memory_bytes, entry.size_bytes)
         view = self._memory[memory_bytes : memory_bytes + entry.size_bytes]
@@ -211,7 +211,7 @@ class SsdTier:
         return digests, block_checksum(digests)
 
     def checksum(self, memory_bytes: int, size_bytes: int) -> int:
-        """Of a block without layers in the segment."""
+        """The checksum of a block without layers in the segment."""
         return checksum(self._memory[memory_bytes : memory_bytes + size_bytes])
 
     def _drop_corrupt(self, entry: SsdEntry) -> None:
@@ -224,18 +224,18 @@ class SsdTier:
         )
         try:
             self.manifest.drop(entry.slot, entry.generation)
-        except OSError as error:  # it is forgotten in memory; after a restart it fails again
+        except OSError as error:  # dropped from the table; after a restart its checksum fails again
             self._close_for_writing(error)
 
-    # ---- both ways
+    # ---- both directions
 
     def _move(
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
-        """Move these jobs; (index, what went wrong) of each, part by part, as parts are done.
+        """Move these jobs; yields (index, error or None) of each, part by part as parts end.
 
-        While the caller looks at one part, the next ones are under way. After `until_s` nothing
-        new is started and the rest is left out; what is under way then gets GRACE_S to end.
+        While the caller handles one part, the next ones are in flight. After `until_s` no part is
+        started, and the remaining jobs are not yielded. Parts in flight then have GRACE_S to end.
         """
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
@@ -256,7 +256,7 @@ class SsdTier:
                     posted.popleft()
                     for index, row in zip(part, rows, strict=True):
                         yield index, self._again(is_write, row) if error else None
-            finally:  # the disk hangs, or the caller has gone: all of them may be under way
+            finally:  # the disk hangs, or the caller stopped: parts may be in flight
                 unfinished.keep(lane, [each for each in posted if not isinstance(each, Exception)])
 
     def _row(self, job: BlockJob) -> Row:
@@ -273,7 +273,7 @@ class SsdTier:
             return error
 
     def _wait(self, lane: DiskLane, posted: object, until_s: float) -> Exception | None:
-        """None when the whole part is done; a timeout is raised, bytes may be under way."""
+        """None: the whole part succeeded. TransferTimeout: bytes may be in flight."""
         if isinstance(posted, TransferFailed):
             return posted
         try:
@@ -285,7 +285,7 @@ class SsdTier:
         return None
 
     def _again(self, is_write: bool, row: Row) -> OSError | None:
-        """One row of a part that failed, by a plain call: did this one fail, and of what?"""
+        """Repeat one row of a failed part by plain calls; returns the row's own error."""
         try:
             move(self._file.descriptor, self._memory, is_write, row)
         except OSError as error:
@@ -293,7 +293,7 @@ class SsdTier:
         return None
 
     def close(self) -> None:
-        """Blocks and manifest stay. Twice is harmless."""
+        """Blocks and manifest remain on the disk. A second call has no effect."""
         self._lanes.close()
         self.manifest.close()
         self._file.close()

@@ -1,1 +1,1 @@
-"""How processes say it: verbs, framing, request and reply."""
+"""Messages between processes: framing, request and reply, verbs, one-way messages."""

@@ -1,12 +1,14 @@
-"""ZeroMQ addresses of other hosts: where a name is bound, and when a peer counts as gone.
+"""ZeroMQ addresses of other hosts: resolving names for bind, and detecting silent peers.
 
-ZeroMQ binds numbers and names of network interfaces, while hosts are named too. A name is always
-taken for a host's, so what is bound is a number, of which can be said who reaches it
-(keys/curve.py). And TCP alone notices a cut link after minutes: what was sent meanwhile is sent
-again later and later, so messages would stay out long after the link is back. A heartbeat ends such
-a connection, and a fresh one is made.
+ZeroMQ binds IP addresses and names of network interfaces, but a host may also be given by name.
+Here a name is always a host name and is resolved before bind. So the bound address is an IP
+address, and keys/curve.py can check whether other hosts reach it.
 
-Not here: who may speak over a socket (keys/).
+TCP alone detects a cut link only after minutes, and its retransmissions become ever rarer. Messages
+would then be delayed long after the link works again. A heartbeat ends such a connection, and
+ZeroMQ opens a new one.
+
+Not here: who may use a socket (keys/).
 """
 
 from __future__ import annotations
@@ -19,21 +21,19 @@ from typing import Any
 import zmq
 
 TCP = "tcp://"
-ELECTED = "etcd://"  # names an election, which says where the directory is
+ELECTED = "etcd://"  # names an election, whose leader is the directory
 HEARTBEAT_MS = 1_000
 SILENCE_MS_MAX = 3_000
 CONNECT_MS_MAX = 2_000
 
 
-class NameUnknown(zmq.ZMQError):  # to who binds, as a port that is taken
-    """A name is no host's, though perhaps an interface's; the message says which."""
+class NameUnknown(zmq.ZMQError):  # a ZMQError, so that a bind handles it like a port that is taken
+    """The name is no host name, though perhaps an interface's; the message contains it."""
 
 
 def bindable(address: str) -> str:
-    """The same address with the number of its host; others than tcp:// are left as they are.
-
-    NameUnknown for a name that no host has.
-    """
+    """The address with its host as an IP address; addresses other than tcp:// are unchanged.
+    NameUnknown: the name is no host name."""
     if not address.startswith(TCP):
         return address
     host, _, port = address.removeprefix(TCP).rpartition(":")
@@ -41,7 +41,7 @@ def bindable(address: str) -> str:
 
 
 def number_of_host(host: str) -> str:
-    """An IP address and `*` (every address of this host) as they are; a name by its first IPv4
+    """An IP address or `*` (every address of this host) unchanged; a name as its first IPv4
     address."""
     bare = host.strip("[]")
     if bare == "*" or is_number(bare):
@@ -51,13 +51,12 @@ def number_of_host(host: str) -> str:
     except OSError as error:
         raise NameUnknown(
             errno.EADDRNOTAVAIL,
-            f"{host!r} is no host's name or address (names of network interfaces are not taken): "
-            f"{error}",
+            f"{host!r} is no host's name or address (network interfaces are not accepted): {error}",
         ) from error
 
 
 def is_number(host: str) -> bool:
-    """Is it an IP address, IPv6 without brackets?"""
+    """True for an IP address; IPv6 without brackets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -66,14 +65,14 @@ def is_number(host: str) -> bool:
 
 
 def with_port(address: str, bound: str) -> str:
-    """`address` with the port that `bound` has: what others connect to when any port was free."""
+    """`address` with the port of `bound`: the address for clients after a bind to any free port."""
     if not address.startswith(TCP):
         return address
     return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
 
 
 def notice_silence(a_socket: zmq.Socket[Any], address: str) -> None:
-    """Before it is bound or connected: a peer of another host that is silent is let go."""
+    """Set heartbeats, before bind or connect: a silent peer of another host is disconnected."""
     if address.startswith(TCP):
         a_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         a_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS_MAX)

@@ -1,10 +1,10 @@
-"""The messages between the directory and everybody else. README.md documents them.
+"""The messages between the directory and all other processes; docs/reference/store.md has them.
 
-The requests are the verbs of `Directory`, one struct each, with the same field names; its tag is
-the verb. Beside them the bodies of the event stream.
+The requests are the verbs of `Directory`: one struct each, with the same field names and the verb
+as tag. The bodies of the event stream are here too.
 
-Bounds are part of the types (a key has 16 bytes, a lease is 0 to one hour, ...), so msgspec refuses
-what breaks them with the name of the field, before the directory sees it.
+Bounds are part of the types (a block key has 16 bytes, a lease is 0 to one hour, ...). So msgspec
+rejects a message that breaks them, with the name of the field, before the directory sees it.
 
 Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 """
@@ -33,8 +33,8 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-# Notes about 64 requests are 10 KB; with the longest names that may be (clients choose tenants),
-# which nothing may keep from arriving, 0.4 MiB.
+# Notes about 64 requests have 10 KB. With the longest tenant names, which clients choose, they have
+# 0.4 MiB, and must still fit.
 NOTES_BYTES_MAX = 512 * 1024
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -53,7 +53,7 @@ class RegisterNode(Verb, tag="register_node", frozen=True):
 class NodeReport(Verb, tag="node_report", frozen=True):
     node_id: Name
     incarnation: Name
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
 
 
 class DeregisterNode(Verb, tag="deregister_node", frozen=True):
@@ -82,17 +82,17 @@ class Commit(Verb, tag="commit", frozen=True):
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     lease_s: Lease
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
 
 
 class CommitReserved(Verb, tag="commit_reserved", frozen=True):
     node_id: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # of each slot that is wished
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # of each requested slot
     slots: Annotated[int, msgspec.Meta(ge=0, le=KEYS_MAX)]
     lease_s: Lease
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
     tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
@@ -120,7 +120,7 @@ class Remove(Verb, tag="remove", frozen=True):
 class Renew(Verb, tag="renew", frozen=True):
     owner: Name
     lease_s: Lease
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
 
 
 class Release(Verb, tag="release", frozen=True):
@@ -142,7 +142,7 @@ class Adopt(Verb, tag="adopt", frozen=True):
     incarnation: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
     is_last: bool
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
 
 
 class TakeSpills(Verb, tag="take_spills", frozen=True):
@@ -150,7 +150,7 @@ class TakeSpills(Verb, tag="take_spills", frozen=True):
     owner: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
     lease_s: Lease
-    epoch: Count = 0  # of the directory that granted what it is about
+    epoch: Count = 0  # of the directory that granted the slots or leases
 
 
 class DrainNode(Verb, tag="drain", frozen=True):
@@ -307,8 +307,8 @@ EventMessage = (
     | NotedMessage
 )
 
-# msgspec cannot decode a union of dataclasses, and the pure modules may not know msgspec: hence a
-# struct beside each event, with the same fields.
+# msgspec cannot decode a union of dataclasses, and pure modules must not import msgspec. So each
+# event has a struct with the same fields.
 _MESSAGE_OF: dict[type[Event], type[EventMessage]] = {
     BlockAdded: AddedMessage,
     BlockRemoved: RemovedMessage,

@@ -1,12 +1,12 @@
-"""What every message of the store looks like: a header that never changes, and a MessagePack body.
+"""Framing of every message of the store: a header that never changes, and a MessagePack body.
 
-Requests, replies and the event stream are two frames each. Over ZeroMQ they are the frames of one
-multipart message; over a Unix socket they follow each other as
+Requests, replies and the event stream have two frames each. ZeroMQ sends them as one multipart
+message. A Unix socket sends them in sequence:
 
     header (16 bytes) | body length (4 bytes, little-endian) | body
 
-The header is the same in every version, so that each side can refuse the other by name instead of
-misreading it. The number in it is the request's; the reply repeats it.
+The header is the same in every version, so each side can reject another version by name instead of
+misreading it. The number in the header is the request's; the reply repeats it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MessageKind(IntEnum):
 
 
 class Header(NamedTuple):
-    """Frame 0. `number` is the request's, echoed; or, in the event stream, 0."""
+    """Frame 0. `number` is the request's, repeated in the reply; 0 in the event stream."""
 
     kind: MessageKind
     number: int
@@ -47,20 +47,20 @@ def pack_header(kind: MessageKind, number: int, version: int = PROTOCOL_VERSION)
 
 
 def unpack_header(frame: bytes) -> Header:
-    """The header, or RequestInvalid for other bytes, ProtocolMismatch for another version."""
+    """The header. RequestInvalid: other bytes. ProtocolMismatch: another version."""
     if len(frame) != _HEADER.size or frame[:2] != _MAGIC or frame[2] > max(MessageKind):
         raise RequestInvalid(f"this is no mooncake_store header: {frame[:16].hex()}")
     _, kind, _, version, _, number = _HEADER.unpack(frame)
     if version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
-            f"the other side speaks version {version} of the mooncake_store protocol, this side "
+            f"the other side has version {version} of the mooncake_store protocol, this side "
             f"{PROTOCOL_VERSION}; run the same release on both"
         )
     return Header(MessageKind(kind), number)
 
 
 def number_of(frame: bytes) -> int:
-    """The request number of a header of any version; 0 when it is no header."""
+    """The request number of a header of any version; 0 for other bytes."""
     is_header = len(frame) == _HEADER.size and frame[:2] == _MAGIC
     return int(_HEADER.unpack(frame)[5]) if is_header else 0
 
@@ -72,10 +72,8 @@ def to_stream(frames: list[bytes]) -> bytes:
 
 
 def from_stream(incoming: bytearray, body_bytes_max: int | None = None) -> list[bytes] | None:
-    """Take the first whole message out of what has come. None: it is not whole yet.
-
-    ValueError for a body over the limit, before anybody waits for the rest of it.
-    """
+    """Take the first complete message out of the received bytes. None: no complete message yet.
+    ValueError: the body exceeds the limit; raised before the rest of the body arrives."""
     if len(incoming) < _PREFIX_BYTES:
         return None
     (length,) = _LENGTH.unpack_from(incoming, _HEADER.size)

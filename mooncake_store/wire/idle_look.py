@@ -1,11 +1,11 @@
-"""Looks now and then at connections that nobody uses, because ZeroMQ goes on with them.
+"""Checks idle connections periodically, because ZeroMQ keeps retrying them.
 
-Where the other side has another key by now, it connects again and again for as long as the socket
-is open, and notes each failure (keys/curve.py). Who asks or sends reads these notes; of a
-connection in no use they would pile up. So a thread of a process with keys asks the owners of
-connections to read them, and to drop what is refused all the time: the next use connects anew.
+If the other side has changed its key, ZeroMQ reconnects as long as the socket is open, and records
+each failure (keys/curve.py). A request or a send reads these records. On an idle connection the
+records would accumulate. So in a process with keys, a thread calls the owners of connections. They
+read the records and drop rejected connections; the next use connects again.
 
-Not here: what a refusal means to who is asking (keys/curve.py).
+Not here: the meaning of a rejection for a request (keys/curve.py).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _never = threading.Event()
 
 class ConnectionOwner(Protocol):
     def look_after_idle(self) -> None:
-        """Read what its idle connections have noted, drop those that are refused."""
+        """Read what idle connections have recorded, and drop those that are rejected."""
 
 
 _owners: weakref.WeakSet[ConnectionOwner] = weakref.WeakSet()
-_threads: list[threading.Thread] = []  # one, or that of the process which forked this one
+_threads: list[threading.Thread] = []  # at most one; a forked process inherits a dead one
 
 
 def look_after(owner: ConnectionOwner) -> None:
-    """From now on, for as long as it is in use."""
+    """Check this owner's connections from now on, as long as the owner exists."""
     if not os.environ.get(VARIABLE):
-        return  # nothing is refused for long where there are no keys
+        return  # without keys no connection is rejected permanently
     with _lock:
         _owners.add(owner)
         if not any(thread.is_alive() for thread in _threads):
@@ -56,5 +56,5 @@ def look_at_all() -> None:
     for owner in owners:
         try:
             owner.look_after_idle()
-        except Exception:  # edge: the others must be looked after all the same
-            log.exception("idle connections could not be looked after")
+        except Exception:  # edge: the other owners must be called
+            log.exception("checking idle connections failed")

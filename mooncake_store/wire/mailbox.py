@@ -1,18 +1,20 @@
-"""One-way messages between processes: an inbox of one's own, and the way into those of others.
+"""One-way messages between processes: a process's own inbox, and an outbox for those of others.
 
-An inbox is a ZeroMQ PULL socket with a thread of its own, on this host (ipc://) or for others too
-(tcp://HOST:0, any free port); an outbox has a PUSH socket for each
-inbox that it writes to, so no socket is shared between threads that wait and threads that send.
-Sending never blocks: what a peer lets wait beyond `messages_max` is lost, and the sender knows it.
-So a message is something that may be lost, or whose answer somebody waits for with a deadline.
-Bytes that are large (an attachment) travel as a frame of their own behind the message: no process
-copies them.
+An inbox is a ZeroMQ PULL socket with a thread of its own, on this host (ipc://) or for other hosts
+too (tcp://HOST:0, any free port). An outbox has a PUSH socket for each inbox that it sends to. So
+receiving and sending threads share no socket.
 
-With a secret only those who know it are heard. It stands in front of each message, with the version
-of the protocol: a receiver has nothing but the bytes. Over tcp:// an inbox of a process with keys
-also takes connections of known hosts only, and its address carries its own key (keys/curve.py).
+Sending never blocks. A message beyond `messages_max` for one peer is lost, and `send` reports that.
+So a message must be one that may be lost, or one whose sender waits for a reply with a deadline.
+Large bytes (an attachment) are sent as a separate frame after the message, without copies in either
+process.
 
-Not here: requests that are answered (request_reply.py), what the messages say.
+With a secret, an inbox accepts only messages that begin with the secret and the protocol version,
+because a receiver has nothing else to authenticate a sender by. Over tcp:// an inbox of a process
+with keys also accepts connections of known hosts only, and its address contains its public key
+(keys/curve.py).
+
+Not here: requests with replies (request_reply.py), the content of messages.
 """
 
 from __future__ import annotations
@@ -38,23 +40,23 @@ log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
 READ_AT_ONCE_MAX = 256
 OUTBOX_SOCKETS_MAX = 256
-# The directory has reported a silent process as lost long before.
+# longer than the directory takes to report a silent process as lost
 OUTBOX_IDLE_S = 10.0
-DROP_NOTE_S = 1.0  # between two lines about messages that cannot be read
-REFUSED_S = 1.0  # before an inbox that refused is asked again
-POLL_MS = 200  # how late it may notice that it is closed
-CLOSE_S_MAX = 5.0  # for messages under way
+DROP_NOTE_S = 1.0  # between two log lines about unreadable messages
+REFUSED_S = 1.0  # before a retry after an inbox rejected this process
+POLL_MS = 200  # how late a close may be noticed
+CLOSE_S_MAX = 5.0  # for messages in flight
 MESSAGE_BYTES_MAX = 16 * 2**20  # from another host
 MESSAGE_VERSION = 1
-_MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # ahead of each message
+_MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # before each message
 M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Receives in a thread of its own; `on_messages` gets all that wait, in order.
+    """Receives in its own thread; `on_messages` gets all waiting messages in order.
 
-    It may return the seconds after which it wants to be called again even if no message comes. An
-    error in it is logged, and the next messages are handed on.
+    `on_messages` may return the seconds after which it wants another call, even without messages.
+    An error in it is logged, and the inbox continues.
     """
 
     def __init__(
@@ -70,14 +72,13 @@ class Inbox(Generic[M]):
         attach: Callable[[M, memoryview], M] | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        """`attach` joins a message and what came with it; None: such messages are dropped.
-        `message_bytes_max`: of a frame from another host.
+        """`attach` joins a message and its attachment; None: messages with attachments are dropped.
+        `message_bytes_max`: per frame from another host. `turn_s`: the longest time between two
+        calls of `on_messages`, without messages if there are none. `listen`: the address to bind,
+        if clients use another one.
 
-        `turn_s`: call `on_messages` at least so often, with no messages if there are none.
-        `listen`: what is bound, when that is not what others use.
-
-        `address`: ipc://PATH or tcp://HOST:PORT, * for any free port. zmq.ZMQError when nothing
-        can listen there, AddressUnguarded when others reach it and there are no keys.
+        `address`: ipc://PATH or tcp://HOST:PORT, * for any free port. zmq.ZMQError: the bind
+        failed. AddressUnguarded: other hosts reach the address and there are no keys.
         """
         self._decode, self._on_messages = decode, on_messages
         self._attach = attach
@@ -94,7 +95,7 @@ class Inbox(Generic[M]):
         except (zmq.ZMQError, StoreError):
             self._socket.close(linger=0)
             raise
-        # The port that was free, and the key, as others need them.
+        # with the actual port and the public key
         bound: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = with_port(address, bound) + key
         self._dropped, self._noted_s = 0, float("-inf")
@@ -138,7 +139,7 @@ class Inbox(Generic[M]):
         return messages
 
     def _attachment(self) -> memoryview:
-        """The frames behind the message that was read, which have all come: it must be one."""
+        """The frame after a message, which has arrived with it. More than one frame is invalid."""
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         if len(frames) != 1:
             raise RequestInvalid(f"a message with {len(frames)} attachments")
@@ -150,7 +151,7 @@ class Inbox(Generic[M]):
         return self._attach(message, attachment)
 
     def _drop(self, error: Exception) -> None:
-        """Note it, with a line now and then: garbage must not fill the log."""
+        """Count a dropped message; log at most one line per DROP_NOTE_S."""
         self._dropped += 1
         now_s = time.monotonic()
         if now_s - self._noted_s >= DROP_NOTE_S:
@@ -159,7 +160,7 @@ class Inbox(Generic[M]):
 
 
 class Outbox(Generic[M]):
-    """Sends to inboxes; thread-safe, never blocks, keeps one socket per inbox in use."""
+    """Sends to inboxes. Thread-safe, never blocks, keeps one socket per inbox in use."""
 
     def __init__(
         self, encode: Callable[[M], bytes], secret: str = "", messages_max: int = MESSAGES_MAX
@@ -173,13 +174,13 @@ class Outbox(Generic[M]):
         look_after(self)
 
     def send(self, address: str, message: M, attachment: memoryview | None = None) -> bool:
-        """False: the peer lets too many wait or refuses us, and this one is lost. After close()
-        all are. An attachment is sent from where it lies: nobody writes there any more.
-        """
+        """False: the message is lost, because the peer's queue is full or the peer rejects this
+        process. After close() every message is lost, and the result is True. An attachment is sent
+        without a copy, so its memory must not be written any more."""
         data = sealed(self._encode(message), self._secret)
         with self._lock:
             if self._is_closed:
-                return True  # nobody waits for what is said after the goodbye
+                return True  # after close() no caller depends on delivery
             way = self._ways.get(address) or self._opened(address)
             if way.access.monitor is not None:
                 if way.is_refused():
@@ -197,23 +198,20 @@ class Outbox(Generic[M]):
         return True
 
     def _opened(self, address: str) -> _Way:
-        """A fresh socket to this inbox.
-
-        A process that is started again has another inbox, and ZeroMQ connects to the old one for
-        ever. So each new way closes the ways that are idle. Without new ways none is closed.
-        """
+        """A new socket to this inbox. A restarted process has another inbox, and ZeroMQ would retry
+        the old one without end. So opening a socket closes those that are idle."""
         if address in self._ways:
             self._ways.pop(address).close()
         idle_s = time.monotonic() - OUTBOX_IDLE_S
         for other in [each for each, way in self._ways.items() if way.used_s <= idle_s]:
             self._ways.pop(other).close(linger_ms=round(CLOSE_S_MAX * 1e3))
-        if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # workers come and go
+        if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # a bound on sockets, as workers start and stop
             self._ways.pop(next(iter(self._ways))).close()
         way = self._ways[address] = _Way(address, self._messages_max)
         return way
 
     def look_after_idle(self) -> None:
-        """Drop the way to an inbox that refuses this process; see idle_look.py."""
+        """Drop sockets to inboxes that reject this process; see idle_look.py."""
         with self._lock:
             for address in [each for each, way in self._ways.items() if way.access.is_lost()]:
                 self._ways.pop(address).close()
@@ -227,7 +225,7 @@ class Outbox(Generic[M]):
 
 
 class _Way:
-    """Into one inbox."""
+    """The socket to one inbox."""
 
     def __init__(self, address: str, messages_max: int) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -235,7 +233,7 @@ class _Way:
         notice_silence(self.socket, address)
         self.access = PeerAccess(address, f"the inbox at {address.partition('#')[0]}")
         self.must_redial = False
-        self.used_s = time.monotonic()  # when a message was last put into it
+        self.used_s = time.monotonic()  # time.monotonic() of the last message sent
         self._refused_until_s = float("-inf")
         try:
             self.access.connect(self.socket)
@@ -244,10 +242,8 @@ class _Way:
             raise
 
     def is_refused(self) -> bool:
-        """The inbox does not let this process in: what waits for it is lost, as with a dead one.
-
-        For a while it is not asked again; then `must_redial`.
-        """
+        """True if the inbox rejects this process; messages to it are lost, as with a dead inbox. It
+        is not tried again for REFUSED_S; then `must_redial` is set."""
         if time.monotonic() < self._refused_until_s:
             return True
         try:
@@ -269,16 +265,17 @@ def sealed(data: bytes, secret: str) -> bytes:
 
 
 def opened(data: bytes, secret: str) -> bytes:
-    """What was sealed with this secret; RequestInvalid or ProtocolMismatch for anything else."""
+    """The message inside; RequestInvalid or ProtocolMismatch if it has another secret or
+    version."""
     known = secret.encode()
     if not hmac.compare_digest(data[: len(known)], known):
-        raise RequestInvalid("its sender does not know our secret")
+        raise RequestInvalid("its sender has another secret")
     mark = data[len(known) : len(known) + len(_MARK)]
     if len(mark) != len(_MARK) or mark[:2] != _MARK[:2]:
         raise RequestInvalid("it is no message of a mooncake process")
     if mark != _MARK:
         raise ProtocolMismatch(
-            f"its sender speaks version {int.from_bytes(mark[2:], 'little')} of the messages "
+            f"its sender has version {int.from_bytes(mark[2:], 'little')} of the messages "
             f"between processes, this side {MESSAGE_VERSION}; run the same release on both"
         )
     return data[len(known) + len(_MARK) :]

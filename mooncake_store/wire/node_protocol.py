@@ -1,14 +1,14 @@
-"""What clients ask of a storage node: the messages of its control socket, and who sends them.
+"""The messages of a storage node's control socket, and the client that sends them.
 
-Framed, versioned and refused exactly like those of the directory (framing.py, request_reply.py). A
-reply may take as long as the disk or the network needs, so requests are answered in any order; the
-number in the header says which one, and each call has a connection of its own while it lasts.
+Framing, versions and rejections are those of the directory (framing.py, request_reply.py). A reply
+may take as long as the disk or the network needs, so replies arrive in any order. The number in the
+header assigns a reply to its request, and each call uses a connection of its own.
 
-When no answer came in time the call raises StoreUnavailable; what the node was asked may still
-happen. For `load` that means bytes may still arrive in the segment: let the lease on those slots
-run out, do not abandon them.
+Without a reply in time the call raises StoreUnavailable, and the request may still be carried out.
+For `load` that means that bytes may still arrive in the segment: let the lease on those slots
+expire, do not abandon them.
 
-Not here: the answering side (node/control.py), which blocks to ask for (client/).
+Not here: the answering side (node/control.py), which blocks to request (client/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake_store.wire.request_reply import Requester, Verb, ZeroMqConnection
 BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0
 TIMEOUT_S = 2.0  # for verbs that move no bytes
-MARGIN_S = 1.0  # the node keeps its deadline by itself; this long its answer may take to get here
+MARGIN_S = 1.0  # the node keeps the deadline itself; this is the time for its reply to arrive
 Decoder = msgspec.msgpack.Decoder
 
 Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=DEADLINE_S_MAX)]
@@ -50,16 +50,16 @@ class Ping(Verb, tag="ping", frozen=True):
 class LoadBlocks(Verb, tag="load", frozen=True):
     blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
-    epoch: Count = 0  # of the directory that granted the slots; EpochPassed when another leads
+    epoch: Count = 0  # of the directory that granted the slots; EpochPassed if another one leads
 
 
 class Fetch(Verb, tag="fetch", frozen=True):
-    """Copy these blocks of other nodes here: keys[i] from copies[i]."""
+    """Copy these blocks of other nodes to this node: keys[i] from copies[i]."""
 
     keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
     copies: Annotated[list[Copy], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
-    epoch: Count = 0  # of the directory that leased the copies; 0: not given, and not checked
+    epoch: Count = 0  # of the directory that leased the copies; 0: not given, so not checked
 
 
 class AskNodeStats(Verb, tag="node_stats", frozen=True):
@@ -74,27 +74,27 @@ AnyControl = Ping | LoadBlocks | Fetch | AskNodeStats | Leave
 
 
 class NodeStats(msgspec.Struct, frozen=True):
-    """What one storage node has done since it started. Bytes and blocks count up."""
+    """Totals of one storage node since it started."""
 
     node_id: str
     incarnation: str
     segment_bytes: int
-    segment_pages: str  # what pages the segment has, and where it is
+    segment_pages: str  # kinds of pages and the folder
     unit_bytes: int
     requests_waiting: int  # on the control socket
-    ssd: str = ""  # state of the SSD tier; "" when the node has none
+    ssd: str = ""  # state of the SSD tier; "" for a node without one
     ssd_bytes: int = 0
     ssd_blocks: int = 0
     spilled_blocks: int = 0
     spilled_bytes: int = 0
-    spills_given_up: int = 0  # evicted while they were written, or not written at all
+    spills_given_up: int = 0  # blocks evicted during the write, or whose write failed
     restored_blocks: int = 0
     restored_bytes: int = 0
-    restores_missed: int = 0  # not there any more, too late, or not readable
+    restores_missed: int = 0  # missing, unreadable or after the deadline
     checksum_failures: int = 0
     disk_errors: int = 0
     fetched_blocks: int = 0
-    index_blocks: int = 0  # in the replica of the index, where this node writes it
+    index_blocks: int = 0  # in the index replica, if this node writes it
 
 
 _NONE = Decoder(type(None))
@@ -120,11 +120,13 @@ class NodeClient:
         return self._requester.ask(Ping(), _TEXT, timeout_s)
 
     def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
-        """Read these from the SSD into the segment. True: whole, verified, its header is READY.
+        """Load these blocks from the SSD into the segment. True: verified, with a READY
+        header.
 
-        False: it is not there, or not whole (then the directory knows already), or not in time.
-        Slots with False may be abandoned: nothing is in flight. StoreUnavailable, TransferTimeout:
-        bytes may still arrive. EpochPassed: none has, and none will, unless it was granted in time.
+        False: the block is missing, or was not in time, or is corrupt (the directory has then been
+        informed). Slots with False may be abandoned: nothing is in flight. StoreUnavailable or
+        TransferTimeout: bytes may still arrive. EpochPassed: no bytes have arrived or will, unless
+        the slot was granted in time.
         """
         request = LoadBlocks(list(blocks), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
@@ -132,10 +134,10 @@ class NodeClient:
     def fetch(
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
     ) -> list[bool]:
-        """Have the node copy these blocks of other nodes; which of them it has afterwards.
+        """Make the node copy these blocks of other nodes; returns which of them it has afterwards.
 
         The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
-        leased them, does not lead any more, and nothing was copied.
+        leased them, is no longer the leader, and nothing was copied.
         """
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
@@ -144,11 +146,12 @@ class NodeClient:
         return self._requester.ask(AskNodeStats(), _STATS, timeout_s)
 
     def leave(self, timeout_s: float = TIMEOUT_S) -> None:
-        """The node deregisters and ends."""
+        """Make the node deregister and exit."""
         self._requester.ask(Leave(), _NONE, timeout_s)
 
     def close(self) -> None:
-        """Twice is harmless. A call under way in another thread ends with StoreUnavailable."""
+        """A call in progress in another thread raises StoreUnavailable. A second close has no
+        effect."""
         self._requester.close()
 
     def __enter__(self) -> NodeClient:

@@ -1,17 +1,17 @@
-"""One request, one reply: asked with a deadline, answered with a result or with what was wrong.
+"""Requests and replies: each request has a deadline, and its reply is a result or an error.
 
-The side that asks has a Requester, which draws a connection for each request: of a Unix socket
-(unix_socket.py) or of ZeroMQ. When no reply comes before the deadline the caller gets
-StoreUnavailable and goes on without the store, and the connection is thrown away with what it had
-queued, so a server that comes back does not carry out requests that nobody waits for any more.
+The requesting side has a Requester, which takes a connection for each request: a Unix socket
+(unix_socket.py) or a ZeroMQ one. Without a reply before the deadline it raises StoreUnavailable. It
+then discards the connection with its queue, so that a restarted server does not carry out expired
+requests.
 
-The side that answers has a Responder, which reads a request, has it carried out and frames the
-reply. Nothing that arrives can stop it: bytes that are no request are answered with an error.
+The answering side has a Responder, which decodes a request, calls the function that carries it out,
+and frames the reply. No received bytes can stop it: invalid bytes are answered with an error.
 
-Over tcp:// both sides ask for keys when the process has some (keys/curve.py): whoever is refused
-hears it at once, as AccessRefused.
+Over tcp:// both sides require keys if the process has some (keys/curve.py). A rejected side raises
+AccessRefused at once.
 
-Not here: what the requests are (directory_protocol.py, node_protocol.py).
+Not here: the requests (directory_protocol.py, node_protocol.py).
 """
 
 from __future__ import annotations
@@ -59,40 +59,40 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Later:
-    """In the place of a result or of a reply: it will be given when it is known."""
+    """Stands for a result or reply that is not known yet."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the request; the Responder sets it
+        self.number = 0  # of the request; set by the Responder
         self._give: Callable[[list[bytes]], None] | None = None
 
     def then(self, give: Callable[[list[bytes]], None]) -> None:
-        """Who asked gets the frames of the reply by this."""
+        """Set the function that receives the reply's frames."""
         self._give = give
 
     def give(self, reply: list[bytes]) -> None:
-        assert self._give is not None, "nobody waits for it"
+        assert self._give is not None, "no receiver was set"
         self._give(reply)
 
 
 class Responder(Generic[R]):
-    """The frames of a reply for the frames of a request. Thread-safe."""
+    """Builds the frames of a reply from the frames of a request. Thread-safe."""
 
     def __init__(self, verbs: object, who: str) -> None:
-        """`verbs`: the union of the requests that are understood; `who` answers them."""
+        """`verbs`: the union of the accepted requests; `who`: name of the server, for errors."""
         self._decode: Callable[[bytes], R] = msgspec.msgpack.Decoder(verbs).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._who = who
 
     def reply(self, frames: Sequence[bytes], carry_out: Callable[[R], object]) -> list[bytes]:
-        """The result of the request, or what was wrong with it."""
+        """The result of the request, or its error."""
         reply = self.reply_or_later(frames, carry_out)
-        assert not isinstance(reply, Later), "nobody here waits for a later reply"
+        assert not isinstance(reply, Later), "later replies are not supported here"
         return reply
 
     def reply_or_later(
         self, frames: Sequence[bytes], carry_out: Callable[[R], object]
     ) -> list[bytes] | Later:
-        """The same, where `carry_out` may answer Later."""
+        """As `reply`, but `carry_out` may return Later."""
         number = number_of(frames[0]) if frames else 0
         try:
             result = carry_out(self._read(frames))
@@ -102,7 +102,7 @@ class Responder(Generic[R]):
             return self.answered(number, result)
         except StoreError as error:
             return self.refused(number, error)
-        except Exception as error:  # edge: one request must not end the server of all others
+        except Exception as error:  # edge: one request must not stop the server
             log.exception("request failed inside the %s", self._who)
             return self.refused(number, StoreError(f"bug in the {self._who}: {error!r}"))
 
@@ -131,10 +131,8 @@ class Responder(Generic[R]):
 def listening(
     context: zmq.Context[Any], kind: int, address: str, is_directory: bool = False
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ZeroMQ socket of a server, bound there, and its address as clients need it.
-
-    zmq.ZMQError when that cannot be, StoreError when it may not be (keys/curve.py).
-    """
+    """A bound ZeroMQ socket of a server, and its address for clients. zmq.ZMQError: the bind
+    failed. StoreError: the bind is not allowed (keys/curve.py)."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
@@ -150,7 +148,7 @@ def listening(
 
 
 def set_reconnecting(socket: zmq.Socket[bytes]) -> None:
-    """What every asking or listening end of ours wants of ZeroMQ."""
+    """Options of every ZeroMQ socket that connects."""
     socket.linger = 0
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -160,13 +158,14 @@ class Connection(Protocol):
     """Carries one request at a time; used by one thread at a time."""
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply to request `number`; None when none came before time.monotonic() does."""
+        """The reply to request `number`; None: none arrived before time.monotonic()
+        `deadline_s`."""
 
     def send(self, frames: list[bytes]) -> None:
-        """Send, and do not wait: the reply is passed over by the next exchange."""
+        """Send without waiting: the next exchange discards the reply."""
 
     def is_lost(self) -> bool:
-        """Is it refused again and again, while nobody uses it?"""
+        """True if the idle connection is rejected again and again."""
 
     def close(self) -> None: ...
 
@@ -181,7 +180,7 @@ class ZeroMqConnection:
         has_moved: Callable[[], bool] | None = None,
         who: str = "",
     ) -> None:
-        """`has_moved`: does somebody else answer now? Asked while no reply comes."""
+        """`has_moved`: True if another server answers now. Called while no reply arrives."""
         self._context, self._has_moved = context, has_moved
         self._address, self._access = address, PeerAccess(address, who)
         self._socket = self._connected()
@@ -199,7 +198,7 @@ class ZeroMqConnection:
         return socket
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """AccessRefused when the other side does not let this process in."""
+        """AccessRefused: the other side rejects this process."""
         with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
             self._socket.send_multipart(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
@@ -215,11 +214,11 @@ class ZeroMqConnection:
                         self._socket = self._connected()
                         self._socket.send_multipart(frames)
                 elif self._has_moved is not None and self._has_moved():
-                    break  # who answers now has not heard of this request
+                    break  # the new server has not received this request
         return None
 
     def _poll(self, wait_ms: int) -> tuple[bool, bool]:
-        """(Something has come, something happened to the connection.)"""
+        """(a message has arrived, the connection has changed)"""
         monitor = self._access.monitor
         if monitor is None:
             return bool(self._socket.poll(wait_ms)), False
@@ -239,11 +238,11 @@ class ZeroMqConnection:
 
 
 class Requester:
-    """Asks one server; thread-safe. Connections that have answered are kept for the next requests.
+    """Sends requests to one server. Thread-safe. Connections are kept for later requests.
 
-    One that is served in order (the directory answers within microseconds) is asked one request at
-    a time over one connection. Else each request has a connection while it lasts, so that a slow
-    one holds up nobody.
+    `is_in_order`: one request at a time over one connection, for a server that answers in order
+    (the directory answers within microseconds). Otherwise each request has its own connection, so
+    that a slow request delays no other.
     """
 
     def __init__(
@@ -253,7 +252,7 @@ class Requester:
         connect: Callable[[zmq.Context[Any]], Connection],
         is_in_order: bool = False,
     ) -> None:
-        """`who` is asked, by name and address; `hint`: what to look at when it does not answer."""
+        """`who`: name and address of the server; `hint`: what to check if it does not answer."""
         self._who, self._hint = who, hint
         self._connect = connect
         self._context: zmq.Context[Any] = zmq.Context()
@@ -265,11 +264,13 @@ class Requester:
         look_after(self)
 
     def ask(self, request: Verb, decoder: msgspec.msgpack.Decoder[T], timeout_s: float) -> T:
-        """What the reply says; the error that it names is raised."""
+        """The result in the reply; raises the error in the reply."""
         deadline_s = time.monotonic() + timeout_s
         body = msgspec.msgpack.encode(request)
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
-            raise self._silent(request, timeout_s, "other threads were asking it all that time")
+            raise self._silent(
+                request, timeout_s, "other threads used the connection until the deadline"
+            )
         try:
             connection, number = self._drawn()
             frames = [pack_header(MessageKind.REQUEST, number), body]
@@ -286,7 +287,8 @@ class Requester:
         return self._result(reply, decoder)
 
     def send(self, request: Verb, timeout_s: float) -> None:
-        """As `ask`, without waiting for the reply, and without knowing whether it arrives."""
+        """As `ask`, without waiting for the reply, and without a guarantee that the request
+        arrives."""
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
             return
         try:
@@ -295,34 +297,33 @@ class Requester:
             connection.send(frames)
             self._give_back(connection, is_usable=True)
         except StoreUnavailable:
-            pass  # nobody is there to hear it
+            pass  # the request may be lost
         finally:
             if self._turn is not None:
                 self._turn.release()
 
     def disconnect(self) -> None:
-        """Whoever is asked next is connected to anew."""
+        """Close idle connections, so that the next request connects again."""
         with self._lock:
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
 
     def look_after_idle(self) -> None:
-        """Drop connections that the other side refuses; see idle_look.py."""
+        """Drop connections that the other side rejects; see idle_look.py."""
         with self._lock:
             for connection in [each for each in self._idle if each.is_lost()]:
                 self._idle.remove(connection)
                 connection.close()
 
     def close(self) -> None:
-        """Twice is harmless. A request under way in another thread ends with StoreUnavailable, or,
-        where they are asked in order, is waited for.
-        """
+        """A second call has no effect. A request in progress in another thread ends with
+        StoreUnavailable; with `is_in_order`, close waits for it."""
         with self._turn or contextlib.nullcontext():
             with self._lock:
                 self._is_closed = True
             self.disconnect()
-            self._context.term()  # wakes the requests under way, whose connections close then
+            self._context.term()  # wakes requests in progress, whose connections close then
 
     def _drawn(self) -> tuple[Connection, int]:
         with self._lock:
@@ -347,7 +348,7 @@ class Requester:
             failure = _FAILURE.decode(reply[1])
         except (msgspec.DecodeError, ValueError, IndexError) as error:
             raise RequestInvalid(
-                f"{self._who} answered what this side cannot read: {error}"
+                f"{self._who} sent a reply that cannot be decoded: {error}"
             ) from error
         raise named(failure.kind, failure.message)
 

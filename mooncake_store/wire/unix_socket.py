@@ -1,8 +1,9 @@
-"""Requests over a Unix socket of one host, beside ZeroMQ: the same frames, a tenth of the time.
+"""Requests over a Unix socket of one host: the same frames as over ZeroMQ, in a tenth of the time.
 
 A round trip through ZeroMQ wakes six threads (client, its I/O thread, the server's, the server, and
-back) and takes 110-140 us here; through a Unix socket it wakes two and takes 5-6. A directory that
-listens at ipc://PATH also listens at PATH.direct; clients there use it, all others use ZeroMQ.
+back) and takes 110-140 us here. Through a Unix socket it wakes two and takes 5-6 us. A directory
+that listens at ipc://PATH also listens at PATH.direct. Clients of that address use the Unix socket,
+all others use ZeroMQ.
 
 Not here: the bytes of a message (framing.py), tcp:// and events (ZeroMQ).
 """
@@ -21,26 +22,26 @@ from mooncake_store.wire.request_reply import Later
 
 SUFFIX = ".direct"
 CONNECTIONS_MAX = 4_096
-UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # answers that a client does not fetch
-RECEIVE_BYTES = 64 * 1024  # malloc gives more than 128 KiB by mmap, which takes 12 us
-PATH_BYTES_MAX = 107  # of the kernel
+UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # replies that a client has not read
+RECEIVE_BYTES = 64 * 1024  # malloc uses mmap for more than 128 KiB, which takes 12 us
+PATH_BYTES_MAX = 107  # limit of the kernel
 RETRY_S = 0.02
-ACCEPT_PAUSE_S = 0.1  # after a client could not be taken, as for want of descriptors
-NOTE_S = 10.0  # between two lines about that
+ACCEPT_PAUSE_S = 0.1  # after a failed accept, for example without free descriptors
+NOTE_S = 10.0  # between two log lines about failed accepts
 
 log = logging.getLogger(__name__)
-Reply = Callable[[list[bytes]], list[bytes] | Later]  # the frames of a request -> of its reply
+Reply = Callable[[list[bytes]], list[bytes] | Later]  # frames of a request -> frames of its reply
 
 
 def direct_path(address: str) -> str:
-    """Where the Unix socket beside this address is; "" when it has none."""
+    """The path of the Unix socket beside this address; "" if it has none."""
     path = address.removeprefix("ipc://") + SUFFIX
     is_usable = address.startswith("ipc:///") and len(os.fsencode(path)) <= PATH_BYTES_MAX
     return path if is_usable else ""
 
 
 class _Client:
-    """One that asks: bytes of a request that is not whole yet, bytes of replies not taken yet."""
+    """A connected client: bytes of an incomplete request, and replies not sent yet."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -48,7 +49,7 @@ class _Client:
         self.outgoing = bytearray()
 
     def receive(self) -> bool:
-        """Take what has come; False when the client is gone."""
+        """Read what has arrived. False: the client is gone."""
         try:
             data = self.peer.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -59,7 +60,7 @@ class _Client:
         return bool(data)
 
     def give(self, reply: list[bytes]) -> None:
-        """A reply that is known only now; lost when the client is gone."""
+        """Send a late reply; it is lost if the client is gone."""
         self.outgoing += to_stream(reply)
         with contextlib.suppress(OSError):
             self.send()
@@ -74,15 +75,17 @@ class _Client:
 
 
 class UnixListener:
-    """The listening side; its owner polls `files()` and calls `serve` with those that are ready."""
+    """The listening side. Its owner polls `files()` and calls `serve` with the ready ones."""
 
     def __init__(self, path: str, reply: Reply) -> None:
         self._reply = reply
         self._path = path
         self._clients: dict[int, _Client] = {}
-        self._accept_s = self._note_s = float("-inf")  # not before these
+        # time.monotonic() of the next accept and of the next log line
+        self._accept_s = self._note_s = float("-inf")
         with contextlib.suppress(FileNotFoundError):
-            # Left by a process that ended: ZeroMQ's address has been bound, so nobody uses it.
+            # left by a process that has ended: ZeroMQ's address is bound here, so no process uses
+            # it
             os.unlink(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -90,14 +93,14 @@ class UnixListener:
         self._listener.setblocking(False)
 
     def files(self) -> dict[int, bool]:
-        """Descriptors to be polled for reading; True: for writing too."""
+        """Descriptors to poll for reading; True: for writing too."""
         found = {fd: bool(each.outgoing) for fd, each in self._clients.items()}
         if time.monotonic() >= self._accept_s:
             found[self._listener.fileno()] = False
         return found
 
     def serve(self, ready: list[int]) -> None:
-        """Answer what has come on these descriptors."""
+        """Answer the requests on these descriptors."""
         for fd in ready:
             if fd == self._listener.fileno():
                 self._accept()
@@ -105,13 +108,15 @@ class UnixListener:
                 self._serve(fd, self._clients[fd])
 
     def _accept(self) -> None:
-        """Everybody who waits; who cannot be taken now waits on, in the kernel's queue."""
+        """Accept all waiting clients. Those that cannot be accepted now remain in the kernel's
+        queue."""
         while True:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # out of descriptors, say: those who are here are served
+            # for example out of descriptors: connected clients are still served
+            except OSError as error:
                 self._accept_s = time.monotonic() + ACCEPT_PAUSE_S
                 self._note(f"accepted no client: {error}")
                 return
@@ -139,7 +144,7 @@ class UnixListener:
                     client.outgoing += to_stream(reply)
             client.send()
             if len(client.outgoing) > UNREAD_BYTES_MAX:
-                raise ValueError("answers are not fetched")
+                raise ValueError("replies are not read")
         except (OSError, ValueError) as error:
             log.info("dropped a client: %s", error)
             is_there = False
@@ -157,7 +162,7 @@ class UnixListener:
 
 
 class UnixConnection:
-    """The asking side. Connects when it is first used, and again when it must."""
+    """The requesting side. Connects on first use, and again after an error."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -165,7 +170,8 @@ class UnixConnection:
         self._incoming = bytearray()
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """A connection that breaks means that the directory has ended: the next one is asked."""
+        """The reply, or None at the deadline. A broken connection means that the directory has
+        ended; the request is then repeated to the next directory."""
         message = to_stream(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -187,7 +193,7 @@ class UnixConnection:
         self.close()
 
     def is_lost(self) -> bool:
-        return False  # the kernel keeps nothing of one that broke
+        return False  # the kernel keeps no records of a broken connection
 
     def _await(self, peer: socket.socket, number: int, deadline_s: float) -> list[bytes] | None:
         while True:

@@ -85,7 +85,7 @@ class GreenSegment:
     def open(cls, path: str, size_bytes: int | None = None) -> GreenSegment:
         here, owner = in_process(), cls.memories.owners.get(path)
         if owner is None or here is None or owner.host != here.host:
-            raise SegmentRefused(f"nobody owns segment {path}")
+            raise SegmentRefused(f"no process owns segment {path}")
         return cls(cls.memories, path, owner)
 
     @property

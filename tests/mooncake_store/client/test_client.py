@@ -200,7 +200,7 @@ def test_wrong_arguments_are_refused_by_name(site: SiteProcesses, seed: int) -> 
             store.put(keys[:1], [torch.zeros(4, 4).t()])
         with pytest.raises(RequestInvalid, match="read-only"):
             store.get_into(keys[:1], [b"constant"])
-        with pytest.raises(RequestInvalid, match="list is no memory that can be moved"):
+        with pytest.raises(RequestInvalid, match="list has no memory that can be used"):
             store.put(keys[:1], [[1, 2]])
         with pytest.raises(LayoutMismatch, match="a has 33554432 bytes, less than one block"):
             store.put(keys[:1], [np.zeros(64 * 2**20, np.uint8)], "a")

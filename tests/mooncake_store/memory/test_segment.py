@@ -121,7 +121,7 @@ def test_more_than_the_memory_that_is_left_is_refused(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_file, "memory_available_bytes", lambda: 257 * 1024**2)
-    with pytest.raises(SegmentRefused, match="2 MiB of memory, 1 MiB can be had"):
+    with pytest.raises(SegmentRefused, match="2 MiB of memory, 1 MiB are available"):
         Segment.create(path, 2 * SIZE)
     with Segment.create(path, SIZE):
         pass

@@ -74,7 +74,7 @@ def test_where_there_is_a_compiler_there_is_a_library(monkeypatch: pytest.Monkey
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.SWITCH, "off")
     assert library.library() is None and library.function("copy_blocks", None, []) is None
-    assert library.why_not() == "MOONCAKE_NATIVE=off asks for Python"
+    assert library.why_not() == "MOONCAKE_NATIVE=off selects Python"
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

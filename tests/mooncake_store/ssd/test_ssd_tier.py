@@ -235,7 +235,7 @@ def test_a_write_that_fails_closes_the_tier_for_a_while_and_reads_go_on(
             patch.setattr(lane, "wait", full)
         patch.setattr(ssd_tier, "move", full)
         assert bench.store(second) == [False]
-    assert "takes no blocks for 60 s, the node goes on with DRAM" in caplog.text
+    assert "accepts no blocks for 60 s, the node continues with DRAM" in caplog.text
     assert not bench.tier.is_writable and "closed for writing" in bench.tier.state
     assert bench.store(second) == [False] and bench.load(first) == [True]
     monkeypatch.setattr(bench.tier, "_closed_until_s", time.monotonic())
@@ -306,7 +306,7 @@ def test_a_filesystem_without_direct_io_is_used_with_a_warning(
 
     monkeypatch.setattr(os, "open", refusing)
     bench = Bench(tmp_path, seed)
-    assert "refuses O_DIRECT" in caplog.text and bench.tier.state.startswith("buffered")
+    assert "rejects O_DIRECT" in caplog.text and bench.tier.state.startswith("buffered")
     job = bench.job(0, 0, 5000)
     assert bench.store(job) == [True] and bench.load(job) == [True]
     bench.tier.close()

@@ -53,7 +53,7 @@ def test_a_name_that_nobody_has_is_named() -> None:
     ],
 )
 def test_the_name_of_an_interface_is_refused_by_its_name(address: str) -> None:
-    with pytest.raises(NameUnknown, match="names of network interfaces are not taken"):
+    with pytest.raises(NameUnknown, match="network interfaces are not accepted"):
         bindable(address)
 
 

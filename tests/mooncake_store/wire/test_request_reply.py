@@ -143,7 +143,7 @@ def test_errors_arrive_as_what_they_are(requester: Requester) -> None:
         requester.ask(Fail(False), INT, WAIT_S)
     with pytest.raises(StoreError, match="bug in the test: ZeroDivisionError"):
         requester.ask(Fail(True), INT, WAIT_S)
-    with pytest.raises(RequestInvalid, match="the test answered what this side cannot read"):
+    with pytest.raises(RequestInvalid, match="the test sent a reply that cannot be decoded"):
         requester.ask(Double(1), msgspec.msgpack.Decoder(str), WAIT_S)
 
 
