@@ -1,1 +1,1 @@
-"""What does a deployment consist of? Its one file, and what each of its hosts runs."""
+"""Deployments of several hosts: the cluster file, the plan of each host, the commands."""

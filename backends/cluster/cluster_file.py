@@ -1,10 +1,10 @@
-"""Makes a `Deployment` of the text of a cluster file, or names every mistake of it.
+"""Parses a cluster file into a `Deployment`, or reports every mistake of the file.
 
-Each section has a reader; `_Checks` then looks at what must fit together. Parameters of models are
-checked as the models themselves do when they load (config_pbtxt.py), together with those of the
-model that a worker is rendered from, and get the line that they are written in.
+Each section has a reader. `_check_together` then checks the sections against each other. Model
+parameters are checked by the code that a model uses when it loads (config_pbtxt.py), merged with
+the parameters of the worker's template. A mistake names the line of its parameter.
 
-Not here: what the words mean (deployment.py), YAML itself (yaml_tree.py).
+Not here: the meaning of the keys (deployment.py), YAML itself (yaml_tree.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from conductor.config import ConductorConfig
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
 NAME_WANTED = "small letters, digits and '-' (at most 40, beginning with a letter)"
-ADDRESS_WANTED = "an IPv4 address or a DNS name that has one (nothing here listens on IPv6)"
+ADDRESS_WANTED = "an IPv4 address or a DNS name that has one (IPv6 is not supported)"
 DNS_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?"
     r"(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*",
@@ -58,19 +58,21 @@ INTERFACE = re.compile(r"[^\s/,:]{1,15}")
 ROLES = ("prefill", "decode")
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
 OF_TRTLLM = ("page_tokens", "tp_size", "handoff")
-# What all workers must agree on.
+# Parameters that must be equal in all workers.
 FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_TRTLLM)
-SAID_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never by what a worker is rendered from
-WORKERS_MAX = 64  # of one pool on one host
+SET_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never taken from a worker's template
+WORKERS_MAX = 64  # workers of one pool on one host
 HOSTS_MAX = 1_000
-PORT_STEP = 100  # between the default ports of two pools
+PORT_STEP = 100  # difference of the default ports of two pools
 SLO = {"ttft_s": "ttft_slo_s", "tbt_s": "tbt_slo_s"}
 NODE_BYTES_MIN = 1 << 20
 
 
 def load(path: Path, base: Path | None = None) -> Deployment:
-    """ClusterFileInvalid with every mistake; also when there is no such file. `base`: the model
-    repository that models are rendered from, where it is known."""
+    """Raises ClusterFileInvalid with every mistake, or if the file cannot be read.
+
+    `base` is the model repository that models are rendered from, if it is known.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(4 * CHARACTERS_MAX + 1)
@@ -90,8 +92,10 @@ def load(path: Path, base: Path | None = None) -> Deployment:
 def parse(
     text: str, path: str = "cluster.yaml", templates: Mapping[str, str] | None = None
 ) -> Deployment:
-    """ClusterFileInvalid with every mistake, and nothing else, whatever the text is. `templates`:
-    the config.pbtxt of each model of the base repository."""
+    """Raises ClusterFileInvalid with every mistake, and no other exception for any text.
+
+    `templates` maps each model of the base repository to its config.pbtxt.
+    """
     try:
         tree, problems = read_tree(text)
     except YamlInvalid as error:
@@ -106,7 +110,7 @@ def parse(
 
 
 class _ClusterFile:
-    """Reads section after section; the later ones look up what the earlier ones found."""
+    """Reads one section after the other; later readers look up the results of earlier ones."""
 
     def __init__(
         self, tree: YamlEntry, path: str, mistakes: Mistakes, templates: Mapping[str, str]
@@ -117,8 +121,9 @@ class _ClusterFile:
         self.mistakes = mistakes
         self.hosts: dict[str, Host] = {}
         self.nodes: list[NodeSpec] = []
-        self.settings: dict[str, dict[str, str]] = {}  # of each pool, its template's below its own
-        self.known: set[str] = set()  # parameters that workers of some pool know
+        # Pool -> parameters of its template, overridden by the parameters of the file.
+        self.settings: dict[str, dict[str, str]] = {}
+        self.known: set[str] = set()  # all parameters that exist for at least one pool
 
     def read(self) -> Deployment:
         top = self.top
@@ -157,10 +162,10 @@ class _ClusterFile:
             return
         for name, host in section.sections():
             if not NAME.fullmatch(name):
-                section.note(name, f"is no name of a host; use {NAME_WANTED}")
+                section.note(name, f"is no valid host name; use {NAME_WANTED}")
             if not host.has("address"):
-                section.note(name, "has no address: say where other hosts reach it (address: IP)")
-            unread = f"{name}.invalid"  # as far as other mistakes are concerned
+                section.note(name, "has no address for other hosts: add one (address: IP)")
+            unread = f"{name}.invalid"  # replaces an invalid address, so that parsing can continue
             address = host.word("address", unread, _is_address, ADDRESS_WANTED)
             default = address if is_ip(address) else "0.0.0.0"
             if address == "localhost":
@@ -183,17 +188,17 @@ class _ClusterFile:
         found = section.others()
         for name in found:
             if not VARIABLE.fullmatch(name):
-                section.note(name, "is no name of an environment variable")
+                section.note(name, "is no valid name of an environment variable")
             elif name.startswith("MOONCAKE_"):
-                section.note(name, "is set by `mooncake serve`, out of this file: remove it")
+                section.note(name, "is set by `mooncake serve` from this file: remove it")
             elif "\0" in found[name]:
-                section.note(name, "has a zero byte in it")
+                section.note(name, "contains a zero byte: remove it")
         return found
 
     def _named_hosts(
         self, section: FileSection, default: tuple[str, ...], if_twice: str = "remove one"
     ) -> tuple[str, ...]:
-        """The list `hosts` of a section."""
+        """The valid host names in the list `hosts` of a section, or `default`."""
         found = section.words("hosts", if_twice)
         for name, line in found:
             self.look_up_host(name, line, section.path_of("hosts"))
@@ -224,7 +229,7 @@ class _ClusterFile:
             peer_port=section.port("peer_port", 2380),
         )
         if section.has("hosts") == section.has("endpoints"):
-            what = "name either hosts (whose members we start) or endpoints (that others run)"
+            what = "name either hosts, to start members there, or endpoints of a running etcd"
             self.mistakes.note(section.line, section.path, what)
         section.close()
         return found
@@ -245,15 +250,15 @@ class _ClusterFile:
         seen: dict[str, int] = {}
         for name, node in section.sections():
             if not NAME.fullmatch(name):
-                section.note(name, f"is no name of a storage node; use {NAME_WANTED}")
+                section.note(name, f"is no valid name of a storage node; use {NAME_WANTED}")
             host = node.text("host") or ""
             if not host:
-                section.note(name, "has no host: say on which host it is (host: NAME)")
+                section.note(name, "has no host: name the host that it runs on (host: NAME)")
             elif not self.look_up_host(host, node.line_of("host"), node.path_of("host")):
                 host = ""
             number = seen[host] = seen.get(host, -1) + 1
             if not node.has("dram"):
-                section.note(name, "has no dram: say how much memory it has (dram: 4G)")
+                section.note(name, "has no dram: give its memory size (dram: 4G)")
             spec = NodeSpec(
                 name=name,
                 host=host,
@@ -275,7 +280,7 @@ class _ClusterFile:
             hosts=self._named_hosts(
                 section,
                 self._first_host() if self.top.has("pools") else (),
-                "a second frontend of a machine is another host with its address",
+                "define a second frontend on a machine as another host with its address",
             ),
             address=section.word("address", "127.0.0.1", is_ip, "an IPv4 address, or 0.0.0.0"),
             http_port=section.port("http_port", 8000),
@@ -293,7 +298,7 @@ class _ClusterFile:
         found = []
         for number, (name, pool) in enumerate(section.sections()):
             if not NAME.fullmatch(name):
-                section.note(name, f"is no name of a pool; use {NAME_WANTED}")
+                section.note(name, f"is no valid pool name; use {NAME_WANTED}")
             reader = _PoolReader(self, name, pool, defaults, common)
             found.append(reader.read(7100 + PORT_STEP * number))
         known = self.known or {name for role in ROLES for name in _known(role, common)}
@@ -302,14 +307,14 @@ class _ClusterFile:
         return found
 
     def _conductor(self, checkpoint: str) -> dict[str, str]:
-        """With `slo`, and with the checkpoint of the workers, whose tokenizer it is."""
+        """The conductor's parameters, with those of `slo` and the workers' checkpoint."""
         section, slo = self.top.section("conductor"), self.top.section("slo")
         given = section.others()
         lines = dict.fromkeys(given, section)
         for short, name in SLO.items():
             if (text := slo.text(short)) is not None:
                 if name in given:
-                    slo.note(short, f"is said by conductor.{name} too: remove one")
+                    slo.note(short, f"is set by conductor.{name} too: remove one")
                 given[name] = text
                 lines[name] = slo
         slo.close()
@@ -324,10 +329,10 @@ class _ClusterFile:
         short_names = {long: short for short, long in SLO.items()}
         for problem in problems:
             name = _parameter_of(problem, given)
-            place = lines.get(name, section)
-            key = short_names.get(name, name) if place is slo else name
+            owner = lines.get(name, section)
+            key = short_names.get(name, name) if owner is slo else name
             if name:
-                place.note(key, _below_its_name(problem, name))
+                owner.note(key, problem.removeprefix(f"{name} "))
             else:
                 self.mistakes.note(section.line, "conductor", problem)
         return given
@@ -336,12 +341,12 @@ class _ClusterFile:
         folder = section.text("folder") or ""
         is_insecure = section.truth("insecure", False)
         if section.is_there and bool(folder) == is_insecure:
-            self.mistakes.note(section.line, "keys", "say either folder: NAME or insecure: true")
+            self.mistakes.note(section.line, "keys", "set either folder: NAME or insecure: true")
         section.close()
         found = self.top.words("trusted_data_network")
         for name, line in found:
             if not INTERFACE.fullmatch(name):
-                what = f"{name!r} is no name of a network interface"
+                what = f"{name!r} is no valid name of a network interface"
                 self.mistakes.note(line, "trusted_data_network", what)
         is_named = self.top.has("trusted_data_network") or bool(folder)
         return {
@@ -352,7 +357,7 @@ class _ClusterFile:
 
 
 class _PoolReader:
-    """One pool, with what `defaults` says of all."""
+    """Reads one pool, whose parameters override those of `defaults`."""
 
     def __init__(
         self,
@@ -364,7 +369,7 @@ class _PoolReader:
     ) -> None:
         self.file, self.name, self.section, self.defaults = file, name, section, defaults
         self.common = common
-        self.shipped: dict[str, str] = {}  # parameters of the model that workers are rendered from
+        self.shipped: dict[str, str] = {}  # parameters of the workers' template
 
     def read(self, grpc_port: int) -> PoolSpec:
         section, name = self.section, self.name
@@ -372,7 +377,7 @@ class _PoolReader:
         role = section.choice("role", ROLES, guess)
         if not role and not section.has("role"):
             self.file.mistakes.note(
-                section.line, section.path, "has no role: say role: prefill or role: decode"
+                section.line, section.path, "has no role: add role: prefill or role: decode"
             )
         own = section.others(*POOL_KEYS)
         self._read_template(role, {**self.common, **own})
@@ -387,13 +392,15 @@ class _PoolReader:
         if any(worker.grpc_port > PORT_MAX for worker in workers):
             section.note(
                 "grpc_port",
-                f"is {port}, and the next workers of a host have the next "
-                f"ports, beyond {PORT_MAX}: use a lower one",
+                f"is {port}, and further workers of a host use the following ports, beyond "
+                f"{PORT_MAX}: use a lower one",
             )
         elastic = self._elastic()
         if not section.has("workers") and elastic is None:
             self.file.mistakes.note(
-                section.line, section.path, "has no workers: say how many where, workers: {a: 1}"
+                section.line,
+                section.path,
+                "has no workers: give a number for each host (workers: {a: 1})",
             )
         section.close()
         return PoolSpec(
@@ -408,17 +415,17 @@ class _PoolReader:
     def _read_template(self, role: str, raw: Mapping[str, str]) -> None:
         try:
             shipped = parameters_of(template(role, raw, self.file.templates))
-        except TemplateMissing:  # who renders says so; who only reads the file needs none
+        except TemplateMissing:  # reported when the models are rendered
             return
         known = _known(role, {**shipped, **raw})
-        if strange := sorted(shipped.keys() - known):
+        if unknown := sorted(shipped.keys() - known):
             what = (
-                f"the model that it is rendered from sets {', '.join(strange)}, which its engine "
-                "does not know: name a model repository with a model of that engine "
-                "(--model-repository), or say the engine of the one that is there"
+                f"its template sets {', '.join(unknown)}, which its engine does not have: name a "
+                "model repository with a model of that engine (--model-repository), or set the "
+                "engine of the existing model"
             )
             self.file.mistakes.note(self.section.line, self.section.path, what)
-        taken = known.difference(SAID_BY_THE_FILE)
+        taken = known.difference(SET_BY_THE_FILE)
         self.shipped = {name: value for name, value in shipped.items() if name in taken}
 
     def _elastic(self) -> Elastic | None:
@@ -436,7 +443,7 @@ class _PoolReader:
         return Elastic(least, most, dram_bytes)
 
     def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
-        """Of each host a number of them, or a list with parameters of each."""
+        """The workers of each host, from their number or from a list of their parameters."""
         section = self.section.section("workers")
         for host in section.names():
             entry = section.entry(host)
@@ -467,7 +474,7 @@ class _PoolReader:
                 )
 
     def _node_of(self, host: str, number: int) -> str:
-        """The storage nodes of a host in turns; "" when it has none."""
+        """A storage node of the host, chosen round-robin; "" if the host has none."""
         own = [node.name for node in self.file.nodes if node.host == host]
         return own[number % len(own)] if own else ""
 
@@ -478,7 +485,7 @@ class _PoolReader:
         section: FileSection,
         only: Mapping[str, str] | None = None,
     ) -> None:
-        """`only`: parameters beside these have been looked at."""
+        """Note the mistakes of `raw`; if `only` is given, only those of its parameters."""
         known = _known(role, {**self.shipped, **raw})
         for name in (raw if only is None else only).keys() - known:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
@@ -487,17 +494,16 @@ class _PoolReader:
             name = _parameter_of(problem, known_raw)
             if only is not None and name not in only:
                 continue
-            if name in section.names() or name not in self.defaults.names():
-                if name:
-                    section.note(name, _below_its_name(problem, name))
-                else:
-                    self.file.mistakes.note(section.line, section.path, problem)
-            else:
-                self.defaults.note(name, _below_its_name(problem, name))
+            if not name:
+                self.file.mistakes.note(section.line, section.path, problem)
+                continue
+            is_default = name in self.defaults.names() and name not in section.names()
+            owner = self.defaults if is_default else section
+            owner.note(name, problem.removeprefix(f"{name} "))
 
 
 def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
-    """What a worker would say when it loads with these parameters."""
+    """The problems that a worker with these parameters would report when it loads."""
     classes, together = config_classes(role, raw)
     return check_configs(classes, raw, together)[1]
 
@@ -508,41 +514,30 @@ def _known(role: str, raw: Mapping[str, str]) -> set[str]:
 
 
 def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
-    """The parameter that a complaint speaks of first; "" when it is none that was given."""
+    """The first given parameter that the problem names; "" if it names none."""
     words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*", problem)
     return next((word for word in words if word in raw), "")
 
 
-def _below_its_name(problem: str, name: str) -> str:
-    """The path says the name already."""
-    return problem.removeprefix(f"{name} ")
-
-
 def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
-    """The checkpoint of all workers."""
+    """Note parameters of FINGERPRINT that differ between pools; returns the checkpoint."""
     for name in FINGERPRINT:
         default = str(getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name))
         values = {pool: each.get(name, default) for pool, each in settings.items()}
         if len(set(values.values())) > 1:
-            said = ", ".join(f"{pool} {value}" for pool, value in values.items())
-            what = f"all workers need the same {name}, or none finds what others stored: {said}"
+            found = ", ".join(f"{pool} {value}" for pool, value in values.items())
+            what = f"all workers need the same {name} to share stored blocks, but have {found}"
             top.note("pools", f"{what}; set it in defaults")
-    found = [each.get("checkpoint", "demo") for each in settings.values()]
-    return found[0] if found else "demo"
+    return next((each.get("checkpoint", "demo") for each in settings.values()), "demo")
 
 
 def _check_together(deployment: Deployment, top: FileSection) -> None:
-    """What each section allows and all of them side by side do not."""
+    """Note mistakes that are visible only across sections."""
     for worker in deployment.workers:
         own = {node.name for node in deployment.nodes_of(worker.host)}
         if not own:
-            what = (
-                f"host {worker.host} has workers and no storage node, into whose memory they write"
-            )
-            top.note(
-                "storage_nodes",
-                f"{what}: add one, {worker.host}0: {{host: {worker.host}, dram: 4G}}",
-            )
+            what = f"host {worker.host} has workers, but no storage node for their KV: add one, "
+            top.note("storage_nodes", f"{what}{worker.host}0: {{host: {worker.host}, dram: 4G}}")
         elif worker.store_node not in own:
             what = f"{worker.model}: host {worker.host} has no storage node {worker.store_node!r}"
             top.note("pools", what + did_you_mean(worker.store_node, own))
@@ -553,8 +548,8 @@ def _check_together(deployment: Deployment, top: FileSection) -> None:
     _check_addresses(deployment, top)
     for (address, port), users in sorted(deployment.ports().items()):
         if len(users) > 1:
-            said = " and ".join(user for _, user in users)
-            top.note(users[-1][0], f"port {port} of {address} is wanted by {said}: change one")
+            both = " and ".join(user for _, user in users)
+            top.note(users[-1][0], f"port {port} of {address} is used by {both}: change one")
         if port > PORT_MAX and users[0][0] == "frontends":
             what = f"port {port} of {address}, for {users[0][1]}, is beyond {PORT_MAX}"
             top.note("frontends", f"{what}: use lower ones")
@@ -569,7 +564,7 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
             top.note("hosts", what)
     for host in hosts:
         if is_loopback(host.listen) and not is_loopback(host.address):
-            what = f"host {host.name} listens on loopback, where nobody reaches {host.address}"
+            what = f"host {host.name} listens on loopback only, so {host.address} is not reachable"
             top.note("hosts", f"{what}: remove its listen")
     identities = [host.identity for host in hosts if host.identity]
     for identity in {each for each in identities if identities.count(each) > 1}:
@@ -580,14 +575,14 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
     is_open = not all(is_loopback(address) for address in shown)
     if is_open and not deployment.keys_folder and not deployment.is_insecure:
         what = (
-            "is missing: ports are open to other machines; say folder: keys (`mooncake keys` makes "
-            "it), or insecure: true if everybody who reaches them may use them"
+            "is missing: ports are open to other machines; set folder: keys (`mooncake keys` makes "
+            "it), or insecure: true if every machine that reaches them may use them"
         )
         top.note("keys", what)
 
 
 def _is_address(text: str) -> bool:
-    """Where somebody else can be reached."""
+    """True for an IPv4 address or DNS name at which another host can be reached."""
     if is_ip(text):
         return not IPv4Address(text).is_unspecified and not IPv4Address(text).is_multicast
     is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # 10.0.0.300, 10.1

@@ -1,6 +1,6 @@
-"""The commands of `mooncake cluster`. Each reads the cluster file anew; errors end in its lines.
+"""The commands of `mooncake cluster`. Each command reads the cluster file and reports its mistakes.
 
-Not here: what they look at and write (the other modules of this room), serving
+Not here: checking, rendering and draining (the other modules of this folder), serving
 (backends/launcher/command.py).
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,11 +19,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from backends import launch_secret
 from backends.cluster.cluster_file import load
-from backends.cluster.deployment import Deployment
+from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.drain import HostDrain
-from backends.cluster.host_plan import HostPlan, host_plan
-from backends.cluster.operator import join_as_operator
+from backends.cluster.host_plan import HostPlan, directory_address, host_plan
 from backends.cluster.options import (
     Base,
     ClusterFile,
@@ -40,6 +41,8 @@ from backends.cluster.status import DOWN, FleetStatus, fleet_status
 from backends.config_pbtxt import checkpoint_folder
 from backends.errors import ConfigError
 from mooncake_store.cli.arguments import shown_bytes
+from mooncake_store.keys import folder as keys_folder
+from mooncake_store.keys.curve import INSECURE_VARIABLE
 
 app = typer.Typer(
     name="cluster",
@@ -57,7 +60,7 @@ def check(
     host: OneHost = "",
     model_repository: Base = Path("model_repository"),
 ) -> None:
-    """Name every mistake of the file, what each host runs, and where live edits differ from it."""
+    """Print every mistake of the file, each host's processes, and live edits that differ."""
     with shown_mistakes():
         deployment = load(cluster, model_repository)
         plans = plans_of(deployment, host)
@@ -66,7 +69,7 @@ def check(
             say(f"note: {note}")
         for plan in plans:
             for difference in RenderedFolder(deployment, plan, model_repository).differences():
-                if host or difference.kind != "missing":  # other hosts have theirs on their disks
+                if host or difference.kind != "missing":  # other hosts' models are on their disks
                     say(f"{plan.host}: {difference}")
     say(f"{cluster} is right")
 
@@ -79,8 +82,8 @@ def status(
 ) -> None:
     """All hosts: etcd, directory, storage nodes, frontends, workers.
 
-    The exit status is 1 if anything that the file names is down, with a line for each; 0 if not.
-    Frontends that listen on loopback cannot be asked and do not count.
+    The exit status is 1 if any part in the file is down, with a line for each part; else 0.
+    Frontends that listen on loopback cannot be checked and do not count.
     """
     with shown_mistakes():
         deployment = load(cluster)
@@ -103,41 +106,74 @@ def status(
 def drain(
     host: Annotated[str, typer.Argument(help="The host to empty, of the file or elastic.")],
     cluster: ClusterFile = Path("cluster.yaml"),
-    undo: Annotated[bool, typer.Option("--undo", help="It takes requests and blocks again.")] = (
+    undo: Annotated[bool, typer.Option("--undo", help="Accept requests and blocks again.")] = (
         False
     ),
     requests_s: Annotated[
-        float, typer.Option(help="Requests that are not at their end then are moved.")
+        float, typer.Option(help="After so many seconds, requests are moved to other hosts.")
     ] = 30.0,
     deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
     keys_of: KeysOf = "",
 ) -> None:
-    """Empty a host so that it can be stopped: requests end or move, its only copies are copied."""
+    """Drain a host before it is stopped: requests finish or move, its only copies are copied."""
     with shown_mistakes():
         deployment = load(cluster)
         if host not in deployment.hosts and not deployment.elastic_pools:
-            plans_of(deployment, host)  # says which hosts there are
+            plans_of(deployment, host)  # raises an error that lists the hosts
         with contextlib.closing(
             HostDrain(deployment, host, join_as_operator(deployment, keys_of))
         ) as draining:
             if not draining.is_known:
-                errors.print(f"the directory knows nothing of a host {host!r}", markup=False)
+                errors.print(
+                    f"no node or worker of host {host!r} is in the directory", markup=False
+                )
                 sys.exit(1)
             if undo:
                 draining.undo()
-                say(f"{host} takes requests and blocks again")
+                say(f"{host} accepts requests and blocks again")
                 return
             left = draining.run(requests_s, deadline_s, say)
         if host in deployment.frontends.hosts:
             say(f"{host} has a frontend: its streams end when it stops; send clients elsewhere")
         if left.is_empty:
-            say(f"{host} is empty of what others lack: it can be stopped")
+            say(f"{host} is drained: it can be stopped without loss")
             return
         errors.print(
-            f"{left.requests} requests and {left.blocks} blocks are on {host} alone: the others "
-            "have no room for them, or it took too long. Drain again, or stop it and lose them."
+            f"{left.requests} requests and {left.blocks} blocks are on {host} alone: other hosts "
+            "have no room for them, or --deadline-s passed. Drain again, or stop it and lose them."
         )
     sys.exit(1)
+
+
+def join_as_operator(deployment: Deployment, host: str = "") -> str:
+    """Give this process the keys of `host`; returns the directory's address.
+
+    Without `host`, the first host whose keys are on this machine. Raises ClusterFileInvalid if
+    there are no keys.
+    """
+    if deployment.is_insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
+    if deployment.keys_folder:
+        folder = _keys_on_this_machine(deployment, host)
+        os.environ[keys_folder.VARIABLE] = str(folder)
+        secret = (folder / keys_folder.SECRET).read_text().strip()
+    else:
+        secret = launch_secret.insecure_secret(deployment.name)
+    os.environ[launch_secret.SECRET_VARIABLE] = secret
+    return directory_address(deployment)
+
+
+def _keys_on_this_machine(deployment: Deployment, host: str) -> Path:
+    base = Path(deployment.folder) / deployment.keys_folder
+    names = [host] if host else list(deployment.hosts)
+    for folder in (*(base / name for name in names), base):
+        if not keys_folder.problems(folder):
+            return folder
+    what = (
+        f"keys.folder: {base} has no keys that this user may read: run this on a host of the "
+        "deployment, or copy a host's folder of keys there"
+    )
+    raise ClusterFileInvalid(deployment.path, (what,))
 
 
 def _status_table(deployment: Deployment, found: FleetStatus) -> Table:
@@ -168,12 +204,12 @@ def _hosts_table(deployment: Deployment, plans: list[HostPlan]) -> Table:
 
 
 def _notes(deployment: Deployment) -> Iterator[str]:
-    """What is no mistake, and yet may not be meant."""
+    """Valid settings that the operator may not intend."""
     etcd = deployment.etcd
     if etcd is not None and etcd.hosts and len(etcd.hosts) % 2 == 0:
-        yield f"{len(etcd.hosts)} etcd members outlive no more deaths than {len(etcd.hosts) - 1} do"
+        yield f"{len(etcd.hosts)} etcd members tolerate no more failures than {len(etcd.hosts) - 1}"
     if deployment.is_insecure:
-        yield "insecure: whoever reaches the ports may use them, and read and change KV"
+        yield "insecure: every machine that reaches the ports can use them, and read and change KV"
     for name in deployment.hosts:
         if host_plan(deployment, name).is_idle:
             yield f"host {name} runs nothing"

@@ -1,15 +1,15 @@
-"""What a deployment consists of, as its cluster file says.
+"""The parts of a deployment, as its cluster file defines them.
 
-    name, hosts                what it is called, and the machines with their addresses
-    etcd, directories          who elects the directory that serves, and where directories run
-    storage_nodes              DRAM and SSD of hosts
-    frontends                  where clients call
-    pools, defaults            workers that are alike, and parameters of all pools
-    conductor, slo             how requests are routed and judged
-    keys, trusted_data_network who may speak to whom, and where KV moves unencrypted
+name, hosts                name of the deployment; its machines with their addresses
+etcd, directories          etcd, which elects the serving directory; hosts of directories
+storage_nodes              DRAM and SSD of hosts
+frontends                  addresses for clients
+pools, defaults            groups of equal workers; parameters of all pools
+conductor, slo             parameters of routing and admission; latency targets
+keys, trusted_data_network access keys; network interfaces on which KV moves unencrypted
 
-A `Deployment` is checked: a file with mistakes does not become one, but `ClusterFileInvalid`, which
-names all of them at once, each with its line, its path and a remedy.
+A `Deployment` is always valid. A file with mistakes raises `ClusterFileInvalid`, which lists all
+mistakes, each with its line, path and remedy.
 
 Not here: reading the file (cluster_file.py), what one host runs (host_plan.py).
 """
@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-OCTETS = frozenset(map(str, range(256)))  # as they are written in an address
-HOST_PORT_STEP = 10  # between the ports of hosts of one address
-NODE_PORT = 7010  # of the first storage node on a host: control; data is the next one
+OCTETS = frozenset(map(str, range(256)))
+HOST_PORT_STEP = 10  # difference of the frontend ports of two hosts with one address
+NODE_PORT = 7010  # control port of a host's first storage node; its data port follows
 
 
 class ClusterFileInvalid(Exception):
@@ -35,12 +35,12 @@ class ClusterFileInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine, or what is told apart as one."""
+    """A machine, or one of several hosts on a machine."""
 
     name: str
-    address: str  # where other hosts reach it
-    listen: str  # on which of its own addresses its ports are opened
-    identity: str = ""  # tells it from others that share a kernel; "": the machine's own
+    address: str  # IPv4 address or DNS name that other hosts use
+    listen: str  # local address that its processes bind
+    identity: str = ""  # distinguishes hosts that share a kernel; "": the machine's own identity
     state_dir: str = ""  # relative to the folder of the cluster file
     rack: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)  # of all its processes
@@ -48,7 +48,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class EtcdCluster:
-    """Members on `hosts`, which `mooncake serve` starts, or `endpoints` that somebody else runs."""
+    """Members on `hosts`, which `mooncake serve` starts, or `endpoints` of a running etcd."""
 
     hosts: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()  # HOST:PORT
@@ -61,7 +61,7 @@ class Directories:
     hosts: tuple[str, ...]
     port: int = 7001
     events_port: int = 7002
-    ttl_s: int = 3  # a leader that dies is replaced after so long
+    ttl_s: int = 3  # of the leader's lease: a dead leader is replaced after this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class NodeSpec:
     dram_bytes: int
     ssd_bytes: int
     ssd_path: str  # relative to the host's state_dir
-    segment_path: str  # file of its memory; "": one of the launcher's in /dev/shm
+    segment_path: str  # file of its memory; "": a file of the launcher in /dev/shm
     control_port: int
     data_port: int
 
@@ -81,11 +81,11 @@ class NodeSpec:
 @dataclass(frozen=True, slots=True)
 class Frontends:
     hosts: tuple[str, ...]
-    address: str = "127.0.0.1"  # where clients call; 0.0.0.0: on every address of the host
+    address: str = "127.0.0.1"  # local address for clients; 0.0.0.0: all addresses of the host
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    metrics_address: str = "127.0.0.1"  # of every host's metrics page
+    metrics_address: str = "127.0.0.1"  # local address of every host's metrics page
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +96,34 @@ class WorkerSpec:
     host: str
     grpc_port: int
     store_node: str
-    parameters: Mapping[str, str] = field(default_factory=dict)  # its own, above those of its pool
+    parameters: Mapping[str, str] = field(default_factory=dict)  # override those of the pool
 
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """How many hosts that are not in the file may serve a pool, each with a storage node."""
+    """The number of elastic hosts of a pool: hosts outside the file, with a storage node each."""
 
     least: int
-    most: int
-    dram_bytes: int = 1 << 30  # of that node
+    most: int  # least <= most
+    dram_bytes: int = 1 << 30  # of each host's storage node
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     name: str
     role: str  # prefill | decode
-    grpc_port: int  # of its first worker on a host; the next ones follow
-    parameters: Mapping[str, str]  # of config.pbtxt, with those of `defaults`
+    grpc_port: int  # of its first worker on a host; further workers use the following ports
+    parameters: Mapping[str, str]  # of config.pbtxt, including those of `defaults`
     workers: tuple[WorkerSpec, ...]
     elastic: Elastic | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A whole cluster file, checked."""
+    """A valid cluster file."""
 
     name: str
-    path: str  # of the file, as it was named
+    path: str  # of the file, as the operator named it
     hosts: Mapping[str, Host]
     etcd: EtcdCluster | None
     directories: Directories
@@ -132,13 +132,13 @@ class Deployment:
     pools: tuple[PoolSpec, ...]
     conductor: Mapping[str, str]  # parameters of the model `conductor`
     checkpoint: str  # of all workers and tokenizers
-    keys_folder: str = ""  # relative to the folder of the file; "": there are no keys
+    keys_folder: str = ""  # relative to the folder of the file; "": the deployment has no keys
     is_insecure: bool = False
-    trusted_data_network: tuple[str, ...] | None = None  # None: every interface is
+    trusted_data_network: tuple[str, ...] | None = None  # interfaces; None: all are trusted
 
     @property
     def folder(self) -> str:
-        """Of the cluster file, as it was named; relative paths in it start there."""
+        """The folder of the cluster file, where its relative paths start."""
         return self.path.rpartition("/")[0] or ("/" if self.path.startswith("/") else ".")
 
     @property
@@ -147,7 +147,7 @@ class Deployment:
 
     @property
     def elastic_pools(self) -> list[PoolSpec]:
-        """Those whose workers may also be hosts that are not in the file."""
+        """The pools that accept elastic hosts."""
         return [pool for pool in self.pools if pool.elastic is not None]
 
     @property
@@ -161,24 +161,23 @@ class Deployment:
         return [node for node in self.storage_nodes if node.host == host]
 
     def port_step(self, host: str) -> int:
-        """What is added to the ports of frontends and metrics pages: hosts of one address are on
-        one machine."""
+        """The offset of the host's frontend and metrics ports.
+
+        Hosts with equal addresses run on one machine and need different ports.
+        """
         address = self.hosts[host].address
         there = [name for name, each in self.hosts.items() if each.address == address]
         return HOST_PORT_STEP * there.index(host)
 
     def etcd_endpoints(self) -> list[str]:
-        """HOST:PORT of each member that answers clients; [] without etcd."""
+        """HOST:PORT of each etcd member for clients; [] without etcd."""
         if self.etcd is None:
             return []
         own = [f"{self.hosts[name].address}:{self.etcd.client_port}" for name in self.etcd.hosts]
         return [*own, *self.etcd.endpoints]
 
     def ports(self) -> dict[tuple[str, int], list[tuple[str, str]]]:
-        """(address, port) -> (section of the file, what listens there) of each listener.
-
-        Hosts may share an address.
-        """
+        """(address, port) -> (section of the file, name of the listener) for each listener."""
         found: dict[tuple[str, int], list[tuple[str, str]]] = {}
 
         def listen(section: str, host: str, port: int, user: str) -> None:
@@ -210,11 +209,11 @@ class Deployment:
 
 
 def is_loopback(address: str) -> bool:
-    """Can only this machine reach it?"""
+    """True if only this machine can reach the address, which has no port."""
     return address == "localhost" or (address.startswith("127.") and address.count(".") == 3)
 
 
 def is_ip(address: str) -> bool:
-    """A number, and not a DNS name."""
+    """True for an IPv4 address, False for a DNS name."""
     parts = address.split(".")
     return len(parts) == 4 and all(part in OCTETS for part in parts)

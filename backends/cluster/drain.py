@@ -1,18 +1,20 @@
-"""A host emptied while everything goes on: its workers, and what only its storage nodes have.
+"""Drains a host while the deployment serves: its requests, then its only copies of blocks.
 
-    1. Its workers take no new requests.
-    2. Requests that they have come to their end; those that take too long are moved: they fail
-       there as if the worker had left, and their frontends go on with them elsewhere.
-    3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts. Those
-       pull them themselves, so no byte comes through here. What is on an SSD only is brought back
-       into the node's DRAM for that, so its nodes take blocks until now.
-    4. Its storage nodes take no new blocks, and what came meanwhile is copied too.
+1. The host's workers accept no new requests.
+2. Their requests finish. Requests that take too long are moved: they fail as if the worker
+   had left, and their frontends resume them on other workers.
+3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
+   Those nodes pull the blocks, so the bytes do not pass through this process. A block on SSD
+   is first loaded into its node's DRAM, so the host's nodes accept blocks until this step.
+4. The host's storage nodes accept no new blocks. Blocks that arrived since are copied too.
 
-Afterwards the host may be stopped without loss. A worker that is started again takes requests; the
-flag on storage nodes stays until `undo`, until they register again, or another directory leads.
+Then the host can be stopped without loss. A restarted worker accepts requests again. The drain flag
+of a storage node stays until `undo`, until the node registers again, or until another directory
+leads.
 
-What is at the host's frontend is bound to its clients' connections: it is not moved.
-Not here: which keys that needs (operator.py).
+Requests of the host's own frontend are not moved, because they are bound to client connections.
+
+Not here: which keys the command needs (command.py).
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
-LOOK_S = 1.0  # between two looks at reports, which come with a snapshot of all blocks
-MOVED_AT_ONCE = 256  # blocks
-COPY_S_MAX = 30.0  # for so many
-ASK_S_MAX = 1.0
-SNAPSHOT_S_MAX = 30.0  # one of millions of blocks
+LOOK_S = 1.0  # between two calls for worker reports, which return a snapshot of all blocks
+MOVED_AT_ONCE = 256  # blocks of one copy call
+COPY_S_MAX = 30.0  # limit of one copy call
+ASK_S_MAX = 1.0  # limit of a call to the directory in `move_requests`
+SNAPSHOT_S_MAX = 30.0  # limit of a call; a snapshot may have millions of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is still on the host."""
+    """The remaining requests and blocks of a host."""
 
-    requests: int  # at its workers
-    blocks: int  # that no other host has
+    requests: int  # requests at its workers
+    blocks: int  # blocks without a copy on another host
 
     @property
     def is_empty(self) -> bool:
@@ -49,10 +51,10 @@ class Left:
 
 
 def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
-    """Requests at these workers go on elsewhere at once: their processes are about to end.
+    """Move the requests of these workers to other workers at once, before their processes end.
 
-    As far as the directory says within ASK_S_MAX where they are; a request whose worker is not told
-    goes on when that has ended.
+    A worker is notified only if the directory returns its address within ASK_S_MAX. A request of a
+    worker without notification is resumed after the worker has ended.
     """
     with (
         contextlib.suppress(StoreError),
@@ -65,11 +67,11 @@ def move_requests(directory: str, workers: Collection[str], secret: str) -> None
 
 
 class HostDrain:
-    """Of one host of a deployment."""
+    """Drains one host of a deployment."""
 
     def __init__(self, deployment: Deployment, host: str, directory: str) -> None:
         self.host = host
-        # An elastic host's own storage node is called like the host.
+        # The storage node of an elastic host has the name of the host.
         is_elastic = host not in deployment.hosts
         self._nodes = {host} if is_elastic else {n.name for n in deployment.nodes_of(host)}
         self._models = {worker.model for worker in deployment.workers if worker.host == host}
@@ -84,46 +86,46 @@ class HostDrain:
 
     @property
     def is_known(self) -> bool:
-        """Does the directory know a node or a worker of this host?"""
+        """True if a node or worker of this host is registered in the directory."""
         snapshot = self._store.directory.snapshot()
         nodes = {info.node_id for info in snapshot.nodes}
         return bool(nodes & self._nodes or self._workers(snapshot.workers))
 
     def undo(self) -> None:
-        """Its workers and nodes take requests and blocks again."""
-        self._tell_workers(False)
-        self._tell_nodes(False)
+        """Let the host's workers and nodes accept requests and blocks again."""
+        self._drain_workers(False)
+        self._drain_nodes(False)
 
     def run(
         self, requests_s_max: float, deadline_s: float, on_progress: Callable[[str], None]
     ) -> Left:
-        """Empty it; what is left. Requests are moved after `requests_s_max`."""
+        """Drain the host; returns what is left. Requests are moved after `requests_s_max`."""
         began_s = time.monotonic()
         give_up_s = began_s + deadline_s
         while True:
             is_late = time.monotonic() > began_s + requests_s_max
-            self._tell_workers(True, moves=is_late)  # again: a message may be lost
+            self._drain_workers(True, moves=is_late)  # repeated, because a message may be lost
             requests = self.requests()
             if not requests or time.monotonic() > give_up_s:
                 break
             on_progress(f"{requests} requests are at its workers" + (", moved now" * is_late))
             time.sleep(LOOK_S)
         self._copy_lonely(give_up_s, on_progress)
-        self._tell_nodes(True)
+        self._drain_nodes(True)
         blocks = self._copy_lonely(give_up_s, on_progress)
         return Left(self.requests(), blocks)
 
-    def _tell_workers(self, is_on: bool, moves: bool = False) -> None:
+    def _drain_workers(self, is_on: bool, moves: bool = False) -> None:
         for worker in self._workers(self._store.directory.workers()):
             self._outbox.send(worker.inbox, DrainWorker(is_on, moves))
 
-    def _tell_nodes(self, is_on: bool) -> None:
+    def _drain_nodes(self, is_on: bool) -> None:
         for info in self._store.directory.nodes():
             if info.node_id.removesuffix(SSD_SUFFIX) in self._nodes:
                 self._store.directory.drain(info.node_id, is_on)
 
     def requests(self) -> int:
-        """At its workers, queued or running, as they reported last."""
+        """The number of queued and running requests in the last reports of the host's workers."""
         snapshot = self._store.directory.snapshot()
         ours = {(each.worker_id, each.incarnation) for each in self._workers(snapshot.workers)}
         return sum(
@@ -133,7 +135,7 @@ class HostDrain:
         )
 
     def _workers(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-        """Those of the file, and those that an operator added under a like name."""
+        """The host's workers in the file, and workers that an operator added with similar names."""
         return [
             worker
             for worker in workers
@@ -141,7 +143,7 @@ class HostDrain:
         ]
 
     def _lonely(self) -> list[bytes]:
-        """Blocks that no node of another host has, in DRAM or on SSD."""
+        """Keys of blocks without a copy on another host, in DRAM or on SSD."""
         holders = self._store.directory.snapshot().holders
         return [
             key
@@ -150,10 +152,11 @@ class HostDrain:
         ]
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
-        """Until no block is on this host alone, or no more get away; how many still are.
+        """Copy until every block has a copy on another host, or no further block can be copied.
 
-        Batch by batch, because a prefix is of most use where all of it is; what does not fit so is
-        scattered.
+        Returns the number of blocks without such a copy. Whole batches go to one node, because a
+        prefix is most useful if one node has all its blocks. Blocks that do not fit are scattered
+        over several nodes.
         """
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
@@ -161,12 +164,16 @@ class HostDrain:
             self._copy(blocks, give_up_s, is_scattered)
             before, blocks = len(blocks), self._lonely()
             if len(blocks) >= before and is_scattered:
-                break  # the other nodes have no room, or cannot be reached
+                break  # the other nodes are full or not reachable
             is_scattered = len(blocks) >= before
         return len(blocks)
 
     def _copy(self, keys: list[bytes], give_up_s: float, is_scattered: bool) -> None:
-        """Each once, to where the directory would put the first of its batch, or it alone."""
+        """Copy each block once.
+
+        The directory chooses one node for each batch by its first block, or one node for each block
+        if `is_scattered`.
+        """
         directory = self._store.directory
         for start in range(0, len(keys), MOVED_AT_ONCE):
             left_s = min(COPY_S_MAX, give_up_s - time.monotonic())
@@ -178,8 +185,8 @@ class HostDrain:
                 for info in directory.nodes()
                 if info.node_id in self._nodes or not info.control or info.is_ssd
             ]
-            asked = part if is_scattered else part[:1]
-            targets = directory.place(asked, excluded)
+            placed = part if is_scattered else part[:1]
+            targets = directory.place(placed, excluded)
             by_target: dict[str, list[bytes]] = {}
             for key, target in zip(
                 part, targets if is_scattered else targets * len(part), strict=True

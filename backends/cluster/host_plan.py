@@ -1,9 +1,9 @@
-"""What one host of a deployment runs: addresses, sizes and the environment of its processes.
+"""The plan of one host of a deployment: its processes with addresses, sizes and environment.
 
-Everything is derived from the `Deployment`; nothing is looked up. Where two addresses are named,
-`listen` is what the process binds and the other one what it tells others.
+A plan is derived from the `Deployment` alone. Where a plan has two addresses, the process binds the
+address `listen...` and advertises the other one.
 
-Not here: how these are started (backends/launcher).
+Not here: starting the processes (backends/launcher).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from backends.cluster.deployment import (
 
 @dataclass(frozen=True, slots=True)
 class EtcdMember:
-    """A member that this host starts; URLs as etcd wants them."""
+    """An etcd member that this host starts, with its URLs in etcd's format."""
 
-    name: str  # the host's
+    name: str  # name of the host
     listen_client_url: str
     advertised_client_url: str
     listen_peer_url: str
     advertised_peer_url: str
-    members: Mapping[str, str]  # name -> peer URL of all members
-    token: str  # of this cluster, so that another deployment's member does not join
+    members: Mapping[str, str]  # name -> peer URL, of all members
+    token: str  # identifies the etcd cluster, so that members of other deployments cannot join
 
     @property
     def initial_cluster(self) -> str:
@@ -42,14 +42,14 @@ class EtcdMember:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPlan:
-    """A directory that this host starts; with etcd it serves while it is elected there."""
+    """A directory that this host starts; with etcd, it serves while it is the elected leader."""
 
-    listen: str  # tcp://...
+    listen: str  # tcp://HOST:PORT
     listen_events: str
     advertised: str
     advertised_events: str
     etcd: str  # etcd://...; "": no election
-    ttl_s: int
+    ttl_s: int  # of the leader's lease in etcd
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class NodePlan:
     dram_bytes: int
     ssd_bytes: int
     ssd_path: str  # relative to state_dir
-    segment_path: str  # "": one of the launcher's
+    segment_path: str  # file of its memory; "": a file of the launcher in /dev/shm
     rack: str
 
 
@@ -72,7 +72,7 @@ class NodePlan:
 class GatewayPlan:
     """OpenAI's interface in front of this host's frontend."""
 
-    listen: str  # HOST:PORT of all its processes
+    listen: str  # HOST:PORT, shared by all its processes
     processes: int = 1
     certificate: str = ""  # PEM file; "": plain HTTP
     private_key: str = ""
@@ -80,7 +80,7 @@ class GatewayPlan:
 
 @dataclass(frozen=True, slots=True)
 class FrontendPlan:
-    """Where clients call this host; each HOST:PORT."""
+    """The addresses of this host's frontend for clients, each HOST:PORT."""
 
     http: str
     grpc: str
@@ -89,7 +89,7 @@ class FrontendPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """A worker's Triton."""
+    """A worker, which runs in a Triton of its own."""
 
     model: str
     pool: str
@@ -97,22 +97,22 @@ class WorkerPlan:
     grpc: str  # HOST:PORT that frontends call
     listen_grpc: str
     store_node: str
-    parameters: Mapping[str, str]  # of its config.pbtxt, without store_node
+    parameters: Mapping[str, str]  # parameters of its config.pbtxt, without store_node
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """Everything that one host runs. Relative paths start in `folder`."""
+    """All processes of one host. Relative paths start at `folder`."""
 
     deployment: str
     host: str
     address: str
     listen: str
-    folder: str  # of the cluster file
+    folder: str  # folder of the cluster file
     state_dir: str
     model_repository: str
-    directory_address: str  # for everyone who asks the directory
-    events_address: str  # "": with an election the leader says where
+    directory_address: str  # for all clients of the directory
+    events_address: str  # "": the elected leader announces it
     metrics: str  # HOST:PORT of this host's metrics page
     etcd: EtcdMember | None = None
     directory: DirectoryPlan | None = None
@@ -123,7 +123,7 @@ class HostPlan:
 
     @property
     def shm_bytes(self) -> int:
-        """What its segments take of /dev/shm; those with another `segment_path` take none."""
+        """Size of the host's memory segments in /dev/shm, without those in other folders."""
         return sum(
             node.dram_bytes
             for node in self.storage_nodes
@@ -137,7 +137,7 @@ class HostPlan:
 
 
 def host_plan(deployment: Deployment, name: str) -> HostPlan:
-    """Of a host of the file; KeyError for another one."""
+    """The plan of a host of the file; KeyError for another name."""
     host = deployment.hosts[name]
     is_frontend = name in deployment.frontends.hosts
     frontends, step = deployment.frontends, deployment.port_step(name)
@@ -161,10 +161,11 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
-    """Of a host that is not in the file: one worker of an elastic pool, called by `address`, and a
-    storage node of its own, because a worker writes into the memory of its host's.
+    """The plan of an elastic host: one worker of an elastic pool and a storage node.
 
-    KeyError when there is no such pool, or it is not elastic.
+    The host is not in the file and is reached at `address`. It needs the storage node because a
+    worker writes KV to the memory of a storage node on its host. Raises KeyError if there is no
+    elastic pool of this name.
     """
     pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
@@ -190,8 +191,11 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
 
 
 def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """CUDA devices of those workers of a host that run on TensorRT-LLM, by model; `workers` are
-    parameters. Who names none gets the next ones that nobody names, as many as its tp_size."""
+    """Model -> its CUDA devices, for the TensorRT-LLM workers of one host.
+
+    `workers` maps models to their parameters. A worker without `gpus` gets the next tp_size devices
+    that no worker names.
+    """
     on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
     named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
     free = (number for number in itertools.count() if str(number) not in named)
@@ -203,7 +207,7 @@ def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def election_address(deployment: Deployment) -> str:
-    """Where directories elect their leader; "" without etcd."""
+    """The address of the directories' election in etcd; "" without etcd."""
     endpoints = deployment.etcd_endpoints()
     if not endpoints:
         return ""
@@ -211,7 +215,7 @@ def election_address(deployment: Deployment) -> str:
 
 
 def directory_address(deployment: Deployment) -> str:
-    """MOONCAKE_DIRECTORY of every process and command."""
+    """The value of MOONCAKE_DIRECTORY for all processes and commands."""
     if elected := election_address(deployment):
         return elected
     host = deployment.hosts[deployment.directories.hosts[0]]

@@ -1,10 +1,11 @@
-"""The config.pbtxt files of one host, made of those that we ship and of what the deployment says.
+"""Renders the config.pbtxt files of one host from templates and the deployment's parameters.
 
-A template keeps its comments and tensors; values of its parameters are replaced, and parameters
-that it does not mention are put at its end. Paths of the cluster file start in its own folder, and
-those of a rendered model repository beside that, so relative ones are led back.
+Comments and tensors of a template are kept. The values of its parameters are replaced, and
+parameters that it lacks are appended. Relative paths in the cluster file start at the file's
+folder, but those in a rendered model start at the parent of its repository. Relative paths are
+therefore prefixed with `BACK`.
 
-Not here: writing the files, and what an operator did with them since (rendered_folder.py).
+Not here: writing the files, and later edits by an operator (rendered_folder.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from backends.shipped import named_or_shipped
 
 CONFIG = "config.pbtxt"
 BYTES = "surrogateescape"  # a comment may be in any encoding
-BACK = "../../"  # from beside rendered/HOST/model_repository to the folder of the cluster file
+BACK = "../../"  # from rendered/HOST, the repository's parent, to the cluster file's folder
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
     r'(?P<before>^\s*parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]+)"\s*,?\s*value\s*:?\s*\{'
@@ -32,16 +33,16 @@ ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class TemplateMissing(Exception):
-    """The base model repository lacks a model to render others from."""
+    """The base model repository has no template for a model."""
 
 
 def templates_in(base: Path) -> dict[str, str]:
-    """The text of each config.pbtxt of a model repository to render from, by model."""
+    """Model -> text of its config.pbtxt, for all models of the repository `base`."""
     base = named_or_shipped(base)
     if not base.is_dir():
         raise TemplateMissing(
             f"there is no model repository at {base} to render from: run from the project's root, "
-            "name one with --model-repository, or leave that out for the shipped one"
+            "name one with --model-repository, or omit the option for the shipped one"
         )
     return {
         path.parent.name: path.read_text("utf-8", BYTES)
@@ -52,7 +53,7 @@ def templates_in(base: Path) -> dict[str, str]:
 def rendered_models(
     deployment: Deployment, plan: HostPlan, templates: Mapping[str, str]
 ) -> dict[str, str]:
-    """The text of each model's config.pbtxt; `templates`: those of the base repository."""
+    """Model -> text of its config.pbtxt, for all models of the host."""
     head = f"# Rendered from {deployment.file_name}; an edit here wins until "
     head += "`mooncake cluster render models`.\n"
     found: dict[str, str] = {}
@@ -90,15 +91,17 @@ def backend_named(text: str) -> str:
 
 
 def parameters_of(text: str) -> dict[str, str]:
-    """As a config.pbtxt states them, one to a line as we ship it."""
+    """The parameters of a config.pbtxt in the format of the shipped models: one for each line."""
     return {match["key"]: _unescaped(match["value"]) for match in PARAMETER.finditer(text)}
 
 
 def with_parameters(
-    text: str, parameters: Mapping[str, str], more_said: str = "As the cluster file says."
+    text: str, parameters: Mapping[str, str], comment: str = "As the cluster file says."
 ) -> str:
-    """The same file with these values; comments stay where they are. `more_said`: the comment above
-    parameters that it did not have."""
+    """The config.pbtxt with these values; its comments are kept.
+
+    New parameters are appended below the line `comment`.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         value = parameters.get(match["key"])
@@ -109,7 +112,7 @@ def with_parameters(
     text = PARAMETER.sub(replaced, text)
     more = [name for name in parameters if name not in parameters_of(text)]
     if more:
-        text = text.rstrip("\n") + f"\n# {more_said}\n"
+        text = text.rstrip("\n") + f"\n# {comment}\n"
     for name in more:
         value = _escaped(parameters[name])
         text += f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
@@ -117,7 +120,7 @@ def with_parameters(
 
 
 def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
-    """Parameters of what clients call: the conductor's, and whose tokenizer it is."""
+    """The parameters of a frontend model: the conductor's, or the checkpoint of its tokenizer."""
     if backend_named(text) == "conductor":
         return _led_back(deployment.conductor)
     if "checkpoint" in parameters_of(text):
@@ -126,13 +129,12 @@ def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
 
 
 def template(role: str, parameters: Mapping[str, str], templates: Mapping[str, str]) -> str:
-    """What a worker with these parameters is rendered from: a model of its role, of its engine if
-    there is one."""
+    """The template of a worker: a model of its role, preferably with the same engine."""
     alike = [text for _, text in sorted(templates.items()) if backend_named(text) == role]
     if not alike:
         raise TemplateMissing(
-            f"the base model repository has no model with backend {role!r}: name the "
-            "shipped one with --model-repository"
+            f"the base model repository has no model with backend {role!r}: name a repository that "
+            "has one, like the shipped one, with --model-repository"
         )
     engine = parameters.get("engine", "torch")
     return next((t for t in alike if parameters_of(t).get("engine") == engine), alike[0])

@@ -1,4 +1,4 @@
-"""What the commands of `mooncake cluster` have in common: options, where they print, mistakes."""
+"""Shared parts of the `mooncake cluster` commands: options, output, error messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ errors = Console(stderr=True, highlight=False)
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="The cluster file.")]
 OneHost = Annotated[str, typer.Option("--host", help="This host only (default: all).")]
 KeysOf = Annotated[
-    str, typer.Option(help="Ask with the keys of this host (default: those that are here).")
+    str, typer.Option(help="Use the keys of this host (default: the keys on this machine).")
 ]
 Base = Annotated[
-    Path, typer.Option("--model-repository", help="The models that hosts' ones are rendered from.")
+    Path, typer.Option("--model-repository", help="The model repository to render from.")
 ]
 
 
 @contextlib.contextmanager
 def shown_mistakes() -> Iterator[None]:
-    """A file with mistakes becomes lines on stderr and exit status 1."""
+    """Print mistakes of the file to stderr and exit with status 1."""
     try:
         yield
     except (ClusterFileInvalid, TemplateMissing, StoreError, OSError) as error:
@@ -40,12 +40,12 @@ def shown_mistakes() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """As it is, whatever the width of the terminal."""
+    """Print a line without markup and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 
 
 def plans_of(deployment: Deployment, host: str) -> list[HostPlan]:
-    """Of this host, or of all; BadParameter when there is no such host."""
+    """The plan of `host`, or of all hosts if it is ""; BadParameter for an unknown host."""
     if host and host not in deployment.hosts:
         known = ", ".join(deployment.hosts)
         raise typer.BadParameter(f"there is no host {host!r} in {deployment.path}; known: {known}")

@@ -1,6 +1,6 @@
-"""`mooncake cluster render`: what hosts and other engines read, below rendered/ beside the file.
+"""`mooncake cluster render`: writes files for hosts and other tools to rendered/ beside the file.
 
-Not here: what is in the files (rendered_folder.py, manifests/).
+Not here: the contents of the files (rendered_folder.py, manifests/).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backends.tenants import tenants_file
 render = typer.Typer(
     name="render",
     no_args_is_help=True,
-    help="Write what hosts and other engines read, below rendered/ beside the cluster file.",
+    help="Write files for hosts and other tools to rendered/ beside the cluster file.",
 )
 
 
@@ -38,7 +38,7 @@ def models(
     host: OneHost = "",
     model_repository: Base = Path("model_repository"),
 ) -> None:
-    """Triton's model repositories of hosts. Live edits are overwritten."""
+    """Write the hosts' model repositories for Triton. Live edits are overwritten."""
     with shown_mistakes():
         deployment = load(cluster, model_repository)
         for plan in plans_of(deployment, host):
@@ -49,7 +49,7 @@ def models(
 
 @render.command()
 def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
-    """nftables rules of hosts: each of our ports, and who may open it. For hosts of elastic pools:
+    """Write nftables rules for the ports of each host. Hosts of elastic pools use
     POOL-elastic/firewall.nft."""
     with shown_mistakes():
         deployment = load(cluster)
@@ -64,7 +64,7 @@ def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") ->
             say(f"{path}: load it on {plan.host} with nft -f")
         if elastic:
             say(
-                f"tell every host where elastic ones are: nft add element "
+                f"add the address of each elastic host on every host: nft add element "
                 f"{firewall_rules.table(deployment)} {firewall_rules.ELASTIC} '{{ ADDRESS }}'"
             )
 
@@ -74,14 +74,14 @@ def systemd(
     cluster: ClusterFile = Path("cluster.yaml"),
     host: OneHost = "",
     program: Annotated[
-        str, typer.Option(help="Where `mooncake` is on the hosts.")
+        str, typer.Option(help="Path of `mooncake` on the hosts.")
     ] = "/opt/mooncake/.venv/bin/mooncake",
     folder: Annotated[
-        str, typer.Option(help="Where cluster file and model_repository are on the hosts.")
+        str, typer.Option(help="Folder of cluster file and model_repository on the hosts.")
     ] = "/opt/mooncake",
-    user: Annotated[str, typer.Option(help="Whom it runs as.")] = "mooncake",
+    user: Annotated[str, typer.Option(help="User that it runs as.")] = "mooncake",
 ) -> None:
-    """systemd units of hosts."""
+    """Write the hosts' systemd units."""
     with shown_mistakes():
         deployment = load(cluster)
         for plan in plans_of(deployment, host):
@@ -93,7 +93,7 @@ def systemd(
 
 @render.command()
 def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
-    """A Compose file: every host a container of one machine."""
+    """Write a Compose file that runs every host as a container on one machine."""
     with shown_mistakes():
         deployment = load(cluster)
         keys = Path(deployment.folder) / deployment.keys_folder
@@ -106,7 +106,7 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
         path = _write(deployment, "compose/compose.yaml", text)
         if deployment.keys_folder and (missing := deployment.hosts.keys() - owners):
             named = ", ".join(sorted(missing))
-            say(f"no keys of {named} yet: make them (`mooncake keys`), then render this again")
+            say(f"there are no keys of {named}: make them (`mooncake keys`), then render again")
         say(f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up")
 
 
@@ -114,14 +114,14 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
 def kubernetes(
     cluster: ClusterFile = Path("cluster.yaml"),
     openai_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Frontends serve OpenAI's interface there; 0: no.")
+        int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: none.")
     ] = 0,
     api_keys: Annotated[
         Path | None,
         typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount."),
     ] = None,
 ) -> None:
-    """A Kustomize base, a component for monitoring, and Secrets of the keys if there are any."""
+    """Write a Kustomize base, a component for monitoring, and Secrets of the keys."""
     with shown_mistakes():
         deployment = load(cluster)
         raw, gateway = b"", PodGateway(openai_port)
@@ -134,7 +134,7 @@ def kubernetes(
         say(f"{path.parent}: {', '.join(files)}")
         for name, text in autoscaling.monitoring_component(deployment).items():
             path = _write(deployment, f"kubernetes/monitoring/{name}", text)
-        say(f"{path.parent}: for Prometheus Operator and an adapter of its series")
+        say(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
         if raw:
             text = secrets_manifest.api_keys_secret(deployment, raw)
             path = _write(deployment, "kubernetes/api-keys.yaml", text, mode=0o600)
@@ -157,7 +157,7 @@ def _checked_api_keys(path: Path) -> tuple[bytes, tenants_file.TenantsFile]:
 
 
 def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:
-    """Below rendered/, whole or not at all."""
+    """Write a file below rendered/ atomically."""
     path = Path(deployment.folder) / "rendered" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

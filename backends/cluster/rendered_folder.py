@@ -1,10 +1,10 @@
-"""The rendered model repository of a host, and a manifest of what was rendered into it.
+"""The rendered model repository of a host, and the manifest of its rendered files.
 
-The manifest tells an operator's edit from an older rendering: a file that is no more what was
-rendered was edited, and such a file is left as it is while serving starts; only `mooncake cluster
-render models` writes it again.
+The manifest distinguishes an operator's edit from an older rendering. A file whose digest differs
+from the manifest was edited. A start of serving keeps an edited file; only `mooncake cluster render
+models` overwrites it.
 
-Not here: what a file says (model_rendering.py).
+Not here: the text of a file (model_rendering.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a model on disk differs from what the cluster file says now."""
+    """How a model on disk differs from the rendering of the current cluster file."""
 
     model: str
     kind: str  # edited | outdated | removed | added | missing
@@ -39,18 +39,18 @@ class Difference:
 
     def __str__(self) -> str:
         remedy = {
-            "edited": "edited by hand; that wins until it is rendered again",
-            "outdated": "the cluster file has changed since; a start or a rendering takes it over",
-            "removed": "removed by hand; the next start or rendering brings it back",
-            "added": "added by hand; it is left alone",
-            "missing": "not rendered yet; a start or a rendering does it",
+            "edited": "edited by hand; the edit is kept until the model is rendered again",
+            "outdated": "outdated; the next start or rendering updates it",
+            "removed": "removed by hand; the next start or rendering writes it again",
+            "added": "added by hand; it is kept",
+            "missing": "not rendered yet; the next start or rendering writes it",
         }[self.kind]
-        said = f" ({'; '.join(self.changes)})" if self.changes else ""
-        return f"{self.model}: {remedy}{said}"
+        changes = f" ({'; '.join(self.changes)})" if self.changes else ""
+        return f"{self.model}: {remedy}{changes}"
 
 
 class RenderedFolder:
-    """Of one host; `base` is the model repository that we ship, or one like it."""
+    """The rendered models of one host; `base` is the repository of templates."""
 
     def __init__(self, deployment: Deployment, plan: HostPlan, base: Path) -> None:
         self.repository = Path(plan.folder) / plan.model_repository
@@ -60,7 +60,7 @@ class RenderedFolder:
         self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
-        """Bring it up to date; the models that were written. An edit is kept if `keeps_edits`."""
+        """Update the folder; returns the written models. `keeps_edits` keeps edited models."""
         before = self._manifest()
         written = []
         self.repository.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class RenderedFolder:
         return written
 
     def differences(self) -> list[Difference]:
-        """What is not as the cluster file says, and why."""
+        """The differences between the folder and the cluster file."""
         rendered = self._manifest()
         found = []
         for model, text in sorted(self._models.items()):
@@ -95,7 +95,7 @@ class RenderedFolder:
         return found
 
     def _write_model(self, model: str, text: str) -> None:
-        """The version folder first: Triton loads a folder as soon as it has a config."""
+        """Write a model: first its version folder, because Triton loads it once it has a config."""
         folder = self.repository / model
         (folder / "1").mkdir(parents=True, exist_ok=True)
         partial = self.repository.parent / f".{model}.{CONFIG}"
@@ -103,14 +103,14 @@ class RenderedFolder:
         partial.replace(folder / CONFIG)
 
     def _on_disk(self, model: str) -> str | None:
-        """None when it is not there."""
+        """The config.pbtxt on disk; None if it is missing."""
         try:
             return (self.repository / model / CONFIG).read_text("utf-8", BYTES)
         except OSError:
             return None
 
     def _manifest(self) -> dict[str, str]:
-        """Model -> digest of what was rendered; {} when nothing was, or nobody can read it."""
+        """Model -> digest of its rendered text; {} without a readable manifest."""
         try:
             found = json.loads(self._manifest_path.read_text())["models"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -124,13 +124,13 @@ class RenderedFolder:
         }
 
     def _write_manifest(self) -> None:
-        said = {
+        manifest = {
             "deployment": self._deployment.name,
             "host": self._host,
             "models": {model: _digest(text) for model, text in sorted(self._models.items())},
         }
         partial = self._manifest_path.with_suffix(".partial")
-        partial.write_text(json.dumps(said, indent=2) + "\n")
+        partial.write_text(json.dumps(manifest, indent=2) + "\n")
         partial.replace(self._manifest_path)
 
 
@@ -145,7 +145,6 @@ def _changes(rendered: str, now: str) -> tuple[str, ...]:
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
     return tuple(
-        f"{name}: {theirs.get(name, 'not there')}, the cluster file says "
-        f"{ours.get(name, 'nothing')}"
+        f"{name}: {theirs.get(name, 'missing')}, in the cluster file {ours.get(name, 'missing')}"
         for name in names
     )

@@ -1,10 +1,10 @@
-"""One mapping of the cluster file, read key by key; every mistake is noted with line and path.
+"""One mapping of the cluster file, read key by key; mistakes are noted with line and path.
 
-A reader asks for the keys it knows and calls `close`, which names those that nobody asked for. What
-cannot be read is noted and replaced by its default, so that one pass over the file finds all
-mistakes.
+A reader reads the keys of its section and calls `close`, which reports unread keys as unknown. A
+value that cannot be read is noted and replaced by its default. One pass over the file therefore
+finds all mistakes.
 
-Not here: which keys there are (deployment.py), how text becomes entries (yaml_tree.py).
+Not here: which keys exist (deployment.py), how text becomes entries (yaml_tree.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 @dataclass(slots=True)
 class Mistakes:
-    """What is wrong with a file, in the order in which it was found."""
+    """The mistakes of a file, in the order in which they were found."""
 
-    found: list[tuple[int, str, str]] = field(default_factory=list)  # line, path, what
+    found: list[tuple[int, str, str]] = field(default_factory=list)  # line, path, problem
 
     def note(self, line: int, path: str, what: str) -> None:
-        if (line, path, what) not in self.found:  # an alias brings its mistakes again
+        if (line, path, what) not in self.found:  # an alias repeats its mistakes
             self.found.append((line, path, what))
 
     def lines(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class Mistakes:
 
 
 class FileSection:
-    """A mapping; one that is missing, empty or something else reads as one without keys."""
+    """A mapping. A missing, empty or invalid section reads as a mapping without keys."""
 
     def __init__(
         self, entry: YamlEntry | None, path: str, mistakes: Mistakes, line: int = 1
@@ -50,7 +50,7 @@ class FileSection:
         self.line = entry.line if entry else line
         self._keys = (entry.keys or {}) if entry else {}
         self._key_lines = entry.key_lines if entry else {}
-        self._asked: set[str] = set()
+        self._read: set[str] = set()  # keys that were read
         self.is_there = bool(entry and entry.keys is not None)
         if entry and entry.keys is None and not entry.is_empty:
             mistakes.note(entry.line, path, "must be a mapping of keys to values")
@@ -68,31 +68,31 @@ class FileSection:
         return key in self._keys and not self._keys[key].is_empty
 
     def entry(self, key: str) -> YamlEntry | None:
-        self._asked.add(key)
+        self._read.add(key)
         return self._keys.get(key)
 
     def section(self, key: str) -> FileSection:
         return FileSection(self.entry(key), self.path_of(key), self.mistakes, self.line_of(key))
 
     def sections(self) -> Iterator[tuple[str, FileSection]]:
-        """Of a mapping of names: each with what is below it."""
+        """Each name of the mapping with its section."""
         for name in self._keys:
             yield name, self.section(name)
 
     def names(self) -> list[str]:
         return list(self._keys)
 
-    def others(self, *asked: str) -> dict[str, str]:
-        """The keys besides `asked`, which must be single values."""
+    def others(self, *excluded: str) -> dict[str, str]:
+        """The keys except `excluded`, which must have single values."""
         return {
             name: text
             for name in self._keys
-            if name not in asked
+            if name not in excluded
             if (text := self.text(name)) is not None
         }
 
     def text(self, key: str) -> str | None:
-        """A single value as it was written; None when there is none."""
+        """A single value as it is written; None if the key has no value."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
             return None
@@ -133,7 +133,7 @@ class FileSection:
             return default
         match = SIZE.fullmatch(text.strip()) if text.isascii() else None
         if match is None:
-            self.note(key, f"is {text!r}, which is no size; write for example 512M or 4G")
+            self.note(key, f"is {text!r}, which is no size; use a size like 512M or 4G")
             return default
         return int(match[1]) * UNITS[match[2].upper()]
 
@@ -145,7 +145,7 @@ class FileSection:
         return default
 
     def words(self, key: str, if_twice: str = "remove one") -> list[tuple[str, int]]:
-        """A list of single values, each with its line; one alone need not be in a list."""
+        """A list of single values, each with its line. A single value counts as a list of one."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
             return []
@@ -159,21 +159,21 @@ class FileSection:
             if item.text is None:
                 self.mistakes.note(item.line, self.path_of(key), "must be a list of single values")
             elif item.text in {word for word, _ in found}:
-                what = f"{item.text} is there twice: {if_twice}"
+                what = f"{item.text} is listed twice: {if_twice}"
                 self.mistakes.note(item.line, self.path_of(key), what)
             else:
                 found.append((item.text, item.line))
         return found
 
     def close(self) -> None:
-        """Name the keys that nobody asked for."""
+        """Note the keys that were not read."""
         for name in self._keys:
-            if name not in self._asked:
-                self.note(name, f"unknown key{did_you_mean(name, self._asked)}")
+            if name not in self._read:
+                self.note(name, f"unknown key{did_you_mean(name, self._read)}")
 
 
 def did_you_mean(word: str, known: set[str]) -> str:
-    """A remedy for a word that is not among the known ones, to be put behind the complaint."""
+    """The remedy for an unknown word, to be appended to the problem."""
     near = difflib.get_close_matches(word[:100], sorted(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

@@ -3,7 +3,7 @@
 A part that does not answer has the reason as its state. No query takes longer than a few seconds.
 
 Not here: one server's numbers over time (`mooncake status`), the keys that queries need
-(operator.py).
+(command.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The text of a YAML file as a tree in which every entry knows its line, and nothing is converted.
+"""Parses YAML into a tree whose entries have line numbers and unconverted values.
 
-Scalars stay the text that was written: what a port or a size is, the reader of the entry says, so
-that `yes`, `0700` and `1:30` mean nothing by themselves. Anchors and `<<` work. Refused are
-duplicate keys, tags, entries that contain themselves, and what would unfold to more than a
-deployment can need; nothing but `YamlInvalid` leaves this module, whatever the text is.
+A scalar keeps its text, so `yes`, `0700` and `1:30` are not converted. The reader of an entry
+converts it to a port or a size. Anchors and `<<` are supported. Duplicate keys, tags, entries that
+contain themselves, and files that unfold to too many entries are rejected. For any text, this
+module raises only `YamlInvalid`.
 
-Not here: which keys there are (deployment.py).
+Not here: which keys exist (deployment.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import yaml
 
 CHARACTERS_MAX = 256 * 1024
-ENTRIES_MAX = 20_000  # with every alias counted as often as it is used
+ENTRIES_MAX = 20_000  # an alias counts at each use
 DEPTH_MAX = 20
 NOTHING = ("", "~", "null", "Null", "NULL")
 PLAIN_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value", "map", "seq")
@@ -23,7 +23,7 @@ MERGE = "<<"
 
 
 class YamlInvalid(Exception):
-    """The text is no tree; says in which line, and what to do."""
+    """The text is no valid tree; the message names the line and the remedy."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(f"line {line}: {what}")
@@ -31,7 +31,7 @@ class YamlInvalid(Exception):
 
 @dataclass(slots=True)
 class YamlEntry:
-    """One value of the file: of these three, the one that it is. Otherwise nothing was written."""
+    """One value of the file: at most one of `text`, `items` and `keys` is set."""
 
     line: int
     text: str | None = None
@@ -45,20 +45,20 @@ class YamlEntry:
 
 
 def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
-    """The whole file, and (line, what) of entries that had to be left out; YamlInvalid."""
+    """The tree, and (line, problem) of each entry that was left out. Raises YamlInvalid."""
     if len(text) > CHARACTERS_MAX:
-        what = f"{len(text)} characters, {CHARACTERS_MAX} are read at most: is it another file?"
+        what = f"{len(text)} characters, but the limit is {CHARACTERS_MAX}: check the file's name"
         raise YamlInvalid(1, what)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        raise YamlInvalid(_line(error), _said(error)) from None
+        raise YamlInvalid(_line(error), _problem(error)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         what = f"character {error.character!r} cannot be in a YAML file: {error.reason}"
         raise YamlInvalid(line, what) from None
     except RecursionError:
-        raise YamlInvalid(1, "nested too deeply to be read") from None
+        raise YamlInvalid(1, "is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise YamlInvalid(1, f"this is no YAML: {error}") from None
     if root is None:
@@ -72,11 +72,11 @@ def _line(error: yaml.MarkedYAMLError) -> int:
     return mark.line + 1 if mark else 1
 
 
-def _said(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's words, with what mostly is the cause."""
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    """PyYAML's message, or a clearer one for a frequent cause."""
     problem = " ".join(filter(None, (error.context, error.problem)))
     if "'\\t'" in problem or "\\t" in problem:
-        return "a tab stands where spaces must: indent with spaces"
+        return "a tab is used for indentation: indent with spaces"
     if "expected a single document" in problem:
         return "a second document begins (---): one file describes one deployment"
     return f"this is no YAML: {problem}"
@@ -91,9 +91,9 @@ class _TreeBuilder:
         line = node.start_mark.line + 1
         self._entries += 1
         if self._entries > ENTRIES_MAX:
-            raise YamlInvalid(line, f"more than {ENTRIES_MAX} entries once aliases unfold")
+            raise YamlInvalid(line, f"more than {ENTRIES_MAX} entries after aliases unfold")
         if depth > DEPTH_MAX:
-            what = f"nested deeper than {DEPTH_MAX}, or an alias stands inside its own anchor"
+            what = f"nested deeper than {DEPTH_MAX}, or an alias is inside its own anchor"
             raise YamlInvalid(line, what)
         if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
             self.problems.append(
@@ -120,12 +120,12 @@ class _TreeBuilder:
                 merged += self._merged(value, depth)
             elif key.value in found.keys:
                 before = found.key_lines[key.value]
-                what = f"{key.value} is there twice (first in line {before}): remove one"
+                what = f"{key.value} is defined twice (first in line {before}): remove one"
                 self.problems.append((line, what))
             else:
                 found.keys[key.value] = self.entry(value, depth + 1)
                 found.key_lines[key.value] = line
-        for other in merged:  # the first that has a key wins, as YAML says
+        for other in merged:  # the first mapping with a key takes precedence, as in YAML
             for name, entry in (other.keys or {}).items():
                 if name not in found.keys:
                     found.keys[name] = entry
@@ -136,6 +136,6 @@ class _TreeBuilder:
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if not all(isinstance(node, yaml.MappingNode) for node in nodes):
             line = value.start_mark.line + 1
-            self.problems.append((line, "<< takes a mapping, an alias of one or a list of those"))
+            self.problems.append((line, "<< takes a mapping, an alias of one or a list of them"))
             return []
         return [self.entry(node, depth + 1) for node in nodes]

@@ -59,7 +59,7 @@ def test_a_drained_host_loses_nothing(fleet: Fleet, story: list[int], reference:
     begun = [fleet.begun(stream, LONG_BEFORE) for stream in streams]
     drained = cluster(fleet, "drain", "c", "--requests-s", "0")
     assert drained.returncode == 0, drained.stdout + drained.stderr
-    assert "c is empty of what others lack" in drained.stdout
+    assert "c is drained" in drained.stdout
     held = fleet.holders(prompt)
     assert len(held) == 4 and all(nodes - {"c0"} for nodes in held), "before it stops"
     assert fleet.hosts["c"].stop() == 0

@@ -1,1 +1,1 @@
-"""What do other engines read to run a deployment? systemd, nftables, Compose, Kubernetes."""
+"""Manifests that run a deployment with systemd, nftables, Compose and Kubernetes."""

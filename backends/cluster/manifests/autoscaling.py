@@ -1,9 +1,9 @@
-"""A Kustomize component for clusters with Prometheus: monitoring, and pools that follow the load.
+"""A Kustomize component for clusters with Prometheus: monitoring and autoscaling of pools.
 
-It needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus' series as
-metrics of Kubernetes. Pools follow two of them, whichever asks for more workers: how many requests
-are live at all (the conductor's own count, which grows before any worker is late), and how many
-wait at the pool's workers.
+The component needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus
+metrics as Kubernetes metrics. A pool scales by the larger demand of two metrics: the conductor's
+number of live requests, which grows before any worker is late, and the number of requests that wait
+at the pool's workers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from backends.cluster.manifests.pods import (
 
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
-SERIES_LABEL = "app_kubernetes_io_instance"  # as Prometheus writes it
-LIVE_PER_WORKER = 16  # requests in flight that a worker of either pool is to have
-WAITING_PER_WORKER = 4
-CALM_S = 300  # a pool shrinks only after the load was low for so long: a worker's KV leaves with it
+SERIES_LABEL = "app_kubernetes_io_instance"  # the same label in Prometheus
+LIVE_PER_WORKER = 16  # target of live requests for each worker of a pool
+WAITING_PER_WORKER = 4  # target of waiting requests for each worker of a pool
+CALM_S = 300  # time of low load before a pool shrinks, because a worker's KV is lost with it
 
 
 def monitoring_component(deployment: Deployment) -> dict[str, str]:
@@ -38,7 +38,7 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
         "resources": list(files),
     }
     if elastic:
-        # Who scales a pool says its size, and no later `kubectl apply`.
+        # The autoscaler sets the size of a pool, so `kubectl apply` must not set it.
         component["patches"] = [
             {
                 "target": {"kind": "Deployment", "name": pool.name},
@@ -50,7 +50,7 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
 
 
 def _monitor(deployment: Deployment) -> list[Document]:
-    """Prometheus reads the page of every pod, by way of a service that has them all."""
+    """A Service with all pods, whose metrics pages Prometheus reads."""
     name = "metrics"
     return [
         {

@@ -1,12 +1,12 @@
-"""A Compose file with one service for each host of a deployment.
+"""A Compose file with one service for each host of a deployment, all on one machine.
 
-For a fleet in containers of one machine: each host is a container with its own network stack and
-its own /dev/shm, so nothing is mapped between them. Hosts with IP addresses get exactly those on a
-network of their own; hosts with DNS names get them as aliases.
+Each host is a container with its own network stack and its own /dev/shm, so hosts share no memory.
+Hosts with IP addresses get these addresses on a separate network. Hosts with DNS names get the
+names as aliases.
 
-Keys, checkpoint and options of engines are mounted where the cluster file says that they are:
-beside itself or at an absolute path. Keys are for their owner only, so a container runs as who owns
-those of its host.
+Keys, checkpoint and engine options are mounted at their paths of the cluster file, which are
+absolute or start at the file's folder. Only the owner of keys can read them, so a container runs as
+the owner of its host's keys.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
-    """The text of compose.yaml, which lies two folders below the cluster file. `owners`: who has
-    the keys of hosts, by user id."""
+    """The text of compose.yaml, which is two folders below the cluster file.
+
+    `owners` maps hosts to the user id that owns their keys.
+    """
     file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
         for number, name in enumerate(deployment.hosts)
     }
-    said = {
+    document = {
         "name": f"mooncake-{deployment.name}",
         "services": services,
         "networks": {"fleet": _network(deployment)},
         "volumes": {f"state-{name}": {} for name in deployment.hosts},
     }
     head = f"# Rendered from {file} by `mooncake cluster render compose`.\n"
-    return head + yaml.safe_dump(said, sort_keys=False, width=100)
+    return head + yaml.safe_dump(document, sort_keys=False, width=100)
 
 
 def in_container(path: str) -> str:
-    """Where a path of the cluster file is."""
+    """A path of the cluster file inside a container."""
     return posixpath.normpath(posixpath.join(FOLDER, path))
 
 
@@ -62,13 +64,13 @@ def _mount(path: str) -> str:
 
 
 def _read(deployment: Deployment) -> list[str]:
-    """Paths of the cluster file that workers and frontends read, in its own words."""
+    """Paths that workers and frontends read, as the cluster file writes them."""
     raw = [pool.parameters for pool in deployment.pools]
     raw += [worker.parameters for worker in deployment.workers]
     options = [text for each in raw if (text := each.get("llm_options", ""))[:1] not in ("", "{")]
     found = [deployment.checkpoint] * (deployment.checkpoint != "demo") + options
     if at_home := [path for path in found if path.startswith("~")]:
-        what = f"{at_home[0]}: containers have homes of their own: use a path that begins with /"
+        what = f"{at_home[0]}: containers have other home folders: use a path that begins with /"
         raise ClusterFileInvalid(deployment.path, (what,))
     return list(dict.fromkeys(found))
 
@@ -77,7 +79,7 @@ def _service(
     deployment: Deployment, plan: HostPlan, number: int, owner: int | None
 ) -> dict[str, Any]:
     file = deployment.file_name
-    # Logs, etcd's data, SSD tiers and rendered models, live edits among them.
+    # Logs, etcd's data, SSD tiers and rendered models with live edits.
     volumes = [f"state-{plan.host}:{FOLDER}", *map(_mount, (file, *_read(deployment)))]
     if deployment.keys_folder:
         volumes.append(_mount(f"{deployment.keys_folder}/{plan.host}"))
@@ -85,7 +87,7 @@ def _service(
         "image": IMAGE,
         "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
         "user": f"${{MOONCAKE_USER:-{USER if owner is None else owner}}}",
-        "environment": {"HOME": FOLDER, "USER": "mooncake"},  # the image may not know the user
+        "environment": {"HOME": FOLDER, "USER": "mooncake"},  # the image may lack the user
         "hostname": plan.host,
         "networks": {"fleet": _place(deployment.hosts[plan.host])},
         "volumes": volumes,
@@ -101,7 +103,7 @@ def _service(
         },
     }
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
-        # Every frontend gets ports of its own on the machine: the first one those of the file.
+        # Each frontend gets its own ports on the machine; the first one gets those of the file.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
         service["ports"] = [f"127.0.0.1:{port + HOST_PORT_STEP * number}:{port}" for port in ports]
     return service
@@ -109,7 +111,7 @@ def _service(
 
 def _ask(plan: HostPlan) -> str:
     port = plan.metrics.rpartition(":")[2]
-    # Docker gives its own proxies to containers, and urlopen would ask them for the loopback.
+    # Docker passes its proxy settings to containers, and urlopen would use them for loopback.
     opener = "u.build_opener(u.ProxyHandler({}))"
     return f"import urllib.request as u; {opener}.open('http://127.0.0.1:{port}/ready', timeout=4)"
 
@@ -119,7 +121,7 @@ def _place(host: Host) -> dict[str, Any]:
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:
-    """One that has all addresses: the smallest, but room for the gateway and its neighbours."""
+    """The smallest network with all addresses, at least a /24, with a free gateway address."""
     addresses = [
         IPv4Address(each.address) for each in deployment.hosts.values() if is_ip(each.address)
     ]
@@ -136,7 +138,8 @@ def _network(deployment: Deployment) -> dict[str, Any]:
         network = network.supernet()
     if network.prefixlen < PREFIX_BITS_MIN:
         what = (
-            f"hosts: {network} is the smallest network with all addresses of containers: too large"
+            f"hosts: {network}, the smallest network with all addresses, is larger than "
+            f"/{PREFIX_BITS_MIN}: use addresses of one private network"
         )
         raise ClusterFileInvalid(deployment.path, (what,))
     gateway = network.broadcast_address - 1

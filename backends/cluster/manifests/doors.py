@@ -1,9 +1,9 @@
-"""Every port of a host, and who may open it.
+"""Every TCP port of a host, and the sources that may connect to it.
 
-Ports that are not chosen in the cluster file (inboxes of processes, NIXL's own listeners) are any
-free ones of the kernel's range for such, and only hosts of the deployment need them.
+Ports that the cluster file does not set (inboxes of processes, NIXL's listeners) are free ports
+from the kernel's range. Only hosts of the deployment need them.
 
-Not here: how a firewall says that (firewall.py, kubernetes.py).
+Not here: firewall rules (firewall.py, kubernetes.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLIENTS, FLEET, FRONTENDS, MEMBERS, MONITORS = (
     "members",
     "monitors",
 )
-FREE_PORTS = (32_768, 60_999)  # what Linux gives to who asks for any (ip_local_port_range)
+FREE_PORTS = (32_768, 60_999)  # Linux's default range of ephemeral ports (ip_local_port_range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Door:
 
     port: int
     what: str
-    who: str  # clients: anybody; fleet: all hosts; frontends, members: hosts that run those
-    last_port: int = 0  # of a range
+    who: str  # CLIENTS: any source; FLEET: all hosts; FRONTENDS, MEMBERS: hosts that run these
+    last_port: int = 0  # last port of a range; 0: a single port
 
     @property
     def ports(self) -> str:
@@ -39,14 +39,14 @@ class Door:
 
 
 def doors(plan: HostPlan) -> list[Door]:
-    """Of one host, in the order of their ports."""
+    """The ports of one host in ascending order."""
     found = (Door(_port(address), what, who) for address, what, who in _listeners(plan))
     free = Door(FREE_PORTS[0], "inboxes of processes, KV by NIXL", FLEET, FREE_PORTS[1])
     return sorted([*found, free], key=lambda door: door.port)
 
 
 def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
-    """Address, what listens there, and for whom."""
+    """(address, name of the listener, sources) of each listener."""
     if plan.etcd is not None:
         yield plan.etcd.listen_client_url, "etcd: election, pins and quotas", FLEET
         yield plan.etcd.listen_peer_url, "etcd: between members", MEMBERS
@@ -74,7 +74,7 @@ def _port(address: str) -> int:
 
 
 def hosts_of(deployment: Deployment, who: str) -> list[str]:
-    """The hosts that are meant; [] for clients and monitors, which are no hosts of ours."""
+    """The hosts of a group of sources; [] for clients and monitors, which are not in the file."""
     if who == FLEET:
         return list(deployment.hosts)
     if who == FRONTENDS:

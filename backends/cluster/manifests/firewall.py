@@ -1,16 +1,16 @@
-"""nftables rules of a host: each of our ports with who may open it, and nothing else of the host.
+"""nftables rules of a host: the sources that may connect to each port of the deployment.
 
-    nft -f rendered/a/firewall.nft          # loads them, and replaces what it loaded before
-    nft delete table inet mooncake_NAME     # takes them away
+    nft -f rendered/a/firewall.nft          # loads the rules, and replaces earlier ones
+    nft delete table inet mooncake_NAME     # removes the rules
 
-Where a pool is elastic its hosts are not in the file, so their addresses are told to every host
-that runs; a later load leaves them there:
+    Elastic hosts are not in the cluster file. Their addresses are added on every running host, and
+    a later load of the rules keeps them:
 
     nft add element inet mooncake_NAME elastic '{ 10.77.0.9 }'
 
-The policy stays accept: a file that is loaded by mistake locks nobody out. The last rule closes our
-ports to all others, and only to what opens a connection: at the free ones arrive answers to any
-program of the host too.
+The policy stays accept, so a file that is loaded by mistake locks no administrator out. The last
+rule drops packets from other sources that open a connection to the deployment's ports. Other
+packets pass, because the free ports also receive answers for other programs of the host.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_ip
 from backends.cluster.host_plan import HostPlan, host_plan
 from backends.cluster.manifests.doors import CLIENTS, FLEET, MONITORS, Door, doors, hosts_of
 
-ELASTIC = "elastic"  # the set of addresses
+ELASTIC = "elastic"  # name of the set of elastic hosts' addresses
 
 
 def firewall(deployment: Deployment, plan: HostPlan) -> str:
-    """The text for `nft -f`; ClusterFileInvalid when hosts have names instead of addresses."""
+    """The text for `nft -f`. Raises ClusterFileInvalid if hosts have DNS names."""
     named = [name for name, each in deployment.hosts.items() if not is_ip(each.address)]
     if named:
         what = f"hosts: {', '.join(named)} have DNS names, and firewall rules need IP addresses"
         raise ClusterFileInvalid(deployment.path, (what,))
     name = table(deployment)
-    hosts = deployment.hosts.items()  # those of one address share a machine, and the table
+    hosts = deployment.hosts.items()  # hosts with one address share a machine and the table
     here = [host_plan(deployment, name) for name, each in hosts if each.address == plan.address]
     open_to = list(dict.fromkeys(door for each in here or [plan] for door in doors(each)))
     closed = ", ".join(door.ports for door in open_to if door.who != CLIENTS)
@@ -43,7 +43,7 @@ def firewall(deployment: Deployment, plan: HostPlan) -> str:
         *(named_later if deployment.elastic_pools else []),
         "  chain input { type filter hook input priority filter; policy accept; }",
         "}",
-        f"flush chain {name} input",  # what was loaded before
+        f"flush chain {name} input",  # removes earlier rules
         f"table {name} {{",
         "  chain input {",
         "    iif lo accept",
@@ -57,7 +57,7 @@ def firewall(deployment: Deployment, plan: HostPlan) -> str:
 
 
 def table(deployment: Deployment) -> str:
-    """As `nft` wants it named."""
+    """The name of the table in the syntax of `nft`."""
     return f"inet mooncake_{deployment.name.replace('-', '_')}"
 
 

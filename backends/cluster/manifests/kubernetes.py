@@ -1,16 +1,16 @@
 """A Kustomize base for a deployment whose hosts are pods.
 
-A host of the cluster file is a pod of a StatefulSet: it is named NAME-NUMBER, and its address is
-NAME-NUMBER.NAME, which the headless service NAME gives it. An elastic pool is a Deployment; each of
-its pods is a host that is not in the file. All pods read the same cluster file, out of a ConfigMap
-whose name changes with its content, so that an edit rolls through the pods.
+A host of the cluster file is a pod of a StatefulSet. The host is named NAME-NUMBER, and its address
+NAME-NUMBER.NAME comes from the headless service NAME. An elastic pool is a Deployment, whose pods
+are hosts outside the file. All pods read the same cluster file from a ConfigMap. The name of the
+ConfigMap changes with its content, so an edit causes a rolling update.
 
-    hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
-    of them, frontends        a Service for clients
+hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
+hosts with frontends      a Service for clients
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports (doors.py)          NetworkPolicies
 
-Not here: Secrets (secrets.py), what depends on other operators (autoscaling.py).
+Not here: Secrets (secrets.py), resources of other operators (autoscaling.py).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from backends.cluster.manifests.pods import (
 )
 
 POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>0|[1-9]\d*)")
-STATE_BYTES = 8 << 30  # of a volume, beside its SSD tier: logs, and etcd's data
+STATE_BYTES = 8 << 30  # part of a volume for logs and etcd's data, besides the SSD tier
 
 
 def kustomize_base(
     deployment: Deployment, text: str, gateway: PodGateway | None = None
 ) -> dict[str, str]:
-    """Files of the base by name; `text` is the cluster file itself."""
+    """Name -> text of each file of the base; `text` is the cluster file itself."""
     gateway = gateway or PodGateway()
     _check_gateway(deployment, gateway)
     groups = _groups(deployment)
@@ -67,11 +67,11 @@ def kustomize_base(
 def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
     problems = []
     if gateway.openai_port and not gateway.has_api_keys:
-        problems.append("--openai-port: pods listen to other hosts, so it needs --api-keys")
+        problems.append("--openai-port: other hosts can reach pods, so it needs --api-keys")
     if not gateway.openai_port and not gateway.opens_triton:
         problems.append(
-            "--api-keys: without --openai-port clients would have Triton's ports alone, which know "
-            "no keys: give --openai-port, or set keyless to refused in the file of keys"
+            "--api-keys: without --openai-port clients have only Triton's ports, which check no "
+            "keys: give --openai-port, or set keyless to refused in the file of keys"
         )
     taken = [
         deployment.frontends.http_port,
@@ -79,13 +79,13 @@ def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
         deployment.frontends.metrics_port,
     ]
     if gateway.openai_port in taken:
-        problems.append(f"--openai-port: {gateway.openai_port} is another port of frontends")
+        problems.append(f"--openai-port: frontends use {gateway.openai_port} already: give another")
     if problems:
         raise ClusterFileInvalid(deployment.path, tuple(problems))
 
 
 def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
-    """Hosts by their StatefulSets; ClusterFileInvalid with every host that cannot be in one."""
+    """StatefulSet -> plans of its hosts. Raises ClusterFileInvalid with every unfit host."""
     found: dict[str, list[HostPlan]] = {}
     problems = []
     for name, host in deployment.hosts.items():
@@ -102,13 +102,13 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
         members = found.setdefault(group, [])
         if number != len(members):
             problems.append(
-                f"hosts.{name}: is number {len(members)} of {group}: begin with 0, leave none out"
+                f"hosts.{name}: is number {len(members)} of {group}: count from 0 without gaps"
             )
         members.append(host_plan(deployment, name))
     if is_loopback(deployment.frontends.metrics_address):
-        problems.append("frontends.metrics_address: must be 0.0.0.0: probes ask there")
+        problems.append("frontends.metrics_address: must be 0.0.0.0: probes call it")
     if deployment.frontends.hosts and is_loopback(deployment.frontends.address):
-        problems.append("frontends.address: must be 0.0.0.0: the service of clients calls there")
+        problems.append("frontends.address: must be 0.0.0.0: the service for clients calls it")
     problems += [f"{group}: {what}" for group, plans in found.items() for what in _unlike(plans)]
     if problems:
         raise ClusterFileInvalid(deployment.path, tuple(problems))
@@ -116,7 +116,7 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
 
 
 def _unlike(plans: list[HostPlan]) -> list[str]:
-    """Pods of one StatefulSet are made of one template."""
+    """The problem of hosts that differ, because a StatefulSet has one pod template."""
 
     def shape(plan: HostPlan) -> tuple[object, ...]:
         nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
@@ -130,7 +130,7 @@ def _unlike(plans: list[HostPlan]) -> list[str]:
 
     odd = [plan.host for plan in plans if shape(plan) != shape(plans[0])]
     return (
-        [f"{', '.join(odd)} runs other things than {plans[0].host}: give them a name of their own"]
+        [f"{', '.join(odd)} and {plans[0].host} run different parts: put them into two groups"]
         if odd
         else []
     )
@@ -146,7 +146,7 @@ def _group(
     spec: Document = {
         "serviceName": name,
         "replicas": len(plans),
-        # All at once: members of etcd and directories need each other to become ready.
+        # Start all pods at once, because etcd members and directories need each other.
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": selector(deployment, name)},
         "template": template,
@@ -171,7 +171,7 @@ def _group(
             "metadata": metadata(deployment, name),
             "spec": {
                 "clusterIP": "None",
-                # Directories and etcd find each other before they are ready.
+                # Directories and etcd members resolve each other's names before they are ready.
                 "publishNotReadyAddresses": True,
                 "selector": selector(deployment, name),
                 "ports": [
@@ -197,7 +197,7 @@ def _group(
 
 
 def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Document:
-    """Where clients call: whichever frontend is ready."""
+    """The Service for clients, which routes to a ready frontend."""
     ports = _client_ports(deployment, gateway)
     return {
         "apiVersion": "v1",
@@ -213,7 +213,7 @@ def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Documen
 
 
 def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
-    """By name. With API keys a request without one must not come past the gateway."""
+    """Name -> port for clients. Triton's ports are closed if API keys must not be bypassed."""
     ports = {}
     if gateway.opens_triton:
         ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
@@ -232,7 +232,7 @@ def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
             "spec": {
                 "replicas": max(1, pool.elastic.least),
                 "selector": {"matchLabels": selector(deployment, pool.name)},
-                # A new worker takes over before an old one leaves.
+                # A new worker must be ready before an old one stops.
                 "strategy": {
                     "type": "RollingUpdate",
                     "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
@@ -256,7 +256,7 @@ def _budget(deployment: Deployment, name: str) -> Document:
 def _network_policies(
     deployment: Deployment, groups: dict[str, list[HostPlan]], gateway: PodGateway
 ) -> list[Document]:
-    """Pods of the deployment reach each other; clients reach frontends, monitors the metrics."""
+    """Rules: pods of the deployment reach each other, clients frontends, monitors metrics."""
     frontends = deployment.frontends
     ours = labels(deployment)
     found = [

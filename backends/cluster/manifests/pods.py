@@ -1,8 +1,8 @@
-"""The template of a pod: one host of a deployment in a container.
+"""The pod template: one host of a deployment in a container.
 
-The folder of the cluster file is made inside of the pod, because models are rendered there: the
-file itself comes from a ConfigMap, the host's keys are copied out of a Secret (a mounted one is
-readable by a group, which keys must not be), and state is a volume.
+The folder of the cluster file is writable inside the pod, because models are rendered there. The
+file itself comes from a ConfigMap, and state is a volume. The host's keys are copied from a Secret,
+because a mounted Secret is readable by a group and keys must not be.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from backends.cluster.host_plan import HostPlan, gpus_of
 
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
 FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
-STATE_FOLDER = ".mooncake"  # in it: what hosts keep, a volume
+STATE_FOLDER = ".mooncake"  # in FOLDER: the volume with the state of a host
 HTTP, GRPC, METRICS, OPENAI = "http", "grpc", "metrics", "openai"  # names of ports
 GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
 USER = 1_000  # of the image
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
-SHM_EXTRA_BYTES = 1 << 30  # what Tritons need in /dev/shm beside the segments
+SHM_EXTRA_BYTES = 1 << 30  # for Tritons in /dev/shm, in addition to the memory segments
 STOP_S = 60
-DRAIN_S_MAX = 240  # before a storage node is asked to stop
+DRAIN_S_MAX = 240  # limit of the drain before a storage node stops
 
-# The Secret of the API keys is a folder there, so that an edit of it reaches the pod in a
-# minute or two: a file that is mounted alone (subPath) never changes.
+# The Secret of the API keys is mounted as a folder, so that an edit reaches the pod after a minute
+# or two. A file that is mounted alone (subPath) never changes.
 API_KEYS, API_KEYS_FOLDER, API_KEYS_FILE = "api-keys", "/etc/mooncake", "api-keys.json"
 
 Document = dict[str, Any]
@@ -36,15 +36,15 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodGateway:
-    """What pods with a frontend serve beside Triton's own ports."""
+    """OpenAI's interface of pods with a frontend."""
 
     openai_port: int = 0  # 0: no gateway
     has_api_keys: bool = False
-    serves_keyless: bool = True  # `keyless` of the API keys: requests that come past the gateway
+    serves_keyless: bool = True  # `keyless` of the API keys: serve requests past the gateway
 
     @property
     def opens_triton(self) -> bool:
-        """Clients may reach Triton's ports, which know no keys."""
+        """True if clients may reach Triton's ports, which check no API keys."""
         return not (self.has_api_keys and self.serves_keyless)
 
     @property
@@ -58,7 +58,7 @@ class PodGateway:
 
 
 def documents_text(documents: list[Document]) -> str:
-    """One file of a base or component."""
+    """The text of one file of a base or component."""
     head = (
         "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
     )
@@ -66,12 +66,12 @@ def documents_text(documents: list[Document]) -> str:
 
 
 def labels(deployment: Deployment) -> dict[str, str]:
-    """Of every pod of the deployment."""
+    """The labels of every pod of the deployment."""
     return {"app.kubernetes.io/name": "mooncake", "app.kubernetes.io/instance": deployment.name}
 
 
 def selector(deployment: Deployment, component: str) -> dict[str, str]:
-    """Of the pods of one StatefulSet or Deployment."""
+    """The labels of the pods of one StatefulSet or Deployment."""
     return labels(deployment) | {"app.kubernetes.io/component": component}
 
 
@@ -86,7 +86,7 @@ def pod(
     arguments: list[str],
     gateway: PodGateway | None = None,
 ) -> Document:
-    """`arguments` say which host `mooncake serve` is; `gateway`: of one with a frontend."""
+    """The template of a pod. `arguments` of `mooncake serve` select the host or pool."""
     gateway = gateway or PodGateway()
     chosen = selector(deployment, name)
     shm_bytes = plan.shm_bytes + SHM_EXTRA_BYTES
@@ -123,9 +123,9 @@ def pod(
             {"name": "secret", "secret": {"secretName": f"keys-{name}", "defaultMode": 0o440}},
             {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ]
-        spec["initContainers"] = [_keys_copier(plan)]
+        spec["initContainers"] = [_keys_copier()]
     if gateway.has_api_keys:
-        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the user of the pod is no root
+        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the pod's user is not root
         volumes.append({"name": API_KEYS, "secret": secret})
     return {"metadata": {"labels": chosen}, "spec": spec}
 
@@ -166,7 +166,7 @@ def _container(
         "volumeMounts": mounts,
     }
     if plan.storage_nodes:
-        # A rolling update loses no block: its only copies are elsewhere before the pod stops.
+        # The drain copies blocks to other hosts, so that a rolling update loses no block.
         drain = f'exec mooncake cluster drain "$POD_NAME" --cluster {FOLDER}/{file} --deadline-s '
         command = ["sh", "-c", drain + str(DRAIN_S_MAX - 10)]
         container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
@@ -174,8 +174,11 @@ def _container(
 
 
 def _resources(plan: HostPlan) -> Document:
-    """What lies in /dev/shm counts as the pod's memory. The volume of a `segment_path` elsewhere is
-    an overlay's, and so is what it takes; so is what engines on GPUs stage in /dev/shm."""
+    """The resources of a pod, whose memory includes /dev/shm.
+
+    An overlay adds the memory of a `segment_path` outside /dev/shm, and the memory that engines on
+    GPUs use in /dev/shm for staging.
+    """
     threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
     limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
     used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()
@@ -210,8 +213,12 @@ def _probe(path: str, period_s: int, failures: int) -> Document:
     }
 
 
-def _keys_copier(plan: HostPlan) -> Document:
-    """Files of a pod in the Secret begin with its own name, or with none (a pool's pods share)."""
+def _keys_copier() -> Document:
+    """The container that copies the pod's keys from the Secret.
+
+    Names of a pod's files begin with the pod's name. The shared files of a pool have no such
+    prefix.
+    """
     script = (
         'cd /secret; for file in *; do case "$file" in "$POD_NAME".*) '
         'install -m 600 "$file" "/keys/${file#"$POD_NAME".}";; '

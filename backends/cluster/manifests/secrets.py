@@ -1,7 +1,7 @@
-"""Secrets of Kubernetes with the keys that `mooncake keys` made, one for each group of pods.
+"""Kubernetes Secrets with the keys from `mooncake keys`, one for each group of pods.
 
-A pod mounts only the Secret of its group, so whoever breaks into a storage node has no key of a
-directory. Pods of an elastic pool share the keys of a host that is named like the pool.
+A pod mounts only the Secret of its group, so a compromised storage node has no key of a directory.
+The pods of an elastic pool share the keys of a host with the pool's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backends.cluster.manifests.pods import API_KEYS, API_KEYS_FILE, Document, m
 
 
 def secrets(deployment: Deployment, folder: Path) -> str:
-    """The manifest; ClusterFileInvalid when keys of a host are missing in `folder`."""
+    """The manifest of all Secrets. Raises ClusterFileInvalid if a host has no keys in `folder`."""
     groups: dict[str, dict[str, Path]] = {}
     for host in deployment.hosts:
         match = POD_HOST.fullmatch(host)
@@ -41,7 +41,7 @@ def secrets(deployment: Deployment, folder: Path) -> str:
 
 
 def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
-    """A manifest of its own, because it is applied again after each edit; `raw`: the file."""
+    """The manifest of the API keys, apart because it is applied after each edit of the file."""
     return _secret(deployment, API_KEYS, {API_KEYS_FILE: raw})
 
 

@@ -1,9 +1,9 @@
 """The systemd unit of a host.
 
-`mooncake serve` starts again what dies below it, so systemd restarts only the launcher itself. A
-stop asks the launcher alone (KillMode=mixed): it ends its processes in order, in nine seconds at
-most, and the storage nodes say goodbye. Draining before a stop is the operator's decision
-(`mooncake cluster drain`), not the unit's: a reboot should not wait for it.
+`mooncake serve` restarts its own child processes, so systemd restarts only the launcher. A stop
+signals only the launcher (KillMode=mixed), which ends its processes in order; storage nodes
+deregister. The unit does not drain the host, because a reboot should not wait for it. The operator
+drains with `mooncake cluster drain`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ FILES_MAX = 65_536
 
 
 def unit_name(deployment: Deployment, host: str) -> str:
-    """A further host of a machine has a unit of its own."""
+    """The name of a host's unit. Further hosts of a machine have units of their own."""
     further = f"-{host}" if deployment.port_step(host) else ""
     return f"mooncake-{deployment.name}{further}.service"
 
 
 def unit(deployment: Deployment, plan: HostPlan, program: str, folder: str, user: str) -> str:
-    """`program` is the `mooncake` of that host, `folder` where its cluster file lies, and `user`
-    whom it runs as; the model repository to render from lies in `folder` too."""
+    """The text of the unit.
+
+    `program` is the path of `mooncake` on the host. `folder` contains the cluster file and the
+    model repository to render from. `user` is the user that the unit runs as.
+    """
     cluster_file = deployment.file_name
     return f"""\
 # Rendered from {cluster_file} for host {plan.host} by `mooncake cluster render systemd`.

@@ -65,7 +65,7 @@ def test_workers_are_named_after_pool_host_and_number_and_get_a_port_each() -> N
 def test_a_worker_needs_a_storage_node_on_its_own_host() -> None:
     found = problems(THREE_HOSTS.replace("c0: {host: c,", "c0: {host: b,"))
     assert len(found) == 1, "said once, not for each worker"
-    assert "line 8: storage_nodes: host c has workers and no storage node" in found[0]
+    assert "line 8: storage_nodes: host c has workers, but no storage node" in found[0]
     assert "add one, c0: {host: c, dram: 4G}" in found[0]
     found = problems(THREE_HOSTS.replace("{threads: 3}", "{threads: 3, store_node: b0}"))
     assert "decode_c_1: host c has no storage node 'b0'" in found[0]
@@ -101,10 +101,10 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         text = text.replace(right, wrong)
     found = "\n".join(problems(text + "name: again\nstorage: {}\n"))
     for line in (
-        "line 3: hosts.a: has no address: say where other hosts reach it (address: IP)",
+        "line 3: hosts.a: has no address for other hosts: add one (address: IP)",
         "line 3: hosts.a.adress: unknown key; did you mean address?",
         "line 7: directories.hosts: there is no host 'bb'; did you mean b?",
-        "line 11: storage_nodes.b0.dram: is 'lots', which is no size; write for example 512M or 4G",
+        "line 11: storage_nodes.b0.dram: is 'lots', which is no size; use a size like 512M or 4G",
         "line 15: pools.prefill.thread: unknown parameter; did you mean threads?",
         "line 15: pools.prefill.threads: is 'zero'; expected int",
         "line 15: pools.prefill.grpc_port: is 70000; use 1 to 65535",
@@ -112,7 +112,7 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         "line 17: defaults.dtype: is 'float12'; use float32 or bfloat16",
         "line 18: conductor.admision: unknown parameter; did you mean admission?",
         "line 19: slo.ttft_s: is -1.0; set a positive, finite number",
-        "line 22: name is there twice (first in line 1): remove one",
+        "line 22: name is defined twice (first in line 1): remove one",
         "line 23: storage: unknown key; did you mean storage_nodes?",
     ):
         assert line in found.splitlines(), f"{line}\n--- not in\n{found}"
@@ -131,22 +131,21 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (
             ("address: 10.77.0.1", "address: 'fd00::1'"),
             "line 3: hosts.a.address: is 'fd00::1'; use an IPv4 address or a DNS name that has one "
-            "(nothing here listens on IPv6)",
+            "(IPv6 is not supported)",
         ),
         (("10.77.0.1}", "10.77.0.1, listen: '::'}"), "an IPv4 address of the host"),
         (("address: 0.0.0.0", "address: '::'"), "frontends.address: is '::'; use an IPv4 address"),
         (("address: 0.0.0.0", "metrics_address: '::1'"), "use an IPv4 address, or 0.0.0.0"),
         (("hosts: [a, b, c], client", "endpoints: ['[::1]:2379'], client"), "is no HOST:PORT"),
-        (("address: 10.77.0.1", "address: 10.77.0.2"), "port 2379 of 10.77.0.2 is wanted by"),
+        (("address: 10.77.0.1", "address: 10.77.0.2"), "port 2379 of 10.77.0.2 is used by"),
         (
             ("frontends: {hosts: [a, b]", "frontends: {hosts: [a, a]"),
-            "a is there twice: a second frontend of a machine is another host with its address",
+            "a is listed twice: define a second frontend on a machine as another host",
         ),
-        (("  b: {address: 10.77.0.2", "  b: {address: 10.77.0.1"), "is wanted by"),
+        (("  b: {address: 10.77.0.2", "  b: {address: 10.77.0.1"), "is used by"),
         (
             ("frontends: {hosts: [a, b]", "frontends: {http_port: 7002, hosts: [a, b]"),
-            "port 7002 of 10.77.0.1 is wanted by the directory's events of host a and the "
-            "frontend's",
+            "port 7002 of 10.77.0.1 is used by the directory's events of host a and the frontend's",
         ),
         (("peer_port: 2380", "peer_port: 2379"), "etcd's clients of host a and etcd's peers"),
         (("etcd: {hosts: [a, b, c], client_port: 2379, peer_port: 2380}\n", ""), "elect a leader"),
@@ -160,12 +159,12 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("{threads: 3}", "{threads: 300}"), "decode.workers.c[1].threads: is 300; use 1 to 256"),
         (("a: 3, b: 1", "a: 3, d: 1"), "there is no host 'd'"),
         (("a: 3, b: 1", "a: 3000"), "use 0 to 64"),
-        (("grpc_port: 7100", "grpc_port: 65534"), "the next ports, beyond 65535"),
+        (("grpc_port: 7100", "grpc_port: 65534"), "the following ports, beyond 65535"),
         (("10.77.0.1}", "10.77.0.1, listen: 127.0.0.1}"), "host a listens on loopback"),
         (("threads: 2", "store_node: a9"), "has no storage node 'a9'"),
         (("{UCX_TLS: tcp", "{MOONCAKE_KEYS: tcp"), "is set by `mooncake serve`"),
-        (("{UCX_TLS: tcp", "{UCX-TLS: tcp"), "is no name of an environment variable"),
-        (("identity: c,", "identity: c, rack: r1,"), "rack is there twice"),
+        (("{UCX_TLS: tcp", "{UCX-TLS: tcp"), "is no valid name of an environment variable"),
+        (("identity: c,", "identity: c, rack: r1,"), "rack is defined twice"),
         (("name: demo", "name: Demo"), "use small letters"),
         (("name: demo", ""), "name: is missing"),
         (("dram: 1G", "dram: 10K"), "use 1M or more"),
@@ -174,9 +173,9 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("port: 7001", "port: 07001"), "write a whole number"),
         (("port: 7001", "port: 9" + 40 * "9"), "write a whole number"),
         (("hosts: [a, b], port", "hosts: {a: b}, port"), "must be a list"),
-        (("[e0]", "[e0/1]"), "is no name of a network interface"),
+        (("[e0]", "[e0/1]"), "is no valid name of a network interface"),
         (("threads: 2", "engine: tensorrt_llm, gpus: x"), "gpus: is 'x'; use CUDA device numbers"),
-        (("admission: reserved", "ttft_slo_s: 3"), "is said by conductor.ttft_slo_s too"),
+        (("admission: reserved", "ttft_slo_s: 3"), "is set by conductor.ttft_slo_s too"),
         (("admission: reserved", "checkpoint: other"), "is not that of the workers"),
     ],
 )
@@ -193,23 +192,23 @@ def test_a_mistake_gets_its_remedy(change: tuple[str, str], said: str) -> None:
         ("", "line 1: name: is missing"),
         ("- a\n- b\n", "line 1: must be a mapping"),
         ("just words", "must be a mapping"),
-        ("name: demo\n\thosts: {}\n", "line 2: a tab stands where spaces must"),
+        ("name: demo\n\thosts: {}\n", "line 2: a tab is used for indentation"),
         ("name: [demo\n", "this is no YAML"),
         ("name: demo\n---\nname: other\n", "a second document begins"),
         ("name: !!python/object:os.system demo\n", "the tag"),
         ("? [a, b]\n: c\n", "a key must be a word"),
-        ("a: &a [*a]\n", "an alias stands inside its own anchor"),
-        ("a: &a {b: *a}\n", "an alias stands inside its own anchor"),
+        ("a: &a [*a]\n", "an alias is inside its own anchor"),
+        ("a: &a {b: *a}\n", "an alias is inside its own anchor"),
         ("a: *b\n", "this is no YAML"),
         ("<<: [1, 2]\n", "<< takes a mapping"),
         ("name: a\0b\n", "cannot be in a YAML file"),
         (
             f"a0: &a0 [{'x,' * 10}]\n"
             + "".join(f"a{n}: &a{n} [{f'*a{n - 1},' * 10}]\n" for n in range(1, 9)),
-            "entries once aliases",
+            "entries after aliases",
         ),
         ("[" * 5_000, "nested"),
-        ("x" * (CHARACTERS_MAX + 1), "is it another file?"),
+        ("x" * (CHARACTERS_MAX + 1), "the limit is"),
     ],
 )
 def test_what_is_no_tree_of_keys_is_refused_with_a_clear_word(text: str, said: str) -> None:
@@ -250,7 +249,7 @@ TRTLLM = THREE_HOSTS.replace("dtype: float32", "engine: tensorrt_llm, dtype: bfl
         (
             THREE_HOSTS.replace("dtype: float32", "engine: torch, dtype: float32"),
             ON_GPUS,
-            "line 15: pools.prefill: the model that it is rendered from sets aside_load_mib",
+            "line 15: pools.prefill: its template sets aside_load_mib",
         ),
         (
             TRTLLM.replace("threads: 2", "block_tokens: 16"),

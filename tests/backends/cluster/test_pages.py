@@ -25,7 +25,7 @@ def test_the_reference_has_every_key_that_the_file_may_have(
     close = FileSection.close
 
     def noted(self: FileSection) -> None:
-        asked.update(self.path_of(key) for key in self._asked)
+        asked.update(self.path_of(key) for key in self._read)
         close(self)
 
     monkeypatch.setattr(FileSection, "close", noted)

@@ -109,7 +109,7 @@ def test_with_api_keys_clients_reach_no_port_that_serves_without_one(
     [
         (PodGateway(9000), "needs --api-keys"),
         (PodGateway(0, True), "keyless to refused"),
-        (PodGateway(8001, True), "8001 is another port of frontends"),
+        (PodGateway(8001, True), "frontends use 8001 already"),
     ],
 )
 def test_a_gateway_that_pods_cannot_have_is_refused(gateway: PodGateway, said: str) -> None:

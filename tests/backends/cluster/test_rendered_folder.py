@@ -134,7 +134,7 @@ def test_an_edit_wins_until_it_is_rendered_again(tmp_path: Path) -> None:
     edit(folder, "decode_b_0", '"16"', '"8"')
     (difference,) = folder.differences()
     assert (difference.model, difference.kind) == ("decode_b_0", "edited")
-    assert difference.changes == ("slots: 8, the cluster file says 16",)
+    assert difference.changes == ("slots: 8, in the cluster file 16",)
     assert folder.write(keeps_edits=True) == [] and raw(folder, "decode_b_0")["slots"] == "8"
     assert len(folder.differences()) == 1, "a start does not make it forgotten"
     assert folder.write(keeps_edits=False) == ["decode_b_0"]

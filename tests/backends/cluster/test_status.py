@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from backends.cluster.cluster_file import load, parse
 from backends.cluster.command import app
 from backends.cluster.host_plan import directory_address, host_plan
-from backends.cluster.operator import INSECURE_VARIABLE
 from backends.cluster.status import DOWN, UNKNOWN, FleetStatus, fleet_status
 from backends.launch_secret import SECRET_VARIABLE
 from mooncake_store.cli.serving import directory_command
 from mooncake_store.keys import folder as keys_folder
+from mooncake_store.keys.curve import INSECURE_VARIABLE
 from tests.backends.cluster.fleet_text import ONE_HOST
 from tests.mooncake_store.etcd_process import BINARY, HOW_TO, EtcdProcess
 
