@@ -1,4 +1,4 @@
-"""The conductor: routing, admission and replication decisions.
+"""The conductor: routing, admission, and suggestions to copy hot prefixes.
 
 Pure: no clock, no I/O, no randomness. `Conductor` decides; `messages` has its inputs and outputs.
 """
