@@ -1,1 +1,1 @@
-"""How do clients of OpenAI's interface speak with the conductor?"""
+"""OpenAI's interface in front of the conductor."""

@@ -1,7 +1,7 @@
-"""`python -m backends.gateway`: one process of the gateway, in front of a frontend's gRPC port.
+"""`python -m backends.gateway`: one gateway process in front of a frontend's gRPC port.
 
-`mooncake serve --openai-port` starts it (backends/launcher/gateways.py). By hand it serves beside
-any Triton that has the conductor. API keys are those that MOONCAKE_API_KEYS names.
+`mooncake serve --openai-port` starts it (backends/launcher/gateways.py). An operator can also start
+it in front of any Triton with the conductor. MOONCAKE_API_KEYS names the file of API keys.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def main(
     ),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 9000,
-    name: Annotated[str, typer.Option(help="Of this process, in metrics.")] = "gateway-0",
+    name: Annotated[str, typer.Option(help="Name of this process in metrics.")] = "gateway-0",
     shared: Annotated[
-        bool, typer.Option("--shared", help="Others of the gateway listen there too.")
+        bool, typer.Option("--shared", help="Other gateway processes use this port too.")
     ] = False,
     metrics: Annotated[
-        str, typer.Option(help="HOST:PORT whose page is shown as /metrics; default: its own.")
+        str, typer.Option(help="HOST:PORT of the page for /metrics; default: its own page.")
     ] = "",
     own_metrics_port: Annotated[
-        int, typer.Option(help="On loopback: this process' own page; 0: none.")
+        int, typer.Option(help="Loopback port of this process' own page; 0: none.")
     ] = 0,
     certificate: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
     private_key: Annotated[str, typer.Option(help="PEM file of its key.")] = "",
-    drain_s_max: Annotated[float, typer.Option(help="That streams may go on at the end.")] = 30.0,
-    body_bytes_max: Annotated[int, typer.Option(help="Of a request.")] = BODY_BYTES_MAX,
+    drain_s_max: Annotated[float, typer.Option(help="Limit of open streams at the end.")] = 30.0,
+    body_bytes_max: Annotated[int, typer.Option(help="Limit of one request.")] = BODY_BYTES_MAX,
 ) -> None:
     """OpenAI's interface in front of a frontend, until SIGTERM."""
     start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s")

@@ -1,13 +1,13 @@
-"""The routes of OpenAI's interface, and those that operators and load balancers ask.
+"""The routes of OpenAI's interface, and the routes for operators and load balancers.
 
-    POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
-    GET  /v1/models, /v1/models/NAME                what is served
-    POST /tokenize                                  how many tokens a prompt has, and which
-    GET  /health, /ready, /metrics                  alive; would a request be served; Prometheus
-    GET  /, /status                                 the status page, and what it shows as JSON
+POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
+GET  /v1/models, /v1/models/NAME                the served model
+POST /tokenize                                  number and ids of a prompt's tokens
+GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
+GET  /, /status                                 the status page, and its contents as JSON
 
-Not here: what stands before every route (doors.py), an answer on its way (generation.py), the
-process (server.py).
+Not here: checks before every route (doors.py), sending an answer (generation.py), the process
+(server.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
-# Asked for by name, because clients have them: what to use instead.
+# Paths of OpenAI's interface that clients may call -> what the error message recommends.
 UNSUPPORTED_PATHS = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "it serves models that generate text",
@@ -59,15 +59,15 @@ UNSUPPORTED_PATHS = {
     "/v1/images/edits": "it serves models that generate text",
     "/v1/images/variations": "it serves models that generate text",
 }
-LONG_BODY_BYTES = 256 * 1024  # of which reading takes 30 ms
-LEFT = 499  # as other servers count a client that did not wait
-# What /v1/models says of a model -> what the conductor calls it.
+LONG_BODY_BYTES = 256 * 1024  # parsing a body of this size takes 30 ms
+LEFT = 499  # the status that other servers use for a client that disconnected
+# Field of /v1/models -> the conductor's name for it.
 FACTS = {
     "max_model_len": "context_tokens_max",
     "block_tokens": "block_tokens",
     "vocabulary_tokens": "vocabulary_tokens",
 }
-NO_CONTENT_YET = "the frontend has not answered yet; ask again"
+NO_CONTENT_YET = "the frontend has not answered yet; retry later"
 
 T = TypeVar("T")
 
@@ -75,8 +75,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     frontend: str  # HOST:PORT of its gRPC
-    metrics: str = ""  # HOST:PORT of the launcher's page; "": this process' own
-    name: str = "gateway-0"  # of this process
+    metrics: str = ""  # HOST:PORT of the launcher's metrics page; "": this process' own page
+    name: str = "gateway-0"  # name of this process
     body_bytes_max: int = BODY_BYTES_MAX
 
     @property
@@ -85,7 +85,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """The routes and what they need. `app` is what a server serves."""
+    """The routes and their shared state. `app` is the ASGI application of the server."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Gateway:
         self.calls: FrontendCalls | None = None
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
-        self.own_readers: set[object] = set()  # connections to this process' own page
+        self.own_readers: set[object] = set()  # open connections to this process' own metrics page
         self._live = LiveStatus(options.metrics_url, self._describe)
         self._started_s = int(time.time())
         routes = self._routes()
@@ -174,28 +174,28 @@ class Gateway:
 
     def _generate(self, route: str) -> Any:
         async def generate(request: Request) -> Response:
-            asked = await read_body(request, lambda said: read_request(route, said, new_seed))
-            served = await self._served(asked.model)
-            asked = of_tenant(asked, request.scope["tenant"])
+            wanted = await read_body(request, lambda body: read_request(route, body, new_seed))
+            served = await self._served(wanted.model)
+            wanted = of_tenant(wanted, request.scope["tenant"])
             if traceparent := traceparent_in(request.scope):
-                parameters = {**asked.parameters, TRACEPARENT: traceparent}
-                asked = replace(asked, parameters=parameters)
+                parameters = {**wanted.parameters, TRACEPARENT: traceparent}
+                wanted = replace(wanted, parameters=parameters)
             logprobs = None
-            if asked.wants_logprobs:
+            if wanted.wants_logprobs:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
                 logprobs = LogprobsWriter(route, words)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             assert self.calls is not None
-            call = self.calls.start(infer_request(asked, answer_id), asked.names)
+            call = self.calls.start(infer_request(wanted, answer_id), wanted.names)
             facts = AnswerFacts(
-                route, answer_id, int(time.time()), served.name, asked.counts_each_event
+                route, answer_id, int(time.time()), served.name, wanted.counts_each_event
             )
             return GenerationResponse(
                 call,
                 facts,
-                asked.is_stream,
-                asked.includes_usage,
-                asked.timeout_s,
+                wanted.is_stream,
+                wanted.includes_usage,
+                wanted.timeout_s,
                 self.counts,
                 logprobs,
             )
@@ -204,8 +204,11 @@ class Gateway:
         return generate
 
     async def _served(self, name: str) -> ServedModel:
-        """Who it is that a request names; "" is whoever is there. The first request may come before
-        the frontend was found: `mooncake serve` says ready when the models are."""
+        """The served model of this name; "" stands for any model.
+
+        The first request may arrive before the first probe of the frontend, so the call then
+        probes.
+        """
         assert self.calls is not None
         if self.calls.served is None:
             await self.calls.probe(waits=True)
@@ -217,13 +220,13 @@ class Gateway:
         return served
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await read_body(request, read_tokenize)
-        served = await self._served(asked.model)
+        wanted = await read_body(request, read_tokenize)
+        served = await self._served(wanted.model)
         tenant = request.scope["tenant"]
         if tenant is not None and tenant.has_rates:
             assert self.calls is not None
             await self.calls.charge(tenant_parameters(tenant.name))
-        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, asked)
+        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
         return _json({"count": len(token_ids), "tokens": token_ids})
 
     async def models(self) -> Response:
@@ -233,7 +236,8 @@ class Gateway:
         return _json(await self._described(name))
 
     async def _described(self, name: str) -> dict[str, object]:
-        """With the length of its context as vLLM says it, and what load generators have to know."""
+        """A model with its context length in vLLM's format, and the facts that load generators
+        need."""
         served = await self._served(name)
         assert self.calls is not None
         facts = await self.calls.describe_model()
@@ -243,23 +247,23 @@ class Gateway:
             "created": self._started_s,
             "owned_by": "mooncake-triton",
         }
-        for said, known in FACTS.items():
+        for field, known in FACTS.items():
             if known in facts:
-                found[said] = facts[known]
+                found[field] = facts[known]
         return found
 
     async def health(self) -> Response:
         return _json({"status": "alive"})
 
     async def ready(self) -> Response:
-        """Is asked of the conductor now and then, not for each question."""
+        """The result of the last probe of the conductor; this call does not probe."""
         if self.doors.is_draining:
             return _json({"status": "draining"}, 503)
         is_ready = self.calls is not None and self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
     async def page(self) -> Response:
-        """It holds nothing of the system: that is what /status says, to who has a key."""
+        """The status page without data. The page reads /status, which requires an API key."""
         return page()
 
     async def status(self, request: Request) -> Response:
@@ -273,8 +277,11 @@ class Gateway:
         return await self.calls.describe_cluster(parameters)
 
     async def metrics(self, request: Request) -> Response:
-        """The launcher's page has all gateways and all Tritons; without a launcher its own. Of
-        single tenants a key sees its own."""
+        """The launcher's page with all gateways and Tritons; without a launcher, this process'
+        page.
+
+        With API keys, the series of other tenants are removed.
+        """
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
@@ -299,7 +306,7 @@ class Gateway:
         return refusal_response(refusal, more)
 
     async def _left(self, request: Request, _: Exception) -> Response:
-        """Before its body was there. Nobody reads the answer."""
+        """The client disconnected before its body arrived, so it does not receive the answer."""
         self.counts.left()
         return Response(status_code=LEFT)
 
@@ -309,18 +316,21 @@ class Gateway:
             what = f"{request.url.path} does not take {request.method}"
             refusal = HttpRefusal(405, "method_not_allowed", what)
             return self._refusal(refusal, error.headers)  # which has Allow
-        what = f"there is nothing at {fields.shown(request.url.path)}"
+        what = f"there is no route {fields.shown(request.url.path)}"
         return await self._refused(request, HttpRefusal(404, "path_not_found", what))
 
     async def _defect(self, request: Request, error: Exception) -> Response:
-        """Starlette's server logs the traceback."""
+        """The answer to an unexpected exception, whose traceback uvicorn logs."""
         what = f"{type(error).__name__}: {error}"
         return await self._refused(request, HttpRefusal(500, "internal_error", what))
 
 
 async def read_body(request: Request, read: Callable[[object], T]) -> T:
-    """Kept by nobody but for what `read` makes of it: an answer may take minutes. A long one is
-    read in another thread, as no stream goes on meanwhile."""
+    """`read` applied to the request's JSON body.
+
+    The caller must not keep the body, because an answer may take minutes. A long body is parsed in
+    another thread, because parsing would stall all streams of the event loop.
+    """
     body = b"".join([part async for part in request.stream()])
     if len(body) <= LONG_BODY_BYTES:
         return read(decoded(body))
@@ -331,19 +341,22 @@ def decoded(body: bytes) -> object:
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HttpRefusal(400, "invalid_request", f"the body is no JSON: {error}") from None
+        raise HttpRefusal(400, "invalid_request", f"the body is not valid JSON: {error}") from None
 
 
-def of_tenant(asked: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
-    """With the tenant of its key, and a proof for the frontend; None: without keys."""
+def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
+    """The request with the tenant of its API key and a proof for the frontend.
+
+    `tenant` is None without API keys; then the request is returned unchanged.
+    """
     if tenant is None:
-        return asked
-    said = asked.parameters.get("tenant", tenant.name)
-    if said != tenant.name:
-        what = f"this key is of tenant {tenant.name}, not of {fields.shown(said)}"
+        return request
+    named = request.parameters.get("tenant", tenant.name)
+    if named != tenant.name:
+        what = f"this key is of tenant {tenant.name}, not of {fields.shown(named)}"
         raise HttpRefusal(403, "forbidden", what, "tenant")
-    parameters = {**asked.parameters, **tenant_parameters(tenant.name)}
-    return replace(asked, parameters=parameters)
+    parameters = {**request.parameters, **tenant_parameters(tenant.name)}
+    return replace(request, parameters=parameters)
 
 
 def new_seed() -> int:

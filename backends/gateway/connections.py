@@ -1,16 +1,18 @@
-"""A client's connections: how many there may be, how long one may keep us waiting, and how much it
-may leave with us.
+"""Limits of client connections: their number, the time of their requests, their unread bytes.
 
-HTTP/1.1 itself is uvicorn's. This module bounds three things that a client could otherwise hold
-without end: a request that does not come or comes a byte at a time, an answer that is not read, and
-the number of connections. It refuses what is not HTTP in OpenAI's shape. It notices that a client
-has gone away even if bytes follow the client's request.
+uvicorn implements HTTP/1.1. This module limits three resources that a client could otherwise hold
+without end: a request that does not arrive or arrives byte by byte, an answer that is not read, and
+the number of connections. The module rejects requests that are not HTTP in OpenAI's error format.
+It detects that a client has disconnected even if bytes follow the client's request.
 
-The time of a request's head, and then of its body, begins with its first byte; more bytes give no
-more of it. Connections are counted from `accept` on, before TLS. Where there are too many, of one
-address or of all, the one that has been idle for the longest is closed; where none is idle the new
-one is refused. So neither silent clients nor one address keep others out. Not here: the size of a
-body (doors.py), an answer's deadline (generation.py).
+The time limit of a request's head, and then of its body, begins with its first byte. Further bytes
+do not extend the limit.
+
+Connections count from `accept` on, before TLS. When the limit of one address or of all addresses is
+reached, the connection that has been idle longest is closed. If none is idle, the new connection is
+rejected. Silent clients and a single address therefore cannot block other clients.
+
+Not here: the size of a body (doors.py), an answer's deadline (generation.py).
 """
 
 from __future__ import annotations
@@ -32,50 +34,53 @@ from backends.statuses import HttpRefusal, unavailable
 
 HEAD_S_MAX = 10.0
 BODY_S_MAX = 60.0
-STALLED_S_MAX = 60.0  # that a client reads nothing of what waits for it
-KEEP_ALIVE_S = 75  # between requests: clients keep connections
-HANDSHAKE_S_MAX = 10.0
-CONNECTIONS_MAX = 2048  # of one process
-OF_ADDRESS_MAX = 1024  # of these, of one address; a proxy has one for all of its clients
-REFUSED_MAX = 64  # beyond CONNECTIONS_MAX, those that are told so; others are closed at once
-AHEAD_BYTES_MAX = 65_536  # of what was sent behind a request before it was answered
-# A host that vanished without a word is noticed within a minute.
+STALLED_S_MAX = 60.0  # a client that reads nothing of its answer for so long is disconnected
+KEEP_ALIVE_S = 75  # limit of an idle connection between two requests
+HANDSHAKE_S_MAX = 10.0  # limit of a TLS handshake
+CONNECTIONS_MAX = 2048  # connections of one process
+OF_ADDRESS_MAX = 1024  # connections of one address; all clients of a proxy share one address
+REFUSED_MAX = 64  # connections beyond CONNECTIONS_MAX that receive an error; others are closed
+AHEAD_BYTES_MAX = 65_536  # bytes that a client may send after a request before its answer
+# With these keep-alive probes, the loss of a client's host is detected within a minute.
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES_MAX = 30, 10, 3
 HEAD, BODY = "head", "body"
 
 
 class AcceptedConnection(socket.socket):
-    """From `accept` to `close`."""
+    """A connection in its listener's table, from `accept` to `close`."""
 
-    address = ""  # a network of 64 bits, where it is one of IPv6
-    idle_s: float | None = None  # since when it has no request in hand, by the loop; None: it has
-    is_shaking = False  # hands, for TLS
-    is_over = False  # there are too many: it is refused
+    address = ""  # the client's IPv4 address, or the /64 network of its IPv6 address
+    idle_s: float | None = None  # loop time of its last request's end; None during a request
+    is_shaking = False  # True during the TLS handshake
+    is_over = False  # True if there are too many connections, so that this one is rejected
     table: set[AcceptedConnection] | None = None
 
     def close(self) -> None:
-        if self.table is not None:
-            self.table.discard(self)
-            self.table = None
+        self._leave_table()
         super().close()
 
     def end(self) -> None:
-        """Its transport reads the end of the stream, and closes. It does not count any more."""
-        if self.table is not None:
-            self.table.discard(self)
-            self.table = None
+        """Stop counting the connection and shut it down, so that its transport closes it."""
+        self._leave_table()
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
+    def _leave_table(self) -> None:
+        if self.table is not None:
+            self.table.discard(self)
+            self.table = None
+
 
 class BoundedListener(socket.socket):
-    """Used by one event loop, which calls `accept`."""
+    """A listening socket of one event loop, which limits accepted connections."""
 
     has_tls = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """BlockingIOError when no client waits, or one was refused: asyncio calls again in its next
-        turn, so a flood of clients does not keep others from theirs."""
+        """Raises BlockingIOError if no client waits, or if the connection was closed at once.
+
+        asyncio then calls again in its next turn, so a flood of clients does not stall the loop.
+        """
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
         if self._admit(connection, str(address[0])):
@@ -88,18 +93,18 @@ class BoundedListener(socket.socket):
         return set()
 
     def of(self, descriptor: int) -> AcceptedConnection | None:
-        """The one with this descriptor."""
+        """The accepted connection with this descriptor."""
         return next((each for each in self.connections if each.fileno() == descriptor), None)
 
     def _admit(self, connection: AcceptedConnection, host: str) -> bool:
-        """False: it is closed at once."""
+        """Add the connection to the table, making room if needed; False if it must be closed."""
         if len(self.connections) >= CONNECTIONS_MAX + REFUSED_MAX:
             return False
         loop = asyncio.get_running_loop()
         connection.address = network_of(host)
         connection.idle_s = loop.time()
         alike = [each for each in self.connections if each.address == connection.address]
-        if len(alike) >= OF_ADDRESS_MAX:  # room is made by its own connections alone
+        if len(alike) >= OF_ADDRESS_MAX:  # close only a connection of the same address
             is_over = not _end_idlest(alike)
         else:
             is_full = len(self.connections) >= CONNECTIONS_MAX
@@ -113,7 +118,7 @@ class BoundedListener(socket.socket):
 
 
 def _end_idlest(connections: Iterable[AcceptedConnection]) -> bool:
-    """False where none is idle."""
+    """Close the connection that has been idle longest; False if none is idle."""
     idle = [each for each in connections if each.idle_s is not None]
     if idle:
         min(idle, key=lambda each: each.idle_s or 0.0).end()
@@ -126,7 +131,7 @@ def _end_handshake(connection: AcceptedConnection) -> None:
 
 
 def network_of(host: str) -> str:
-    """An address of IPv4, or the network of 64 bits of one of IPv6: a client has all of these."""
+    """The IPv4 address, or the /64 network of an IPv6 address, because a client owns all of it."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -145,7 +150,7 @@ class BoundedConnection(H11Protocol):
         super().__init__(**of_uvicorn)
         self._counts, self._listener = counts, listener
         self._accepted: AcceptedConnection | None = None
-        self._awaited = ""  # the part of a request that has begun and not ended
+        self._awaited = ""  # HEAD or BODY while this part of a request is incomplete
         self._slow: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -157,7 +162,7 @@ class BoundedConnection(H11Protocol):
         if self._accepted is not None:
             self._accepted.is_shaking = False
         if self._accepted is not None and self._accepted.is_over:
-            self._refuse(unavailable("this gateway has too many connections; ask again"))
+            self._refuse(unavailable("this gateway has too many connections; retry later"))
         else:
             self._look()
 
@@ -171,8 +176,8 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.DONE and self.flow.read_paused:
-            # uvicorn would read on when this request is answered, and see only then that the
-            # client has left.
+            # uvicorn would resume reading after the answer, and detect only then that the client
+            # has disconnected.
             if len(self.conn.trailing_data[0]) > AHEAD_BYTES_MAX:
                 self.transport.abort()
                 return
@@ -194,7 +199,7 @@ class BoundedConnection(H11Protocol):
         self._end_stall()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(HttpRefusal(400, "invalid_request", "this is no HTTP/1.1 request"))
+        self._refuse(HttpRefusal(400, "invalid_request", "this is not an HTTP/1.1 request"))
 
     def _look(self) -> None:
         state = self.conn.their_state
@@ -217,7 +222,7 @@ class BoundedConnection(H11Protocol):
             self._slow = self.loop.call_later(limit_s, self._end_slow, limit_s)
 
     def _end_slow(self, limit_s: float) -> None:
-        what = f"the {self._awaited} of the request did not come within {limit_s:g} s"
+        what = f"the {self._awaited} of the request did not arrive within {limit_s:g} s"
         self._refuse(HttpRefusal(408, "slow_request", what))
 
     def _end_stall(self) -> None:
@@ -226,7 +231,7 @@ class BoundedConnection(H11Protocol):
             self._stalled = None
 
     def _refuse(self, refusal: HttpRefusal) -> None:
-        """Where no answer has begun it is sent; in any case it is the connection's end."""
+        """Send the refusal unless an answer has begun, and close the connection."""
         self._counts.refused(refusal.code)
         self._await("")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -242,14 +247,14 @@ class BoundedConnection(H11Protocol):
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
-        if self.cycle is not None:  # its request is told at once: nobody may answer a second time
+        if self.cycle is not None:  # stops the request's handler, so that it sends no second answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
 
 def probe_clients(listener: socket.socket) -> None:
-    """Connections inherit it: the kernel asks a silent client whether it is there."""
+    """Enable TCP keep-alive probes, which accepted connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, PROBE_IDLE_S),

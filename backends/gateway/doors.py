@@ -1,8 +1,8 @@
-"""What every request passes before its route, whatever it asks for.
+"""Checks and counts of every request before its route.
 
-A request id in and out (`X-Request-Id`), an API key where keys are configured, a limit on the body,
-the end of new work while the process drains, and the counts. ASGI without more: a token passes here
-as well, so this costs one call.
+This middleware reads or makes the request id (`X-Request-Id`), checks the API key if keys are
+configured, limits the body, rejects new requests while the process drains, and counts requests. It
+is plain ASGI, because each token of an answer passes through it; this costs one call.
 
 Not here: routes (app.py), draining itself (server.py).
 """
@@ -22,42 +22,43 @@ from backends.tenants import ApiKeys
 from mooncake_store.keys.curve import is_loopback
 from mooncake_store.wire.addresses import is_number
 
-BODY_BYTES_MAX = 16 * 2**20  # the conductor takes 4 MiB of text; token ids are longer as JSON
-BODIES_MAX = 16  # so many of the longest may be in hand at once, before their answers begin
+BODY_BYTES_MAX = 16 * 2**20  # the conductor accepts 4 MiB of text; token ids are longer as JSON
+BODIES_MAX = 16  # limit of all bodies whose answers have not begun, in units of the longest body
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
-# Asked by load balancers and probes, which have no key, and while the process drains; by browsers
-# for the page, which asks its reader for one.
+# Paths without API key, also while the process drains: load balancers and probes have no key. The
+# status page at / asks its reader for a key.
 OPEN_PATHS = {"/", "/health", "/ready"}
 OTHER_PATH = "other"
-# A proxy before us might believe the other one: whose request it is, and where it ends.
-SAID_ONCE = (b"authorization", b"content-length", b"transfer-encoding", b"host")
+# A second header of these names is rejected. A proxy in front of the gateway might use the other
+# one and see another tenant or another end of the request.
+SINGLE_HEADERS = (b"authorization", b"content-length", b"transfer-encoding", b"host")
 AMBIGUOUS = (
-    "the request says twice who asks or how long it is; send one Authorization, and either "
-    "Content-Length or Transfer-Encoding"
+    "the request has two values for its key, its host or its length; send one Authorization, one "
+    "Host, and either Content-Length or Transfer-Encoding"
 )
-# Without keys any page that somebody looks at could ask whatever runs on their machine.
+# Without API keys, any web page in a user's browser could call the gateway on the user's machine.
 FOREIGN_PAGES = (b"cross-site", b"same-site")
-FOREIGN_PAGE = "this comes from a page of another site; with API keys it may, if it knows one"
-# Nor may such a page reach us under a name of its own that it has pointed at this machine.
+FOREIGN_PAGE = "this request comes from a page of another site, which needs an API key; send one"
+# Such a page must not call the gateway by a DNS name of its own that points to this machine.
 FOREIGN_NAME = (
-    "{host} may be anybody's name for this machine; without API keys ask localhost or an address, "
-    "or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
+    "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
+    "address, or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
 )
 CLOSE = {"Connection": "close"}
-NO_KEY = "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
+NO_KEY = "this server needs a valid API key, as `Authorization: Bearer KEY`"
 
 
 @dataclass(slots=True)
 class _Body:
-    """Of one request, so far."""
+    """The body of one request."""
 
-    seen_bytes: int = 0
-    held_bytes: int = 0  # counted among those of all
+    seen_bytes: int = 0  # bytes received so far
+    held_bytes: int = 0  # part of Doors._bodies_bytes; 0 once the answer has begun
 
 
 class Doors:
-    """ASGI middleware. `is_draining` is set by the server."""
+    """ASGI middleware. The server sets `is_draining`."""
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class Doors:
         keys: ApiKeys | None = None,
         body_bytes_max: int = BODY_BYTES_MAX,
     ) -> None:
-        """`paths`: those that are counted by name. `keys`: None asks nobody for one."""
+        """`paths` are counted by name, other paths together. Without `keys`, no key is needed."""
         self._keys = keys
         self._app, self._counts, self._paths = app, counts, paths
         self._body_bytes_max = body_bytes_max
-        self._bodies_bytes = 0  # of requests whose answer has not begun
+        self._bodies_bytes = 0  # bytes of all bodies whose answers have not begun
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +80,7 @@ class Doors:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if scope["method"] == "HEAD":  # as GET; the server leaves the body out
+        if scope["method"] == "HEAD":  # handled as GET; the server omits the body
             scope = {**scope, "method": "GET"}
         request_id = headers.get(REQUEST_ID_HEADER, b"")
         if not REQUEST_ID.fullmatch(request_id):
@@ -93,7 +94,7 @@ class Doors:
             nonlocal started
             if not started and message["type"] == "http.response.start":
                 started = True
-                self._let_go(body)
+                self._release(body)
                 counts.answered(path, message["status"])
                 more = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
                 message = {**message, "headers": more}
@@ -108,35 +109,35 @@ class Doors:
                 return
             await self._app(scope, self._limited(receive, body), send_and_count)
         finally:
-            self._let_go(body)
+            self._release(body)
             counts.in_flight -= 1
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpRefusal | None:
         scope["tenant"] = None
         if len(headers) != len(scope["headers"]):
             given = [name for name, _ in scope["headers"]]
-            if any(given.count(name) > 1 for name in SAID_ONCE):
+            if any(given.count(name) > 1 for name in SINGLE_HEADERS):
                 return HttpRefusal(400, "invalid_request", AMBIGUOUS)
         if b"transfer-encoding" in headers and b"content-length" in headers:
             return HttpRefusal(400, "invalid_request", AMBIGUOUS)
         if scope["path"] in OPEN_PATHS:
             return None
         if self._keys is None:
-            if said := foreign_page(scope, headers):
-                return HttpRefusal(403, "forbidden", said)
+            if reason := foreign_page(scope, headers):
+                return HttpRefusal(403, "forbidden", reason)
         else:
             scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
             if scope["tenant"] is None:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
         if self.is_draining:
-            return unavailable("this gateway is draining: ask another one")
+            return unavailable("this gateway is draining: send the request to another one")
         coding = headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
             return HttpRefusal(
                 415,
                 "unsupported_encoding",
-                f"the body has Content-Encoding {coding[:32].decode('latin-1')}; send it as it is, "
-                "without Content-Encoding",
+                f"the body has Content-Encoding {coding[:32].decode('latin-1')}; send it without "
+                "Content-Encoding",
             )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._body_bytes_max:
@@ -144,7 +145,7 @@ class Doors:
         return None
 
     def _limited(self, receive: Receive, body: _Body) -> Receive:
-        """A body that does not say its length is counted as it comes, and so are all together."""
+        """`receive` with a limit on the bytes of this body, and on the bytes of all bodies."""
 
         async def receive_and_count() -> Message:
             message = await receive()
@@ -155,12 +156,12 @@ class Doors:
             if body.seen_bytes > self._body_bytes_max:
                 raise self._too_large()
             if size_bytes and self._bodies_bytes > BODIES_MAX * self._body_bytes_max:
-                raise unavailable("this gateway has too many long requests in hand; ask again")
+                raise unavailable("this gateway is receiving too many long requests; retry later")
             return message
 
         return receive_and_count
 
-    def _let_go(self, body: _Body) -> None:
+    def _release(self, body: _Body) -> None:
         self._bodies_bytes -= body.held_bytes
         body.held_bytes = 0
 
@@ -176,18 +177,20 @@ def bearer(header: bytes) -> str:
 
 
 def foreign_page(scope: Scope, headers: dict[bytes, bytes]) -> str:
-    """What shows that a web page of somebody else asks; "" where nothing does."""
+    """Why the request seems to come from a web page of another site; "" if it does not."""
     if headers.get(b"sec-fetch-site") in FOREIGN_PAGES:
         return FOREIGN_PAGE
     address, port = scope.get("server") or ("", None)
     host = headers.get(b"host", b"").decode("latin-1")
-    if is_loopback(f"{address}:{port}") and is_anybodys(host):
+    if is_loopback(f"{address}:{port}") and is_public_name(host):
         return FOREIGN_NAME.format(host=host)
     return ""
 
 
-def is_anybodys(host: str) -> bool:
-    """Is the value of a Host header a name whose owner may point it where they like? Addresses
-    and `localhost` are not, nor is a name without a dot, which no public DNS has."""
+def is_public_name(host: str) -> bool:
+    """True if a Host header contains a public DNS name, whose owner chooses its address.
+
+    False for addresses, for `localhost`, and for names without a dot, which are never public.
+    """
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()
     return "." in name and not name.endswith(".localhost") and not is_number(name.strip("[]"))

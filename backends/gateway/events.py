@@ -1,13 +1,13 @@
-"""What a client is sent: an answer as server-sent events or as one object, or a refusal. Pure.
+"""The bytes of an answer: server-sent events, one JSON object, or a refusal. Pure.
 
-A stream costs one event a token, so what does not change of it is written once and an event is put
-together from bytes. The last one with text says how the answer ended; then the counts, where the
-client wants them, and `[DONE]`.
+A stream has one event for each token. The constant parts of an event are therefore encoded once,
+and an event is joined from bytes. The last event with text has the finish reason. Then follow the
+token counts, if the client wants them, and `[DONE]`.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 
-Not here: reading the conductor's responses (frontend_calls.py), sending (generation.py), which
-status a refusal has (backends/statuses.py).
+Not here: reading the conductor's responses (frontend_calls.py), sending (generation.py), the status
+of a refusal (backends/statuses.py).
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from backends.statuses import HttpRefusal
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 EVENT_END = b"}\n\n"
-# OpenAI's words for why an answer ended.
+# The conductor's finish reason -> OpenAI's.
 FINISH_REASONS = {"stop_word": "stop", "end_id": "stop", "length": "length"}
 OBJECTS = {
-    # route: of a stream, of a whole answer, and what their ids begin with
+    # route: (object of a stream, object of a whole answer, prefix of their ids)
     "chat": ("chat.completion.chunk", "chat.completion", "chatcmpl-"),
     "completion": ("text_completion", "text_completion", "cmpl-"),
 }
 
 
 class AnswerPiece(NamedTuple):
-    """What one message of the conductor adds to an answer."""
+    """The part of an answer in one message of the conductor."""
 
     text: bytes
-    finish_reason: str  # the conductor's; "": more is to come
-    output_tokens: int = 0  # of this message
+    finish_reason: str  # the conductor's; "": more pieces follow
+    output_tokens: int = 0  # number of tokens in this message
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
-    decision: bytes = b""  # JSON, of who asked for it; more than one piece may have a part
+    decision: bytes = b""  # JSON of the routing decision; only if the request wants it
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
-    """What all events of an answer say."""
+    """The facts that all events of an answer contain."""
 
     route: str
     answer_id: str
     created_s: int
     model: str
-    counts_each_event: bool = False  # of a stream; not only at its end
+    counts_each_event: bool = False  # token counts in each event, not only in the last
 
 
 def finish_reason(word: str) -> str:
@@ -91,25 +91,25 @@ class EventStream:
         inner = b'"delta":{"content":' if self._is_chat else b'"text":'
         self._before = self._head + b'{"index":0,' + inner
         closing = b"}" if self._is_chat else b""
-        # The counts of a stream are null but in its last event, as OpenAI sends them.
+        # As in OpenAI's streams, the token counts are null except in the last event.
         no_usage = b',"usage":null' if includes_usage else b""
         self._between = closing + b',"logprobs":null,"finish_reason":'
         self._end = b"}]" + no_usage + EVENT_END
         self._counts_each_event = facts.counts_each_event
 
     def opening(self) -> bytes:
-        """Before the first piece: in a chat, who speaks."""
+        """The event before the first piece, which has the role in a chat; b"" in a completion."""
         if not self._is_chat:
             return b""
-        said = b'{"index":0,"delta":{"role":"assistant","content":""'
-        return self._head + said + self._between + b"null" + self._end
+        choice = b'{"index":0,"delta":{"role":"assistant","content":""'
+        return self._head + choice + self._between + b"null" + self._end
 
     def event(self, piece: AnswerPiece) -> bytes:
         self._output_tokens += piece.output_tokens
         between, end = self._between, self._end
         if self._logprobs is not None and piece.logprobs is not None:
-            said = encode(self._logprobs.add(piece.logprobs))
-            between = between.replace(b"null", said, 1)
+            logprobs = encode(self._logprobs.add(piece.logprobs))
+            between = between.replace(b"null", logprobs, 1)
         if self._counts_each_event or piece.finish_reason:
             self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
         if self._counts_each_event:
@@ -131,7 +131,7 @@ class EventStream:
 
 
 def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
-    """In OpenAI's shape. `more` headers than its status wants."""
+    """A refusal in OpenAI's error format; `more` adds headers to those of its status."""
     headers = dict(more or {})
     if refusal.retry_after_s:
         headers["Retry-After"] = str(refusal.retry_after_s)
@@ -141,7 +141,7 @@ def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None
 
 
 def error_event(refusal: HttpRefusal) -> bytes:
-    """After the first event there is no status any more."""
+    """The event of an error after the first event, when a status can no longer be sent."""
     return b"data: " + encode(refusal.body()) + b"\n\n"
 
 

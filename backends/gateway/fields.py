@@ -1,9 +1,9 @@
-"""The fields of a request in OpenAI's interface: one table, from which they are read and described.
+"""The fields of a request in OpenAI's interface: one table for reading and for the description.
 
-A field has the type that OpenAI's clients send. What a value may be is said once, by the conductor
-(frontend/sampling.py), whose words come back with the field's name; here only what a tensor cannot
-hold is refused. A field that asks for what is not supported is refused by name, unless its value
-asks for nothing; a name that nobody knows is refused with the likely one. Pure.
+A field has the type that OpenAI's clients send. The conductor checks the range of values
+(frontend/sampling.py), and its messages are returned with the field's name. This module rejects
+only values that a tensor cannot hold. An unsupported field is rejected by name, unless its value is
+the neutral one. An unknown field is rejected with the most similar name. Pure.
 
 Not here: the prompt (prompts.py), the message to the conductor (infer_request.py).
 """
@@ -25,7 +25,7 @@ INT32 = 2**31
 SHOWN_CHARACTERS_MAX = 40
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 4
-_BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX  # what is longer loses its middle
+_BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX  # longer ones lose their middle
 _BRIEF.maxlist = _BRIEF.maxdict = SHOWN_CHARACTERS_MAX
 CHAT, COMPLETION = "chat", "completion"
 BOTH = (CHAT, COMPLETION)
@@ -33,7 +33,7 @@ BOTH = (CHAT, COMPLETION)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`kind` is a key of SCHEMAS. `tensor` is the conductor's input that takes the value."""
+    """`kind` is a key of SCHEMAS. `tensor` is the conductor's input that receives the value."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedField:
-    """Refused by name, unless its value is one of those that ask for nothing."""
+    """A field that is rejected unless its value is one of `neutral`, which changes nothing."""
 
     name: str
     neutral: tuple[object, ...] = ()
@@ -52,55 +52,55 @@ class UnsupportedField:
 
 
 FIELDS = (
-    Field("model", "text", "its name as /v1/models lists it"),
+    Field("model", "text", "name of the model, as in /v1/models"),
     Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
     Field("prompt", "prompt", "a text, or the ids of its tokens", routes=(COMPLETION,)),
-    Field("max_tokens", "integer", "of the answer, at most", "max_tokens"),
+    Field("max_tokens", "integer", "largest number of tokens of the answer", "max_tokens"),
     Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
-    Field("min_tokens", "integer", "no end before so many", "min_tokens"),
-    Field("ignore_eos", "flag", "end at max_tokens only"),
-    Field("temperature", "number", "0: greedy; 1 where none is named", "temperature"),
-    Field("top_p", "number", "the likeliest tokens with this share", "top_p"),
-    Field("top_k", "integer", "the likeliest so many; 0 or -1: all", "top_k"),
-    Field("min_p", "number", "tokens with this share of the likeliest one's", "min_p"),
-    Field("presence_penalty", "number", "of tokens that are there", "presence_penalty"),
-    Field("frequency_penalty", "number", "each time that it is there", "frequency_penalty"),
+    Field("min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens"),
+    Field("ignore_eos", "flag", "end the answer only at max_tokens"),
+    Field("temperature", "number", "0: greedy; default 1", "temperature"),
+    Field("top_p", "number", "sample from the likeliest tokens with this total share", "top_p"),
+    Field("top_k", "integer", "sample from so many likeliest tokens; 0 or -1: all", "top_k"),
+    Field("min_p", "number", "smallest probability, relative to the likeliest token's", "min_p"),
+    Field("presence_penalty", "number", "penalty of tokens in the answer", "presence_penalty"),
+    Field("frequency_penalty", "number", "penalty for each occurrence", "frequency_penalty"),
     Field("repetition_penalty", "number", "a factor; 1: off", "repetition_penalty"),
-    Field("seed", "seed", "the same seed, the same answer; random where none is named"),
+    Field("seed", "seed", "equal seeds give equal answers; random by default"),
     Field("stop", "stop", "words that end the answer", "stop_words"),
-    Field("logprobs", "flag", "how likely the model found each token", routes=(CHAT,)),
-    Field("top_logprobs", "integer", "and so many of the likeliest, 0 to 20", routes=(CHAT,)),
+    Field("logprobs", "flag", "return the log probability of each token", routes=(CHAT,)),
+    Field("top_logprobs", "integer", "and of so many likeliest tokens, 0 to 20", routes=(CHAT,)),
     Field(
         "logprobs",
         "integer",
-        "of each token and so many of the likeliest, 0 to 20",
+        "return the log probability of each token and of so many likeliest tokens, 0 to 20",
         routes=(COMPLETION,),
     ),
-    Field("response_format", "format", "json_schema: an answer that follows it; json_object"),
-    Field("stream", "flag", "server-sent events"),
+    Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
+    Field("stream", "flag", "send server-sent events"),
     Field(
         "stream_options",
         "stream_options",
-        "include_usage: one more event with the counts; continuous_usage_stats: in each event",
+        "include_usage: a last event with token counts; continuous_usage_stats: in each event",
     ),
     Field(
         "return_decision",
         "flag",
-        "which workers, why, and what came of it, as `decision`",
+        "return the routing decision and its outcome as `decision`",
         "return_decision",
     ),
     Field("n", "one", "1: one answer for a request"),
-    Field("timeout", "seconds", "its deadline, in seconds from its arrival"),
-    Field("priority", "integer", "below 0 is rejected earlier under load"),
-    Field("tenant", "text", "whose KV it shares; with API keys the key says it"),
-    Field("user", "text", "taken, and not used"),
-    Field("metadata", "object", "taken, and not used"),
-    Field("safety_identifier", "text", "taken, and not used"),
-    Field("prompt_cache_key", "text", "taken, and not used: what is cached is found by content"),
-    Field("prompt_cache_retention", "text", "likewise", routes=(CHAT,)),
-    Field("prompt_cache_options", "object", "likewise", routes=(CHAT,)),
-    Field("service_tier", "text", "taken, and not used"),
-    Field("store", "flag", "taken, and not used: no answer is kept", routes=(CHAT,)),
+    Field("timeout", "seconds", "deadline in seconds after the arrival"),
+    Field("priority", "integer", "requests below 0 are rejected earlier under load"),
+    Field("tenant", "text", "tenant whose KV is shared; with API keys, the key's tenant"),
+    Field("user", "text", "ignored"),
+    Field("metadata", "object", "ignored"),
+    Field("safety_identifier", "text", "ignored"),
+    Field("prompt_cache_key", "text", "ignored: cached blocks are found by content"),
+    Field("prompt_cache_retention", "text", "ignored", routes=(CHAT,)),
+    Field("prompt_cache_options", "object", "ignored", routes=(CHAT,)),
+    Field("service_tier", "text", "ignored"),
+    Field("store", "flag", "ignored: answers are not stored", routes=(CHAT,)),
 )
 UNSUPPORTED = (
     UnsupportedField("best_of", (1,)),
@@ -207,9 +207,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
-SCHEMA_LABELS = {"name", "description", "strict"}  # of a schema; it is followed in any case
+SCHEMA_LABELS = {"name", "description", "strict"}  # ignored; an answer always follows the schema
 ANY_OBJECT = '{"type":"object"}'
-# The last is vLLM's, and aiperf and GuideLLM send it.
+# The last option is from vLLM; aiperf and GuideLLM send it.
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
@@ -236,7 +236,7 @@ TABLES = {route: (fields_of(route), unsupported_of(route)) for route in BOTH}
 
 
 def schema(route: str) -> dict[str, Any]:
-    """The body of a request as JSON schema, for the description of the interface."""
+    """The JSON schema of a request's body, for the OpenAPI description."""
     fields = fields_of(route)
     return {
         "type": "object",
@@ -250,7 +250,7 @@ def schema(route: str) -> dict[str, Any]:
 
 
 def read(route: str, content: object) -> dict[str, Any]:
-    """The fields that say something, each of its type; HttpRefusal for the first that is wrong."""
+    """Field -> checked value, without null fields. Raises HttpRefusal for the first bad field."""
     if not isinstance(content, dict):
         raise bad_field("body", f"the body is {shown(content)}; send a JSON object", None)
     known, unsupported = TABLES[route]
@@ -270,12 +270,12 @@ def read(route: str, content: object) -> dict[str, Any]:
 
 
 def read_kind(kind: str, name: str, value: object) -> Any:
-    """The value of one field of that kind."""
+    """The checked value of a field of this kind."""
     return _READERS[kind](name, value)
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
-    # True is equal to 1, and asks for something else; 1.0 asks for the same.
+    # In Python True == 1, but a client means another value; 1.0 means the same as 1.
     is_flag = isinstance(value, bool)
     if any(is_flag is isinstance(each, bool) and value == each for each in field.neutral):
         return
@@ -290,12 +290,12 @@ def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
 def bad_field(
     name: str, message: str, param: str | None = "", code: str = "invalid_request"
 ) -> HttpRefusal:
-    """`param`: None for what is about no field; "" for `name`."""
+    """`param` is the field in OpenAI's error object; "" for `name`, None for no field."""
     return HttpRefusal(400, code, message, name if param == "" else param)
 
 
 def shown(value: object) -> str:
-    """Short enough for an error message, however long or deep the value is."""
+    """The value as text, shortened for an error message."""
     text = _BRIEF.repr(value)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
@@ -311,7 +311,7 @@ def _integer(name: str, value: object) -> int:
 
 
 def _seed(name: str, value: object) -> int:
-    """Negative ones count from the end, as two's complement does."""
+    """A negative seed maps to its two's complement of 64 bits."""
     if isinstance(value, float) and value.is_integer():  # Gson writes 42.0
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
@@ -384,11 +384,11 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
 
 
 def _format(name: str, value: object) -> str:
-    """The schema as JSON; "" for an answer in any words."""
-    said = dict(as_object(name, value))
-    kind, wrapped = said.pop("type", None), said.pop("json_schema", None)
-    if said:
-        key = next(iter(said))
+    """The JSON schema that the answer must follow, as JSON; "" for a free answer."""
+    rest = dict(as_object(name, value))
+    kind, wrapped = rest.pop("type", None), rest.pop("json_schema", None)
+    if rest:
+        key = next(iter(rest))
         raise bad_field(f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {FORMATS}")
     if kind == "json_schema":
         found = dict(as_object(f"{name}.json_schema", wrapped))

@@ -1,8 +1,10 @@
-"""Calls to the frontend's Triton: one ModelStreamInfer for each request, and what is served there.
+"""Calls to the frontend's Triton: one ModelStreamInfer for each request, and readiness probes.
 
-The generated stub over asyncio, with nothing in between: a message is parsed once and its tensors
-are read where they lie. Requests are spread over a few connections, because one HTTP/2 connection
-is served by one thread of Triton. Not here: what a request asks for (infer_request.py).
+The calls use the generated stub over asyncio without a further layer. A message is parsed once, and
+its tensors are read without a copy. Requests are spread over CHANNELS connections, because one
+thread of Triton serves an HTTP/2 connection.
+
+Not here: the contents of a request (infer_request.py).
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ MESSAGE_BYTES_MAX = 2**31 - 1
 OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),  # or all channels share one connection
-    ("grpc.enable_http_proxy", 0),  # the frontend is near, whatever http_proxy says
-    ("grpc.max_reconnect_backoff_ms", 1000),  # a frontend that is started again is found soon
+    ("grpc.use_local_subchannel_pool", 1),  # gives each channel its own connection
+    ("grpc.enable_http_proxy", 0),  # the variable http_proxy does not apply to the frontend
+    ("grpc.max_reconnect_backoff_ms", 1000),  # reconnects soon to a restarted frontend
 ]
-OF_PROMPT = ("the prompt ", "there is no prompt")  # how problems begin that name no tensor
+OF_PROMPT = ("the prompt ", "there is no prompt")  # prefixes of messages about the prompt
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
-END_S_MAX = 5.0  # that the conductor may keep a call open behind the last piece
+END_S_MAX = 5.0  # limit of the time that a call stays open after its last piece
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the conductor serves now."""
+    """The model that the conductor serves."""
 
     name: str  # the last part of the checkpoint's path
-    checkpoint: str  # as its config.pbtxt says
+    checkpoint: str  # as in the conductor's config.pbtxt
 
 
 class FrontendCalls:
-    """Use it inside one event loop; `watch` keeps `served` and `is_ready` true."""
+    """The calls of one event loop. `watch` updates `served` and `is_ready`."""
 
     def __init__(self, address: str, channels: int = CHANNELS) -> None:
         self.address = address
@@ -68,24 +70,24 @@ class FrontendCalls:
     def start(
         self, message: service_pb2.ModelInferRequest, names: Mapping[str, str]
     ) -> FrontendCall:
-        """`names`: of fields that this request names in a way of its own, by tensor."""
+        """Start a call. `names`: tensor -> field name, where it differs from NAME_OF_TENSOR."""
         return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
 
     async def describe_cluster(self, parameters: Mapping[str, str]) -> bytes:
-        """What the frontend knows of it, as JSON. HttpRefusal when it says nothing."""
+        """The frontend's view of the cluster as JSON. Raises HttpRefusal if the call fails."""
         return await self._describe({**parameters, "describe": CLUSTER})
 
     async def charge(self, parameters: Mapping[str, str]) -> None:
-        """Count one request of a tenant's. HttpRefusal where its limits are used up."""
+        """Charge one request to a tenant. Raises HttpRefusal if the tenant's limits are used up."""
         await self._describe({**parameters, "describe": CHARGE})
 
     async def describe_model(self) -> dict[str, Any]:
-        """What the conductor says of what it serves; empty when it says nothing."""
+        """The conductor's facts of its model; {} if the call fails."""
         try:
-            said = msgspec.json.decode(await self._describe({"describe": True}))
+            facts = msgspec.json.decode(await self._describe({"describe": True}))
         except (HttpRefusal, msgspec.DecodeError):
             return {}
-        return said if isinstance(said, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
     async def _describe(self, parameters: Mapping[str, str | bool]) -> bytes:
         message = describe_request(parameters)
@@ -93,45 +95,52 @@ class FrontendCalls:
         return b"".join([piece.text async for piece in call])
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Probe every PROBE_EVERY_S until the task is cancelled."""
         while True:
             begun_s = time.monotonic()
             await self.probe()
             await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
 
     async def probe(self, waits: bool = False) -> bool:
-        """Does the conductor serve? Also learns what. `waits`: for a connection, where gRPC would
-        not even try for a while because the last attempt failed."""
-        asked = service_pb2.ModelConfigRequest(name=MODEL)
+        """Update `is_ready` and `served`; True if the conductor is ready.
+
+        `waits` waits for a connection. Otherwise gRPC fails at once during its backoff after a
+        failed connection.
+        """
+        config_call = service_pb2.ModelConfigRequest(name=MODEL)
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:
             answer = await self._probe.ModelReady(ready, timeout=PROBE_S_MAX, wait_for_ready=waits)
             if answer.ready:
-                config = (await self._probe.ModelConfig(asked, timeout=PROBE_S_MAX)).config
+                answered = await self._probe.ModelConfig(config_call, timeout=PROBE_S_MAX)
+                config = answered.config
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"
                 name = checkpoint.rstrip("/").rpartition("/")[2]
                 self.served = ServedModel(name, checkpoint)
-            self.is_ready = answer.ready  # and not before it is known what is served
+            self.is_ready = answer.ready  # only after `served` is set
         except grpc.RpcError:
             self.is_ready = False
         return self.is_ready
 
 
 class FrontendCall:
-    """One request at the conductor. Iterating over it raises HttpRefusal for an error."""
+    """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str]) -> None:
         self._call, self._names = call, names
         self.is_left = False
 
     def leave(self) -> None:
-        """The client has gone: the conductor hears of it and frees what the request has."""
+        """Cancel the call after the client disconnected. The conductor frees the request."""
         self.is_left = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
-        """Until the conductor has closed it, which it does soon behind the last piece; what fails
-        behind that fails nobody. asyncio's own CancelledError after `leave`."""
+        """Yield pieces until the conductor closes the call.
+
+        The call is closed soon after its last piece; a failure after that piece is ignored. After
+        `leave`, iteration raises asyncio's CancelledError.
+        """
         is_finished, end = False, None
         try:
             async for response in self._call:
@@ -154,9 +163,9 @@ class FrontendCall:
         finally:
             if end is not None:
                 end.cancel()
-            self._call.cancel()  # of one that has ended: nothing
+            self._call.cancel()  # has no effect on a closed call
         if not is_finished:
-            raise unavailable("the frontend ended the answer before its end; ask again")
+            raise unavailable("the frontend closed the answer before its end; retry")
 
 
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
@@ -196,24 +205,23 @@ def _integer(raw: bytes) -> int:
 
 
 def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
-    """With the name of the client's field in place of the conductor's tensor."""
+    """The conductor's error, with the client's field name in place of the tensor's name."""
     refusal = of_message(message)
     if refusal.status != 400:
         return refusal
-    words = refusal.message.removeprefix("parameter ")
-    if words.startswith(OF_PROMPT):
-        return HttpRefusal(400, refusal.code, words, names.get("prompt", "prompt"))
-    length = next((at for at, character in enumerate(words) if character in " :,["), len(words))
-    tensor = words[:length]
+    text = refusal.message.removeprefix("parameter ")
+    if text.startswith(OF_PROMPT):
+        return HttpRefusal(400, refusal.code, text, names.get("prompt", "prompt"))
+    length = next((at for at, character in enumerate(text) if character in " :,["), len(text))
+    tensor = text[:length]
     name = names.get(tensor) or NAME_OF_TENSOR.get(tensor)
     if name is None:
         return refusal
-    said = f"{name}{words[length:]}"
-    return HttpRefusal(400, refusal.code, said, name)
+    return HttpRefusal(400, refusal.code, f"{name}{text[length:]}", name)
 
 
 def broken(error: grpc.RpcError) -> HttpRefusal:
-    """The connection failed, not the request."""
+    """The refusal for a failed connection."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return HttpRefusal(413, "too_large_body", details)

@@ -1,7 +1,8 @@
-"""What a gateway process has done, as a page for Prometheus.
+"""The counters of a gateway process, as a page for Prometheus.
 
-Every process has its own; the launcher adds them up on its metrics port. Not here: what the names
-mean (metrics/table.py).
+Each process has its own page; the launcher adds them up on its metrics port.
+
+Not here: the meaning of the names (metrics/table.py).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ IN_FLIGHT = "mooncake_gateway_requests_in_flight"
 
 
 class GatewayCounts:
-    """Of one event loop: no lock."""
+    """Counters of one event loop, without a lock."""
 
     def __init__(self, name: str) -> None:
-        """`name` of this process among the gateway's."""
+        """`name` is the name of this process."""
         self._name = name
         self._requests: Counter[tuple[str, int]] = Counter()
         self._refusals: Counter[str] = Counter()
         self._messages = self._left = 0
         self.in_flight = 0
-        self.spans: SpanExport | None = None  # where requests are traced
+        self.spans: SpanExport | None = None  # None without tracing
 
     def answered(self, path: str, status: int) -> None:
         self._requests[path, status] += 1

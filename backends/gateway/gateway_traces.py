@@ -1,7 +1,7 @@
-"""The gateway's own span of a request, and the trace that its frontend goes on with.
+"""The gateway's span of a request, and the trace context for its frontend.
 
-A request that is not traced passes by, and its `traceparent` is forwarded as it came; so does every
-request where nobody asked for traces, because then this middleware is not there.
+A request that is not sampled has no span, and its `traceparent` is forwarded unchanged. Without
+tracing, this middleware is not installed.
 
 Not here: the frontend's spans (backends/tracing).
 """
@@ -18,16 +18,17 @@ from backends.tracing.trace_context import TRACEPARENT
 
 SERVICE = "mooncake-gateway"
 TRACED = "/v1/"
-PATH_CHARACTERS_MAX = 256  # what a client asks for may be long, and spans wait for the collector
-IN_SCOPE = "mooncake.traceparent"  # of what follows behind the gateway
+PATH_CHARACTERS_MAX = 256  # limits the memory of spans that wait for the collector
+IN_SCOPE = "mooncake.traceparent"  # key of the ASGI scope with the frontend's traceparent
 HEADER = TRACEPARENT.encode()
 
 
 class GatewayTraces:
-    """ASGI middleware before all others."""
+    """The outermost ASGI middleware."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, name: str, paths: frozenset[str]) -> None:
-        """`name` of this process among the gateway's; `paths`: those that spans are named by."""
+        """`name` is the name of this process. Spans are named after their path if it is in
+        `paths`."""
         self._app, self._tracing, self._name = app, tracing, name
         self._paths = paths
 
@@ -75,7 +76,7 @@ class GatewayTraces:
 
 
 def traceparent_in(scope: Scope) -> str:
-    """What the client sent, or what follows from it here; "" when there is neither."""
+    """The traceparent for the frontend, else the client's traceparent, else ""."""
     if IN_SCOPE in scope:
         return str(scope[IN_SCOPE])
     given = next((value for name, value in scope["headers"] if name == HEADER), b"")
@@ -83,7 +84,7 @@ def traceparent_in(scope: Scope) -> str:
 
 
 def _error(status: int) -> str:
-    """As OpenTelemetry wants it of servers: a client's mistake is no error of ours."""
+    """The error of a span; "" for a client's mistake, as OpenTelemetry specifies for servers."""
     if not status:
-        return "its client left before there was a status"
+        return "the client disconnected before there was a status"
     return f"status {status}" if status >= 500 else ""

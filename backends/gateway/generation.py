@@ -1,11 +1,11 @@
-"""An answer on its way from the conductor to the client, streamed or whole.
+"""Sends an answer from the conductor to the client, streamed or whole.
 
-A response of Starlette's that sends by itself, so that a token costs one read, one event and one
-write. Nothing is sent before the first piece: until then an error has a status of its own; behind
-it an error is one more event, and the end. A client that goes away is noticed by its connection,
-and the call to the conductor is cancelled at once.
+The answer is a Starlette response that sends by itself, so a token costs one read, one event and
+one write. Nothing is sent before the first piece, so an early error has its own status. After the
+first piece, an error is one more event and ends the answer. When the client's connection closes,
+the call to the conductor is cancelled at once.
 
-Not here: what the bytes are (events.py), reading the request (infer_request.py).
+Not here: the bytes of events (events.py), reading the request (infer_request.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from backends.gateway.logprobs import LogprobsWriter
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
-GRACE_S = 2.0  # that the conductor has to say itself that a deadline has passed
+GRACE_S = 2.0  # time after a deadline in which the conductor reports the timeout itself
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,7 +38,7 @@ EVENT_STREAM = [
 
 
 class GenerationResponse(Response):
-    """`call` has been started; it is left when nobody waits for it any more."""
+    """The response of one answer. `call` has started; the response cancels it at its end."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class GenerationResponse(Response):
                 self._counts.left()
         except HttpRefusal as refusal:
             await self._refuse(refusal, scope, receive, send)
-        except Exception as error:  # edge: the client hears of a defect, and the log has it
+        except Exception as error:  # edge: a defect is logged and reported to the client
             of_request = {"request_id": scope.get("request_id", "")}
             log.exception("answer %s", self._facts.answer_id, extra=of_request)
             refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")
@@ -87,7 +87,7 @@ class GenerationResponse(Response):
             self._call.leave()
 
     async def _watch(self, receive: Receive) -> None:
-        """The body has been read, so the next that is received is the end of the connection."""
+        """Wait for the disconnect, the only message after a read body, then cancel the call."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._call.leave()
@@ -111,7 +111,7 @@ class GenerationResponse(Response):
             )
 
     def _end_watch(self) -> None:
-        """The end of the response is none of the connection."""
+        """Stop the watch before the response ends, because its end counts as a disconnect."""
         if self._leaving is not None:
             self._leaving.cancel()
 
@@ -124,7 +124,7 @@ class GenerationResponse(Response):
         pieces: list[AnswerPiece] = []
         async for piece in self._call:
             pieces.append(piece)
-            if piece.finish_reason:  # the client need not wait for the end of the call
+            if piece.finish_reason:  # answer now, before the conductor closes the call
                 self._end_watch()
                 self._counts.message()
                 body = whole(self._facts, pieces, self._logprobs)

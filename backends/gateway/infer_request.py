@@ -1,7 +1,7 @@
-"""A request in OpenAI's interface as the message that the conductor takes. Pure.
+"""Converts a request of OpenAI's interface into the conductor's message. Pure.
 
-What OpenAI's interface says of a field that is not there is said here: temperature is 1, the seed
-is any, an answer ends where the conductor's `output_tokens_default` does.
+This module sets OpenAI's defaults of missing fields: temperature 1 and a random seed. The length of
+an answer then defaults to the conductor's `output_tokens_default`.
 
 Not here: reading fields (fields.py, prompts.py), sending (frontend_calls.py).
 """
@@ -21,8 +21,8 @@ from backends.gateway import prompts
 from backends.gateway.fields import CHAT, COMPLETION, FIELDS, bad_field, read
 
 MODEL = "conductor"
-TEMPERATURE = 1.0  # OpenAI's, where a request names none
-NEVER_ENDS = -1  # of `end_id`
+TEMPERATURE = 1.0  # OpenAI's default
+NEVER_ENDS = -1  # value of `end_id` that no token has
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt",
     "input_ids": "prompt",
@@ -38,7 +38,7 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
-# A response carries what is asked for by name, and each costs in Triton.
+# Triton returns only the outputs that the request names, and each output has a cost.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
@@ -46,17 +46,17 @@ COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """What a client asked for, read and checked as far as the gateway does."""
+    """A client's request after the gateway's checks."""
 
     route: str
-    model: str  # "": whatever is served
+    model: str  # "": any model
     is_stream: bool
-    includes_usage: bool  # in a stream; an answer that is whole always has it
-    counts_each_event: bool  # and not only at the end
-    timeout_s: float  # 0: none of its own
-    inputs: Mapping[str, Any]  # of the conductor, by tensor
+    includes_usage: bool  # token counts in a stream; other answers always have them
+    counts_each_event: bool  # token counts in each event of a stream, not only in the last
+    timeout_s: float  # > 0, or 0 without a timeout
+    inputs: Mapping[str, Any]  # tensor -> value, for the conductor
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
-    # Of the fields that this request names otherwise than NAME_OF_TENSOR does.
+    # Tensor -> field name, where this request's name differs from NAME_OF_TENSOR.
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -73,52 +73,54 @@ class GatewayRequest:
 
 
 def read_request(route: str, content: object, new_seed: Callable[[], int]) -> GatewayRequest:
-    """HttpRefusal for the first field that is wrong."""
-    said = read(route, content)
+    """Read a request. Raises HttpRefusal for the first bad field."""
+    given = read(route, content)
     inputs: dict[str, Any] = {}
     if route == CHAT:
-        messages = prompts.read_messages(said.get("messages"))
+        messages = prompts.read_messages(given.get("messages"))
         inputs["messages"] = msgspec.json.encode(messages)
     else:
-        prompt = prompts.read_prompt(said.get("prompt"))
+        prompt = prompts.read_prompt(given.get("prompt"))
         inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
-    inputs |= {each.tensor: said[each.name] for each in FIELDS if each.tensor and each.name in said}
-    # A completion says in `logprobs` how many; a chat has its prompt in `messages`.
+    inputs |= {
+        each.tensor: given[each.name] for each in FIELDS if each.tensor and each.name in given
+    }
+    # The number of logprobs is in `logprobs` of a completion. A chat's prompt is in `messages`.
     names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
-    if (newer := said.get("max_completion_tokens")) is not None:
+    if (newer := given.get("max_completion_tokens")) is not None:
         if inputs.get("max_tokens", newer) != newer:
             what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"
             raise bad_field("max_completion_tokens", f"{what}; they mean the same, send one")
         inputs["max_tokens"] = newer
-        if "max_tokens" not in said:
+        if "max_tokens" not in given:
             names["max_tokens"] = "max_completion_tokens"
-    if inputs.get("top_k") == -1:  # vLLM's word for all
+    if inputs.get("top_k") == -1:  # vLLM's value for all tokens
         inputs["top_k"] = 0
     if not inputs.get("stop_words", True):
         del inputs["stop_words"]
     inputs.setdefault("temperature", TEMPERATURE)
-    seed = said.get("seed")
+    seed = given.get("seed")
     inputs["seed"] = new_seed() if seed is None else seed
-    if said.get("ignore_eos"):
+    if given.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
-    inputs |= _logprobs(route, said)
-    if schema := said.get("response_format", ""):
+    inputs |= _logprobs(route, given)
+    if schema := given.get("response_format", ""):
         inputs["guided_json"] = schema
-    inputs["stream"] = is_stream = said.get("stream", False)
+    inputs["stream"] = is_stream = given.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
-    if (timeout_s := said.get("timeout", 0.0)) > 0:
+    if (timeout_s := given.get("timeout", 0.0)) > 0:
         parameters["timeout_ms"] = max(1, round(timeout_s * 1000))
-    if tenant := said.get("tenant", ""):
+    if tenant := given.get("tenant", ""):
         parameters["tenant"] = tenant
-    if (priority := said.get("priority", 0)) != 0:
+    if (priority := given.get("priority", 0)) != 0:
         parameters["request_priority"] = priority
-    options = said.get("stream_options", {})
+    options = given.get("stream_options", {})
     if options and not is_stream:
-        raise bad_field("stream_options", "stream_options is for streams; send stream: true too")
+        raise bad_field("stream_options", "stream_options requires a stream; send stream: true too")
     includes_usage = options.get("include_usage", False)
     return GatewayRequest(
         route=route,
-        model=said.get("model", ""),
+        model=given.get("model", ""),
         is_stream=is_stream,
         includes_usage=includes_usage,
         timeout_s=timeout_s,
@@ -129,15 +131,15 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     )
 
 
-def _logprobs(route: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat says whether and how many in two fields, a completion in one."""
+def _logprobs(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of logprobs. A chat has two fields for them, a completion one."""
     if route == CHAT:
-        if not said.get("logprobs", False):
-            if said.get("top_logprobs", 0):
-                raise bad_field("top_logprobs", "top_logprobs wants logprobs: true beside it")
+        if not given.get("logprobs", False):
+            if given.get("top_logprobs", 0):
+                raise bad_field("top_logprobs", "top_logprobs requires logprobs: true; send both")
             return {}
-        count = said.get("top_logprobs", 0)
-    elif (count := said.get("logprobs")) is None:
+        count = given.get("top_logprobs", 0)
+    elif (count := given.get("logprobs")) is None:
         return {}
     return {"return_log_probs": True, "top_logprobs": count}
 
@@ -172,7 +174,25 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
         message.raw_input_contents.append(raw)
     for name in request.outputs:
         message.outputs.add(name=name)
-    for name, value in request.parameters.items():
+    _set_parameters(message, request.parameters)
+    return message
+
+
+def describe_request(parameters: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
+    """A message that asks for a description instead of an answer. Triton requires one input."""
+    message = service_pb2.ModelInferRequest(model_name=MODEL)
+    message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
+    message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))
+    for name in OUTPUTS:
+        message.outputs.add(name=name)
+    _set_parameters(message, parameters)
+    return message
+
+
+def _set_parameters(
+    message: service_pb2.ModelInferRequest, parameters: Mapping[str, str | int | bool]
+) -> None:
+    for name, value in parameters.items():
         parameter = message.parameters[name]
         if isinstance(value, bool):
             parameter.bool_param = value
@@ -180,22 +200,6 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
             parameter.int64_param = value
         else:
             parameter.string_param = value
-    return message
-
-
-def describe_request(parameters: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
-    """Not to generate, but to say what is there. Triton wants one input all the same."""
-    message = service_pb2.ModelInferRequest(model_name=MODEL)
-    message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
-    message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))
-    for name in OUTPUTS:
-        message.outputs.add(name=name)
-    for name, value in parameters.items():
-        if isinstance(value, bool):
-            message.parameters[name].bool_param = value
-        else:
-            message.parameters[name].string_param = value
-    return message
 
 
 def _string(text: str | bytes) -> bytes:

@@ -1,10 +1,11 @@
-"""Logprobs of an answer in OpenAI's shapes, from the conductor's tensors. Pure.
+"""Logprobs of an answer in OpenAI's formats, from the conductor's tensors. Pure.
 
-A chat has an object for each token, a completion lists beside each other. The text of a token is
-what it adds behind those before it; bytes that are no character by themselves are shown as U+FFFD,
-and as they are in `bytes`.
+A chat has an object for each token; a completion has parallel lists. The text of a token is the
+text that it adds after the previous tokens. Bytes that are no complete character are U+FFFD in the
+text and unchanged in `bytes`.
 
-Not here: what the numbers are of (backends/token_logprobs.py), reading tensors (frontend_calls.py).
+Not here: the meaning of the numbers (backends/token_logprobs.py), reading tensors
+(frontend_calls.py).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 from backends.gateway.fields import CHAT
 
-LEAST = -9999.0  # OpenAI's word for a token that cannot be: JSON has no infinity
+LEAST = -9999.0  # OpenAI's value for an impossible token, because JSON has no infinity
 
 
 class PieceLogprobs(NamedTuple):
-    """Of the tokens of one message; the best ones of each are best first."""
+    """The logprobs of one message's tokens; `top_ids` are in descending probability."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -28,12 +29,12 @@ class PieceLogprobs(NamedTuple):
 
 class TokenWords(Protocol):
     def of(self, context_ids: list[int], token_id: int) -> bytes:
-        """What the token adds to the text; of a special one, its name."""
+        """The bytes that the token adds to the text; the name of a special token."""
         ...
 
 
 class LogprobsWriter:
-    """Of one answer, message by message."""
+    """Converts the logprobs of one answer, message by message."""
 
     def __init__(self, route: str, words: TokenWords) -> None:
         self._is_chat = route == CHAT
@@ -42,7 +43,7 @@ class LogprobsWriter:
         self._text = _TextOffsets()
 
     def add(self, piece: PieceLogprobs) -> dict[str, Any]:
-        """`logprobs` of a choice, for these tokens."""
+        """The field `logprobs` of a choice for these tokens."""
         found = [
             self._token(token_id, log_prob, top_ids, top_log_probs)
             for token_id, log_prob, top_ids, top_log_probs in zip(*piece, strict=True)
@@ -79,15 +80,17 @@ class LogprobsWriter:
 
 
 class _TextOffsets:
-    """Where each token begins in the text, in characters."""
+    """Computes the offset of each token in the text, in characters."""
 
     def __init__(self) -> None:
-        self._characters = 0  # whole ones, or ones that can become none
-        self._begun = b""  # bytes of a character that is not whole yet
+        self._characters = 0  # number of complete or invalid characters so far
+        self._begun = b""  # bytes of an incomplete character at the end
 
     def add(self, raw: bytes) -> int:
-        """Of the token with these bytes. The bytes of one character may be in several tokens: each
-        of these has the offset where that character begins."""
+        """The offset of the token with these bytes.
+
+        Several tokens may share one character. Each of them has the offset of this character.
+        """
         if raw and self._begun and not _goes_on(self._begun, raw):
             self._characters += len(self._begun.decode("utf-8", "replace"))
             self._begun = b""
@@ -99,7 +102,7 @@ class _TextOffsets:
 
 
 def _goes_on(begun: bytes, raw: bytes) -> bool:
-    """Can the character that `begun` begins go on with the first byte of `raw`?"""
+    """True if the first byte of `raw` can continue the character that `begun` begins."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(begun + raw[:1])
     except UnicodeDecodeError:

@@ -1,8 +1,9 @@
-"""What the answer is to be about: the `prompt` of a completion, the `messages` of a chat.
+"""Reads the `prompt` of a completion and the `messages` of a chat. Pure.
 
-Checked here as far as the names of the fields go (`messages[1].content[0].image_url`), because the
-conductor's words know its own tensors only. Pure. Not here: the chat template (backends/text),
-limits of length (frontend/request.py).
+This module checks everything that needs a field's path (`messages[1].content[0].image_url`),
+because the conductor's messages name only its tensors.
+
+Not here: the chat template (backends/text), limits of length (frontend/request.py).
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from backends.gateway.fields import TOKENIZE_SCHEMA, as_object, bad_field, read_
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 
-# Newer models of OpenAI call the system's messages the developer's; chat templates do not know it.
+# OpenAI's newer models use the role developer for system; chat templates have only system.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Chat templates have no place for them: who spoke, and what clients send back of an answer (LiteLLM
-# the `provider_specific_fields`, others what a reasoning model thought).
+# Fields that chat templates do not use: the name of a speaker, and fields of earlier answers that
+# clients send back (LiteLLM: `provider_specific_fields`; others: the reasoning).
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
-PROMPT_IDS_MAX = 2**20  # longer than the context of any model of today
+PROMPT_IDS_MAX = 2**20  # above the context length of current models
 
 
 def read_prompt(value: object) -> str | list[int]:
-    """A text or token ids; HttpRefusal for anything else, several prompts among it."""
+    """A text or token ids. Raises HttpRefusal for other values, including several prompts."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
@@ -54,7 +55,7 @@ def read_prompt(value: object) -> str | list[int]:
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """Roles and texts or parts of text, as the conductor takes them."""
+    """The messages in the conductor's format: roles, with texts or text parts."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"messages is {shown(value)}; send at least one message")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
@@ -62,47 +63,47 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """A text or messages; the other one is empty."""
+    """A request to /tokenize: either `prompt` or `messages` is empty."""
 
-    model: str  # "": whatever is served
+    model: str  # "": any model
     prompt: str
     messages: Sequence[Mapping[str, Any]]
     adds_special: bool
 
 
 def read_tokenize(content: object) -> TokenizeRequest:
-    said = {name: value for name, value in as_object("body", content).items() if value is not None}
-    if unknown := sorted(said.keys() - TOKENIZE_SCHEMA["properties"].keys()):
+    body = {name: value for name, value in as_object("body", content).items() if value is not None}
+    if unknown := sorted(body.keys() - TOKENIZE_SCHEMA["properties"].keys()):
         raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
-    if ("prompt" in said) == ("messages" in said):
+    if ("prompt" in body) == ("messages" in body):
         raise bad_field("prompt", "send either prompt or messages")
-    prompt = read_kind("text", "prompt", said.get("prompt", ""))
-    messages = read_messages(said["messages"]) if "messages" in said else []
+    prompt = read_kind("text", "prompt", body.get("prompt", ""))
+    messages = read_messages(body["messages"]) if "messages" in body else []
     name = "messages" if messages else "prompt"
-    # Messages are counted as the JSON that a chat sends to the conductor.
+    # The size of messages is that of the JSON that a chat sends to the conductor.
     text = msgspec.json.encode(messages) if messages else prompt.encode("utf-8", "surrogatepass")
     if len(text) > TEXT_BYTES_MAX:
         what = f"{name} has {len(text):,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
         raise bad_field(name, what)
     return TokenizeRequest(
-        model=read_kind("text", "model", said.get("model", "")),
+        model=read_kind("text", "model", body.get("model", "")),
         prompt=prompt,
         messages=messages,
-        adds_special=read_kind("flag", "add_special_tokens", said.get("add_special_tokens", True)),
+        adds_special=read_kind("flag", "add_special_tokens", body.get("add_special_tokens", True)),
     )
 
 
 def _message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(name, f"{name} is {shown(value)}; send an object with role and content")
-    # What a client sends back of an answer has fields that hold nothing.
-    said = {key: each for key, each in value.items() if each is not None and each != []}
-    role = said.pop("role", None)
+    # Clients send earlier answers back with empty fields.
+    rest = {key: each for key, each in value.items() if each is not None and each != []}
+    role = rest.pop("role", None)
     if not isinstance(role, str) or role not in ROLES:
         raise bad_field(f"{name}.role", f"{name}.role is {shown(role)}; use {', '.join(ROLES)}")
-    # An empty list of parts was taken for a field that holds nothing.
-    content = said.pop("content", None)
-    for key in said:
+    # An empty list of parts counts as an empty field and was removed above.
+    content = rest.pop("content", None)
+    for key in rest:
         if key not in IGNORED:
             raise _unsupported(f"{name}.{key[:64]}")
     if content is None:
@@ -111,7 +112,7 @@ def _message(name: str, value: object) -> dict[str, Any]:
 
 
 def _content(name: str, value: object) -> str | list[dict[str, str]]:
-    """Parts stay parts: the chat template decides what becomes of them."""
+    """The content of a message. Parts are kept, because the chat template joins them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,10 +1,10 @@
-"""One process of the gateway: it listens, serves, and drains when it is asked to end.
+"""One gateway process: listens, serves, and drains at SIGTERM.
 
-At SIGTERM (or SIGINT) `/ready` says 503 at once, new requests are refused, and what streams goes
-on to its end, for `drain_s_max` at most; then the process ends. Several processes may listen on
-one port, and the kernel gives each some of the connections.
+At SIGTERM or SIGINT, `/ready` returns 503 at once, new requests are rejected, and open streams
+continue for at most `drain_s_max`. Then the process exits. Several processes may listen on one
+port; the kernel distributes the connections.
 
-Not here: routes (app.py), one connection (connections.py), who starts the processes
+Not here: routes (app.py), one connection (connections.py), starting the processes
 (backends/launcher).
 """
 
@@ -36,15 +36,15 @@ from mooncake_store.keys.folder import LiveFiles
 
 BACKLOG = 2048
 POLL_S = 0.05
-OWN_READERS_MAX = 64  # connections to the page that the launcher reads
-CUT_OFF_S = 1  # what still streams when draining takes too long
+OWN_READERS_MAX = 64  # connections to the metrics page that the launcher reads
+CUT_OFF_S = 1  # wait before streams are cut off that did not end within `drain_s_max`
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
     host: str
     port: int
-    is_shared: bool = False  # with the gateway's other processes
+    is_shared: bool = False  # True if other gateway processes listen on the port too
     certificate: str = ""  # PEM file; "": plain HTTP
     private_key: str = ""
 
@@ -61,9 +61,9 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's own would close the port first; a load balancer has to hear of it before."""
+        """Drain instead of closing the port at once, so that load balancers read /ready first."""
         if self._gateway.doors.is_draining or self._loop is None:
-            self.should_exit = True  # asked twice: now
+            self.should_exit = True  # a second signal ends the drain
             return
         self._gateway.doors.is_draining = True
         self._loop.call_soon_threadsafe(self._drain)
@@ -80,10 +80,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def listening_socket(listening: Listening) -> BoundedListener:
-    """OSError when somebody else has the port."""
+    """Raises OSError if another process uses the port."""
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
-    # asyncio sends at once (TCP_NODELAY) only where the protocol is named: without it an event
-    # waits 40 ms for the acknowledgement of the one before, once a connection has served a while.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without TCP_NODELAY, an
+    # event on a longer connection waits 40 ms for the acknowledgement of the previous event.
     listener = BoundedListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.has_tls = bool(listening.certificate)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,7 +96,7 @@ def listening_socket(listening: Listening) -> BoundedListener:
 
 
 def allow_descriptors(wanted: int) -> None:
-    """Many systems start a process with 1,024, which fewer connections than are allowed use up."""
+    """Raise the limit of open files, whose default of 1,024 is below CONNECTIONS_MAX."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -106,7 +106,7 @@ def allow_descriptors(wanted: int) -> None:
 async def answer_own_page(
     gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """What this process counted, whatever is asked: for the launcher, on loopback."""
+    """Answer any request with this process' metrics; for the launcher, on loopback."""
     if len(gateway.own_readers) >= OWN_READERS_MAX:
         writer.close()
         return
@@ -123,8 +123,11 @@ async def answer_own_page(
 
 
 def tls_context(listening: Listening) -> ssl.SSLContext:
-    """A certificate that is renewed on disk is shown to the next client; one that cannot be used,
-    or not yet, leaves the last one in place. KeysInvalid when it cannot be used at the start."""
+    """A TLS context that uses a renewed certificate for the next connection.
+
+    If a renewed certificate cannot be used, the previous one stays in use. Raises KeysInvalid if
+    the first one cannot be used.
+    """
 
     def read() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -138,7 +141,7 @@ def tls_context(listening: Listening) -> ssl.SSLContext:
     def newest(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         connection.context = live.get()
 
-    context.sni_callback = newest  # is called for a client that names no host, too
+    context.sni_callback = newest  # also called for clients without SNI
     return context
 
 
@@ -169,7 +172,7 @@ def draining_server(
 def serve(
     gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
 ) -> None:
-    """Until it is asked to end. `own_metrics_port`: on loopback, for the launcher; 0: none."""
+    """Serve until a signal. `own_metrics_port`: loopback port of the own metrics; 0: none."""
     allow_descriptors(2 * CONNECTIONS_MAX)
     listener = listening_socket(listening)
     server = draining_server(gateway, listening, drain_s_max, listener)

@@ -1,7 +1,7 @@
-"""Prompts as token ids and tokens as text, by the conductor's tokenizer: /tokenize, logprobs.
+"""The conductor's tokenizer for /tokenize and logprobs: prompts to token ids, tokens to text.
 
-The tokenizer is read when somebody asks first, and again when another checkpoint is served. For
-several threads: a long text takes a while, which the event loop must not wait for.
+The tokenizer is loaded at the first call, and again when another checkpoint is served. Calls run in
+other threads, because a long text would stall the event loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from backends.text.tokenizer import Tokenizer
 
 
 class ServedWords:
-    """What each token of a vocabulary adds to a text."""
+    """The bytes that each token of a vocabulary adds to a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Takes a while the first time: it reads the vocabulary."""
+        """The first call for a tokenizer is slow, because it reads the vocabulary."""
         self._tokenizer, self._token_bytes = tokenizer, tokenizer.token_bytes
 
     def of(self, context_ids: list[int], token_id: int) -> bytes:
@@ -38,12 +38,12 @@ class Tokenizing:
         self._lock = threading.Lock()
         self._held: tuple[str, Tokenizer] | None = None
 
-    def token_ids(self, checkpoint: str, asked: TokenizeRequest) -> list[int]:
+    def token_ids(self, checkpoint: str, request: TokenizeRequest) -> list[int]:
         tokenizer = self._tokenizer(checkpoint)
-        is_chat = bool(asked.messages)
+        is_chat = bool(request.messages)
         try:
-            text = tokenizer.apply_chat(asked.messages) if is_chat else asked.prompt
-            return tokenizer.encode(text, add_special=asked.adds_special and not is_chat)
+            text = tokenizer.apply_chat(request.messages) if is_chat else request.prompt
+            return tokenizer.encode(text, add_special=request.adds_special and not is_chat)
         except InvalidRequest as error:
             name = "messages" if is_chat else "prompt"
             raise bad_field(name, str(error)) from None

@@ -156,8 +156,8 @@ def _container(
         "args": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", *arguments],
         "env": _environment(),
         "ports": _ports(deployment, plan, gateway),
-        # /ready says 200 once every model of the host serves; a launcher starts again what dies
-        # below it, so only one that answers nothing at all is started again, as /live says.
+        # /ready returns 200 once every model of the host serves. A launcher restarts its own child
+        # processes, so Kubernetes restarts only a launcher that does not answer /live.
         "startupProbe": _probe("/ready", period_s=5, failures=120),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
         "livenessProbe": _probe("/live", period_s=10, failures=6),
