@@ -1,9 +1,9 @@
-/* What Python cannot do fast enough. Compiled on first use by library.py and called through ctypes.
+/* Functions that are too slow in Python. Compiled on first use by library.py, called through ctypes.
  *
- * Each function is written after a Python one that says what it does and that serves where there is
- * no compiler; property tests hold both equal. Nothing here allocates, checks what the caller has
- * checked or keeps state, but for the threads that help to copy. Lengths are in bytes, times in
- * seconds, unless a name says otherwise.
+ * Each function has a Python version, which documents it and which runs where there is no compiler.
+ * Property tests verify that both give equal results. Nothing here allocates memory, repeats the
+ * caller's checks or keeps state, except the helper threads for copies. Lengths are in bytes, times
+ * in seconds, unless a name has another unit.
  *
  *   copying and hashing    mooncake_store/memory/digests.py
  *   a decision             conductor/routing/compiled.py
@@ -32,7 +32,7 @@
 #define PAUSE() ((void)0)
 #endif
 
-/* ---- copying and hashing: xxh3-64 of more than 240 bytes, in pieces that lie in the cache */
+/* ---- copying and hashing: xxh3-64 of more than 240 bytes, in pieces that are in the CPU's cache */
 
 #define STRIPE_BYTES 64
 #define SECRET_BYTES 192
@@ -106,8 +106,8 @@ static inline uint64_t mixed(const uint8_t *from, const uint8_t *secret) {
     return folded(word_at(from) ^ word_at(secret), word_at(from + 8) ^ word_at(secret + 8));
 }
 
-/* xxh3-64 of 56 bytes: of a slot's header and of an entry of the index replica, each of which has
- * it in its last word. */
+/* xxh3-64 of 56 bytes: of a slot's header and of an entry of the index replica. Both store the hash
+ * in their last word. */
 #define FIELDS_BYTES 56
 
 static inline uint64_t hash_fields(const uint8_t *from) {
@@ -117,8 +117,8 @@ static inline uint64_t hash_fields(const uint8_t *from) {
     return avalanched(hash);
 }
 
-/* Written through the cache, or past it (`streams`, to an aligned place): that saves reading what is
- * overwritten, a third of a large copy's traffic. */
+/* Store through the cache, or past it (`streams`, to an aligned address). A store past the cache need
+ * not read the overwritten line, which saves a third of a large copy's memory traffic. */
 static inline __attribute__((always_inline)) void put_stripe(uint8_t *to, lanes_t data,
                                                              int streams) {
 #if defined(__AVX512F__)
@@ -139,9 +139,9 @@ static inline __attribute__((always_inline)) void put_stripe(uint8_t *to, lanes_
     memcpy(to, &data, sizeof data);
 }
 
-/* xxh3-64 of `bytes` (more than 240) at `from`, copied to `to` on the way. What is hashed is what
- * was copied, whoever writes beside; but for what the last stripe reads again, where such a write
- * makes a hash that fits neither. */
+/* Copies `bytes` (more than 240) from `from` to `to` and returns their xxh3-64. The hash is of the
+ * copied bytes, even if another writer changes `from` during the copy. Exception: the last stripe
+ * reads some bytes again, and a concurrent write there gives a hash that matches neither version. */
 static inline __attribute__((always_inline)) uint64_t hash_copied(uint8_t *to, const uint8_t *from,
                                                                   uint64_t bytes, int streams) {
     lanes_t sums = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
@@ -165,7 +165,7 @@ static inline __attribute__((always_inline)) uint64_t hash_copied(uint8_t *to, c
         put_stripe(to + stripe * STRIPE_BYTES, data, streams);
         sums = accumulated(sums, data, SECRET + stripe * SECRET_STEP);
     }
-    /* It ends with the last byte. */
+    /* The last stripe ends with the last byte. */
     const lanes_t last = lanes_at(from + left - STRIPE_BYTES);
     const uint64_t fresh = left - stripes * STRIPE_BYTES;
     memcpy(to + left - fresh, (const uint8_t *)&last + STRIPE_BYTES - fresh, fresh);
@@ -188,7 +188,7 @@ static void copy_streamed(uint8_t *to, const uint8_t *from, uint64_t bytes) {
     memcpy(to + whole, from + whole, bytes - whole);
 }
 
-/* Blocks that are copied by all threads that come to it: each takes the next one. */
+/* A copy shared by several threads: each thread takes the next block. */
 typedef struct {
     uint64_t next, count;
     uint8_t *const *to;
@@ -224,22 +224,21 @@ static void copy_some(copy_job *job) {
         copy_block(job, block);
     }
 #ifdef __AVX__
-    if (job->streams) _mm_sfence(); /* the copies are there before whoever is told of them */
+    if (job->streams) _mm_sfence(); /* complete the stores before the job counts as done */
 #endif
 }
 
-/* A thread that copies with others. Who wants its help for a while has it alone (`taken`), and takes
- * the offer back when nothing is left to be done: a helper that does not wake up in time, or whose
- * process was forked away from it, has then cost nothing. One that loses its core in the middle of a
- * block is waited for. */
+/* A helper thread for copies. A caller reserves the helper (`taken`) and offers it a job. When no block
+ * is left, the caller withdraws the offer. So a helper that does not wake up in time, or that does not
+ * exist in a forked process, costs nothing. The caller waits only for a helper that is copying. */
 typedef struct {
-    int taken, pid; /* pid: of the process that it runs in; 0: none yet */
+    int taken, pid; /* pid: process in which the thread runs; 0: none yet */
     copy_job *offered, *copied;
-    uint32_t calls, ends; /* futexes: of a new offer, of one that was served */
+    uint32_t calls, ends; /* futexes: a new offer, a finished job */
 } __attribute__((aligned(64))) helper_t;
 
 #define HELPERS_MAX 7
-#define SPINS 4000 /* for a block that a helper is just copying; then its waiter sleeps */
+#define SPINS 4000 /* polls of a helper that is copying, before the caller sleeps */
 
 static helper_t HELPERS[HELPERS_MAX];
 static const int OWN_SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
@@ -253,7 +252,7 @@ static void futex_wake(uint32_t *word) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, 0, 0, 0);
 }
 
-/* It helps others later, too, so it is as its process is, not as the thread that made it. */
+/* A helper serves all threads, so it takes affinity and priority of the process, not of its creator. */
 static void be_as_process(void) {
     cpu_set_t cores;
     if (!sched_getaffinity(getpid(), sizeof cores, &cores))
@@ -279,8 +278,8 @@ static void *help(void *data) {
     return 0;
 }
 
-/* Its thread is there, made if it was not. Signals are for the threads of whoever loaded this, but
- * for those that a thread's own mistake brings: blocked, they end the process without a word. */
+/* True if the helper's thread runs; starts it if needed. Signals are left to the program's threads.
+ * Exception: signals of a thread's own faults, which would kill the process silently if blocked. */
 static int is_running(helper_t *helper) {
     const int pid = getpid();
     if (helper->pid == pid) return 1;
@@ -314,7 +313,7 @@ static int helps(helper_t *helper, copy_job *job) {
     return 1;
 }
 
-/* When this returns, the helper has done with the job, or will never begin it. */
+/* Withdraw the offer. On return the helper has finished the job or will never start it. */
 static void leave(helper_t *helper, copy_job *job) {
     if (__atomic_exchange_n(&helper->offered, 0, __ATOMIC_ACQ_REL) != job) {
         for (int spin = 0;; spin++) {
@@ -327,10 +326,10 @@ static void leave(helper_t *helper, copy_job *job) {
     __atomic_store_n(&helper->taken, 0, __ATOMIC_RELEASE);
 }
 
-/* digests.py: `count` blocks of `parts` equal parts (of more than 240 bytes each where they are
- * hashed) are copied, by this thread and as many helpers as are free, `threads` in all at most.
- * `packed` gets the digests of the parts of all blocks, the highest byte first; 0: nothing is
- * hashed. `streams`: past the cache, where the target is aligned for that. */
+/* digests.py: copies `count` blocks of `parts` equal parts each. Hashed parts have more than 240 bytes.
+ * The calling thread and all free helpers copy, at most `threads` in total. `packed` receives the
+ * big-endian digests of the parts of all blocks; 0: no hashing. `streams`: store past the cache where
+ * the target is aligned. */
 void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
                  uint64_t part_bytes, uint64_t parts, uint64_t *packed, int streams,
                  uint64_t threads) {
@@ -344,9 +343,9 @@ void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
     for (uint64_t at = 0; at < helpers; at++) leave(with[at], &job);
 }
 
-/* ---- a decision: which prefill and which decode worker. The terms of all workers, what each would
- * fetch, and the best pair, as conductor/routing/{fetching,routing}.py have it with numpy: the same
- * operations on each element, in the same order. Sums go over the workers one after the other. */
+/* ---- routing decision: choose a prefill and a decode worker. Computes the terms of all workers, the
+ * blocks that each would fetch, and the best pair, as conductor/routing/{fetching,routing}.py do with
+ * numpy: the same operations on each element, in the same order. Sums add the workers in order. */
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -356,32 +355,33 @@ void copy_blocks(uint64_t count, uint8_t *const *to, const uint8_t *const *from,
 enum cost { COST_QUEUE, COST_START, COST_START_AND_OTHERS };
 enum fetch { FETCH_NEVER, FETCH_THRESHOLD, FETCH_TIMES };
 
-/* Who could send a prefix, and how long a block takes from there to each prefill worker; behind
- * that, the latencies. */
+/* A source of a prefix. `path_s`: seconds per block to each prefill worker, then the latencies to each
+ * prefill worker. */
 typedef struct {
     const double *path_s;
     double blocks, dram_blocks, wait_s;
 } source_t;
 
-/* Every member has 8 bytes. compiled.py fills it in, member by member. */
+/* Every member has 8 bytes; compiled.py sets each of them. */
 typedef struct {
-    /* the fleet: columns of pool.py, until workers come or go */
+    /* the fleet: columns of pool.py, valid until the set of workers changes */
     int64_t prefills, decodes, has_groups, has_one_block_size;
     const double *ratio, *base_s, *per_token_s, *half_pair_s, *block_tokens, *block_bytes;
     const double *busy_until_s, *unattributed_until_s, *head_key_s, *half_step_s, *waiting_s, *rank;
     const int64_t *length;
     const double *keys_s, *work_s; /* [position][worker] */
     const uint8_t *has_room, *is_beside_decode;
-    const double *others, *hops_s, *chunk_tokens; /* of pipeline groups */
-    const double *beside_share, *beside_from_tokens; /* of those whose prompts pass by layers */
-    const int64_t *node;           /* of each prefill worker: the first one on the same node */
-    const double *const *path_s;   /* from there to each decode worker; 0: not known yet */
-    const int64_t *own_from, *own; /* decode workers there: own[own_from[p]] .. own[own_from[p+1]] */
+    const double *others, *hops_s, *chunk_tokens; /* for pipeline groups */
+    const double *beside_share, *beside_from_tokens; /* for workers with layer-wise prefill */
+    const int64_t *node;           /* by prefill worker: the first prefill worker on the same node */
+    const double *const *path_s;   /* from that node to each decode worker; 0: not filled in yet */
+    /* decode workers on p's node: own[own_from[p]] .. own[own_from[p+1]] */
+    const int64_t *own_from, *own;
     const double *decode_per_token_s, *decode_step_s, *pages_free, *decode_rank,
         *decode_block_tokens;
     double tie_ratio, tie_s, ssd_bytes_per_s, balancing_threshold, eviction_cost_share, requests_rank;
     int64_t must_pay, finalists_max;
-    /* columns that are filled in */
+    /* columns that the functions below compute */
     double *queue_s, *wait_s, *fetch_s, *transfer_s, *prefill_s, *fill_s, *delay_s, *start_s,
         *eviction_cost_s, *beside_s;
     int64_t *source;
@@ -391,17 +391,17 @@ typedef struct {
     uint8_t *is_choice;
     /* the request */
     int64_t cost, fetch, is_blind, spares_others, wants_pair;
-    const double *blocks, *dram_blocks; /* that each prefill worker's node has; equal: no SSD */
-    const double *full;                 /* 1 where its memory is; 0: nowhere */
+    const double *blocks, *dram_blocks; /* on each prefill worker's node; equal if none is on SSD */
+    const double *full;                 /* 1 if the node's memory is full; null: no node's is */
     const uint8_t *is_prefill, *is_decode, *may_join;
-    const uint8_t *rooms; /* of decode workers: decode_has_room, or what the caller says */
+    const uint8_t *rooms; /* by decode worker: decode_has_room, or the caller's column */
     double now_s, prompt_tokens, longest_tokens, spread, stretch, wait_s_max, ttft_limit_s, near_s,
         far_s;
     int64_t sources;
     source_t sources_of[SOURCES_MAX];
-    /* the answer */
+    /* the decision */
     int64_t first, prefill, decode;
-    double backlog_s; /* of all prefill workers in question */
+    double backlog_s; /* of all eligible prefill workers */
     struct { /* of the pair */
         double handover_s, blocks, dram_blocks;
         int64_t source;
@@ -410,7 +410,7 @@ typedef struct {
 } decision_t;
 
 #define LANES_OF_DOUBLES 16
-/* Columns do not overlap, so rows are independent; and what is read of `d` is copied first. */
+/* Columns do not overlap, and members of `d` are copied before the loop, so rows are independent. */
 #define EACH(row, count) _Pragma("GCC ivdep") for (int64_t row = 0; row < (count); row++)
 
 static double least_of(const double *values, int64_t count) {
@@ -425,8 +425,8 @@ static double least_of(const double *values, int64_t count) {
     return least;
 }
 
-/* Of the choices with values up to the limit the one of least rank, the first of equals. Of values that
- * are no numbers, which nobody should have sent, the first row that may be chosen. */
+/* Of the choices with values up to the limit, the one of least rank; of equal ranks, the first. If all
+ * values are NaN, which valid input never causes, the first row that may be chosen. */
 static int64_t best_ranked(const double *values, double limit, const double *rank,
                            const uint8_t *is_choice, int64_t count) {
     int64_t best = -1;
@@ -456,8 +456,8 @@ static double fill_of(const decision_t *d, int64_t row, double cached) {
     return (found + d->hops_s[row]) * d->ratio[row];
 }
 
-/* PrefillPool.position: the work that goes before a request with so much work at each worker, and
- * how many requests it overtakes. */
+/* PrefillPool.position: for each worker, the work that is served before the request, and the number of
+ * requests that it overtakes. */
 static void positions(decision_t *d) {
     const decision_t in = *d;
     EACH(row, in.prefills) {
@@ -470,7 +470,7 @@ static void positions(decision_t *d) {
         in.wait_s[row] = (is_first ? first_s : in.busy_s[row]) * in.ratio[row];
     }
     for (int64_t row = 0; row < in.prefills; row++) {
-        const int64_t length = in.length[row]; /* behind the head; mostly nobody */
+        const int64_t length = in.length[row]; /* requests behind the head; usually 0 */
         if (!length) continue;
         const double key_s = MIN(in.prefill_s[row] * in.stretch, in.wait_s_max) + in.now_s;
         int64_t ahead = 0;
@@ -509,8 +509,8 @@ static void own_plans(decision_t *d) {
                               (in.block_bytes[row] / in.ssd_bytes_per_s);
 }
 
-/* _take_the_quickest for one source. `is_threshold`, else by times. `is_plain`: no groups, no SSD,
- * nobody's memory is full. */
+/* _take_the_quickest for one source, by threshold (`is_threshold`) or by times. `is_plain`: no groups,
+ * no SSD, no full memory. */
 static inline __attribute__((always_inline)) void take_from(decision_t *d, int64_t number,
                                                             const int is_threshold,
                                                             const int is_plain) {
@@ -636,7 +636,7 @@ static double choose_first(decision_t *d) {
     EACH(row, count) choices += in.is_choice[row] = in.is_prefill[row] & in.has_room[row];
     if (!choices) memcpy(in.is_choice, in.is_prefill, (size_t)count);
     costs(d);
-    if (in.spares_others) { /* what is best for all must not cost this request its own limit */
+    if (in.spares_others) { /* a choice that spares others must still meet this request's limit */
         int64_t in_time = 0;
         EACH(row, count) in_time += in.is_choice[row] & (in.start_s[row] <= in.ttft_limit_s);
         if (in_time)
@@ -655,7 +655,7 @@ static inline double blocks_at(const decision_t *d, int64_t row, double tokens) 
     return __builtin_ceil(tokens / d->decode_block_tokens[row]);
 }
 
-/* Options._partner: the decode worker for a prefill worker. Returns the least of what follows. */
+/* Options._partner: the decode worker for a prefill worker. Returns the least cost after prefill. */
 static double choose_partner(const decision_t *d, const uint8_t *joinable, int64_t prefill,
                              int64_t *decode) {
     const decision_t in = *d;
@@ -716,7 +716,7 @@ static double handover_of(const decision_t *d, int64_t prefill, int64_t decode) 
 static int64_t choose(decision_t *d) {
     const double least_s = choose_first(d), step_s = least_of(d->decode_whole_s, d->decodes);
     const int64_t first = d->first;
-    /* Without room anywhere a pair is chosen all the same. */
+    /* A pair is chosen even if no decode worker has room. */
     int64_t rooms = 0;
     EACH(row, d->decodes) rooms += d->rooms[row];
     const uint8_t *joinable = rooms ? d->rooms : d->is_decode;
@@ -728,9 +728,9 @@ static int64_t choose(decision_t *d) {
     const double steps_s = d->spread * step_s, nearest_s = MIN(d->near_s, d->far_s);
     double total_s = d->cost_s[first] + rest_s;
     if (total_s - tie_s <= least_s + steps_s + nearest_s) return -1;
-    /* Another prefill worker may be better once what follows its prefill counts too: those that
-     * could be, by their bounds, the most promising first. */
-    double *bound_s = d->own_s, *found_s = d->least_s; /* of no use any more */
+    /* Another prefill worker may be better once the cost after prefill counts too. Candidates are the
+     * workers whose lower bound permits that, in the order of their bounds. */
+    double *bound_s = d->own_s, *found_s = d->least_s; /* reuse columns that are no longer needed */
     int64_t *rows = d->candidates, count = 0;
     for (int64_t row = 0; row < d->prefills; row++) {
         const double after_s = steps_s + (d->is_beside_decode[row] ? nearest_s : d->far_s);
@@ -744,7 +744,7 @@ static int64_t choose(decision_t *d) {
     int64_t *of = d->candidates + d->prefills, *with = of + d->prefills + 1;
     of[0] = first, with[0] = d->decode, found_s[0] = total_s;
     for (int64_t at = 0; at < count; at++) {
-        int64_t next = at; /* of equal bounds the first row; the rest stays in order */
+        int64_t next = at; /* of equal bounds the first row; other rows keep their order */
         for (int64_t other = at + 1; other < count; other++)
             if (bound_s[rows[other]] < bound_s[rows[next]]) next = other;
         const int64_t row = rows[next];
@@ -771,7 +771,7 @@ static int64_t choose(decision_t *d) {
         if (found_s[at] <= total_s + tie_s &&
             (best < 0 || d->rank[of[at]] < d->rank[of[best]]))
             best = at;
-    if (best < 0) return -1; /* its costs are no numbers: the first pair stays */
+    if (best < 0) return -1; /* its costs are NaN: keep the first pair */
     d->prefill = of[best];
     d->decode = with[best];
     return -1;
@@ -798,15 +798,15 @@ static void describe(decision_t *d) {
     d->pair.eviction_cost_s = d->eviction_cost_s[row];
 }
 
-/* The best pair, once `decide` was called. Returns -1, or the row of a prefill worker whose node's
- * path is to be filled in before this is called again. */
+/* The best pair; call `decide` before. Returns -1, or the row of a prefill worker for whose node the
+ * caller must fill in path_s before it calls again. */
 int64_t choose_pair(decision_t *d) {
     const int64_t missing = choose(d);
     if (missing < 0) describe(d);
     return missing;
 }
 
-/* Fills in what each worker means for the request; with `wants_pair` also the best pair, as above. */
+/* Computes the terms of all workers for the request, and the best pair if `wants_pair`. */
 int64_t decide(decision_t *d) {
     meet_prefills(d);
     meet_decodes(d);
@@ -815,8 +815,8 @@ int64_t decide(decision_t *d) {
 
 /* ---- a batch's forecast: conductor/load/decode_forecast.py for one request or one worker */
 
-#define MOMENTS 16 /* of its grid */
-#define SHOWN 3    /* sequences, context tokens, pages; behind them the variance of each */
+#define MOMENTS 16 /* of the grid */
+#define SHOWN 3    /* sequences, context tokens, pages; their variances follow */
 #define SUMS (2 * SHOWN)
 
 /* Every member has 8 bytes. */
@@ -824,7 +824,8 @@ typedef struct {
     /* of one request */
     const double *grid_s, *edges, *curve;
     int64_t edges_count, is_joined;
-    double (*request)[SUMS], (*stage)[SUMS]; /* its sums, and those of its stage */
+    /* sums of the request, and of all requests in its state (coming or joined) */
+    double (*request)[SUMS], (*stage)[SUMS];
     double since_s, step_s, context_tokens, pages, tokens_max;
 } forecast_request_t;
 
@@ -879,12 +880,12 @@ void forecast_settle(const forecast_worker_t *of) {
     memcpy(of->peaks[MOMENTS], of->peaks[MOMENTS - 1], sizeof peak);
 }
 
-/* ---- the torch engine: norms, rotary embedding, gates, attention of last tokens over paged KV
+/* ---- torch engine: norms, rotary embedding, gates, attention of decode steps over paged KV
  *
- * Numbers are float32 or bfloat16 (the upper half of a float32), K and V in their pages these or
- * fp8 (e4m3: sign, 4 bits of exponent, 3 of mantissa); sums are float32. Vectors are those
- * of AVX-512, and without it torch computes (engine_vectors). Each function is run by any number of
- * threads at once, by OpenMP's GOMP_parallel or by one alone: all take from one counter, `next`. */
+ * Numbers are float32 or bfloat16 (the upper half of a float32). K and V in pages may also be fp8
+ * (e4m3: sign, 4 bits of exponent, 3 of mantissa). Sums are float32. Vectors are AVX-512; without it
+ * torch computes (engine_vectors). Any number of threads run a function together, started by OpenMP's
+ * GOMP_parallel, or one thread alone. All take their work from one counter, `next`. */
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define HAS_VECTORS 1
@@ -893,7 +894,7 @@ void forecast_settle(const forecast_worker_t *of) {
 #endif
 
 #if HAS_VECTORS && defined(__AVX512BF16__)
-#define HAS_PRODUCTS 1 /* of pairs of bfloat16, summed in float32 */
+#define HAS_PRODUCTS 1 /* products of bfloat16 pairs, summed in float32 */
 #else
 #define HAS_PRODUCTS 0
 #endif
@@ -903,7 +904,7 @@ int engine_products(void) { return HAS_PRODUCTS; }
 
 typedef struct {
     int64_t next, rows, width, row_stride, out_stride; /* strides in scalars */
-    const void *from, *weight;                         /* weight may be 0 */
+    const void *from, *weight;                         /* weight: null for none */
     void *out;
     int64_t is_bf16;
     float epsilon;
@@ -915,22 +916,22 @@ typedef struct {
     const void *table;         /* [positions, 2, head_dim] */
     const int64_t *positions;  /* of each row */
     const void *norm;          /* [heads + kv_heads, head_dim], or 0 */
-    void *memory;              /* where k and v go, in rows of head_dim scalars */
-    const int64_t *token_rows; /* [tokens, 2 * kv_heads]; rows beyond `tokens` go nowhere */
-    int64_t tokens, is_bf16, is_fp8; /* is_fp8: `memory` */
+    void *memory;              /* target of k and v, in rows of head_dim scalars */
+    const int64_t *token_rows; /* [tokens, 2 * kv_heads]; rows from `tokens` on are not stored */
+    int64_t tokens, is_bf16, is_fp8; /* is_fp8: of `memory` */
     float epsilon;
 } rotate_job;
 
 typedef struct {
     int64_t next, works, kv_heads, shared, head_dim, block_tokens, page_stride; /* in scalars */
     const void *memory;         /* this layer's first K head of page 0 */
-    const int64_t *pages;       /* of all works */
-    const int64_t *page_starts; /* a work's first in `pages` */
-    const int64_t *contexts;    /* tokens that a work sees */
-    const void *queries;        /* [works, heads, head_dim] */
-    int64_t query_stride;       /* scalars from one work to the next */
-    void *out;                  /* [works, heads * head_dim] */
-    int64_t is_bf16, is_fp8;    /* is_fp8: `memory` */
+    const int64_t *pages;       /* of all sequences */
+    const int64_t *page_starts; /* a sequence's first index in `pages` */
+    const int64_t *contexts;    /* tokens that a sequence attends to */
+    const void *queries;        /* [sequences, heads, head_dim] */
+    int64_t query_stride;       /* scalars from one sequence to the next */
+    void *out;                  /* [sequences, heads * head_dim] */
+    int64_t is_bf16, is_fp8;    /* is_fp8: of `memory` */
     float scale;
 } attend_job;
 
@@ -938,8 +939,8 @@ typedef struct {
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 8")
 #define LANE_COUNT 16
-#define SHARED_MAX 4     /* query heads at once: their sums stay in registers */
-#define TILE_TOKENS 64   /* whose scores are kept until their values are summed */
+#define SHARED_MAX 4     /* query heads at once, so that their sums stay in registers */
+#define TILE_TOKENS 64   /* tokens whose scores are kept until their values are summed */
 #define ROWS_AT_ONCE 4
 
 INLINE __mmask16 lanes_left(int64_t left) {
@@ -955,7 +956,7 @@ INLINE __m512 loaded(const void *base, int64_t at, __mmask16 mask, const int is_
     return _mm512_maskz_loadu_ps(mask, (const float *)base + at);
 }
 
-/* To the nearest, halves to even, as torch rounds. */
+/* Round to nearest, ties to even, as torch does. */
 INLINE __m256i narrowed(__m512 numbers) {
     const __m512i bits = _mm512_castps_si512(numbers);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -973,8 +974,8 @@ INLINE void stored(void *base, int64_t at, __mmask16 mask, __m512 numbers, const
         _mm512_mask_storeu_ps((float *)base + at, mask, numbers);
 }
 
-/* An fp8 has the bits of the upper half of a float16 whose exponent counts from another number: read
- * as one it is a 256th of itself, which whoever sums puts right (FP8_SCALE). NaN is not told apart. */
+/* An fp8 has the bits of the upper half of a float16 with another exponent bias. Read as a float16 it
+ * is 1/256 of its value, which the caller corrects by FP8_SCALE. NaN is not recognised. */
 #define FP8_SCALE 256.0f
 
 INLINE __m512 fp8_widened(__m128i bytes) {
@@ -982,14 +983,14 @@ INLINE __m512 fp8_widened(__m128i bytes) {
     return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xBFFF)));
 }
 
-/* K or V of the pages; fp8 as a 256th. */
+/* K or V of the pages; fp8 values as 1/256 of themselves. */
 INLINE __m512 kept(const void *base, int64_t at, __mmask16 mask, const int is_bf16,
                    const int is_fp8) {
     if (is_fp8) return fp8_widened(_mm_maskz_loadu_epi8(mask, (const uint8_t *)base + at));
     return loaded(base, at, mask, is_bf16);
 }
 
-/* To the nearest fp8, halves to even; what is too large becomes the largest, 448. */
+/* Round to the nearest fp8, ties to even; larger values become the maximum, 448. */
 INLINE __m128i fp8_narrowed(__m512 numbers) {
     const __m512i bits = _mm512_castps_si512(numbers);
     const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
@@ -999,7 +1000,7 @@ INLINE __m128i fp8_narrowed(__m512 numbers) {
     const __m512i up = _mm512_add_epi32(raw, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
     const __m512i normal =
         _mm512_sub_epi32(_mm512_srli_epi32(up, 20), _mm512_set1_epi32((127 - 7) << 3));
-    /* Below 2^-6 steps are of 2^-9: those that this sum's last bit is worth. */
+    /* Below 2^-6 fp8 steps are 2^-9, which is the value of this sum's last bit. */
     const __m512 steps = _mm512_set1_ps(16384.0f);
     const __m512i small = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(size, steps)),
                                            _mm512_castps_si512(steps));
@@ -1010,7 +1011,7 @@ INLINE __m128i fp8_narrowed(__m512 numbers) {
     return _mm512_cvtepi32_epi8(_mm512_or_si512(made, sign));
 }
 
-/* e to the power of x, to about 2 ulp; 0 far below. */
+/* e to the power of x, to about 2 ulp; 0 for very negative x. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
@@ -1084,7 +1085,7 @@ INLINE void gate_rows_of(rows_job *job, const int is_bf16) {
     }
 }
 
-/* linear.py: silu(gate) * up of rows that hold gate, then up. */
+/* linear.py: silu(gate) * up of rows that contain gate, then up. */
 void gate_rows(void *data) {
     rows_job *job = data;
     if (job->is_bf16) gate_rows_of(job, 1); else gate_rows_of(job, 0);
@@ -1150,7 +1151,7 @@ INLINE __m512 pairs_added(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
 }
 
-/* Of four vectors: in each quarter, the sums of that quarter of each. */
+/* For four vectors: each quarter of the result has the sums of that quarter of each vector. */
 INLINE __m512 quarter_sums(const __m512 *v) {
     const __m512d left = _mm512_castps_pd(pairs_added(v[0], v[1]));
     const __m512d right = _mm512_castps_pd(pairs_added(v[2], v[3]));
@@ -1162,8 +1163,8 @@ INLINE __m512 quarters_added(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 
-/* HEADS query heads of one KV head against all tokens of a work; head_dim is at most 16 * VECTORS.
- * Online softmax over tiles of tokens: what was summed shrinks whenever a larger score comes. */
+/* HEADS query heads of one KV head against all tokens of a sequence; head_dim is at most 16 * VECTORS.
+ * Online softmax over tiles of tokens: a larger score rescales the sums so far. */
 INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, int64_t first,
                          const int HEADS, const int VECTORS, const int is_bf16,
                          const int is_fp8) {
@@ -1204,9 +1205,9 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
         const int64_t key_at =
             pages[at / block] * job->page_stride + (kv_head * block + in_page) * dim;
         const int64_t value_at = key_at + job->kv_heads * block * dim;
-        /* The next tile is asked for while this one is computed: pages end the hardware's own
-         * prefetching, every 4 KiB of them. Into the second cache: the first one can wait for fewer
-         * lines at once (bench/RESULTS.md). */
+        /* Prefetch the next tile while this one is computed, because the hardware's own prefetching
+         * stops at every 4 KiB page. The target is the L2 cache: L1 allows fewer outstanding lines
+         * (bench/RESULTS.md). */
         const int64_t next = at + tokens < context ? at + tokens : at;
         const int64_t next_key_at =
             pages[next / block] * job->page_stride + (kv_head * block + next % block) * dim;
@@ -1220,7 +1221,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
                 __m512 products[SHARED_MAX][4];
                 UNROLLED for (int i = 0; i < 4; i++) {
                     int64_t token = group + quad * 4 + i;
-                    if (token >= tokens) token = tokens - 1; /* what lies behind is not ours */
+                    if (token >= tokens) token = tokens - 1; /* do not read past the tile's tokens */
                     const int64_t key = key_at + token * dim;
                     UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
                         __builtin_prefetch(next_keys + token * dim * SCALAR_BYTES + line, 0, 2);
@@ -1329,8 +1330,8 @@ static const attend_function ATTEND[2][2][4][SHARED_MAX] = {
     {ATTENDS_ALL(1, 0), ATTENDS_ALL(1, 1)},
 };
 
-/* grouped_attention.py: the last token of each work over its pages; head_dim is at most 128. The works with
- * the longest contexts are the last ones, and are begun first. */
+/* grouped_attention.py: the query token of each sequence over its pages; head_dim is at most 128. The
+ * sequences with the longest contexts are last in the batch, and are started first. */
 void attend_last_tokens(void *data) {
     attend_job *job = data;
     const int64_t items = job->works * job->kv_heads;
@@ -1349,7 +1350,7 @@ void attend_last_tokens(void *data) {
 }
 #endif
 
-/* ---- the index replica: keys looked up in a table that another process writes meanwhile */
+/* ---- index replica: block keys looked up in a table that another process may be writing */
 
 #define KEY_WORDS 2
 #define ENTRY_WORDS 8
@@ -1365,8 +1366,8 @@ static inline uint64_t key_hash(const uint64_t *key) {
     return mixed ^ mixed >> 29;
 }
 
-/* The entries of one key, whole ones only, in the order of its buckets; at most `most`. `found` may
- * be 0. Each entry is copied before it is looked at: its writer does not wait. */
+/* The valid entries of one block key, in the order of its buckets; at most `most`. `found` may be null.
+ * Each entry is copied before it is checked, because its writer does not wait. */
 static uint64_t entries_of(const uint64_t *const *buckets, uint64_t tag, const uint64_t *key,
                            uint64_t most, uint64_t *found) {
     uint64_t count = 0, entry[ENTRY_WORDS];
@@ -1385,7 +1386,7 @@ static uint64_t entries_of(const uint64_t *const *buckets, uint64_t tag, const u
     return count;
 }
 
-/* Keys are taken several at once, so that the CPU waits for the memory of all of them together. */
+/* Looks up several block keys together, so that their memory accesses overlap. */
 static void look_up(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
                     uint8_t *exists, uint64_t *found) {
     const uint64_t *buckets[KEYS_AT_ONCE][2];
@@ -1416,18 +1417,18 @@ static void look_up(const uint64_t *table, uint64_t mask, const uint8_t *keys, u
     }
 }
 
-/* index_table.py: which of these keys have an entry; a byte for each. */
+/* index_table.py: which of these block keys have an entry; a byte for each. */
 void index_exist(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
                  uint8_t *exists) {
     look_up(table, mask, keys, count, exists, 0);
 }
 
-/* index_table.py: COPIES_MAX entries for each of these keys, zeros where there are none. */
+/* index_table.py: COPIES_MAX entries for each of these block keys, zeros where there are none. */
 void index_find(const uint64_t *table, uint64_t mask, const uint8_t *keys, uint64_t count,
                 uint64_t *found) {
     look_up(table, mask, keys, count, 0, found);
 }
-/* ---- headers of slots: the fields of slot_memory.py, and xxh3-64 of the 56 bytes that they have */
+/* ---- slot headers: the fields of slot_memory.py, and xxh3-64 of their 56 bytes */
 
 typedef struct {
     uint32_t magic, state;
@@ -1441,7 +1442,7 @@ typedef struct {
 _Static_assert(sizeof(slot_header_t) == 64 && offsetof(slot_header_t, own) == FIELDS_BYTES,
                "a header");
 
-/* `count` headers that differ in these columns only, each to `to` + its offset, and zeros after it. */
+/* Writes `count` headers, each at `to` + its offset, followed by zeros. They differ in these columns. */
 void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const uint64_t *generations,
                   const uint8_t *keys, const uint64_t *checksums, const slot_header_t *alike,
                   uint64_t zero_bytes) {
@@ -1457,41 +1458,41 @@ void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const ui
     }
 }
 
-/* ---- the torch engine: attention of a prompt's chunk over paged KV, bfloat16
+/* ---- torch engine: attention of a prompt's chunk over paged KV, bfloat16
  *
- * K and V are packed once for a chunk, so that both products are the same: rows of pairs of bfloat16
- * times a matrix whose 32-bit words are such pairs. K by tiles of KEYS tokens [head_dim / 2][KEYS],
- * V by pairs of tokens [KEYS / 2][head_dim]. */
+ * K and V are packed once per chunk, so that both products have the same form: rows of bfloat16 pairs
+ * times a matrix whose 32-bit words are such pairs. K is packed in tiles of KEYS tokens
+ * [head_dim / 2][KEYS], V in pairs of tokens [KEYS / 2][head_dim]. */
 
 typedef struct {
     int64_t next, tokens, start, heads, kv_heads, head_dim, block_tokens, page_stride; /* scalars */
     const void *memory;      /* this layer's first K head of page 0 */
-    const int64_t *pages;    /* of the work */
+    const int64_t *pages;    /* of the sequence */
     const void *queries;     /* [tokens, heads, head_dim] */
     int64_t query_stride;    /* scalars from one token to the next */
     void *out;               /* [tokens, heads * head_dim] */
     void *packed_keys, *packed_values; /* [kv_heads, tiles, KEYS, head_dim] each */
-    int64_t is_fp8;                    /* `memory`; what is packed is bfloat16 */
+    int64_t is_fp8;                    /* of `memory`; packed K and V are bfloat16 */
     float scale;
 } prefill_job;
 
 #if HAS_PRODUCTS
 #define KEYS 64
-#define ROWS_MAX 96 /* of a tile: queries times heads that share a KV head */
-#define STEP_ROWS 6 /* times 64 columns: 24 sums in registers */
+#define ROWS_MAX 96 /* of a tile: query tokens times heads that share a KV head */
+#define STEP_ROWS 6 /* times 64 columns are 24 sums in registers */
 
 INLINE int64_t key_tiles(const prefill_job *job) {
     return (job->start + job->tokens + KEYS - 1) / KEYS;
 }
 
-/* A row of the pages as bfloat16, which holds every fp8. */
+/* A row of the pages as bfloat16, which represents every fp8 exactly. */
 INLINE void fp8_row(const void *memory, int64_t at, int64_t dim, uint16_t *row) {
     for (int64_t i = 0; i < dim; i += LANE_COUNT)
         stored(row, i, 0xFFFF,
                _mm512_mul_ps(kept(memory, at + i, 0xFFFF, 1, 1), _mm512_set1_ps(FP8_SCALE)), 1);
 }
 
-/* K and V of every tile of the context; zeros behind its end. */
+/* Packs K and V of every tile of the context; zeros after its end. */
 void pack_prefill(void *data) {
     prefill_job *job = data;
     const int64_t dim = job->head_dim, block = job->block_tokens, tiles = key_tiles(job);
@@ -1532,7 +1533,7 @@ void pack_prefill(void *data) {
     }
 }
 
-/* out [STEP_ROWS][64] (+)= rows of `pairs` words times matrix [pairs][64 of `stride` words]. */
+/* out [STEP_ROWS][64] = (or +=) rows of `pairs` words times matrix [pairs][64 of `stride` words]. */
 INLINE void multiplied(const uint32_t *const *rows, int64_t pairs, const uint32_t *matrix,
                        int64_t stride, float *out, int64_t out_stride, const int is_added) {
     __m512 sums[STEP_ROWS][4];
@@ -1555,7 +1556,7 @@ INLINE void multiplied(const uint32_t *const *rows, int64_t pairs, const uint32_
             _mm512_storeu_ps(out + r * out_stride + v * LANE_COUNT, sums[r][v]);
 }
 
-/* Softmax of a row over one more tile: its weights as bfloat16; what was summed shrinks. */
+/* Online softmax of a row over one more tile: weights as bfloat16; rescales the sums so far. */
 INLINE void weighed(const float *scores, int64_t seen, float scale, float *largest, float *weight,
                     float *sums, int64_t dim, uint16_t *weights) {
     __m512 found[4], most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
@@ -1626,8 +1627,8 @@ static void attend_tile(const prefill_job *job, int64_t kv_head, int64_t first, 
     }
 }
 
-/* grouped_attention.py: the tokens start.. of a work, each seeing what is before it and itself; head_dim is
- * 64 or 128, at most ROWS_MAX heads share a KV head. The longest tiles are begun first. */
+/* grouped_attention.py: causal attention of a sequence's tokens from `start` on; head_dim is 64 or 128,
+ * and at most ROWS_MAX heads share a KV head. The longest tiles are started first. */
 void attend_prefill(void *data) {
     prefill_job *job = data;
     const int64_t step = ROWS_MAX / (job->heads / job->kv_heads);
