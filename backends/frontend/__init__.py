@@ -1,1 +1,1 @@
-"""A client's request: read, decided, followed, answered."""
+"""The frontend: parses, routes, follows and answers the clients' requests."""

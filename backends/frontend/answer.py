@@ -1,9 +1,9 @@
-"""Sends of a request as responses: one each for a stream, or all in one.
+"""Responses to the client: one for each message of a stream, or a single one.
 
-A response has the outputs that its client asked for, because Triton takes each tensor of every
-message into its hands. The `decision` output (decisions/fields.py) is made only for who asks.
+A response contains only the outputs that the client requested, because each tensor costs Triton
+time in every response. The `decision` output (decisions/fields.py) is made only on request.
 
-Not here: when there is a message (lifecycle/machine.py), the table of outputs (tensors.py).
+Not here: when a message is sent (lifecycle/machine.py), the table of outputs (tensors.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from backends.text.text_stream import OutputDelta, merge
 
 
 class ReplyStream(Protocol):
-    """The answer stream of one request (triton_io.Reply)."""
+    """The response stream of one request (triton_io.Reply)."""
 
-    outputs: frozenset[str]  # names that the client asked for
+    outputs: frozenset[str]  # names of the outputs that the client requested
 
     def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None: ...
     def finish(self) -> None: ...
@@ -50,7 +50,7 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """Everything in exactly one response, which /generate insists on."""
+    """Exactly one response with the whole answer, as /generate requires."""
 
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._request = request
@@ -83,12 +83,12 @@ def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
         text=text,
         cut_bytes=-1 if delta.cut_bytes < 0 else len(text.encode()),
         is_stopped=delta.is_stopped,
-        logprobs=delta.logprobs,  # of the generated tokens: none are computed of the prompt's
+        logprobs=delta.logprobs,  # of generated tokens only; prompt tokens have none
     )
 
 
 def not_sent(request: ClientRequest) -> Set[str]:
-    """What a client that names no outputs does not get: it has no use for it."""
+    """Outputs that are left out for a client that names no outputs."""
     left_out = set(FOR_POSTPROCESSING)
     if not request.wants_decision:
         left_out.add("decision")
@@ -100,8 +100,8 @@ def not_sent(request: ClientRequest) -> Set[str]:
 def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
     """The outputs to send, in the order of the table.
 
-    To Triton, asking for nothing is asking for everything; then some are left out. An ensemble asks
-    by name, for less than everything, and must get all of it in every response.
+    For a client that names no outputs, Triton requests all of them; then `left_out` is left out. An
+    ensemble requests some outputs by name, and must get each of them in every response.
     """
     names = [output.name for output in OUTPUTS]
     if asked.issuperset(names):
@@ -142,7 +142,7 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
 
 
 def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """[tokens, best ones of each], also of no tokens, or of none of the best."""
+    """[tokens, best tokens of each]; either dimension may be 0."""
     return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 
@@ -157,20 +157,20 @@ def describe(
     unreached: Mapping[str, tuple[str, str]],
     asked: frozenset[str],
 ) -> dict[str, np.ndarray]:
-    """What is served, as JSON in text_output: for load generators and people."""
+    """The service's properties as JSON in text_output, for load generators and operators."""
     facts = {
         "block_tokens": served.block_tokens,
         "context_tokens_max": served.context_tokens_max,
         "vocabulary_tokens": limits.vocabulary_tokens,
         "workers": list(served.workers),
-        "unreached_workers": {name: words for name, (_, words) in unreached.items()},
+        "unreached_workers": {name: error for name, (_, error) in unreached.items()},
         "fingerprint": served.fingerprint,
     }
     return described(facts, asked)
 
 
 def described(facts: Mapping[str, object], asked: frozenset[str]) -> dict[str, np.ndarray]:
-    """As JSON in text_output."""
+    """A response with `facts` as JSON in text_output."""
     text = msgspec.json.encode(facts).decode()
     message = Send(OutputDelta((), text), 0, "described", 0)
     left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}

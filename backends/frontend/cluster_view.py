@@ -1,12 +1,13 @@
-"""The conductor process's view of the cluster: the directory's events, fed to the Conductor.
+"""The frontend's view of the cluster: the Conductor, kept current by the directory's events.
 
-One lock guards the Conductor and its index; everything that decides goes through here, so that a
-fleet could put this object on another host behind the same few methods.
+One lock guards the Conductor and its index. Every decision goes through this class, so that a fleet
+could run it on another host behind the same few methods.
 
-HotCopies carries out its suggestions for hot prefixes: one more copy on another node. The node that
-shall get the copy pulls it itself, one-sided, from one that has it (StoreClient.change_replica): no
-worker takes part, so no prompt waits for it. When too many suggestions wait the newest is dropped,
-and comes again if the prefix stays hot (replicate_s_max).
+HotCopies carries out the Conductor's suggestions for hot prefixes: one more copy on another node.
+The target node pulls the copy itself, one-sided, from a node that has it
+(StoreClient.change_replica). No worker takes part, so no prompt waits for the copy. When too many
+suggestions wait, the newest is dropped. The Conductor repeats it if the prefix stays hot
+(replicate_s_max).
 
 Not here: deciding (conductor/), serving a request (live_request.py).
 """
@@ -49,20 +50,21 @@ from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-CANDIDATES_MAX = 16  # a fleet has thousands of pairs
-PAIRS_EXPLAINED_MAX = 512  # without being asked: 1 ms with the lock held
-HOT_PREFIXES_MAX = 8  # that are shown
+CANDIDATES_MAX = 16  # candidate pairs shown; a fleet has thousands
+PAIRS_EXPLAINED_MAX = 512  # pairs up to which all are listed unasked: 1 ms with the lock held
+HOT_PREFIXES_MAX = 8  # hot prefixes shown
 NOT_EXPLAINED = Explanation((), 0)
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
-DIRECTORY_SILENT_S = 1.5  # it speaks once a second, and workers report twice
-DIRECTORY_SILENT_S_MAX = 10.0  # then nothing is known of anybody
-UNHEARD_S_MAX = 5.0  # the directory's own lease on workers
+# The directory sends once a second and workers report twice. After a longer silence, workers count
+# as unchanged, until DIRECTORY_SILENT_S_MAX.
+DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
+UNHEARD_S_MAX = 5.0  # wait for workers missing in a new directory's snapshot; as its lease on them
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the live workers have in common; None-free once a worker has registered."""
+    """The model that the live workers serve."""
 
     fingerprint: str
     block_tokens: int
@@ -71,13 +73,14 @@ class Served:
 
 
 class ClusterView:
-    """Thread-safe door to the Conductor, kept up to date from the directory."""
+    """Thread-safe access to the Conductor, kept current by the directory."""
 
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
-        # Set by the frontend: (worker, incarnation, when it was last heard of).
+        # The frontend sets these three.
+        # (worker, incarnation, time of its last report)
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
-        self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # it is to be told
-        self.held: Callable[[], set[str]] = set  # ids of the attempts that the frontend has
+        self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # sends the flip to its worker
+        self.held: Callable[[], set[str]] = set  # returns the ids of the frontend's open attempts
         self.config = config
         self.copies_by_heat: Sequence[HeatClass] = ()  # as of the latest tick
         self._latest = LatestDecisions()
@@ -85,7 +88,7 @@ class ClusterView:
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
         self._unheard_s: dict[tuple[str, str], float] = {}
-        self._heard_s: dict[tuple[str, str], float] = {}  # its latest report, or its registration
+        self._heard_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
@@ -96,7 +99,7 @@ class ClusterView:
         self._ticker.start()
 
     def served(self) -> Served | None:
-        """What the newest workers serve, or None while there are none."""
+        """The model that the newest worker serves; None without workers."""
         with self._lock:
             workers = list(self._workers.values())
         if not workers:
@@ -110,7 +113,7 @@ class ClusterView:
         )
 
     def wait_for_a_pair(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Until a prefill and a decode worker serve; False: not in time, or `is_over` said so."""
+        """Wait for a prefill and a decode worker; False: timed out, or `is_over` returned True."""
         give_up_s = time.monotonic() + timeout_s
         while not (self.workers_live("prefill") and self.workers_live("decode")):
             if time.monotonic() > give_up_s or is_over():
@@ -119,22 +122,22 @@ class ClusterView:
         return True
 
     def workers_live(self, role: str) -> int:
-        """Names, not processes: while a worker reloads it has two."""
+        """Live workers of a role, counted by name: a worker that reloads has two processes."""
         with self._lock:
             return len({w.worker_id for w in self._workers.values() if w.role == role})
 
     def inboxes(self, worker_id: str) -> list[str]:
-        """Of every live process of a worker: two while its config.pbtxt reloads."""
+        """Inboxes of a worker's live processes: two while its config.pbtxt reloads."""
         with self._lock:
             return [w.inbox for (name, _), w in self._workers.items() if name == worker_id]
 
     def grpc_addresses(self) -> set[str]:
-        """Where workers are called."""
+        """Addresses at which workers are called."""
         with self._lock:
             return {worker.grpc_address for worker in self._workers.values()}
 
     def grpc_address(self, worker_id: str, incarnation: str) -> str | None:
-        """Where this process is called; None when it is gone."""
+        """The address at which this process is called; None if it is gone."""
         with self._lock:
             worker = self._workers.get((worker_id, incarnation))
             return worker.grpc_address if worker is not None else None
@@ -142,7 +145,7 @@ class ClusterView:
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
-        """All workers but the pinned ones ("" pins none); InvalidRequest for an unknown name."""
+        """All workers except the pinned ones ("" pins none); InvalidRequest for an unknown name."""
         with self._lock:
             workers = list(self._workers.values())
         excluded = set()
@@ -150,7 +153,7 @@ class ClusterView:
             names = {w.worker_id for w in workers if w.role == role and w.is_called}
             if pinned and pinned not in names:
                 raise InvalidRequest(
-                    f"{role}_worker {pinned!r} is not serving; these are: {sorted(names)}"
+                    f"{role}_worker {pinned!r} is not serving; serving are: {sorted(names)}"
                 )
             excluded |= {
                 (worker.worker_id, worker.incarnation)
@@ -160,7 +163,7 @@ class ClusterView:
         return frozenset(excluded)
 
     def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
-        """With the pairs that were considered, for who wants to see them: they cost time."""
+        """Route or reject. `wants_candidates`: with the pairs considered, which cost time."""
         with self._lock:
             now_s = time.monotonic()
             explained = NOT_EXPLAINED
@@ -179,7 +182,7 @@ class ClusterView:
         return made
 
     def _is_time_to_explain(self, now_s: float) -> bool:
-        """To list the other pairs though nobody asked; not in a fleet, where they are too many."""
+        """Whether to list the other pairs unasked; never in a fleet, which has too many."""
         if not self._latest.wants_candidates(now_s):
             return False
         roles = [worker.role for worker in self._workers.values()]
@@ -192,7 +195,7 @@ class ClusterView:
         self._latest.prefilled(request_id, cached_tokens, seconds, now_s)
 
     def finished(self, request_id: str, output_tokens: int | None = None) -> None:
-        """`output_tokens` of an answer that is complete: others like it will be as long."""
+        """`output_tokens` of a complete answer: they predict the length of similar answers."""
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
@@ -207,24 +210,23 @@ class ClusterView:
             self._conductor.on_charged(tenant, time.monotonic())
 
     def used(self, request_id: str, tokens: int) -> None:
-        """Of its tenant's limits, by a request that is over; named by the attempt that was let
-        in."""
+        """Charge an ended request to its tenant's limits; `request_id` of the charged attempt."""
         with self._lock:
             self._conductor.on_used(request_id, time.monotonic(), tokens)
 
     def release(self, owner: str) -> None:
-        """Nobody reads this attempt's blocks any more; without a directory its leases run out."""
+        """Release the leases of an attempt; without a directory the leases expire."""
         try:
             self.client.release(owner)
         except StoreError as error:
-            log.warning("leases of %s run out by themselves: %s", owner, error)
+            log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def worker_failed(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
             self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
 
     def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
-        """Whether there is a way to it from here."""
+        """Report to the Conductor whether the worker can be reached from this host."""
         conductor = self._conductor
         with self._lock:
             note = conductor.on_worker_reached if is_reached else conductor.on_worker_unreached
@@ -235,13 +237,13 @@ class ClusterView:
             self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
 
     def notes_waiting(self) -> tuple[int, int]:
-        """How many notes wait, and how many other frontends would hear of them."""
+        """(notes that wait, other frontends that would receive them)."""
         with self._lock:
             return self._conductor.notes_waiting, self._conductor.frontends_known
 
     @property
     def has_other_frontends(self) -> bool:
-        """Whether others fill the same workers. Read without the lock: it changes rarely."""
+        """Whether other frontends use the same workers. Read without the lock: changes rarely."""
         return self._conductor.frontends_known > 0
 
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch:
@@ -249,7 +251,7 @@ class ClusterView:
             return self._conductor.take_notes(time.monotonic(), count_max, is_last)
 
     def reading(self) -> ClusterReading:
-        """For who looks at it: workers, what is hot, the latest decisions."""
+        """For status pages: workers, hot prefixes, the latest decisions."""
         served, now_s = self.served(), time.monotonic()
         with self._lock:
             workers = self._conductor.status(now_s)
@@ -285,8 +287,8 @@ class ClusterView:
         with self._lock:
             before = self._workers.keys()
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
-            # A directory that restarted hears of its workers one by one: wait before calling
-            # those that are not in its snapshot lost.
+            # Workers register one by one at a restarted directory. A worker that is missing in
+            # its snapshot therefore counts as lost only after UNHEARD_S_MAX.
             gone = (worker for worker in before if worker not in self._workers)
             self._unheard_s |= dict.fromkeys(gone, now_s)
             known = self._workers.keys() | self._unheard_s.keys()
@@ -300,7 +302,7 @@ class ClusterView:
             for event in events:
                 if isinstance(event, WorkerReported):
                     worker = (event.report.worker_id, event.report.incarnation)
-                    if worker in self._heard_s:  # else its last report came behind its end
+                    if worker in self._heard_s:  # a last report may come after WorkerDown
                         self._heard_s[worker] = now_s
                 elif isinstance(event, WorkerUp):
                     worker = (event.info.worker_id, event.info.incarnation)
@@ -324,16 +326,16 @@ class ClusterView:
             self.self_check.run(time.monotonic())
 
     def _tick(self, seconds: float) -> None:
-        """So long after the one before."""
+        """`seconds`: since the previous tick."""
         with self._lock:
-            # Reports come through the directory. While another one is elected, workers are taken to
-            # go on as they were, and requests wait for it instead of being turned away.
+            # Reports come through the directory. While a new directory is elected, the Conductor
+            # assumes unchanged workers, and requests wait for the directory and are not rejected.
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic(), self.held)
             self.copies_by_heat = self._conductor.copies_by_heat(time.monotonic())
             flip = self._conductor.propose_flip(time.monotonic())
-            lost = self._never_heard_again(time.monotonic())
+            lost = self._take_unheard(time.monotonic())
         for worker_id, incarnation, heard_s in lost:
             self.on_worker_down(worker_id, incarnation, heard_s)
         if flip is not None:
@@ -345,9 +347,9 @@ class ClusterView:
             log.info("replicate %s", suggestion.reason)
             self._copies.carry_out(suggestion)
 
-    def _never_heard_again(self, now_s: float) -> list[tuple[str, str, float]]:
-        """Workers that a new directory should have heard of by now, and when anybody heard of them
-        last; with the lock held."""
+    def _take_unheard(self, now_s: float) -> list[tuple[str, str, float]]:
+        """With the lock held: (worker, incarnation, time of last report) of workers that did not
+        register at a new directory in time."""
         self._unheard_s = {
             worker: since_s
             for worker, since_s in self._unheard_s.items()
@@ -360,12 +362,12 @@ class ClusterView:
 
 
 class HotCopies:
-    """One suggestion after the other, in a thread of its own."""
+    """Copies hot prefixes, one suggestion after the other, in its own thread."""
 
     def __init__(self, directory: str) -> None:
         self._address = directory
         self._waiting: queue.Queue[Replicate | None] = queue.Queue(COPIES_WAITING_MAX)
-        self._client: StoreClient | None = None  # made when there is something to copy
+        self._client: StoreClient | None = None  # made for the first copy
         self._thread = threading.Thread(target=self._run, name="hot-copies", daemon=True)
         self._thread.start()
 
@@ -373,10 +375,10 @@ class HotCopies:
         try:
             self._waiting.put_nowait(suggestion)
         except queue.Full:
-            log.info("too many copies wait, dropped: %s", suggestion.reason)
+            log.info("dropped a copy, the queue is full: %s", suggestion.reason)
 
     def close(self) -> None:
-        """What waits is dropped; a copy under way is finished, or given up after COPY_S_MAX."""
+        """Drop waiting suggestions. A copy under way ends, or is given up after COPY_S_MAX."""
         while True:
             try:
                 self._waiting.put_nowait(None)

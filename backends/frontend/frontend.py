@@ -1,8 +1,9 @@
-"""The frontend: requests in, answers out. What all its requests share, and who may come in.
+"""The frontend: admits requests and holds the services that all its requests share.
 
-A thread of a bounded pool does what blocks for a request: tokenising, deciding, calling a worker.
-No decision is made here and no state outlives a request, so a fleet may run many frontends.
-Not here: Triton's API (triton_io.py), what happens to a request (live_request.py).
+Blocking work of a request (tokenising, deciding, calling a worker) runs in a bounded pool of
+threads. The frontend makes no routing decisions and keeps no state beyond a request, so a fleet may
+run many frontends.
+Not here: Triton's API (triton_io.py), the course of a request (live_request.py).
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
-LAST_WORDS_S = 2.0
+FAIL_S_MAX = 2.0  # longest wait in `close` for requests that were failed
 
 
 class Frontend:
-    """Serves requests until closed; `observations` are for the metrics page."""
+    """Serves requests until closed. `observations` feed the metrics page."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class Frontend:
         self._calls = calls
         self.recorder = recorder
         self.tracing = tracing
-        # Threads beyond requests_max wait for the last word of workers that fell silent.
+        # Threads beyond requests_max wait for abandoned calls to end.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
-        self._abandoned: dict[str, tuple[str, str]] = {}  # a call, and the worker it waits for
+        self._abandoned: dict[str, tuple[str, str]] = {}  # abandoned call -> its worker
         self._abandoning = threading.Lock()  # requests are owned by many threads
         self._running: set[Future[None]] = set()
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
@@ -93,7 +94,7 @@ class Frontend:
         )
         cluster.on_worker_down = self._worker_down
         self._verbs = {CLUSTER: self._describe_cluster, CHARGE: self._charge}
-        cluster.on_flip = self._tell_to_flip
+        cluster.on_flip = self._send_flip
         cluster.held = self.live.held_ids
 
     def submit(
@@ -119,7 +120,7 @@ class Frontend:
                 in_flight = self.live.of_tenants()
                 refused = self._used_up(principal, in_flight.get(principal.tenant, 0))
                 if refused is None:
-                    kind, reason = self._cap.objection(principal.tenant, in_flight, now_s)
+                    kind, reason = self._cap.rejection(principal.tenant, in_flight, now_s)
                     refused = Overloaded(kind, reason, 1.0) if kind else None
                 if refused is None:
                     self.live.add(request)
@@ -131,14 +132,14 @@ class Frontend:
         request.start(inputs, parameters)
 
     def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
-        """By limits that need no prompt: they are asked before anything is read."""
+        """The rejection by tenant limits that need no prompt; checked before parsing."""
         if principal.limits is None:
             return None
         found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _charge(self, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """For work of the gateway's, which has the tokenizer and no counts: one request."""
+        """Charge one request to a tenant, for tokenising in the gateway, which has no quotas."""
         try:
             principal = principal_of(parameters, self._keys, self._secret, time.time())
             if (refused := self._used_up(principal, None)) is not None:
@@ -146,20 +147,20 @@ class Frontend:
             if principal.limits is not None:
                 self.cluster.charged(principal.tenant)
             client.send(described({}, client.outputs), is_final=True)
-        except Exception as error:  # edge: a pool has nobody who would say it
+        except Exception as error:  # edge: the pool would swallow the exception
             client.fail(error)
 
     def _describe_cluster(self, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """It is no request: nothing is counted, and nobody waits for it."""
+        """Send the state of the cluster. This call counts neither as a request nor as live."""
         try:
             check_is_gateway(parameters, self._keys, self._secret, time.time())
             found = overview(self.cluster.reading(), self.cluster.config)
             client.send(described(found, client.outputs), is_final=True)
-        except Exception as error:  # edge: a pool has nobody who would say it
+        except Exception as error:  # edge: the pool would swallow the exception
             client.fail(error)
 
     def requests_of_tenants(self) -> dict[str, int]:
-        """In flight, as they are shown; nothing where there are no keys."""
+        """Tenant label -> requests in flight; empty without API keys."""
         if self._keys is None:
             return {}
         with self._entering:
@@ -171,19 +172,20 @@ class Frontend:
             self.recorder.note(ended)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        """In a thread of the pool; `close` waits for it."""
+        """Run `work` in a thread of the pool; `close` waits for it."""
         future = self._pool.submit(work, *arguments)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
 
     def close(self, timeout_s: float) -> None:
-        """Let every request and thread come to its end (at most `timeout_s`): clients get their
-        answers, and no worker is left sending to a process that is gone. Who only waits then hears
-        of it."""
+        """Wait at most `timeout_s` for requests and threads to end, then fail the rest.
+
+        So clients get their answers, and no worker keeps sending to a process that is gone.
+        """
         self._wait_idle(timeout_s)
         for request in self.live.all():
             request.post(Unwanted(WorkerUnavailable("the frontend is shutting down")))
-        self._wait_idle(LAST_WORDS_S)
+        self._wait_idle(FAIL_S_MAX)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.live.close()
         self.unreached.close()
@@ -198,7 +200,7 @@ class Frontend:
         wait(list(self._running), timeout=max(give_up_s - time.monotonic(), 0.0))
 
     def _worker_down(self, worker_id: str, incarnation: str, heard_s: float) -> None:
-        """Every request hears of it; a call that was left to this worker ends with it."""
+        """Post the loss to every request, and cancel the calls abandoned to this worker."""
         self._calls.keep(self.cluster.grpc_addresses())
         lost = WorkerLost((worker_id, incarnation), heard_s, time.monotonic())
         for request in self.live.all():
@@ -210,12 +212,12 @@ class Frontend:
         for request_id in left:
             self._calls.cancel(request_id)
 
-    def _tell_to_flip(self, flip: RoleFlip) -> None:
+    def _send_flip(self, flip: RoleFlip) -> None:
         worker = flip.worker
         self._services.outbox.send(worker.inbox, TakeRole(flip.role, worker.incarnation))
 
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
         with self._abandoning:
             self._abandoned[request_id] = worker
-            if len(self._abandoned) > self._config.requests_max:  # the oldest has ended long ago
+            if len(self._abandoned) > self._config.requests_max:  # the oldest call has ended
                 del self._abandoned[next(iter(self._abandoned))]

@@ -1,10 +1,10 @@
 """Calls to prefill and decode workers, over their Tritons' gRPC endpoints: one stream per call.
 
-Our structs become tensors, and tensors our structs. A worker has a Triton of its own
-(docs/decisions/0017), which tells the directory its address. A call whose worker process died can
-be cancelled from here.
+Structs are sent as tensors, and replies are decoded from tensors. Each worker has its own Triton
+(docs/decisions/0017), whose address is in the directory. `cancel` ends a call whose worker process
+died.
 
-Not here: what is called and why (live_request.py), what the messages mean (workers/protocol.py).
+Not here: which worker is called and why (live_request.py), the messages (workers/protocol.py).
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ from backends.workers.protocol import (
 from conductor.messages import WorkerRef
 
 LOOPBACK = "127."
-CONNECTIONS = 4  # one HTTP/2 connection is served by one thread of Triton
+CONNECTIONS = 4  # per Triton, which serves each HTTP/2 connection with one thread
 PROBE_S_MAX = 2.0
 OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
-    ("grpc.enable_http_proxy", 0),  # workers are near, whatever http_proxy says
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
+    ("grpc.enable_http_proxy", 0),  # workers are on the cluster's network, never behind a proxy
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # Who waits for an answer reads it himself; else a connection without calls begins a thread.
+    # The thread that waits for a response reads it. Otherwise a connection without calls starts
+    # a thread.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 OTHER_HOST_OPTIONS = [
-    # A host that is cut off says nothing: without these a call to it would wait for minutes. They
-    # say within 4 s that it is the link; after 4.5 the directory says that the worker is gone. The
-    # launcher has workers' Tritons allow such pings.
+    # Without keepalive pings, a call to a host behind a cut link would wait for minutes. The pings
+    # detect the cut link within 4 s; the directory reports the worker gone after 4.5 s. The
+    # launcher makes the workers' Tritons accept such pings.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A worker of another host comes back at the address that it had, and is wanted at once.
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # of it one attempt to connect may take so long
+    # A restarted worker on another host keeps its address and should be reconnected at once.
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the timeout of an attempt to connect
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-# (address of its Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays
-# per response
+# (address of a Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays for
+# each response
 Call = Callable[
     [str, str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]
 ]
@@ -76,13 +77,13 @@ _replies = msgspec.msgpack.Decoder(PrefillReply | DecodeReply | WorkerFailure)
 
 
 class Connections:
-    """To one Triton, used in turn. `in_use` counts the calls; with GrpcCalls' lock held."""
+    """Connections to one Triton, used in turn. GrpcCalls' lock guards `in_use`."""
 
     def __init__(self, address: str) -> None:
         self.credentials = credentials_now()
         self._channels = [_channel(address) for _ in range(CONNECTIONS)]
         self.calls = itertools.cycle([_stream_of_one(each) for each in self._channels])
-        self.in_use = 0
+        self.in_use = 0  # calls under way
 
     def close(self) -> None:
         for channel in self._channels:
@@ -90,13 +91,13 @@ class Connections:
 
 
 class GrpcCalls:
-    """Calls `(address, model, inputs, outputs, request id)` as `Call` wants them."""
+    """The production `Call`, with its connections."""
 
     def __init__(self) -> None:
-        self._connections: dict[str, Connections] = {}
-        self._retired: set[str] = set()  # of those: to be closed behind their last call
-        self._replaced: list[Connections] = []  # likewise: others call the same address
-        self._running: dict[str, grpc.Call] = {}
+        self._connections: dict[str, Connections] = {}  # by address
+        self._retired: set[str] = set()  # addresses to be closed after their last call
+        self._replaced: list[Connections] = []  # older connections, closed after their last call
+        self._running: dict[str, grpc.Call] = {}  # by request id
         self._lock = threading.Lock()
         self._secret = launch_secret.secret_of_launch()
 
@@ -108,11 +109,12 @@ class GrpcCalls:
         outputs: list[str],
         request_id: str,
     ) -> Iterator[dict[str, np.ndarray]]:
-        """One dict of flat arrays per response. Raises ServingError; WorkerUnavailable if lost.
+        """One dict of flat arrays for each response. Raises ServingError; WorkerUnavailable if the
+        worker is lost.
 
-        Leaving early waits for the worker to end the stream (a message tells it to stop):
-        Triton 2.51 keeps a model from unloading after a call to it was cancelled. `cancel` is for
-        workers that are gone.
+        A caller that leaves early waits until the worker ends the stream, after a Stop message.
+        The call is not cancelled: Triton 2.51 does not unload a model after a cancelled call to it.
+        `cancel` is for workers that are gone.
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
@@ -156,8 +158,11 @@ class GrpcCalls:
             self._close_retired()
 
     def probe(self, address: str) -> None:
-        """Whether its Triton can be called; raises what a call would. If so, calls connect anew: a
-        connection that failed waits before it tries again."""
+        """Call the Triton at `address`; raises the error that a call would raise.
+
+        After a success, new calls open new connections, because a failed connection waits before
+        it reconnects.
+        """
         channel = _channel(address)
         try:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -173,7 +178,7 @@ class GrpcCalls:
         self._close_retired()
 
     def keep(self, addresses: set[str]) -> None:
-        """Close connections to all others, each when its last call has ended."""
+        """Close connections to all other addresses, each after its last call."""
         with self._lock:
             self._retired = self._connections.keys() - addresses
         self._close_retired()
@@ -189,7 +194,7 @@ class GrpcCalls:
             connections.close()
 
     def cancel(self, request_id: str) -> None:
-        """End this request's call now; who reads it gets WorkerUnavailable."""
+        """Cancel this request's call; its reader gets WorkerUnavailable."""
         with self._lock:
             call = self._running.get(request_id)
         if call is not None:
@@ -205,13 +210,15 @@ class GrpcCalls:
 
 
 def _channel(address: str) -> grpc.Channel:
-    near = address.startswith(LOOPBACK)
-    return worker_channel(address, OPTIONS if near else OPTIONS + OTHER_HOST_OPTIONS)
+    is_local = address.startswith(LOOPBACK)
+    return worker_channel(address, OPTIONS if is_local else OPTIONS + OTHER_HOST_OPTIONS)
 
 
 def _stream_of_one(channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable:
-    """ModelStreamInfer with a single request: on the wire the same as its stub makes of one. That
-    one begins a thread for each call, to write what may follow: 0.5 ms until the call is out."""
+    """ModelStreamInfer with a single request, the same bytes as from its stub.
+
+    The stub starts a thread for each call, to write further requests, which delays it by 0.5 ms.
+    """
     return channel.unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -241,7 +248,7 @@ def _request(
 
 
 def _packed(values: np.ndarray) -> bytes:
-    """BYTES elements as KServe wants them: each behind its length."""
+    """BYTES elements in KServe's format: the length, then the bytes."""
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
@@ -263,15 +270,15 @@ def ask(
     token_ids: np.ndarray,
     kind: type[R],
 ) -> tuple[np.ndarray, R]:
-    """(Sampled token ids, the rest of the reply); raises ServingError."""
+    """Call a worker: (sampled token ids, rest of the reply); raises ServingError."""
     inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: string_tensor(encode(request))}
     outputs, reply = [REPLY_IDS, REPLY_BODY], None
     for answer in call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id):
         body = _replies.decode(answer[REPLY_BODY][0])
         if isinstance(body, WorkerFailure):
             raise from_wire(body.message, worker.worker_id)
-        assert isinstance(body, kind), f"{worker.worker_id} answers with {type(body).__name__}"
+        assert isinstance(body, kind), f"{worker.worker_id} replied with {type(body).__name__}"
         reply = answer[REPLY_IDS], body
     if reply is None:
-        raise WorkerUnavailable(f"{worker.worker_id} ended without an answer")
+        raise WorkerUnavailable(f"{worker.worker_id} ended the call without a reply")
     return reply

@@ -1,7 +1,7 @@
 """Reading a request's tensors: one value each, of the right type, valid UTF-8.
 
-Reading never raises: what is wrong is noted in `problems`, so that a client learns of all mistakes
-at once, and the value counts as not given. Not here: what the values mean (request.py).
+Reading never raises. A mistake is noted in `problems`, so that a client gets all mistakes at once,
+and the value counts as not given. Not here: the meaning of the values (request.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KINDS = {"INT32": "iu", "UINT64": "iu", "FP32": "f", "BOOL": "b", "STRING": "OSU
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
 NAMES = (*DTYPES, *(tensor.name for tensor in tensors.UNSUPPORTED_INPUTS))
 SHOWN_CHARACTERS_MAX = 40
-SHOWN_PROBLEMS_MAX = 3  # of the values of one tensor, and of unknown names
+SHOWN_PROBLEMS_MAX = 3  # problems shown of the values of one tensor, and of unknown names
 INTEGER_MAX = 2**64 - 1
 
 
 class InputReader:
-    """The inputs of one request, and what is wrong with them."""
+    """The inputs of one request, and the problems found in them."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self._inputs = {name: np.asarray(value).reshape(-1) for name, value in inputs.items()}
@@ -42,7 +42,7 @@ class InputReader:
         self.problems.append(problem)
 
     def note_some(self, problems: list[str]) -> None:
-        """The first few: a request with 10,000 mistakes gets no book in return."""
+        """Note the first few problems and the number of the others."""
         self.problems += problems[:SHOWN_PROBLEMS_MAX]
         if len(problems) > SHOWN_PROBLEMS_MAX:
             self.problems.append(f"and {len(problems) - SHOWN_PROBLEMS_MAX} more of this kind")
@@ -52,12 +52,12 @@ class InputReader:
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """The shortest decimal that is this float32: 0.7 means 0.7, as it does in JSON."""
+        """The shortest decimal of this float32, so that 0.7 stays 0.7, as in JSON."""
         value = self._single(name)
         return None if value is None else float(str(value))
 
     def flag(self, name: str) -> bool:
-        """False unless said otherwise."""
+        """The flag's value; False if it is not given."""
         return bool(self._single(name))
 
     def integers(self, name: str) -> np.ndarray | None:
@@ -101,9 +101,9 @@ class InputReader:
 
 
 def as_text(name: str, value: Any) -> tuple[str | None, str]:
-    """(text, "") or (None, what is wrong)."""
+    """(text, "") or (None, problem)."""
     if isinstance(value, str):
-        value = value.encode("utf-8", "surrogatepass")  # refused below, like all that is not UTF-8
+        value = value.encode("utf-8", "surrogatepass")  # lone surrogates are rejected below
     if not isinstance(value, bytes):
         return None, f"{name} is {shown(value)}; send a string"
     try:
@@ -113,7 +113,7 @@ def as_text(name: str, value: Any) -> tuple[str | None, str]:
 
 
 def from_json(name: str, text: str) -> tuple[Any, str]:
-    """(value, "") or (None, what is wrong)."""
+    """(value, "") or (None, problem)."""
     try:
         return json.loads(text), ""
     except (ValueError, RecursionError) as error:
@@ -121,12 +121,12 @@ def from_json(name: str, text: str) -> tuple[Any, str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name; empty when nothing is near."""
+    """A hint for a misspelt name; "" if no known name is similar."""
     close = difflib.get_close_matches(str(name)[:64], list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def shown(value: Any) -> str:
-    """Short enough for an error message."""
+    """The value's repr, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."

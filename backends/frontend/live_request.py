@@ -2,13 +2,13 @@
 
 Calls to workers, worker messages and the watches for lost clients and workers post events to one
 mailbox. The thread that posts to an empty mailbox becomes the owner and handles events in order
-until the mailbox is empty; other threads append their event and return. So a token needs no
-hand-over to another thread. The owner asks the state machine (lifecycle/machine.py) for actions
-and carries them out. Actions that block (pause, decision, call, release) run in a thread of the
-pool, and their outcome is the next event.
+until the mailbox is empty. Other threads append their event and return. So a token needs no
+hand-over to another thread. For each event the owner gets actions from the state machine
+(lifecycle/machine.py) and carries them out. Actions that block (pause, decision, call, release)
+run in a thread of the pool, and their outcome is the next event.
 
-Not here: what follows from an event (lifecycle/), which requests are live (live_requests.py), the
-shape of answers (answer.py).
+Not here: which actions follow from an event (lifecycle/), the set of live requests
+(live_requests.py), the shape of answers (answer.py).
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ from conductor.messages import Reject, Request
 from mooncake_store.block_keys import block_keys, chain_seed
 
 log = logging.getLogger(__name__)
-FULL_WORKERS_MAX = 2  # that a request finds full while others are asked for it
-SERVED_WAIT_S = 2.0  # a frontend that starts together with its workers waits this long for them
+FULL_WORKERS_MAX = 2  # full workers after which a new request is retried on another worker
+SERVED_WAIT_S = 2.0  # longest wait of a request for the first worker to register
 
-Work = Callable[[], LifecycleEvent | None]  # blocks; its outcome is the next event
+Work = Callable[[], LifecycleEvent | None]  # blocks; returns the next event
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every request needs of its frontend."""
+    """The frontend's services, shared by all of its requests."""
 
     config: FrontendConfig
     tokenizer: Tokenizer
@@ -91,26 +91,26 @@ class Services:
     streams: TokenStreams
     outbox: WorkerOutbox
     unreached: UnreachedWorkers
-    start: Callable[..., None]  # a function, in a thread of the pool
-    abandon: Callable[[str, tuple[str, str]], None]  # a call that only its worker ends
+    start: Callable[..., None]  # runs a function in a thread of the pool
+    abandon: Callable[[str, tuple[str, str]], None]  # gives up a call; its worker ends the call
     on_end: Callable[[LiveRequest], None]
 
 
 @dataclass(slots=True)
 class Assignment:
-    """An attempt as it was given to a pair of workers."""
+    """An attempt as it was sent to a pair of workers."""
 
-    request_id: str  # its own: what a lost worker still does must not touch the next attempt
-    token_ids: np.ndarray  # the prompt, and what the client had of the answer
+    request_id: str  # of this attempt only, so a lost worker cannot touch the next attempt
+    token_ids: np.ndarray  # the prompt, then the answer tokens that the client already had
     decided: Decided
-    routed_s: float
-    prefilled: tuple[int, PrefillReply] | None = None
-    replied_s: float = 0.0  # when prefill did
-    first: events.FirstText | None = None  # made once, whichever brings it first
+    routed_s: float  # monotonic time of the routing decision
+    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply) of the prefill
+    replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before it
+    first: events.FirstText | None = None  # made once, from the message or from the reply
 
 
 class LiveRequest:
-    """Events in by `post`, from any thread; everything else follows from them."""
+    """Any thread may `post` events; the events alone drive the request."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class LiveRequest:
         principal: Principal | None = None,
         trace: NoTrace = NO_TRACE,
     ) -> None:
-        self.request_id = request_id  # unique, ours; clients may repeat theirs
+        self.request_id = request_id  # made by the frontend and unique; client ids may repeat
         self._principal = principal or Principal()
         self.tenant = self._principal.tenant
         self.state = State()
@@ -132,16 +132,16 @@ class LiveRequest:
         self._services = services
         self._client = client
         self._arrived_s = arrived_s
-        self._timeout_s = math.inf  # since its arrival, if its client named one
-        self._is_timed_out = False  # its client's timeout ended it
+        self._timeout_s = math.inf  # the client's timeout since arrival; infinite without one
+        self._is_timed_out = False  # True once the client's timeout has ended the request
         self._events: deque[LifecycleEvent] = deque()
         self._owned = threading.Lock()
         self._is_done = threading.Event()
         self._assignments: dict[int, Assignment] = {}
-        self._sent_ids: list[int] = []  # tokens that the client has
-        self._counted_id = ""  # the attempt by which its tenant's limits were used
+        self._sent_ids: list[int] = []  # answer tokens sent to the client
+        self._counted_id = ""  # the attempt that was charged to the tenant's limits, or ""
         self._send_error: Exception | None = None
-        self._request: ClientRequest | None = None  # these three once it is understood
+        self._request: ClientRequest | None = None  # this and the next two: None until parsed
         self._served: Served | None = None
         self._answer: StreamedAnswer | WholeAnswer | None = None
 
@@ -151,12 +151,12 @@ class LiveRequest:
         self._services.start(self._run, partial(self._understand, inputs, parameters))
 
     def post(self, event: LifecycleEvent) -> None:
-        """Never blocks for longer than a message to the client takes."""
+        """Handle the event, or leave it to the owner. Blocks only to send to the client."""
         for work in self._handle(event):
             self._services.start(self._run, work)
 
     def _run(self, work: Work) -> None:
-        """In a thread of the pool: what blocks, and what follows from its outcome."""
+        """In a thread of the pool: do the blocking work, then handle its outcome."""
         following: Work | None = work
         while following is not None:
             event = self._outcome(following)
@@ -168,11 +168,11 @@ class LiveRequest:
     def _outcome(self, work: Work) -> LifecycleEvent | None:
         try:
             return work()
-        except Exception as error:  # edge: one bad request must not fail its neighbours
+        except Exception as error:  # edge: one bad request must not fail the other requests
             return events.Failed(error)
 
     def _handle(self, event: LifecycleEvent) -> list[Work]:
-        """What blocks is returned to the caller: to be done, here or in another thread."""
+        """Handle events until the mailbox is empty. Returns blocking work for the caller to run."""
         self._events.append(event)
         works: list[Work] = []
         while self._events and self._owned.acquire(blocking=False):
@@ -186,48 +186,48 @@ class LiveRequest:
     def _step(self, event: LifecycleEvent, works: list[Work]) -> None:
         try:
             self.state, actions = step(self.state, event)
-        except Exception as error:  # edge: a mistake of ours ends one request, and no thread
+        except Exception as error:  # edge: a bug ends one request, not the thread
             log.exception("request %s: %s", self.request_id, event, extra=self._in_log)
             self.state, actions = step(self.state, events.Failed(error))
         for action in actions:
             try:
                 work = self._carry_out(action)
-            except Exception as error:  # edge: the other actions are carried out all the same
-                said = "request %s: %s failed: %s"
-                log.warning(said, self.request_id, action, error, extra=self._in_log)
+            except Exception as error:  # edge: the remaining actions are still carried out
+                text = "request %s: %s failed: %s"
+                log.warning(text, self.request_id, action, error, extra=self._in_log)
                 self._events.append(events.Failed(error))
             else:
                 if work is not None:
                     works.append(work)
 
     def look(self, now_s: float, awake_s: float) -> None:
-        """From the watch, some times a second; this process has been awake for so long."""
+        """Post due events, for the watch. `awake_s`: seconds since this process last stalled."""
         state = self.state
         if state.phase in (Phase.STOPPING, Phase.ENDING) or (due_s(state) or now_s) < now_s:
             self.post(events.TimePassed(now_s))
         if state.phase not in (Phase.STOPPING, Phase.DONE):
             if self._client.is_cancelled():
-                self.post(events.Unwanted(Cancelled("the client went away")))
+                self.post(events.Unwanted(Cancelled("the client disconnected")))
             elif now_s - self._arrived_s > self._timeout_s:
                 limit = f"{TIMEOUT_PASSED} {self._timeout_s * 1000:.0f} ms has passed"
                 self._is_timed_out = True
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
-        # Who stood still has heard nothing, whoever spoke.
+        # After a stall, heartbeats may be waiting unread, so silence is judged later.
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
             heard_s = self._services.streams.heard_s(self._id_of(state.attempt.number))
             if is_silent(now_s, heard_s):
-                said = "%s says nothing of request %s"
-                log.warning(said, worker[0], self.request_id, extra=self._in_log)
+                text = "%s sends no heartbeat for request %s"
+                log.warning(text, worker[0], self.request_id, extra=self._in_log)
                 self.post(events.WorkerSilent(worker, now_s))
 
     def held_ids(self) -> set[str]:
-        """Of the attempts that it has, and of the one that its tenant's limits know."""
+        """Ids of the open attempts, and of the attempt charged to the tenant's limits."""
         held = {assignment.request_id for assignment in list(self._assignments.values())}
         return held | {self._counted_id} if self._counted_id else held
 
     def ended(self) -> EndedRequest | None:
-        """For a recording; None of one that was never understood."""
+        """The request for a recording; None if it was never parsed."""
         if self._request is None:
             return None
         return EndedRequest(
@@ -238,18 +238,18 @@ class LiveRequest:
         )
 
     def first_token(self, attempt: int, message: FirstToken) -> None:
-        """From the thread that reads messages."""
+        """Post the first token; called by the thread that reads worker messages."""
         if (assignment := self._assignments.get(attempt)) is not None:
             try:
                 first = self._first_text(assignment, message.token_id, message)
                 self.post(events.FirstTokenArrived(attempt, first, time.monotonic()))
-            except Exception as error:  # edge: the messages of other requests go on
+            except Exception as error:  # edge: messages of other requests are still read
                 self.post(events.Failed(error))
 
     def _id_of(self, attempt: int) -> str:
         return f"{self.request_id}-{attempt}"
 
-    # --- what blocks: each returns the next event
+    # --- blocking work: each function returns the next event
 
     def _understand(
         self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
@@ -265,11 +265,11 @@ class LiveRequest:
             inputs, parameters, self.request_id, services.tokenizer, limits
         )
         if self._principal.known is not None:
-            said = request.priority if "request_priority" in parameters else None
+            wanted = request.priority if "request_priority" in parameters else None
             request = replace(
                 request,
                 cache_salt=self._principal.salt(request.cache_salt),
-                priority=self._principal.priority(said),
+                priority=self._principal.priority(wanted),
             )
         if request.describe:
             causes = services.unreached.causes()
@@ -355,12 +355,12 @@ class LiveRequest:
         )
 
     def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
-        """Every worker but those that the client named, as they live now."""
+        """All live workers except those that the client pinned; empty without pins."""
         request, _ = self._understood()
         cluster = self._services.cluster
         try:
             return cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
-        except InvalidRequest as error:  # the named one is away at the moment
+        except InvalidRequest as error:  # the pinned worker is not registered at the moment
             if is_resumed:
                 raise WorkerGone(str(error)) from None
             raise
@@ -440,13 +440,13 @@ class LiveRequest:
         call: Callable[[Any, Assignment], LifecycleEvent],
         action: events.CallPrefill | events.CallDecode,
     ) -> LifecycleEvent:
-        """The reply, or what the call ended with. None begins that was taken away meanwhile."""
+        """The reply, or the error of the call. An attempt that was replaced is not called."""
         state = self.state
         try:
             if state.attempt.number != action.attempt or state.phase is Phase.DONE:
-                raise WorkerGone("it was taken away before it was called")
+                raise WorkerGone("the attempt ended before its worker was called")
             return call(action, self._assignments[action.attempt])
-        except Exception as error:  # edge: whatever it is, the call is over
+        except Exception as error:  # edge: any exception ends the call
             self.trace.call_failed(action.attempt, time.monotonic())
             return events.CallFailed(action.attempt, error, time.monotonic())
 
@@ -455,9 +455,9 @@ class LiveRequest:
         return self._request, self._served
 
     def _first_text(
-        self, assignment: Assignment, token_id: int, said: FirstToken | PrefillReply
+        self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        """Made once: message and reply bring the same token."""
+        """The first token as text. Message and reply bring the same token, so it is made once."""
         if assignment.first is None:
             request, _ = self._understood()
             sampling = request.sampling
@@ -469,7 +469,7 @@ class LiveRequest:
                 sampling.end_ids,
                 max(sampling.min_tokens - before, 0),
             )
-            delta = text.push([token_id], logprobs=said.logprobs)
+            delta = text.push([token_id], logprobs=source.logprobs)
             reason = "length" if before + 1 >= sampling.max_tokens else ""
             if delta.is_stopped:
                 reason = "stop_word"
@@ -477,10 +477,10 @@ class LiveRequest:
                 reason = "end_id"
             if reason:
                 delta = merge([delta, text.finish()])
-            assignment.first = events.FirstText(delta, reason, said.cached_tokens)
+            assignment.first = events.FirstText(delta, reason, source.cached_tokens)
         return assignment.first
 
-    # --- carrying out actions: what blocks is returned
+    # --- carrying out actions: blocking work is returned
 
     def _carry_out(self, action: LifecycleAction) -> Work | None:
         services = self._services
@@ -502,8 +502,8 @@ class LiveRequest:
                 self._note_prefill(self._assignments[action.attempt])
             case events.NoteLoss():
                 request_id = self._id_of(action.attempt)
-                said, now_s = "request %s, %s: %s", time.monotonic()
-                log.warning(said, request_id, action.loss.value, action.error, extra=self._in_log)
+                text, now_s = "request %s, %s: %s", time.monotonic()
+                log.warning(text, request_id, action.loss.value, action.error, extra=self._in_log)
                 self.trace.lost(action.attempt, action.loss.value, str(action.error), now_s)
             case events.NoteFailed():
                 services.cluster.worker_failed(*action.worker)
@@ -525,7 +525,7 @@ class LiveRequest:
                 request_id = self._id_of(action.attempt)
                 services.streams.forget(request_id)
                 services.cluster.finished(request_id, action.output_tokens)
-                if self.state.phase is Phase.DONE:  # it may have ended while it was being let in
+                if self.state.phase is Phase.DONE:  # the request may have ended during routing
                     self._note_used(is_served=bool(self._sent_ids))
             case events.End():
                 self._end(action.error or self._send_error)
@@ -535,7 +535,7 @@ class LiveRequest:
         assert self._answer is not None
         self._sent_ids += message.delta.token_ids
         if message.finish_reason:
-            self._note_used(is_served=True)  # before the client can ask again
+            self._note_used(is_served=True)  # before the client can send its next request
         try:
             self._answer.add(message)
         except Exception as error:
@@ -554,8 +554,7 @@ class LiveRequest:
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
-        """Tell every process that may be at it, also one that stands still: it reads this first
-        when it goes on."""
+        """Send Stop to every process of both workers; a frozen one reads it when it resumes."""
         assignment = self._assignments[action.attempt]
         route = assignment.decided.route
         for worker in (route.prefill, route.decode):
@@ -564,7 +563,7 @@ class LiveRequest:
                 self._services.outbox.send(inbox, Stop(assignment.request_id, action.reason))
 
     def _end(self, error: Exception | None) -> None:
-        """The client is told, and it is counted."""
+        """End the answer or fail the client call, then close metrics and trace."""
         try:
             self._note_end(error)
             if error is None and self._answer is not None:
@@ -587,13 +586,15 @@ class LiveRequest:
 
     def _note_end(self, error: Exception | None) -> None:
         if isinstance(error, InvalidRequest) and self._principal.limits and not self._counted_id:
-            self._services.cluster.charged(self.tenant)  # reading it took time
+            self._services.cluster.charged(self.tenant)  # an invalid request costs parsing time
         is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
         self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
 
     def _note_used(self, is_served: bool) -> None:
-        """Of its tenant's limits: the first call counts. A request that failed before its first
-        token has used nothing; one whose client left, or set too short a timeout, its prompt."""
+        """Charge the tokens to the tenant's limits; only the first call counts.
+
+        Not served: failed before the first token, while the client still waited.
+        """
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0
             self._services.cluster.used(self._counted_id, tokens)

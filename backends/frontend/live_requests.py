@@ -1,19 +1,20 @@
-"""Requests in flight at the frontend: who is let in, and the watch over those inside.
+"""Requests in flight at the frontend: their limit per tenant, and the thread that watches them.
 
-While a tenant is alone it may have all places. As soon as another one is there, each may have a
-share of them at most, so that a flood leaves places to others. Requests that are in flight are
-left alone: a flood that came first drains, and gets no new places above its share.
+A tenant that is alone may use all `requests_max` request slots. Beside other tenants, each tenant
+may use at most its share of the slots, so that a flood leaves slots to the others. Requests in
+flight are never ended for this: a flood that came first drains, and gets no new slot above its
+share.
 
-A tenant that was turned away counts as being there for a while. Otherwise a flood that had filled
-every place would go on doing so: whoever has nothing in flight would never be seen. And as two
-shares may be all there is, who has more than another one that was turned away may have an equal
-part at most until that one is in.
+A tenant whose request was rejected counts as present for a while. Otherwise a flood that holds
+every slot would keep them, because a tenant without a request in flight would not be seen. Two
+shares may cover all slots. Therefore a tenant that has more requests than a rejected tenant may
+use only an equal part, until the rejected tenant is admitted.
 
-Triton tells a model that its client is gone only when asked, and does not pass it on to the
-models called in turn. So one thread looks after every request in flight, some times a second.
+Triton reports a disconnected client only to a model that polls for it, and not to the models
+called in turn. So one thread polls for every request in flight, several times a second.
 
-Not here: what becomes of a request whose client has left (lifecycle/), shares of computing under
-overload (conductor/admission/fair_share.py), who a tenant is (request.py).
+Not here: how the request of a disconnected client ends (lifecycle/), shares of computing under
+overload (conductor/admission/fair_share.py), the name of a request's tenant (request.py).
 """
 
 from __future__ import annotations
@@ -28,65 +29,65 @@ from collections.abc import Mapping
 from backends.frontend.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
-RECENT_S = 5.0  # a tenant that was turned away comes back within this time, or has gone
-TURNED_AWAY_MAX = 256  # of them are remembered
-STOOD_STILL_S = 2.0  # a turn that comes so late: this process was frozen, or its machine
+RECENT_S = 5.0  # seconds for which a rejected tenant counts as present
+REJECTED_TENANTS_MAX = 256  # rejected tenants remembered
+STALL_S = 2.0  # a turn that is later than this: the process or its host was frozen
 
 
-def places_of_one(requests_max: int, share: float, tenants: int) -> int:
-    """How many requests one of so many tenants may have in flight: at least one."""
+def slots_of_one(requests_max: int, share: float, tenants: int) -> int:
+    """Requests that one of `tenants` tenants may have in flight; >= 1."""
     assert requests_max >= 1 and 0 < share <= 1 and tenants >= 1, (requests_max, share, tenants)
     return requests_max if tenants == 1 else max(1, math.floor(share * requests_max))
 
 
 class TenantCap:
-    """Says who is turned away. Not thread-safe."""
+    """Rejects requests above their tenant's share. Not thread-safe."""
 
     def __init__(self, requests_max: int, share: float) -> None:
         self._requests_max = requests_max
         self._share = share
-        self._turned_away_s: dict[str, float] = {}  # tenant -> when, the oldest first
+        self._rejected_s: dict[str, float] = {}  # tenant -> time of its rejection, oldest first
 
-    def objection(self, tenant: str, in_flight: Mapping[str, int], now_s: float) -> tuple[str, str]:
+    def rejection(self, tenant: str, in_flight: Mapping[str, int], now_s: float) -> tuple[str, str]:
         """(kind of rejection, reason) for one more request of `tenant`, or ("", "").
 
-        `in_flight`: how many each tenant has.
+        `in_flight`: tenant -> its number of requests in flight.
         """
         self._forget_old(now_s)
-        there = {tenant, *self._turned_away_s, *(name for name, n in in_flight.items() if n)}
+        present = {tenant, *self._rejected_s, *(name for name, n in in_flight.items() if n)}
         own, total = in_flight.get(tenant, 0), sum(in_flight.values())
-        places = places_of_one(self._requests_max, self._share, len(there))
-        if any(in_flight.get(other, 0) < own for other in self._turned_away_s):
-            places = min(places, max(1, self._requests_max // len(there)))
+        slots = slots_of_one(self._requests_max, self._share, len(present))
+        if any(in_flight.get(other, 0) < own for other in self._rejected_s):
+            slots = min(slots, max(1, self._requests_max // len(present)))
         kind = reason = ""
         if total >= self._requests_max:
             kind = "front_full"
             reason = f"{total} requests are in flight, requests_max is {self._requests_max}"
-        elif own >= places:
+        elif own >= slots:
             kind = "tenant_full"
             reason = (
-                f"tenant {tenant!r} has {own} requests in flight; one of {len(there)} tenants may "
-                f"have {places} of {self._requests_max}"
+                f"tenant {tenant!r} has {own} requests in flight; one of {len(present)} tenants "
+                f"may have {slots} of {self._requests_max}"
             )
         if kind:
-            self._turned_away_s.pop(tenant, None)  # to the end of the line
-            self._turned_away_s[tenant] = now_s
-            if len(self._turned_away_s) > TURNED_AWAY_MAX:
-                del self._turned_away_s[next(iter(self._turned_away_s))]
+            self._rejected_s.pop(tenant, None)  # so that it is inserted as the newest
+            self._rejected_s[tenant] = now_s
+            if len(self._rejected_s) > REJECTED_TENANTS_MAX:
+                del self._rejected_s[next(iter(self._rejected_s))]
         else:
-            self._turned_away_s.pop(tenant, None)
+            self._rejected_s.pop(tenant, None)
         return kind, reason
 
     def _forget_old(self, now_s: float) -> None:
-        while self._turned_away_s:
-            oldest = next(iter(self._turned_away_s))
-            if now_s - self._turned_away_s[oldest] <= RECENT_S:
+        while self._rejected_s:
+            oldest = next(iter(self._rejected_s))
+            if now_s - self._rejected_s[oldest] <= RECENT_S:
                 return
-            del self._turned_away_s[oldest]
+            del self._rejected_s[oldest]
 
 
 class LiveRequests:
-    """The set of requests in flight, and the thread that looks after each of them."""
+    """The set of requests in flight, and the thread that watches each of them."""
 
     def __init__(self, poll_s: float) -> None:
         self._live: dict[str, LiveRequest] = {}
@@ -101,7 +102,7 @@ class LiveRequests:
         return len(self._live)
 
     def of_tenants(self) -> dict[str, int]:
-        """How many each tenant has in flight; those with none are left out."""
+        """Requests in flight of each tenant that has any."""
         with self._changed:
             return dict(self._of_tenant)
 
@@ -110,7 +111,7 @@ class LiveRequests:
             return list(self._live.values())
 
     def held_ids(self) -> set[str]:
-        """Of every attempt that a request in flight still has, or by which it is counted."""
+        """Ids of all open attempts, and of the attempts charged to tenants' limits."""
         return {held_id for request in self.all() for held_id in request.held_ids()}
 
     def add(self, request: LiveRequest) -> None:
@@ -122,7 +123,7 @@ class LiveRequests:
         with self._changed:
             if self._live.pop(request.request_id, None) is not None:
                 self._of_tenant[request.tenant] -= 1
-                self._of_tenant += Counter()  # drops those with none
+                self._of_tenant += Counter()  # drops tenants without requests
             self._changed.notify_all()
 
     def wait_until_empty(self, timeout_s: float) -> bool:
@@ -137,14 +138,12 @@ class LiveRequests:
         awake_since_s = turn_s = time.monotonic()
         while not self._is_closing.wait(self._poll_s):
             now_s = time.monotonic()
-            if now_s - turn_s > STOOD_STILL_S + self._poll_s:
-                awake_since_s = now_s  # what came meanwhile waits to be read
+            if now_s - turn_s > STALL_S + self._poll_s:
+                awake_since_s = now_s  # messages that came during the stall are still unread
             turn_s = now_s
             for request in self.all():
                 try:
                     request.look(now_s, now_s - awake_since_s)
-                except Exception:  # edge: nobody else looks after the others
-                    of_request = {"request_id": request.request_id}
-                    log.exception(
-                        "looking at request %s failed", request.request_id, extra=of_request
-                    )
+                except Exception:  # edge: the other requests still need the watch
+                    in_log = {"request_id": request.request_id}
+                    log.exception("watching request %s failed", request.request_id, extra=in_log)

@@ -1,10 +1,10 @@
-"""What the conductor model shows on Triton's metrics port: where each number comes from.
+"""Metrics of the conductor model on Triton's metrics port: the source of each number.
 
-`MetricsLoop` calls `show` a few times a second. What the directory says of the storage nodes is
-asked once a second, in a thread of its own: a directory that does not answer costs its client two
-seconds, and the other numbers should not wait for it.
+`MetricsLoop` calls `show` a few times a second. `StoreWatch` gets the directory's numbers of the
+storage nodes once a second, in its own thread. A directory that does not answer costs its client
+two seconds, and the other metrics must not wait for it.
 
-Not here: what the names mean (metrics/table.py).
+Not here: the meaning of the names (metrics/table.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ PERIOD_S = 1.0
 
 
 class Evictions:
-    """Per node since the first look, however often node and directory begin anew. Pure.
+    """Evictions of each node since the first look, across restarts of node and directory. Pure.
 
-    The directory's own count is no counter for a metrics page: it restarts, and a conductor that
-    was reloaded would add all of it again. (While one reloads, both of its processes count.)
+    The directory's own count cannot be published as a counter. It restarts with the directory, and
+    a reloaded conductor would add all of it again. (While a conductor reloads, both of its
+    processes count.)
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (incarnation, its count)
+        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (incarnation, count)
         self._is_first = True
         self.totals: dict[str, int] = {}
 
@@ -40,7 +41,7 @@ class Evictions:
             incarnation = (stats.epoch, node.incarnation)
             seen_incarnation, seen = self._last.get(node.node_id, (incarnation, 0))
             if self._is_first:
-                seen = node.evictions  # those before were another process's to count
+                seen = node.evictions  # an earlier process has published these
             is_same = incarnation == seen_incarnation
             new = node.evictions - seen if is_same else node.evictions
             self._last[node.node_id] = (incarnation, node.evictions)
@@ -49,10 +50,7 @@ class Evictions:
 
 
 class DirectoryCounts:
-    """What a directory counts since its epoch began, added up over epochs. Pure.
-
-    As with evictions, what was counted before the first look was another process's to publish.
-    """
+    """Counts of the directory since the first look, added up over its epochs. Pure."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None
@@ -78,6 +76,8 @@ class DirectoryCounts:
 
 
 class StoreWatch:
+    """Reads the directory's counts every PERIOD_S, in its own thread."""
+
     def __init__(self, directory: DirectoryClient) -> None:
         self.seen: DirectoryStats | None = None  # None while the directory does not answer
         self._directory = directory
@@ -89,16 +89,16 @@ class StoreWatch:
 
     @property
     def evictions(self) -> dict[str, int]:
-        """Per node, as Evictions counts them."""
+        """Node -> evictions."""
         return dict(self._evictions.totals)
 
     @property
     def counts(self) -> dict[str, int]:
-        """As DirectoryCounts has them."""
+        """The totals of DirectoryCounts."""
         return dict(self._counts.totals)
 
     def close(self) -> None:
-        """Before the client is closed."""
+        """To be called before the directory's client is closed."""
         self._is_closing.set()
         self._thread.join(timeout=self._directory.timeout_s + 1.0)
 
@@ -119,7 +119,7 @@ class StoreWatch:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What `show` reads."""
+    """Sources of `show`."""
 
     frontend: Frontend
     store: StoreWatch
@@ -173,7 +173,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
 
 
 def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
-    """Nothing while the directory does not answer: its gauges go to 0 then."""
+    """Publish the store's metrics. While the directory does not answer, nothing is published, and
+    the gauges go to 0."""
     seen = watch.seen
     if seen is None:
         return

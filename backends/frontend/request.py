@@ -1,7 +1,7 @@
-"""A request as the frontend understands it: checked, complete, with every default filled in.
+"""A parsed request: checked and complete, with every default filled in.
 
 `parse` either returns a ClientRequest or raises InvalidRequest with *all* problems, each with the
-limit and what to do. The rules for what is not said:
+limit and the remedy. Defaults:
 
 | input or parameter | when it is not given |
 |---|---|
@@ -11,18 +11,18 @@ limit and what to do. The rules for what is not said:
 | `stream_interval` | 1 token per response, or more while the frontend has too many to send |
 | `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
 | `return_decision`, `return_perf_metrics` | false |
-| `return_num_input_tokens`, `return_num_output_tokens` | the counts are always there |
-| request id, or parameter `id` (Triton's /generate sends it so) | a fresh one |
-| parameter `tenant` | "": shares cached KV with all who name none |
+| `return_num_input_tokens`, `return_num_output_tokens` | the counts are always sent |
+| request id, or parameter `id` (Triton's /generate sends it so) | a new random one |
+| parameter `tenant` | "": shares cached KV with all requests that name no tenant |
 | parameter `tenant_proof` | ""; read where keys are configured (tenants/principal.py) |
 | parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
-| parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: none of its own |
-| parameter `traceparent` | a trace of its own, where tracing is on; a bad one is ignored |
+| parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: no timeout of the client |
+| parameter `traceparent` | a new trace, where tracing is on; an invalid value is ignored |
 | parameters `prefill_worker`, `decode_worker` | the conductor chooses |
 | parameter `describe` | false; true needs no prompt |
 
-Triton's /generate turns JSON fields that are no tensor into parameters, so a misspelt tensor
-arrives as an unknown parameter: it is refused with the likely name, never ignored.
+Triton's /generate turns JSON fields that are not tensors into parameters. So a misspelt tensor
+arrives as an unknown parameter, which is rejected with the likely name and never ignored.
 Not here: reading single tensors (inputs.py), limits of sampling (sampling_params.py).
 """
 
@@ -62,12 +62,12 @@ MESSAGE_KEYS = ("role", "content")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a request may ask for here; limits on sampling are in engine/sampling_params.py."""
+    """Limits on a request; limits on sampling are in engine/sampling_params.py."""
 
-    context_tokens_max: int  # prompt and output together
-    vocabulary_tokens: int
-    output_tokens_default: int = 256  # max_tokens of a request that names none
-    text_bytes_max: int = tensors.TEXT_BYTES_MAX  # of text_input or messages
+    context_tokens_max: int  # tokens of prompt and output together
+    vocabulary_tokens: int  # valid token ids are 0 <= id < vocabulary_tokens
+    output_tokens_default: int = 256  # default of max_tokens
+    text_bytes_max: int = tensors.TEXT_BYTES_MAX  # UTF-8 bytes of text_input or messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class ClientRequest:
 
     request_id: str
     prompt_ids: np.ndarray  # int32
-    prompt_text: str  # that of prompt_ids; only if includes_prompt
+    prompt_text: str  # text of prompt_ids; "" unless includes_prompt
     sampling: SamplingParams
     is_stream: bool
     stream_interval: int  # tokens per response; 0: one response at the end
-    is_paced: bool  # the client chose no interval: a response may carry more tokens
+    is_paced: bool  # True: the client set no interval, so a response may carry more tokens
     wants_decision: bool
     wants_perf: bool
     includes_prompt: bool
@@ -89,7 +89,7 @@ class ClientRequest:
     prefill_worker: str  # "": any
     decode_worker: str  # "": any
     describe: bool
-    timeout_ms: int  # since its arrival; 0: none of its own
+    timeout_ms: int  # since the arrival; 0: no timeout of the client
 
 
 def parse(
@@ -100,13 +100,13 @@ def parse(
     limits: RequestLimits,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> ClientRequest:
-    """Raises InvalidRequest, and nothing else, whatever the inputs are."""
+    """Check and complete a request. For any inputs, the only exception is InvalidRequest."""
     reader = InputReader(inputs)
     options = _Options(parameters, reader)
     prompt_ids = np.zeros(0, np.int32)
     if not options.describe:
         prompt_ids = read_prompt(reader, tokenizer, limits)
-    # Without a prompt the problem is noted already; the other limits are checked as for one token.
+    # A missing prompt is noted already; the other limits are then checked for a one-token prompt.
     sampling_limits = SamplingLimits(
         max(len(prompt_ids), 1), limits.context_tokens_max, limits.vocabulary_tokens
     )
@@ -146,7 +146,7 @@ def parse(
 def parse_prompt(
     inputs: Mapping[str, np.ndarray], tokenizer: Tokenizer, limits: RequestLimits
 ) -> np.ndarray:
-    """Only the prompt, for the preprocessing model; raises InvalidRequest."""
+    """The prompt's token ids, for the preprocessing model; raises InvalidRequest."""
     reader = InputReader(inputs)
     found = read_prompt(reader, tokenizer, limits)
     if reader.problems:
@@ -155,10 +155,10 @@ def parse_prompt(
 
 
 def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits) -> np.ndarray:
-    """int32 ids; empty when there is a problem, which `reader` has then.
+    """The prompt's token ids as int32; empty if there is a problem, which is noted in `reader`.
 
-    `messages` is a JSON list of {"role", "content"}, content a string or a list of text parts as in
-    OpenAI's interface.
+    `messages` is a JSON list of {"role", "content"}. Content is a string or a list of text parts,
+    as in OpenAI's interface.
     """
     given = [name for name in PROMPTS if reader.has(name)]
     problems_before = len(reader.problems)
@@ -195,13 +195,13 @@ def _token_ids(
     if text and is_chat:
         messages = _messages(reader, text)
         text = tokenizer.apply_chat(messages) if messages else ""
-    # An empty text would still get a BOS from some tokenizers: an answer to no question.
+    # Some tokenizers add a BOS token even to an empty text, which would hide the empty prompt.
     token_ids = tokenizer.encode(text, add_special=not is_chat) if text else []
     return np.array(token_ids, np.int64)
 
 
 def _messages(reader: InputReader, text: str) -> list[dict[str, Any]]:
-    """[] when there is a problem."""
+    """The messages; [] if there is a problem, which is noted in `reader`."""
     content, problem = from_json("messages", text)
     if not problem and (not isinstance(content, list) or not content):
         problem = f"messages is {shown(content)}; send a JSON list with at least one message"
@@ -215,7 +215,7 @@ def _messages(reader: InputReader, text: str) -> list[dict[str, Any]]:
 
 
 def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
-    """(message, "") or ({}, what is wrong)."""
+    """(message, "") or ({}, problem)."""
     if not isinstance(message, dict):
         return {}, f"{name} is {shown(message)}; send an object with role and content"
     unknown = sorted(message.keys() - set(MESSAGE_KEYS))
@@ -226,13 +226,13 @@ def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
         return {}, f"{name} has no {missing[0]}"
     role, problem = as_text(f"{name}.role", message["role"])
     if problem or not role:
-        return {}, problem or f"{name}.role is empty; send user, say"
+        return {}, problem or f"{name}.role is empty; send for example user"
     content, problem = _content(f"{name}.content", message["content"])
     return ({}, problem) if problem else ({"role": role, "content": content}, "")
 
 
 def _content(name: str, content: Any) -> tuple[str | list[dict[str, str]], str]:
-    """(text or parts of text, "") or ("", what is wrong)."""
+    """(text or text parts, "") or ("", problem)."""
     if not isinstance(content, list):
         text, problem = as_text(name, content)
         return text or "", problem
@@ -271,7 +271,7 @@ class _Options:
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self.id = self._text("id")
         self.tenant = self._text("tenant")
-        self._text("tenant_proof")  # checked only: with keys, it was read before
+        self._text("tenant_proof")  # checked only: with API keys, it was verified before
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
         if self.timeout_ms < 0:
             reader.note(
@@ -279,7 +279,7 @@ class _Options:
             )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
-        self.describe = self._flag("describe")  # the word "cluster" was answered before
+        self.describe = self._flag("describe")  # the value "cluster" was handled before
 
     def _integer(self, name: str, absolute_max: int) -> int:
         value = self._parameters.get(name, 0)

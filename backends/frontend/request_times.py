@@ -1,7 +1,7 @@
-"""One request on the clock of the frontend: when it came, when its tokens left, how it ended.
+"""Latency metrics of one request: its arrival, the times of its tokens, its outcome.
 
-What of that is worth a metric goes into `Observations`. A message of a stream pays a subtraction
-and an append for it. Pure; time is an argument.
+The metrics go into `Observations`. They cost each message of a stream a subtraction and an append.
+Pure; time is an argument.
 Not here: publishing (metrics/page.py), times inside the workers (workers/jobs.py).
 """
 
@@ -26,11 +26,11 @@ from backends.metrics.table import REASONS, TENANT_REASONS
 from conductor.messages import Prediction
 
 TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
-MESSAGES_PER_FLUSH = 50  # of a long stream: its intervals reach the counters while it runs
+MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added to the counters
 
 
 class LatencyLimits(NamedTuple):
-    """The service levels that an answer met or missed."""
+    """The SLO of an answer; infinite: no limit."""
 
     ttft_s_max: float = math.inf
     tbt_s_max: float = math.inf
@@ -40,7 +40,7 @@ NO_LIMITS = LatencyLimits()
 
 
 class RequestTimes:
-    """Not thread-safe: one thread at a time is at a request."""
+    """Not thread-safe: only the owner of the request calls it."""
 
     def __init__(
         self, observations: Observations, arrived_s: float, limits: LatencyLimits = NO_LIMITS
@@ -48,18 +48,18 @@ class RequestTimes:
         self._observe = observations.observe
         self._arrived_s = arrived_s
         self._limits = limits
-        self._first_s = self._last_s = 0.0  # when tokens left
-        self._tokens = 0
-        self._gaps_s = array("d")  # between messages; within one, tokens are 0 apart
+        self._first_s = self._last_s = 0.0  # time of the first and the latest message with tokens
+        self._tokens = 0  # tokens sent
+        self._gaps_s = array("d")  # seconds between messages; tokens of one message have no gap
         self._counted_intervals, self._counted_s = 0, 0.0
         self._predicted_tbt_s = 0.0
-        self.tenant = ""  # its label (tenants/tenant_labels.py); "" where nobody counts by tenant
+        self.tenant = ""  # label of its tenant (tenants/tenant_labels.py); "": not counted
         self._prompt_tokens = self._cached_tokens = 0
-        self.is_stream = False  # without a stream nobody sees when a token came
+        self.is_stream = False  # without a stream, intervals between tokens are not counted
 
     @property
     def first_s(self) -> float:
-        """When the first token left; 0: none has."""
+        """Time at which the first token was sent; 0: none was."""
         return self._first_s
 
     def retried(self) -> None:
@@ -68,24 +68,24 @@ class RequestTimes:
     def prefilled(self, predicted: Prediction, actual_s: float) -> None:
         """The first token of an attempt came `actual_s` after the conductor had decided."""
         self._predicted_tbt_s = predicted.tbt_s
-        predicted_s = predicted.ttft_s - predicted.handover_s  # which the first token does not need
+        predicted_s = predicted.ttft_s - predicted.handover_s  # the first token needs no hand-over
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
         name = "mooncake_ttft_prediction_seconds_total"
         self._observe(name, predicted_s, kind="predicted")
         self._observe(name, actual_s, kind="actual")
 
     def read(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Its prompt, by the first attempt; what a later one reads again is not of the client."""
+        """Note the prompt's tokens; only the first attempt counts."""
         if not self._prompt_tokens:
             self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
     def prefill_wasted(self, compute_s: float) -> None:
-        """Its decode worker refused it after the prefill was paid for."""
+        """The decode worker rejected the request after its prefill."""
         self._observe("mooncake_wasted_prefills_total")
         self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
 
     def sent(self, tokens: int, now_s: float) -> None:
-        """A message with so many new tokens has left."""
+        """A message with `tokens` new tokens was sent."""
         if not tokens:
             return
         if self._tokens:
@@ -99,7 +99,7 @@ class RequestTimes:
             self._count_intervals()
 
     def ended(self, error: Exception | None, now_s: float) -> None:
-        """The request is over; None: it was answered."""
+        """Count the ended request; without an error it was answered."""
         self._observe("mooncake_requests_total", outcome=outcome_of(error))
         if isinstance(error, Overloaded):
             reason = error.kind if error.kind in REASONS else "other"
@@ -149,13 +149,13 @@ class RequestTimes:
 
 
 def tbt_s(gaps_s: Sequence[float], intervals: int) -> float:
-    """The mean of the longest 10 % of `intervals`, of which all but `gaps_s` are 0."""
+    """Mean of the longest 10 % of the token intervals; intervals not in `gaps_s` are 0 s."""
     longest = max(1, math.ceil(intervals * TBT_LONGEST_SHARE))
     return sum(heapq.nlargest(longest, gaps_s)) / longest
 
 
 def outcome_of(error: Exception | None) -> str:
-    """The first word of what the client reads."""
+    """The outcome label: the first word of the error that the client gets, or "answered"."""
     if error is None:
         return "answered"
     if isinstance(error, Overloaded):
@@ -166,6 +166,6 @@ def outcome_of(error: Exception | None) -> str:
 
 
 def _error(predicted_s: float, actual_s: float) -> float:
-    """Clocks tick: what took no time is held to take a microsecond."""
+    """Relative error of a prediction; actual times count as at least 1 us."""
     actual_s = max(actual_s, 1e-6)
     return abs(predicted_s - actual_s) / actual_s

@@ -1,12 +1,14 @@
-"""Telling the other frontends what this one routed: bytes for notes, and the thread that sends.
+"""Routing notes to the other frontends: their wire format, and the thread that sends them.
 
-While others are known, a note about a routing leaves at once if none left for NOTES_S; else notes
-wait for so long, or until there are NOTES_MAX. Alone, a frontend only says once a second that it
-lives, so a single one pays for nothing. No request ever waits for
-this: the conductor collects the notes, the thread fetches and sends them, and a batch that the
-directory does not take in time is dropped. The others see from its number that it is missing.
+While other frontends are known, a note is sent at once if no batch was sent for NOTES_S. Otherwise
+notes wait until then, or until there are NOTES_MAX. A frontend that is alone only sends a sign of
+life once a second.
 
-Not here: what is noted and what it is good for (conductor/notes.py), reading the events
+Requests never wait for notes. The conductor collects the notes, and the thread fetches and sends
+them. A batch that the directory does not accept in time is dropped. The others detect the missing
+batch by its number.
+
+Not here: the contents of notes and their use (conductor/notes.py), reading the events
 (cluster_view.py).
 """
 
@@ -26,23 +28,23 @@ from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
 
 NOTES_S = 0.02
-NOTES_MAX = 64  # in one batch
-SEND_S_MAX = 0.5  # later than that they are worth nothing
-ALIVE_S = 1.0  # conductor parameter frontend_silent_s_max is a few times as much
+NOTES_MAX = 64  # notes that are sent without waiting for NOTES_S; most notes of a batch
+SEND_S_MAX = 0.5  # timeout of sending a batch
+ALIVE_S = 1.0  # period of batches while idle; several fit in parameter frontend_silent_s_max
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
-Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # on the clock of who sent it
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # on the sender's monotonic clock
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
-    """RoutedNote on the wire: the pure records know no msgspec, and these know their bounds."""
+    """RoutedNote on the wire. The pure records do not depend on msgspec; these check bounds."""
 
     number: Number
     at_s: Moment
@@ -82,7 +84,7 @@ class UsageMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
-    """All of a NoteBatch but what the event says beside it: frontend and number."""
+    """A NoteBatch without the fields of its event: frontend and number."""
 
     sent_s: Moment
     routed: list[RoutedMessage]
@@ -90,7 +92,7 @@ class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     ended: list[EndedMessage]
     is_last: bool
     wanted_per_s: Seconds
-    # Not from releases before these fields.
+    # Older releases do not send these fields.
     wanted_of: dict[Text, Seconds] = {}
     usage: list[UsageMessage] = []
 
@@ -115,7 +117,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
 
 
 def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
-    """None for bytes that are no notes: then this batch counts as missing."""
+    """The batch of an event; None if its bytes cannot be decoded, which counts as missing."""
     try:
         message = _decode(event.notes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -144,16 +146,14 @@ def _note(message: msgspec.Struct, kind: type[T]) -> T:
 
 
 class NoteSource(Protocol):
-    """Where the notes come from: ClusterView."""
+    """Source of the notes (ClusterView)."""
 
-    def notes_waiting(self) -> tuple[int, int]:
-        """How many notes wait, and how many other frontends would hear of them."""
-
+    def notes_waiting(self) -> tuple[int, int]: ...
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch: ...
 
 
 class NoteSender:
-    """One batch after the other, in a thread of its own."""
+    """Sends one batch after the other, in its own thread."""
 
     def __init__(self, directory: str, source: NoteSource) -> None:
         self._client, self._source = DirectoryClient(directory, SEND_S_MAX), source
@@ -165,7 +165,7 @@ class NoteSender:
         self._thread.start()
 
     def on_routed(self, waiting: int) -> None:
-        """After each decision: send what waits now, or leave it to the next round."""
+        """Called after each decision: wake the thread if a batch is due."""
         if waiting >= NOTES_MAX or (waiting and time.monotonic() >= self._sent_s + NOTES_S):
             self._wake.set()
 
@@ -196,7 +196,7 @@ class NoteSender:
             self.batches_sent += 1
         except StoreError as error:
             self.batches_unsent += 1
-            log.debug("notes to the other frontends are lost: %s", error)
-        except Exception:  # edge: one bad batch must not end the telling
+            log.debug("dropped notes to the other frontends: %s", error)
+        except Exception:  # edge: one bad batch must not end the thread
             self.batches_unsent += 1
-            log.exception("notes to the other frontends are lost")
+            log.exception("dropped notes to the other frontends")

@@ -1,18 +1,18 @@
-"""How a request's answer is sampled and where it ends: the rules for what is not said.
+"""Sampling and end of a request's answer: inputs and their defaults.
 
-| said | means |
+| input | meaning |
 |---|---|
-| nothing about sampling | greedy (temperature 0) |
+| no input about sampling | greedy (temperature 0) |
 | `temperature` 0, or `top_k` 1 | greedy, whatever else is set |
 | `top_k` (not 0), `top_p` or `min_p` (not 0), but no `temperature` | temperature 1, as in vLLM |
 | no `seed` (`random_seed`) | seed 0, as in TensorRT-LLM: the same request, the same answer |
 | no `max_tokens` | the frontend's default, or `min_tokens` if larger, but no more than fits |
-| `max_tokens` | exactly that; refused, with the numbers, if the context cannot hold it |
+| `max_tokens` | exactly that; rejected, with the numbers, if the context cannot hold it |
 | `min_length`, `random_seed` | older spellings; both spellings must agree |
 | `end_id` -1, or `ignore_eos` | never end at a token; the answer has max_tokens tokens |
 | `end_id` | ends at this token only, instead of the checkpoint's end tokens |
 | `stop_words` [""] | none (TensorRT-LLM's examples write it so) |
-| no `return_log_probs` | no logprobs; with them `top_logprobs` best tokens (0 unless said) |
+| no `return_log_probs` | no logprobs; with them `top_logprobs` best tokens (default 0) |
 | no `guided_json`, or an empty one | any text; else a JSON text that follows the schema |
 | `sampling_parameters` | vLLM's JSON: the same names and `stop`; a tensor that differs wins |
 
@@ -61,21 +61,21 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 def read(
     reader: InputReader, tokenizer: Tokenizer, limits: SamplingLimits, tokens_default: int
 ) -> SamplingParams:
-    """Notes every broken limit in `reader`; the result counts only if there is none."""
-    said = _from_json(reader)
-    said |= _tensors(reader)
-    said.setdefault("temperature", 1.0 if _wants_sampling(said) else 0.0)
-    if "max_tokens" not in said:
-        wanted = max(tokens_default, said.get("min_tokens", 0))
-        said["max_tokens"] = max(min(wanted, limits.output_tokens_max), 1)
-    end_ids = () if said.pop("ignore_eos", False) else tokenizer.eos_ids
+    """Read the sampling parameters. Broken limits are noted in `reader`; then ignore the result."""
+    given = _from_json(reader)
+    given |= _tensors(reader)
+    given.setdefault("temperature", 1.0 if _wants_sampling(given) else 0.0)
+    if "max_tokens" not in given:
+        wanted = max(tokens_default, given.get("min_tokens", 0))
+        given["max_tokens"] = max(min(wanted, limits.output_tokens_max), 1)
+    end_ids = () if given.pop("ignore_eos", False) else tokenizer.eos_ids
     end_id = reader.integer("end_id")
     if end_id is not None:
         end_ids = () if end_id == NEVER_ENDS else (end_id,)
     reader.integer("pad_id")  # nothing is padded here; checked, then not used
-    words = said.pop("stop", [])
+    words = given.pop("stop", [])
     params = SamplingParams(
-        **said,
+        **given,
         end_ids=end_ids,
         stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
@@ -89,8 +89,11 @@ def read(
 
 
 def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) -> Sequence[str]:
-    """Why no worker could hold an answer to this schema. Without the package that does it nothing
-    is known here but the keywords; the prefill worker says the rest before it computes."""
+    """Why no worker could hold an answer to this schema.
+
+    Without the optional package of guided decoding, only the keywords are checked here. The
+    prefill worker checks the rest before it computes.
+    """
     if not guides.is_installed():
         return [f"guided_json: {problem}" for problem in read_schema(schema)[1]]
     try:
@@ -101,7 +104,7 @@ def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) ->
 
 
 def _tensors(reader: InputReader) -> dict[str, Any]:
-    """What the tensors say, under the names of SamplingParams."""
+    """Values given as tensors, by their names in SamplingParams."""
     found: dict[str, Any] = {name: reader.number(name) for name in NUMBERS}
     found["max_tokens"] = reader.integer("max_tokens")
     found["top_k"] = reader.integer("top_k")
@@ -129,15 +132,15 @@ def _top_logprobs(reader: InputReader) -> int:
     return NO_LOGPROBS
 
 
-def _wants_sampling(said: dict[str, Any]) -> bool:
-    return bool(said.get("top_k") or said.get("min_p")) or "top_p" in said
+def _wants_sampling(given: dict[str, Any]) -> bool:
+    return bool(given.get("top_k") or given.get("min_p")) or "top_p" in given
 
 
 def _from_json(reader: InputReader) -> dict[str, Any]:
-    """What `sampling_parameters` says, under our names and with their types.
+    """Values given in `sampling_parameters`, by their names and types in SamplingParams.
 
-    Load generators for vLLM's backend write numbers as strings ({"max_tokens": "6"}), so both are
-    read. Keys that we do not support are refused by name.
+    Load generators for vLLM's backend write numbers as strings ({"max_tokens": "6"}), so both forms
+    are read. Unsupported keys are rejected by name.
     """
     text = reader.text(JSON_NAME, JSON_BYTES_MAX)
     if text is None or not text.strip():
@@ -162,7 +165,7 @@ def _from_json(reader: InputReader) -> dict[str, Any]:
             found[key] = JSON_KEYS[key](content[key])
         except (ValueError, OverflowError) as error:
             reader.note(f"{JSON_NAME}: {key} is {shown(content[key])}; {error}")
-    if found.get("top_k") == -1:  # vLLM's word for all tokens
+    if found.get("top_k") == -1:  # in vLLM: all tokens
         found["top_k"] = 0
     return found
 

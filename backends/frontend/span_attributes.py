@@ -1,7 +1,7 @@
-"""What the span of a request says of it. Pure.
+"""Attributes of a request's span. Pure.
 
-Names of OpenTelemetry's conventions for generative models where there is one, ours elsewhere. No
-text of a prompt or an answer, and no tenant: who reads traces need not know them.
+Names follow OpenTelemetry's conventions for generative models; others start with `mooncake.`.
+Spans contain no text of a prompt or an answer, and no tenant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from backends.tracing.request_spans import Attribute
 
 
 def request_attributes(request: ClientRequest, request_id: str) -> dict[str, Attribute]:
-    """Once it is understood. `request_id`: ours, which the log has too."""
+    """Attributes of a parsed request. `request_id`: the frontend's, as in the log."""
     return {
         "mooncake.request_id": request_id,
         "mooncake.priority": request.priority,
@@ -33,7 +33,7 @@ def end_attributes(state: State, error: Exception | None) -> dict[str, Attribute
 
 
 def end_of_span(error: Exception | None) -> str:
-    """Its status: "" where it went well, else what its client reads."""
+    """The span's status: "" after success, else the error that the client gets."""
     if error is None:
         return ""
     return error.wire_message() if isinstance(error, ServingError) else repr(error)

@@ -1,18 +1,18 @@
-"""The inbox of a frontend: what workers say of its requests by message, on to the requests.
+"""A frontend's inbox: passes the workers' messages on to their requests.
 
-A prefill worker sends a message with the first token while it still puts the KV into the store.
+A prefill worker sends a message with the first token while it still writes the KV to the store.
 
-A decode worker sends one message per step with the new tokens of all requests that it decodes for
-this frontend: a message per token through Triton costs more CPU than the token
-(bench/RESULTS.md). The call that started a request (grpc_calls.ask) only says when and how
-it ended, and how many tokens came by message.
+A decode worker sends one message per step, with the new tokens of all requests that it decodes for
+this frontend. A message per token through Triton would cost more CPU time than the token
+(bench/RESULTS.md). The reply to the call (grpc_calls.ask) only reports the end of the request, and
+how many tokens were sent by message.
 
-Messages to clients cost as well, on both sides of the network. A frontend sends at most
-`messages_per_s_max`: when its streams bring more tokens than that, tokens of a stream that come
-close together share a message. A stream whose client chose a `stream_interval` is left alone. A
-decode worker knows the same number and keeps back what would wait here (decode_worker.py).
+Messages to clients cost CPU time on both sides of the network. A frontend sends at most
+`messages_per_s_max` of them. When its streams produce more tokens, tokens of a stream that arrive
+close together share a message. A stream whose client set a `stream_interval` is not changed. A
+decode worker gets the same limit, and holds back tokens that would wait here (decode_worker.py).
 
-Not here: what a request does with its tokens (lifecycle/machine.py, live_request.py).
+Not here: the handling of tokens in a request (lifecycle/machine.py, live_request.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from backends.workers.protocol import (
     open_inbox,
 )
 
-# A message takes some 0.4 ms of CPU time through the frontend, Triton and a client on the same
-# host, so this is a tenth of each core; one frontend cannot send many more than the second number.
+# A message costs about 0.4 ms of CPU time in the frontend, Triton and a client on the same host, so
+# the first number uses a tenth of each core. The second is about the most that one frontend can
+# send.
 MESSAGES_PER_S_AND_CORE, MESSAGES_PER_S_MAX = 250, 4_000
 
 
@@ -53,18 +54,18 @@ class Receiver(Protocol):
 
 @dataclass(slots=True)
 class TokenStream:
-    """An attempt that a worker may speak of."""
+    """An attempt for which workers may send messages."""
 
     receiver: Receiver
     attempt: int
-    heard_s: float  # when its worker last said anything of it, or was called
+    heard_s: float  # monotonic time of the latest message or heartbeat, or of the call
 
 
 class TokenStreams:
     def __init__(self, address: str, messages_per_s_max: float) -> None:
         self.messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
-        self._decoding: set[str] = set()  # those of them that a decode worker has
+        self._decoding: set[str] = set()  # ids of the streams whose decode worker was called
         self._inbox = open_inbox(address, self._on_messages)
 
     @property
@@ -72,11 +73,11 @@ class TokenStreams:
         return self._inbox.address
 
     def listen(self, request_id: str, receiver: Receiver, attempt: int) -> None:
-        """What workers say of this attempt goes to `receiver`, until `forget`."""
+        """Pass messages of this attempt to `receiver`, until `forget`."""
         self._streams[request_id] = TokenStream(receiver, attempt, time.monotonic())
 
     def called(self, request_id: str) -> None:
-        """A decode worker has it now."""
+        """The decode worker of this attempt is called now."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.heard_s = time.monotonic()
             self._decoding.add(request_id)
@@ -86,7 +87,7 @@ class TokenStreams:
         self._decoding.discard(request_id)
 
     def heard_s(self, request_id: str) -> float | None:
-        """When its worker last said anything of it, or was called; None: nobody waits for it."""
+        """Time of the latest message or heartbeat, or of the call; None: unknown attempt."""
         stream = self._streams.get(request_id)
         return stream.heard_s if stream is not None else None
 
@@ -94,8 +95,10 @@ class TokenStreams:
         self._inbox.close()
 
     def _on_messages(self, messages: list[WorkerMessage]) -> float | None:
-        """Seconds until something that waits is due. New tokens of one request are one event,
-        however many messages brought them."""
+        """Pass on messages; returns seconds until waiting tokens are due, None if none wait.
+
+        New tokens of one request are one event, even if they came in several messages.
+        """
         now_s = time.monotonic()
         updates: dict[tuple[str, str], list[TokenUpdate]] = {}
         for message in messages:
@@ -110,7 +113,7 @@ class TokenStreams:
                     self._heard(request_id, now_s)
         its_gap_s = gap_s(len(self._decoding), self.messages_per_s_max)
         for (request_id, incarnation), found in updates.items():
-            # Tokens of a request that is over, or goes on elsewhere, are nobody's.
+            # Tokens of an ended or replaced attempt have no stream and are dropped.
             if (stream := self._heard(request_id, now_s)) is not None:
                 news = [
                     (update.tokens_before, delta_of(update, update.token_ids)) for update in found
@@ -126,7 +129,7 @@ class TokenStreams:
         return stream
 
     def _send_due(self, now_s: float) -> float | None:
-        """Let requests send what has waited long enough; seconds until the next one's time."""
+        """Post TimePassed to requests with due tokens; seconds until the next are due."""
         dues_s = []
         for stream in list(self._streams.values()):
             due = due_s(stream.receiver.state)

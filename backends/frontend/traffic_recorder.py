@@ -1,20 +1,20 @@
-"""Traffic of one's own as a trace: lengths, times and which prompts share what, and no text.
+"""Recording of the traffic as a trace: lengths, times and shared prefixes, without any text.
 
 The format is that of the published traces, which `mooncake replay`, `simulate` and `plan` read:
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
-`timestamp` counts from when the recorder began, `output_length` is what the client got: of a
-request that was rejected, nothing. A hash id names 512 tokens and all before them, the last one
-what is left. It is a hash with a key of 32 random bytes that are in memory only: who has the file
-cannot try texts against it, and two recordings have no id in common. Tenants with a cache salt of
-their own share no ids, as they share no KV.
+`timestamp` counts from the start of the recorder. `output_length` counts tokens sent to the client;
+it is 0 for a rejected request. A hash id names a block of 512 tokens and all tokens before it; the
+last block may be shorter. Ids are keyed hashes, with a key of 32 random bytes that is never
+written. So texts cannot be tried against a recording, and two recordings share no ids. Tenants with
+different cache salts share no ids, as they share no KV.
 
-A request costs its thread a place in a bounded queue. Everything else is a thread's: when the
-disk is slow, full or gone, requests are not recorded, and counted. A line is one write, so a
-frontend that is killed leaves whole lines but for the one being written, which the next recorder
-of the folder cuts off. Files are locked by who writes them, so that several frontends share a
-folder; the oldest that nobody writes go when all together are too large.
+A request only appends to a bounded queue, which a thread writes. While the disk is slow, full or
+gone, requests are dropped and counted. Each line is one write. So a frontend that is killed leaves
+at most one partial line, which the next recorder of the folder cuts off. Writers lock their files,
+so several frontends can share a folder. When the folder is too large, the oldest files without a
+writer are deleted.
 
 Not here: reading traces (loadtest/replay/trace.py).
 """
@@ -41,8 +41,8 @@ from backends.errors import ConfigError
 from mooncake_store.block_keys import KEY_BYTES, block_keys, packed_tokens
 
 log = logging.getLogger(__name__)
-TRACE_BLOCK_TOKENS = 512  # of the published format, whatever the workers' blocks are
-FILES = 8  # that share recording_bytes_max
+TRACE_BLOCK_TOKENS = 512  # in the published format, independent of the workers' blocks
+FILES = 8  # files that share recording_bytes_max
 WAITING_MAX = 256  # requests; a prompt of 100,000 tokens is 400 kB
 OPEN_ATTEMPTS = 5
 CLOSE_S_MAX = 2.0
@@ -52,7 +52,7 @@ NAMES = "trace-*.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is known of a request when it is over."""
+    """A request as it is recorded at its end."""
 
     arrived_s: float  # of the monotonic clock
     prompt_ids: np.ndarray
@@ -61,7 +61,7 @@ class EndedRequest:
 
 
 class SaltedBlocks:
-    """Hash ids that mean nothing without this object. Pure but for its salt."""
+    """Hash ids keyed with a random salt, which only this object has. Pure except for the salt."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(32)
@@ -73,12 +73,14 @@ class SaltedBlocks:
             rest = packed_tokens(prompt_ids[len(keys) * TRACE_BLOCK_TOKENS :])
             before = keys[-1] if keys else seed
             keys.append(hashlib.blake2b(rest, digest_size=KEY_BYTES, key=before).digest())
-        return [int.from_bytes(key[:8], "little") >> 1 for key in keys]  # 63 bits, as others read
+        return [int.from_bytes(key[:8], "little") >> 1 for key in keys]  # 63 bits fit an int64
 
 
 class TraceFiles:
-    """The files of one recorder in a folder. Every method may raise OSError, and can be called
-    again after that. Not thread-safe."""
+    """The files of one recorder in a folder. Not thread-safe.
+
+    Every method may raise OSError and can be called again afterwards.
+    """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self._folder, self._bytes_max = folder, bytes_max
@@ -92,7 +94,7 @@ class TraceFiles:
         self._fd: int | None = self._opened()
 
     def append(self, line: bytes) -> None:
-        """Whole, or not at all."""
+        """Write the whole line or nothing."""
         if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
             self.close()
             self._prune(len(line))
@@ -123,7 +125,7 @@ class TraceFiles:
         for _ in range(OPEN_ATTEMPTS):
             self._number += 1
             self._size = 0
-            fd = os.open(self._path, flags, 0o600)  # when people asked for what, is theirs
+            fd = os.open(self._path, flags, 0o600)  # request times are private
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -134,23 +136,23 @@ class TraceFiles:
                 is_ours = os.fstat(fd).st_nlink > 0
             if is_ours:
                 return fd
-            # Another recorder took it, empty and not locked yet, for what a dead one left behind.
+            # Another recorder took the file, still empty and unlocked, for a leftover.
             self._path.unlink(missing_ok=True)
             os.close(fd)
-        raise OSError(f"other recorders take away each file that is begun in {self._folder}")
+        raise OSError(f"other recorders deleted each new file in {self._folder}")
 
     def _cut(self) -> None:
-        """What a failed write left behind the last whole line."""
+        """Cut off the partial line of a failed write."""
         assert self._fd is not None
         try:
             os.ftruncate(self._fd, self._size)
-        except OSError:  # then nothing follows it: the next line begins a file
+        except OSError:  # leave the partial line as the file's end; the next line starts a new file
             os.close(self._fd)
             self._fd = None
             raise
 
     def _prune(self, coming_bytes: int) -> None:
-        """The oldest files that nobody writes, until there is room for one more."""
+        """Delete the oldest files without a writer, until there is room for one more file."""
         found = []
         for path in self._folder.glob(NAMES):
             with contextlib.suppress(FileNotFoundError):  # another recorder was faster
@@ -166,7 +168,7 @@ class TraceFiles:
                     total -= size
 
     def _cut_dead_ends(self) -> None:
-        """A frontend that was killed in the middle of a line left a part of it."""
+        """Cut off partial lines of frontends that were killed during a write."""
         for path in self._folder.glob(NAMES):
             with contextlib.suppress(OSError), _unwritten(path) as fd:
                 if fd is None:
@@ -181,7 +183,7 @@ class TraceFiles:
 
 @contextlib.contextmanager
 def _unwritten(path: Path) -> Iterator[int | None]:
-    """The file, locked; None while a recorder has it, or when it is gone."""
+    """The descriptor of the locked file; None if a recorder writes it, or if it is gone."""
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError:
@@ -201,7 +203,7 @@ class TrafficRecorder:
     """Thread-safe. `written` and `dropped` count requests."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
-        """ConfigError when nothing can be written there."""
+        """Raises ConfigError if the folder cannot be written."""
         try:
             self._files = TraceFiles(folder, bytes_max)
         except OSError as error:
@@ -224,10 +226,10 @@ class TrafficRecorder:
         try:
             self._waiting.put_nowait(request)
         except queue.Full:
-            self._drop("more requests end than the disk takes")
+            self._drop("the disk is too slow")
 
     def close(self) -> None:
-        """What waits is written, if the disk is quick enough."""
+        """Write the waiting requests, within CLOSE_S_MAX."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S_MAX)
         self._thread.join(CLOSE_S_MAX)
@@ -236,7 +238,7 @@ class TrafficRecorder:
         while (request := self._waiting.get()) is not None:
             try:
                 self._files.append(self._line(request))
-            except Exception as error:  # edge: no request of a client depends on it
+            except Exception as error:  # edge: no client depends on the recording
                 self._drop(str(error))
             else:
                 with self._counting:

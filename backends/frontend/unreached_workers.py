@@ -1,10 +1,11 @@
-"""Workers that this frontend cannot call: they rest, and are probed until a call gets through.
+"""Workers that this frontend cannot call: excluded from routing, and probed until one succeeds.
 
-A worker that refuses us, or whose link is cut, goes on reporting to the directory, and looks idle
-because nobody reaches it. So the first call that finds no way to it takes it out of the choice,
-here only: another frontend may have a way. No request is spent on finding out when there is one.
+A worker that refuses the connection, or whose link is cut, keeps reporting to the directory, and
+looks idle because it gets no requests. So the first call that cannot reach the worker excludes it
+from routing. The exclusion holds for this frontend only, because other frontends may reach the
+worker. Probes, not requests, find out when it can be called again.
 
-Not here: which errors say so (errors.py), choosing among the others (conductor/).
+Not here: which errors mean unreachable (errors.py), choosing among the others (conductor/).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from backends.errors import ServingError, WorkerDistrusts, WorkerRefused
 from backends.frontend.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
-REST_S = 2.0
+PROBE_PERIOD_S = 2.0
 PROBES_AT_ONCE = 8
 CLOSE_S_MAX = 0.5
 
 
 class UnreachedWorkers:
-    """What is known here and what the conductor was told change together, under one lock: a call
-    may find no way while a probe does."""
+    """The set of unreached workers. One lock guards it together with its report to the conductor,
+    because calls and probes of a worker run at the same time."""
 
     def __init__(self, cluster: ClusterView, probe: Callable[[str], None]) -> None:
         """`probe`: GrpcCalls.probe."""
@@ -38,7 +39,7 @@ class UnreachedWorkers:
         self._thread.start()
 
     def add(self, worker: tuple[str, str], error: ServingError) -> None:
-        """A call to it found no way."""
+        """A call did not reach the worker."""
         with self._lock:
             is_new = worker not in self._errors
             self._errors[worker] = error
@@ -47,7 +48,7 @@ class UnreachedWorkers:
             log.warning("%s gets no request until a probe reaches it: %s", worker[0], error)
 
     def causes(self) -> dict[str, tuple[str, str]]:
-        """Of each by its name: refused or cut_off, and the words."""
+        """Worker name -> ("refused" or "cut_off", error text)."""
         with self._lock:
             return {
                 name: ("refused" if isinstance(error, WorkerRefused) else "cut_off", str(error))
@@ -55,17 +56,17 @@ class UnreachedWorkers:
             }
 
     def close(self) -> None:
-        """Waits for no probe that is under way."""
+        """Stop probing, without waiting for running probes."""
         self._is_closing.set()
         self._thread.join(timeout=CLOSE_S_MAX)
         self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        while not self._is_closing.wait(REST_S):
+        while not self._is_closing.wait(PROBE_PERIOD_S):
             self._probe_all()
 
     def _probe_all(self) -> None:
-        """Each once, several at a time: one whose link is cut does not answer at all."""
+        """Probe each worker once, several at a time: a probe over a cut link times out."""
         with self._lock:
             unreached = dict(self._errors)
         wait([self._probes.submit(self._look, *each) for each in unreached.items()])
@@ -79,7 +80,7 @@ class UnreachedWorkers:
                 self._probe(address)
         except ServingError as error:
             self.add(worker, error)
-        except Exception:  # edge: it is probed again
+        except Exception:  # edge: the next round probes it again
             log.exception("probing %s failed", worker[0])
         else:
             self._forget(worker, seen, is_there=address is not None)
@@ -87,8 +88,8 @@ class UnreachedWorkers:
     def _forget(self, worker: tuple[str, str], seen: ServingError, is_there: bool) -> None:
         with self._lock:
             if self._errors.get(worker) is not seen:
-                return  # a call has failed since: the next probe says how it is
+                return  # a call has failed since; the next probe decides
             if is_there:
                 self._cluster.worker_reached(*worker, is_reached=True)
-                log.warning("%s is reached again", worker[0])
+                log.warning("%s can be reached again", worker[0])
             del self._errors[worker]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends import errors
-from backends.frontend.lifecycle.attempts import last_word
+from backends.frontend.lifecycle.attempts import final_error
 from backends.metrics.table import REASONS
 from backends.statuses import TYPES, HttpRefusal, of_message, retry_after_s
 
@@ -68,7 +68,7 @@ def test_words_that_nobody_knows_are_a_defect() -> None:
 
 
 def test_the_deadline_that_ends_a_request_is_known_by_its_words() -> None:
-    lost = last_word(errors.StoreLost("s0 is silent"), f"{errors.DEADLINE_PASSED} (9 x store)")
+    lost = final_error(errors.StoreLost("s0 is silent"), f"{errors.DEADLINE_PASSED} (9 x store)")
     assert of_message(lost.wire_message()).status == 504
 
 

@@ -1,1 +1,1 @@
-"""Why did a request go where it did, and what came of that?"""
+"""Routing decisions as JSON, with their outcomes."""

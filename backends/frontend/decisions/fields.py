@@ -1,23 +1,23 @@
 """A decision as JSON: the `decision` output of a request, and the latest ones of a frontend. Pure.
 
-    policy, admission          that decided
-    prefill, decode            the pair
+    policy, admission          names of the policies that decided
+    prefill, decode            the chosen pair of workers
     predicted                  its terms in seconds (conductor/messages.py, Prediction)
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
-    second_fetch_node          where the prefix was to come from
-    queue_order, place_s       order of the queue, and how far behind its arrival it stands there
-    candidates                 the pairs that were considered, best first, each with its terms and a
-                               verdict: chosen, slower, or why it would have been rejected
-    candidates_left_out        how many more there were
+    second_fetch_node          predicted sources of the prefix
+    queue_order, place_s       order of the queue; queue order key minus decision time, in seconds
+    candidates                 the pairs considered, best first, each with its terms and a verdict:
+                               chosen, slower, or why it would have been rejected
+    candidates_left_out        number of further pairs
     advice                     advisory mode: the rejection that was not carried out
     cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
-                               what came of prefill
-    fetched_from               bytes that each node sent for it
-    ttft_s                     from the request's arrival at the frontend to its first token there
+                               measured by the prefill worker
+    fetched_from               bytes that each node sent for the prefix
+    ttft_s                     from the parsed request to its first token at the frontend
     decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
-                               what came of the hand-over
+                               measured by the decode worker during the hand-over
 
-Not here: who is shown it (answer.py for the request's own client, overview.py for operators).
+Not here: sending them (answer.py to the request's client, overview.py to operators).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
 
 
 def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object]:
-    """Of the decision not to take it, for its span."""
+    """Fields of a rejection, for its span."""
     return {
         "policy": config.policy,
         "admission": config.admission,
@@ -115,7 +115,7 @@ def decode_fields(end: DecodeReply) -> dict[str, object]:
 def record_fields(
     record: DecisionRecord, config: ConductorConfig, now_s: float
 ) -> dict[str, object]:
-    """Of a decision that was kept, for a list of them."""
+    """Fields of a recorded decision, for the list of the latest."""
     decision = record.decision
     found: dict[str, object] = {
         "age_s": now_s - record.at_s,

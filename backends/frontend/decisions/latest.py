@@ -1,10 +1,10 @@
-"""The latest decisions of a frontend, with their terms and what came of them. Numbers and hashes.
+"""The latest decisions of a frontend, with their terms and outcomes. Numbers and hashes only.
 
-A bounded ring, written where decisions are made. The pairs that were not taken cost time to list,
-so that is done for who asks (`return_decision`), and else for a decision now and then: enough to
-see why, and nothing that a busy conductor notices.
+A bounded ring, written at each decision. Listing the other pairs costs time. So they are listed for
+a client that requests them (`return_decision`), and otherwise for one decision every
+EXPLAIN_EVERY_S.
 
-For several threads. Not here: deciding (conductor/), their JSON (fields.py).
+Thread-safe. Not here: deciding (conductor/), the JSON of decisions (fields.py).
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from dataclasses import dataclass
 from conductor.messages import Candidate, Explanation, Reject, Request, Route
 
 DECISIONS_MAX = 32
-CANDIDATES_MAX = 6  # of each that is kept
+CANDIDATES_MAX = 6  # candidate pairs kept of each decision
 EXPLAIN_EVERY_S = 0.5
 HASH_BYTES_SHOWN = 6  # enough to tell prefixes apart
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A route and why it was taken."""
+    """A route and the candidates it was chosen from."""
 
     route: Route
     decided_at_s: float  # on the clock of route.order_key_s
-    candidates: Sequence[Candidate] = ()  # the best ones; empty unless somebody asked
-    candidates_left_out: int = 0
+    candidates: Sequence[Candidate] = ()  # the best ones; empty unless requested
+    candidates_left_out: int = 0  # further candidates
 
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """One attempt of a request as it was decided, and what came of it so far."""
+    """The decision on one attempt of a request, and its outcome so far."""
 
-    at_s: float  # monotonic, as all here
+    at_s: float  # monotonic time of the decision
     request_id: str
     tenant: str
     prompt_tokens: int
     output_tokens_max: int
     priority: int
     is_resumed: bool
-    blocks: int
-    prefix: str  # of the hash of its last whole block, which names all before it; "" without one
+    blocks: int  # whole blocks of the prompt
+    prefix: str  # short hash of the last whole block and all before it; "" without a whole block
     decision: Decided | Reject
     candidates: Sequence[Candidate] = ()
     candidates_left_out: int = 0
-    cached_tokens: int | None = None  # these three once its prefill has ended
-    prefill_s: float = 0.0  # computing
-    first_token_s: float = 0.0  # since the decision
+    cached_tokens: int | None = None  # None until prefill has ended, as the next two
+    prefill_s: float = 0.0  # seconds of prefill computation
+    first_token_s: float = 0.0  # seconds from the decision to the first token
 
 
 class LatestDecisions:
     def __init__(self, count_max: int = DECISIONS_MAX) -> None:
         self._lock = threading.Lock()
         self._count_max = count_max
-        self._records: dict[str, DecisionRecord] = {}  # in order, by the attempt's id
+        self._records: dict[str, DecisionRecord] = {}  # attempt's id -> record, oldest first
         self._explained_s = float("-inf")
 
     def wants_candidates(self, now_s: float) -> bool:
-        """Whether it is time to list the pairs of a decision again; says so once."""
+        """Whether to list the pairs of the next decision; True at most every EXPLAIN_EVERY_S."""
         with self._lock:
             if now_s - self._explained_s < EXPLAIN_EVERY_S:
                 return False

@@ -1,14 +1,13 @@
-"""What a frontend knows of its cluster, as JSON: the parameter `describe` with the word `cluster`.
+"""The state of the cluster as JSON, for the parameter `describe` with the value `cluster`.
 
-    served                     block_tokens, context_tokens_max; null while no worker is there
+    served                     block_tokens, context_tokens_max; null without workers
     limits                     ttft_slo_s, tbt_slo_s; 0: none
-    workers                    each with its load as decisions see it, and why it takes no requests
-    hot_prefixes               hottest first: hash, blocks, hits a second, leading blocks by node
+    workers                    each with its load as routing uses it, and why it takes no requests
+    hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
     decisions                  the latest, newest first (fields.py)
 
-Numbers, names and hashes: nothing that a client has written, but the name of its tenant
-where there are no keys. Pure. Not here: who may ask
-(frontend.py, tenants/principal.py), who it is shown to (gateway/page).
+It contains numbers, names and hashes. The only client input is the tenant's name, without API
+keys. Pure. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from conductor.messages import HotPrefix, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class ClusterReading:
-    """All of one moment."""
+    """A snapshot of the cluster's state."""
 
     now_s: float
     workers: Sequence[WorkerStatus]
     hot_prefixes: Sequence[HotPrefix]
     decisions: Sequence[DecisionRecord]
-    block_tokens: int = 0  # 0: no worker is there
+    block_tokens: int = 0  # 0: no workers
     context_tokens_max: int = 0
 
 

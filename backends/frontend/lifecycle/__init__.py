@@ -1,1 +1,1 @@
-"""What becomes of a request at every event: a pure state machine."""
+"""The lifecycle of a request: a pure state machine."""

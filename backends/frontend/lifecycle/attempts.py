@@ -1,23 +1,23 @@
-"""What the loss of an attempt means for its request: go on, when, elsewhere, or give up.
+"""Retry policy: whether a lost attempt is retried, when, and without which workers.
 
-Whatever an attempt produced is kept: the next one goes on from the tokens that the client has. So
-a loss costs time, and the only question is whose fault it was.
+The next attempt resumes after the tokens that the client has, so a loss costs only time. Each
+kind of loss has a `Rule`:
 
-    counts     it may be the request that does it: a worker that held it died, or failed at it.
-               After `counted_max` of these the request is given up, or a poisonous prompt would
-               kill one worker after the other
-    is free    the request had no part in it: KV that is gone is computed again, a worker that was
-               not there, that keys keep out of reach or whose link was cut is not asked again,
-               whoever finds nobody waits. Until the deadline: the
-               client's own, or so long after the request came. An attempt that decoded tokens
-               puts the latter off: a long answer is not given up for being long
-    avoids     the next attempt leaves out the worker, as long as there is another
+    counts      The request may be the cause: a worker died while it held the request, or failed
+                at it. After `counted_max` such losses the request is given up. Otherwise a
+                harmful prompt could kill one worker after the other.
+    is free     The request is not the cause: its KV is gone, no worker is available, or a worker
+                was absent, unreachable or refused the connection. Such losses do not count and
+                are retried until the deadline.
+    avoids      The next attempt leaves out the worker, as long as there is another one.
 
-The first loss is followed by the next attempt at once. As long as losses follow each other without
-a decoded token for the client, pauses between them grow: nobody is served faster by asking more
-often, and others need the workers.
+The deadline is the client's timeout, or `request_s_max` after the arrival. An attempt that decoded
+tokens restarts `request_s_max`, so that a long answer is not given up for its length.
 
-Not here: what becomes of the request then (machine.py), who is asked next (conductor/).
+The first retry follows at once. While losses follow each other without a decoded token, pauses
+between attempts double: faster retries would not help, and other requests need the workers.
+
+Not here: the request's next state (machine.py), choosing the next worker (conductor/).
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from backends.workers.protocol import HEARTBEAT_S
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0
 CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S
-SILENCE_S_MAX = 1.0  # workers report twice a second: one silent for longer was dead already
+SILENCE_S_MAX = 1.0  # workers report twice a second: a longer silence means a dead worker
 
 
 class Loss(Enum):
-    """How an attempt ended without an answer; the value is for people."""
+    """Why an attempt ended without an answer; the value is the text in logs and errors."""
 
-    WORKER_DIED = "a worker died with it"
-    WORKER_FAILED = "a worker failed at it"
-    NO_ROOM = "a storage node had no room for it"
+    WORKER_DIED = "a worker died with the request"
+    WORKER_FAILED = "a worker failed at the request"
+    NO_ROOM = "a storage node was full"
     WORKER_FULL = "a worker was full"
-    WORKER_GONE = "a worker was not there"
-    WORKER_UNREACHED = "there was no way to a worker"
-    WORKER_REFUSED = "a worker did not let this host in"
+    WORKER_GONE = "a worker was gone"
+    WORKER_UNREACHED = "a worker was unreachable"
+    WORKER_REFUSED = "a worker refused the connection"
     STORE_LOST = "the store did not answer"
-    KV_GONE = "its KV was gone"
+    KV_GONE = "the KV cache was gone"
     MESSAGES_LOST = "messages were lost"
-    NOBODY = "nobody could take it"
+    NO_WORKER = "no worker was available"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    counts: bool
-    avoids: bool
-    is_soon: bool = True  # the first of its kind needs no pause
+    counts: bool  # True: counts towards `counted_max`
+    avoids: bool  # True: the next attempt leaves out the worker
+    is_soon: bool = True  # True: the first loss in a row is retried without a pause
 
 
 RULES: Mapping[Loss, Rule] = {
@@ -81,30 +81,31 @@ RULES: Mapping[Loss, Rule] = {
     Loss.STORE_LOST: Rule(counts=False, avoids=True),
     Loss.KV_GONE: Rule(counts=False, avoids=False),
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
-    Loss.NOBODY: Rule(counts=False, avoids=False, is_soon=False),
+    Loss.NO_WORKER: Rule(counts=False, avoids=False, is_soon=False),
 }
-NOT_LET_IN = (Loss.NO_ROOM, Loss.WORKER_FULL)
-NOBODY_KINDS = ("no_prefill_worker", "no_decode_worker")  # the conductor knows nobody to call
-# Of what a worker answers when its own limits are reached; the conductor has other words.
+NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)
+NO_WORKER_KINDS = ("no_prefill_worker", "no_decode_worker")  # rejections without any candidate
+# Kinds of a rejection by a worker at its own limits. The conductor's rejections have other kinds.
 WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
 
 
 def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) -> Loss | None:
-    """What a failed attempt was lost to; None: the error is the answer.
+    """The kind of loss; None: the error goes to the client without a retry.
 
-    `is_resumed`: an attempt before this one was let in. Then a rejection says only that nobody can
-    take it now (too_large: nobody ever could); a request that is new is told so at once. A storage
-    node without room may be one that is just starting again, so another one is asked in both cases.
+    `is_resumed`: an earlier attempt was admitted. Then a rejection is retried, because it only
+    means that no worker has room now. `too_large` is the exception: no worker ever has room. A new
+    request is rejected at once. A full storage node may be restarting, so `store_full` is retried
+    in both cases.
 
-    `asks_others`: other frontends fill the workers too, so that this one was full says nothing of
-    the others; a frontend that is alone knows how full all of them are.
+    `asks_others`: other frontends fill the workers too, so one full worker does not imply that the
+    others are full. A single frontend has current load figures of all workers.
     """
     if isinstance(error, Overloaded):
         if error.kind == "store_full":
             return Loss.STORE_LOST if is_resumed else Loss.NO_ROOM
         if asks_others and error.kind in WORKER_FULL_KINDS and not is_resumed:
             return Loss.WORKER_FULL
-        return Loss.NOBODY if is_resumed and error.kind != "too_large" else None
+        return Loss.NO_WORKER if is_resumed and error.kind != "too_large" else None
     for kind, loss in (
         (KvMissing, Loss.KV_GONE),
         (StoreLost, Loss.STORE_LOST),
@@ -120,48 +121,48 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
 
 
 def loss_by_death(called_s: float, heard_s: float) -> Loss:
-    """A worker is gone while an attempt waits for it: did it have the request?
+    """A worker is gone during a call: died if it may have had the request, else gone before.
 
-    `called_s`: when it was called, `heard_s`: when it last reported. In doubt it had.
+    `called_s`: time of the call, `heard_s`: time of the worker's last report.
     """
     is_late = heard_s < called_s - SILENCE_S_MAX
     return Loss.WORKER_GONE if is_late else Loss.WORKER_DIED
 
 
 def is_silent(now_s: float, heard_s: float | None) -> bool:
-    """A worker has said nothing of an attempt for too long: neither a message nor a heartbeat.
+    """Whether a worker sent neither a message nor a heartbeat of an attempt for too long.
 
-    `heard_s`: when it last did, or was called; None: nobody waits for it.
+    `heard_s`: time of the latest one, or of the call; None: no call is under way.
     """
     return heard_s is not None and now_s - heard_s > CALL_SILENCE_S_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The losses of one request so far; `after` one more of them it is another object."""
+    """The losses of one request so far. Immutable: `after` returns a new object."""
 
-    counted_max: int
+    counted_max: int  # losses that count, at which the request is given up; >= 1
     arrived_s: float
     request_s_max: float
-    timeout_s: float = math.inf  # the client's own, since the arrival: put off by nothing
-    full_workers_max: int = 0  # so many full workers are answered by asking another one
+    timeout_s: float = math.inf  # the client's timeout since the arrival; never restarted
+    full_workers_max: int = 0  # full workers that lead to a retry on another worker
     losses: tuple[Loss, ...] = ()
-    in_a_row: int = 0  # of those: without a decoded token between them
-    sent_tokens: int = 0  # that the client had at the latest loss
-    decoded_at_s: float = -math.inf  # the latest loss of an attempt that had decoded tokens
-    pause_s_wanted: float = 0.0
+    in_a_row: int = 0  # latest losses without a decoded token between them
+    sent_tokens: int = 0  # tokens sent to the client before the latest loss
+    decoded_at_s: float = -math.inf  # time of the latest loss of an attempt with decoded tokens
+    pause_s_wanted: float = 0.0  # pause before the next attempt, before the deadline cuts it
 
     def __post_init__(self) -> None:
         assert self.counted_max >= 1 and self.request_s_max > 0 and self.timeout_s > 0
 
     def after(self, loss: Loss, sent_tokens: int, now_s: float) -> Attempts:
-        """An attempt was lost; the client has so many tokens by now."""
+        """One more loss. `sent_tokens`: tokens sent to the client in all attempts."""
         assert sent_tokens >= self.sent_tokens, (sent_tokens, self.sent_tokens)
         in_a_row, decoded_at_s = self.in_a_row + 1, self.decoded_at_s
-        if sent_tokens > self.sent_tokens + 1:  # one is the prefill's: what was lost came after it
+        if sent_tokens > self.sent_tokens + 1:  # the first token is from prefill, not decoded
             in_a_row, decoded_at_s = 1, now_s
         doublings = in_a_row - (2 if RULES[loss].is_soon else 1)
-        # 60 of them are more than any pause: what is too long for a float is never made.
+        # 60 doublings exceed PAUSE_S_MAX; the limit keeps the power within a float.
         pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(doublings, 60))
         return replace(
             self,
@@ -178,24 +179,27 @@ class Attempts:
         return min(since_s + self.request_s_max, self.arrived_s + self.timeout_s)
 
     def pause_s(self, now_s: float) -> float:
-        """How long to wait before the next attempt; never beyond the deadline."""
+        """Seconds to wait before the next attempt; never beyond the deadline."""
         return max(0.0, min(self.pause_s_wanted, self.deadline_s - now_s))
 
     @property
     def is_resumed(self) -> bool:
-        """It was let in before. A request that found no room has not been, nor one that its decode
-        worker refused, though the client has the token of the prefill."""
+        """Whether an earlier attempt was admitted.
+
+        A full storage node or a full decode worker does not admit, although the client may have
+        the token of the prefill.
+        """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
-        let_in = any(loss not in NOT_LET_IN for loss in self.losses)
-        return self.sent_tokens > of_prefill or let_in
+        was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
+        return self.sent_tokens > of_prefill or was_admitted
 
     @property
     def asks_others(self) -> bool:
-        """Whether a worker that is full leads to another attempt."""
+        """Whether the next full worker leads to a retry on another worker."""
         return self.losses.count(Loss.WORKER_FULL) < self.full_workers_max
 
     def given_up(self, now_s: float) -> str:
-        """Why there is no further attempt; empty when there is."""
+        """Why no further attempt follows; "" if one follows."""
         if not self.losses:
             return ""
         counted = sum(RULES[loss].counts for loss in self.losses)
@@ -210,8 +214,8 @@ class Attempts:
         return ", ".join(f"{count} x {loss.value}" for loss, count in counts)
 
 
-def last_word(error: ServingError, why: str) -> ServingError:
-    """What the client of a request that was given up reads: of the kind of its last loss."""
+def final_error(error: ServingError, why: str) -> ServingError:
+    """The error of a request that was given up; its class follows from the last loss."""
     if isinstance(error, KvMissing):
         return KvMissing(f"{error}; {why}")
     if isinstance(error, Overloaded) and error.kind in ("store_full", *WORKER_FULL_KINDS):

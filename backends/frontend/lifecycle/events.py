@@ -1,12 +1,12 @@
-"""What a request hears of (events) and what is to be done about it (actions): records only.
+"""Events of a request's lifecycle, and the actions that follow from them: records only.
 
-An `attempt` is the number of one pair of workers' attempt at the rest of the request; whatever
-concerns a call says whose it was, because a worker may still talk about an attempt that was given
-up. A worker is (worker id, incarnation). Tuples, because there are some of them for each message
-with tokens, and they cost a quarter of a frozen dataclass.
+An `attempt` is the number of one attempt, by one pair of workers, at the rest of the request.
+Events of a call carry that number, because messages of an earlier attempt may still arrive. A
+worker is (worker id, incarnation). The records are tuples, which cost a quarter of a frozen
+dataclass: each message with tokens makes several.
 
-Not here: which event leads to which action (machine.py), where events come from and who carries out
-actions (backends/frontend/live_request.py).
+Not here: which event leads to which action (machine.py), posting events and carrying out actions
+(backends/frontend/live_request.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backends.frontend.lifecycle.attempts import Attempts, Loss
 from backends.text.text_stream import OutputDelta
 
 WorkerId = tuple[str, str]
-Fields = Mapping[str, object]  # of the `decision` output
+Fields = Mapping[str, object]  # JSON fields of the `decision` output
 NO_FIELDS: Fields = {}
 
 # --- events
@@ -28,29 +28,29 @@ NO_FIELDS: Fields = {}
 class Understood(NamedTuple):
     """The request was checked and its prompt tokenised."""
 
-    attempts: Attempts  # how much it may lose
-    is_paced: bool  # tokens that come close together may share a message
+    attempts: Attempts  # limits on retries
+    is_paced: bool  # True: tokens that arrive close together may share a message
     now_s: float
 
 
 class Described(NamedTuple):
-    """It only asked what is served, and was told."""
+    """The request only asked for a description of the service, which has been sent."""
 
 
 class Failed(NamedTuple):
-    """It failed on this side: a request that breaks limits, a message that cannot be sent."""
+    """The frontend failed the request: it breaks limits, or a message could not be sent."""
 
     error: Exception
 
 
 class Unwanted(NamedTuple):
-    """Nobody waits any more: the client left, its timeout has passed, or the frontend closes."""
+    """The answer has no reader: the client disconnected or timed out, or the frontend closes."""
 
     error: ServingError
 
 
 class Routed(NamedTuple):
-    """The conductor chose a pair."""
+    """The conductor chose a pair of workers."""
 
     attempt: int
     prefill: WorkerId
@@ -59,7 +59,7 @@ class Routed(NamedTuple):
 
 
 class NotRouted(NamedTuple):
-    """The conductor rejected it, or a worker that the client named is not there."""
+    """The conductor rejected the request, or a worker that the client pinned is absent."""
 
     attempt: int
     error: ServingError
@@ -67,21 +67,24 @@ class NotRouted(NamedTuple):
 
 
 class PauseOver(NamedTuple):
-    """The pause before the next attempt."""
+    """The pause before the next attempt has passed."""
 
     now_s: float
 
 
 class FirstText(NamedTuple):
-    """The token that prefill sampled, as text."""
+    """The first token of an attempt, sampled by prefill, as text."""
 
     delta: OutputDelta
-    finish_reason: str  # why the answer ends with it, or ""
-    cached_tokens: int
+    finish_reason: str  # why the answer ends with this token, or ""
+    cached_tokens: int  # prompt tokens whose KV was found in the store
 
 
 class FirstTokenArrived(NamedTuple):
-    """By message, ahead of the reply or behind it. Messages may be lost; the reply is the truth."""
+    """The first token came by message, before or after the prefill reply, which repeats it.
+
+    Messages may be lost, replies may not.
+    """
 
     attempt: int
     first: FirstText
@@ -91,27 +94,27 @@ class FirstTokenArrived(NamedTuple):
 class PrefillReplied(NamedTuple):
     attempt: int
     first: FirstText
-    compute_s: float
-    fields: Fields  # of the decision so far; empty where the client wants none
+    compute_s: float  # seconds of prefill computation
+    fields: Fields  # of the decision so far; empty if the client did not ask for them
     now_s: float
 
 
 class TokensArrived(NamedTuple):
-    """Decoded tokens by message: (decoded tokens before it, what is new) for each."""
+    """Decoded tokens came by message."""
 
     attempt: int
-    incarnation: str  # of the process that is really at work
-    updates: Sequence[tuple[int, OutputDelta]]
+    incarnation: str  # of the process that sent them; may differ from the routed process
+    updates: Sequence[tuple[int, OutputDelta]]  # (decoded tokens before the delta, delta)
     now_s: float
-    gap_s: float  # the least time between two messages to this client
+    gap_s: float  # least seconds between two messages to this client
 
 
 class DecodeReplied(NamedTuple):
-    """The end of the answer. So many tokens came, or will come, by message before it."""
+    """The end of the answer."""
 
     attempt: int
-    tokens_before: int
-    last: OutputDelta
+    tokens_before: int  # decoded tokens sent by message before this reply; some may still come
+    last: OutputDelta  # tokens that no message carries
     finish_reason: str
     fields: Fields
     now_s: float
@@ -126,22 +129,22 @@ class CallFailed(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """The directory says that this process is gone; it was last heard of at `heard_s`."""
+    """The directory reports that this process is gone."""
 
     worker: WorkerId
-    heard_s: float
+    heard_s: float  # monotonic time of its last report
     now_s: float
 
 
 class WorkerSilent(NamedTuple):
-    """The process that is at the request has said nothing of it for too long."""
+    """The process that serves the request sent no message or heartbeat for too long."""
 
     worker: WorkerId
     now_s: float
 
 
 class TimePassed(NamedTuple):
-    """Something that waits may be due."""
+    """Waiting tokens may be due, or a repeated Stop."""
 
     now_s: float
 
@@ -168,17 +171,17 @@ LifecycleEvent = (
 
 
 class Pause(NamedTuple):
-    """Wait so long, then PauseOver."""
+    """Wait, then post PauseOver."""
 
     seconds: float
 
 
 class Decide(NamedTuple):
-    """Ask the conductor for a pair, for the prompt and what the client has of the answer."""
+    """Request a pair from the conductor, for the prompt and the tokens already sent."""
 
     attempt: int
-    avoided: frozenset[WorkerId]
-    is_resumed: bool
+    avoided: frozenset[WorkerId]  # workers to leave out
+    is_resumed: bool  # True: an earlier attempt was admitted
 
 
 class CallPrefill(NamedTuple):
@@ -192,23 +195,23 @@ class CallDecode(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message to the client."""
+    """Send a message to the client."""
 
-    delta: OutputDelta  # what is new
-    output_tokens: int  # generated ones in this message
+    delta: OutputDelta
+    output_tokens: int  # generated tokens in this message
     finish_reason: str = ""
     cached_tokens: int = 0
-    fields: Fields = NO_FIELDS  # of the decision, what is known by now
+    fields: Fields = NO_FIELDS  # of the decision, not sent before
 
 
 class NotePrefill(NamedTuple):
-    """The conductor learns from how long it took."""
+    """Report the prefill's duration to the conductor, which corrects its estimates."""
 
     attempt: int
 
 
 class NoteLoss(NamedTuple):
-    """For the log."""
+    """Log and trace the lost attempt."""
 
     attempt: int
     loss: Loss
@@ -216,57 +219,60 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor leaves this worker alone for a while."""
+    """The conductor avoids this worker during a cool-down."""
 
     worker: WorkerId
 
 
 class NoteUnreached(NamedTuple):
-    """There is no way to this worker: nobody is sent there until a probe gets through."""
+    """The worker is unreachable: it gets no requests until a probe reaches it."""
 
     worker: WorkerId
     error: WorkerUnreached
 
 
 class NoteRefused(NamedTuple):
-    """The decode worker had no time for it after all: it counts as full for a while."""
+    """The decode worker rejected the request: it counts as full for a while."""
 
     worker: WorkerId
-    wasted_s: float  # of prefill
+    wasted_s: float  # seconds of prefill computation
 
 
 class StopWorkers(NamedTuple):
-    """Both workers of the attempt drop what they have of it."""
+    """Both workers of the attempt drop their state of it."""
 
     attempt: int
     reason: str
 
 
 class CancelCall(NamedTuple):
-    """Its worker is gone, so nobody else would end the call."""
+    """Cancel the call: its worker is gone and cannot end it."""
 
     attempt: int
 
 
 class AbandonCall(NamedTuple):
-    """Its worker lives and ends the call when it has read that it shall stop; or it dies. A call
-    that is cancelled while its worker lives keeps a model of Triton 2.51 from unloading."""
+    """Leave the call to its worker, which ends it after reading Stop, or when the worker dies.
+
+    The call is not cancelled: in Triton 2.51, cancelling a call to a live worker keeps a model
+    from unloading.
+    """
 
     attempt: int
     worker: WorkerId
 
 
 class ReleaseKv(NamedTuple):
-    """Nobody reads the blocks of this attempt any more."""
+    """Release the leases on the blocks of this attempt."""
 
     attempt: int
 
 
 class EndAttempt(NamedTuple):
-    """Nobody listens for its tokens any more, and the conductor drops what it reserved for it."""
+    """Stop receiving tokens of the attempt; the conductor drops its reservations."""
 
     attempt: int
-    output_tokens: int | None = None  # of an answer that is complete
+    output_tokens: int | None = None  # tokens of a complete answer; None: it is not complete
 
 
 class End(NamedTuple):

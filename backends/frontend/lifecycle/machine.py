@@ -1,27 +1,27 @@
-"""What becomes of a request at every event: the one table that says it.
+"""The state machine of a request: one table of phases and events, after etcd/raft.
 
     reading      its tensors are checked and its prompt is tokenised
-    routing      it waits for a pair of workers, maybe after a pause
-    prefilling   a prefill worker has it: a call is under way
-    decoding     a decode worker has it: a call is under way
-    ending       decode has replied; messages with tokens before that are still to come
-    stopping     nobody waits for the answer; the worker was told so, its call has not ended yet
-    done         the client has its end; calls that were left alone may still come to theirs
+    routing      it waits for a pair of workers, perhaps after a pause
+    prefilling   the call to its prefill worker is under way
+    decoding     the call to its decode worker is under way
+    ending       decode has replied; earlier messages with tokens are still missing
+    stopping     the answer has no reader: the workers got a Stop, the call has not ended yet
+    done         the client has the end of its answer; abandoned calls may still end
 
-`step` takes a state and an event and returns the next state and the actions to carry out, in
-order: no clock, no I/O, so that every order of events can be tried (after etcd/raft). An
-attempt that is lost leads back to routing: sampling is a pure function of (logits, seed,
-position), so the next one goes on with the very tokens that the lost one would have produced, and
-finds most of their KV in the store. Which loss allows that is in attempts.py.
+`step` takes a state and an event. It returns the next state and the actions to carry out, in
+order. It has no clock and no I/O, so tests can try every order of events.
 
-What holds in every order of events:
+A lost attempt leads back to routing. Sampling is a pure function of (logits, seed, position), so
+the next attempt produces the tokens that the lost one would have produced. It finds most of their
+KV cache in the store. Which losses are retried is in attempts.py.
+
+Invariants in every order of events:
 
 * each token reaches the client once and in order: a first token counts once, by message or with
   the reply, and tokens after a gap are not sent;
-* a request ends once, and only when no call of its latest attempt is under way that this side
-  has not given up;
-* whatever pair was chosen: the conductor is told when that attempt is over, and its KV is
-  released when its call has ended, unless decode completed the answer (it releases by itself).
+* a request ends once, after each call of its latest attempt has ended or was abandoned;
+* for each chosen pair, the conductor gets the end of the attempt, and the KV is released when the
+  call has ended. Only a decode worker that completed the answer releases the KV itself.
 
 Not here: carrying out actions (backends/frontend/live_request.py).
 """
@@ -42,11 +42,11 @@ from backends.errors import (
     WorkerUnreached,
 )
 from backends.frontend.lifecycle.attempts import (
-    NOBODY_KINDS,
+    NO_WORKER_KINDS,
     RULES,
     Attempts,
     Loss,
-    last_word,
+    final_error,
     loss_by_death,
     loss_of,
 )
@@ -91,13 +91,13 @@ from backends.frontend.lifecycle.events import (
 )
 from backends.text.text_stream import OutputDelta, merge
 
-MESSAGES_S_MAX = 5.0  # between a decode reply and the last message that it speaks of
-OVER, ELSEWHERE = "this attempt is over", "it goes on elsewhere"
-UNWANTED = "nobody waits for it any more"
+MESSAGES_S_MAX = 5.0  # longest wait after a decode reply for the messages sent before it
+OVER, RETRIED = "the attempt has ended", "the request is retried on another worker"
+UNWANTED = "the answer has no reader any more"
 
 
 class Phase(str, Enum):
-    """A text, because the hash of one is made once: there is a look into the table per event."""
+    """A str, which caches its hash: each event costs a lookup in the table."""
 
     READING = "reading"
     ROUTING = "routing"
@@ -109,20 +109,23 @@ class Phase(str, Enum):
 
 
 class Attempt(NamedTuple):
-    """The attempt under way. A tuple, as `State`: copying one costs a fifth of a dataclass, and
-    there is a copy for each message with tokens."""
+    """The latest attempt.
 
-    number: int = 1
-    worker: WorkerId | None = None  # who is at it: the routed process, until tokens say otherwise
-    decode: WorkerId | None = None
-    called_s: float = 0.0  # when `worker` was called
-    is_begun: bool = False  # its first token is on its way to the client
-    begun_s: float = 0.0
-    compute_s: float = 0.0  # of its prefill
-    is_decode_lost: bool = False  # the worker that was to decode it went while it was prefilled
-    sent_before: int = 0  # tokens that the client had before it
-    decoded: int = 0  # tokens that messages have brought
-    reply: DecodeReplied | None = None  # while messages before it are missing
+    A tuple, as `State`: each message with tokens copies both, and copying a tuple costs a fifth
+    of copying a dataclass.
+    """
+
+    number: int = 1  # counts the attempts of the request, from 1
+    worker: WorkerId | None = None  # the routed process, or the one that sends the tokens
+    decode: WorkerId | None = None  # the routed decode worker
+    called_s: float = 0.0  # monotonic time of the call to `worker`
+    is_begun: bool = False  # True once its first token was sent to the client
+    begun_s: float = 0.0  # monotonic time of that first token
+    compute_s: float = 0.0  # seconds of prefill computation
+    is_decode_lost: bool = False  # True: the decode worker was lost during prefill
+    sent_before: int = 0  # tokens sent to the client by earlier attempts
+    decoded: int = 0  # decoded tokens received by message
+    reply: DecodeReplied | None = None  # set while messages sent before the reply are missing
 
 
 class State(NamedTuple):
@@ -130,15 +133,15 @@ class State(NamedTuple):
     attempt: Attempt = Attempt()
     attempts: Attempts = Attempts(1, 0.0, 1.0)
     is_paced: bool = False
-    started_s: float = 0.0  # when it was understood
-    sent_tokens: int = 0  # that the client has
-    cached_tokens: int = 0  # of the first prefill: what the client is told
-    avoided: frozenset[WorkerId] = frozenset()  # by the next attempt
-    error: Exception | None = None  # routing: of the latest loss; stopping: how it is to end
-    fields: Fields = NO_FIELDS  # of the decision, that no message has carried yet
+    started_s: float = 0.0  # monotonic time at which the request was parsed
+    sent_tokens: int = 0  # tokens sent to the client in all attempts
+    cached_tokens: int = 0  # of the first attempt's prefill; reported to the client
+    avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt leaves out
+    error: Exception | None = None  # routing: of the latest loss; stopping: the final error
+    fields: Fields = NO_FIELDS  # of the decision, not sent yet
     waiting: tuple[OutputDelta, ...] = ()  # decoded, not sent yet
-    sent_s: float = float("-inf")  # when decoded tokens were sent
-    gap_s: float = 0.0  # the least time until the next ones
+    sent_s: float = float("-inf")  # monotonic time of the latest message with decoded tokens
+    gap_s: float = 0.0  # least seconds until the next such message
 
 
 CallEnded = PrefillReplied | DecodeReplied | CallFailed
@@ -146,10 +149,10 @@ Result = tuple[State, list[LifecycleAction]]
 
 
 def step(state: State, event: LifecycleEvent) -> Result:
-    """The next state, and what to do in this order. Raises AssertionError where the table has
-    nothing: such an event cannot come."""
+    """The next state, and the actions in order. An event without a table cell is a bug, and
+    raises AssertionError."""
     number = getattr(event, "attempt", state.attempt.number)
-    if number != state.attempt.number:  # it was lost, and its worker speaks after all
+    if number != state.attempt.number:  # a late event of a lost attempt
         return _late_end(state, event) if isinstance(event, CallEnded) else (state, [])
     cell = TABLE.get((state.phase, type(event)))
     assert cell is not None, f"{type(event).__name__} cannot come while {state.phase.value}"
@@ -157,7 +160,7 @@ def step(state: State, event: LifecycleEvent) -> Result:
 
 
 def due_s(state: State) -> float | None:
-    """When tokens that wait are to be sent; None: nothing waits for its time."""
+    """When waiting tokens are to be sent; None: no tokens wait."""
     is_waiting = state.phase is Phase.DECODING and state.waiting
     return state.sent_s + state.gap_s if is_waiting else None
 
@@ -196,9 +199,9 @@ def _routed_too_late(state: State, event: Routed) -> Result:
 
 
 def _not_routed(state: State, event: NotRouted) -> Result:
-    nobody_is_left = isinstance(event.error, Overloaded) and event.error.kind in NOBODY_KINDS
-    if nobody_is_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
-        # Nobody but who was full already, a pinned worker for instance: that is the answer.
+    no_worker_left = isinstance(event.error, Overloaded) and event.error.kind in NO_WORKER_KINDS
+    if no_worker_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
+        # The only workers were full already, as a pinned worker may be: reject as they did.
         return state._replace(phase=Phase.DONE), [End(state.error)]
     return _lost_to(state, event.error, event.now_s, [])
 
@@ -212,20 +215,20 @@ def _next_attempt(state: State, now_s: float) -> Result:
     if not why:
         return state, [_decide(state)]
     assert isinstance(state.error, ServingError)
-    return state._replace(phase=Phase.DONE), [End(last_word(state.error, why))]
+    return state._replace(phase=Phase.DONE), [End(final_error(state.error, why))]
 
 
 # --- prefilling
 
 
 def _first_by_message(state: State, event: FirstTokenArrived) -> Result:
-    if state.attempt.is_begun or event.first.finish_reason:  # the reply says how an answer ends
+    if state.attempt.is_begun or event.first.finish_reason:  # only a reply ends an answer
         return state, []
     return _begin(state, event.first, NO_FIELDS, event.now_s)
 
 
 def _begin(state: State, first: FirstText, fields: Fields, now_s: float) -> Result:
-    """Send the first token of this attempt, and what is known of the decision."""
+    """Send the first token of this attempt, with the decision's fields so far."""
     cached_tokens = state.cached_tokens if state.sent_tokens else first.cached_tokens
     state = state._replace(
         cached_tokens=cached_tokens, attempt=state.attempt._replace(is_begun=True, begun_s=now_s)
@@ -253,14 +256,17 @@ def _prefill_replied(state: State, event: PrefillReplied) -> Result:
         worker=state.attempt.decode, called_s=event.now_s, compute_s=event.compute_s
     )
     if attempt.is_decode_lost:
-        return _nobody_decodes(state._replace(attempt=attempt), actions, event.now_s)
+        return _decode_lost(state._replace(attempt=attempt), actions, event.now_s)
     actions.append(CallDecode(event.attempt, state.attempts.is_resumed))
     return state._replace(phase=Phase.DECODING, attempt=attempt), actions
 
 
-def _nobody_decodes(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
-    """Its decode worker went while the prompt was computed. One that is frozen takes the call and
-    says nothing for half a minute, so it is not called; the prompt is in the store for the next."""
+def _decode_lost(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
+    """Retry without calling the decode worker, which was lost during prefill.
+
+    A frozen worker would accept the call and stay silent for half a minute. The next attempt
+    finds the prompt's KV in the store.
+    """
     number, decode = state.attempt.number, state.attempt.decode
     assert decode is not None
     error = WorkerGone(f"{decode[0]} is gone")
@@ -295,7 +301,7 @@ def _time_while_decoding(state: State, event: TimePassed) -> Result:
 
 
 def _send_due(state: State, now_s: float) -> Result:
-    """What waits, unless the latest message with tokens is less than the gap ago."""
+    """Send waiting tokens, unless the latest message with tokens is less than the gap ago."""
     if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
         return state, []
     return _send(state, merge(state.waiting), "", waiting=(), sent_s=now_s)
@@ -321,8 +327,10 @@ def _complete(state: State) -> Result:
 
 
 def _send(state: State, delta: OutputDelta, finish_reason: str, **changes: Any) -> Result:
-    """Nothing is sent where there is nothing to say: text that may become a stop word is held.
-    `changes` of the state come along, as every copy costs."""
+    """Send the delta, unless it is empty because its text may become a stop word.
+
+    `changes` are applied to the state in the same copy, because every copy costs.
+    """
     if not (delta.token_ids or delta.text or finish_reason):
         return state._replace(**changes), []
     new_tokens = len(delta.token_ids)
@@ -336,7 +344,7 @@ def _tokens_of_attempt(state: State) -> int:
 
 
 def _overdue(state: State, event: TimePassed) -> Result:
-    """After a decode reply: messages that never come are not waited for for ever."""
+    """The wait for messages sent before the decode reply has an end."""
     reply = state.attempt.reply
     assert reply is not None
     if event.now_s <= reply.now_s + MESSAGES_S_MAX:
@@ -349,12 +357,12 @@ def _overdue(state: State, event: TimePassed) -> Result:
 
 
 def _messages_lost(state: State, found: str, now_s: float) -> Result:
-    """Nothing behind the gap can be sent. The worker lives, and is told to stop."""
+    """Tokens after the gap cannot be sent. The worker is alive and gets a Stop."""
     number, worker = state.attempt.number, state.attempt.worker
     assert worker is not None
     actions = _released(state)
     if _is_calling(state):
-        actions = [AbandonCall(number, worker), StopWorkers(number, ELSEWHERE)]
+        actions = [AbandonCall(number, worker), StopWorkers(number, RETRIED)]
     return _lost_to(state, MessagesLost(found), now_s, actions)
 
 
@@ -369,12 +377,12 @@ def _call_failed(state: State, event: CallFailed) -> Result:
 def _lost_to(
     state: State, error: Exception, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt ended with this error, which is the answer or leads to another attempt."""
+    """The attempt ended with this error, which is retried or sent to the client."""
     attempts, loss = state.attempts, None
     if isinstance(error, ServingError):
         loss = loss_of(error, attempts.is_resumed, attempts.asks_others)
     number, worker = state.attempt.number, state.attempt.worker
-    ended = [EndAttempt(number)] if worker is not None else []  # else nothing was reserved
+    ended = [EndAttempt(number)] if worker is not None else []  # no worker: nothing is reserved
     if loss is None:
         return state._replace(phase=Phase.DONE), [End(error), *actions, *ended]
     assert isinstance(error, ServingError)
@@ -388,12 +396,12 @@ def _lost_to(
 def _again(
     state: State, loss: Loss, error: ServingError, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt is lost: another one from what the client has, maybe after a pause."""
+    """The attempt is lost: resume after the sent tokens, perhaps after a pause."""
     lost = state.attempt
     attempts = state.attempts.after(loss, state.sent_tokens, now_s)
     avoided = state.avoided
-    if loss is Loss.NOBODY:
-        avoided = frozenset()  # better somebody who failed at it before than nobody
+    if loss is Loss.NO_WORKER:
+        avoided = frozenset()  # a worker that failed before is better than no worker
     elif RULES[loss].avoids and lost.worker is not None:
         avoided |= {lost.worker}
     state = state._replace(
@@ -414,8 +422,11 @@ def _again(
 
 
 def _worker_lost(state: State, event: WorkerLost) -> Result:
-    """While a config.pbtxt reloads, another process than the routed one may be at work. Then a
-    request is taken from a healthy worker, which costs time and nothing else."""
+    """The directory reports the process lost.
+
+    While a config.pbtxt reloads, a process other than the routed one may serve the request. Then
+    the request is taken from a healthy worker, which only costs time.
+    """
     attempt = state.attempt
     if state.phase is Phase.PREFILLING and event.worker == attempt.decode != attempt.worker:
         return state._replace(attempt=attempt._replace(is_decode_lost=True)), []
@@ -427,7 +438,7 @@ def _worker_lost(state: State, event: WorkerLost) -> Result:
 
 def _worker_silent(state: State, event: WorkerSilent) -> Result:
     leave = AbandonCall(state.attempt.number, event.worker)
-    error = WorkerGone(f"{event.worker[0]} says nothing of it")
+    error = WorkerGone(f"{event.worker[0]} sends no heartbeat for the request")
     state, actions = _taken_away(state, event, leave, Loss.WORKER_GONE, error)
     return state, [*actions, NoteFailed(event.worker)] if actions else []
 
@@ -439,11 +450,12 @@ def _taken_away(
     loss: Loss,
     error: ServingError,
 ) -> Result:
-    """From a worker that does not answer. A call that is under way releases at its end."""
+    """Take the request from a worker that does not answer. Its KV is released when its call
+    ends."""
     if state.attempt.worker != event.worker:
         return state, []
     number = state.attempt.number
-    leaving = [leave, StopWorkers(number, ELSEWHERE)] if _is_calling(state) else _released(state)
+    leaving = [leave, StopWorkers(number, RETRIED)] if _is_calling(state) else _released(state)
     actions = [*leaving, EndAttempt(number)]
     if state.phase is Phase.STOPPING:
         return state._replace(phase=Phase.DONE), [End(state.error), *actions]
@@ -455,12 +467,12 @@ def _is_calling(state: State) -> bool:
 
 
 def _released(state: State) -> list[LifecycleAction]:
-    """Leases are kept, and room is reserved at the decode worker, until somebody says so."""
+    """Release the attempt's leases, and the room that it reserved at the decode worker."""
     number = state.attempt.number
     return [StopWorkers(number, OVER), ReleaseKv(number)]
 
 
-# --- the end, when it is not the answer
+# --- ends without an answer
 
 
 def _over(state: State, event: Failed | Unwanted) -> Result:
@@ -476,7 +488,7 @@ def _stopping(state: State, event: Failed | Unwanted) -> Result:
 
 
 def _stop_again(state: State, event: TimePassed) -> Result:
-    """The first message may have come before the request, or been lost."""
+    """Repeat the Stop: the first one may have been lost, or have overtaken the request."""
     return state, [StopWorkers(state.attempt.number, UNWANTED)]
 
 
@@ -486,7 +498,7 @@ def _stopped(state: State, event: CallEnded) -> Result:
 
 
 def _late_end(state: State, event: CallEnded) -> Result:
-    """Of a call that was left alone: whatever it brings is dropped."""
+    """An abandoned call has ended: its result is dropped."""
     return state, [StopWorkers(event.attempt, OVER), ReleaseKv(event.attempt)]
 
 
@@ -496,10 +508,10 @@ def _ignore(state: State, event: LifecycleEvent) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How an event is handled in a phase, and which phases may follow."""
+    """The handler of an event in a phase."""
 
     handle: Callable[[State, Any], Result]
-    to: frozenset[Phase]
+    to: frozenset[Phase]  # phases that may follow
 
 
 READING, ROUTING, PREFILLING, DECODING, ENDING, STOPPING, DONE = Phase
@@ -562,7 +574,7 @@ _ROWS: Mapping[Phase, _Row] = {
         CallFailed: (_late_end, (DONE,)),
     },
 }
-# What may come at such a time, and changes nothing then.
+# Events that may come in a phase and change nothing there.
 _IGNORED: Mapping[Phase, tuple[type, ...]] = {
     READING: (WorkerLost, WorkerSilent, TimePassed),
     ROUTING: (WorkerLost, WorkerSilent, TimePassed),

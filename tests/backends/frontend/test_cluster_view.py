@@ -75,9 +75,9 @@ def test_a_worker_that_a_new_directory_never_hears_of_was_heard_of_before_that(
     view._on_events([WorkerUp(info)])
     clock.now_s = 130.0
     view._on_snapshot(Snapshot(2, 0, (), (), (), ()))
-    assert view._never_heard_again(134.0) == []
-    assert view._never_heard_again(136.0) == [("d0", info.incarnation, 100.0)]
-    assert view._never_heard_again(140.0) == []
+    assert view._take_unheard(134.0) == []
+    assert view._take_unheard(136.0) == [("d0", info.incarnation, 100.0)]
+    assert view._take_unheard(140.0) == []
 
 
 def test_a_frontend_waits_for_a_worker_of_each_role(view: ClusterView, clock: Clock) -> None:

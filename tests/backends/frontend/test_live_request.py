@@ -244,7 +244,7 @@ class Case:
 
 KV_GONE, DOWN = KvMissing("blocks [0] of 1 are gone"), StoreLost("it does not answer")
 CRASHED, LEFT = WorkerUnavailable("internal_error: x"), WorkerGone("it is shutting down")
-CLIENT_LEFT = Cancelled("the client went away")
+CLIENT_LEFT = Cancelled("the client disconnected")
 
 
 @pytest.mark.parametrize("error", [KV_GONE, DOWN, LEFT], ids=lambda error: type(error).__name__)
@@ -268,7 +268,8 @@ def test_every_attempt_has_an_id_of_its_own_and_is_finished_and_released() -> No
 def test_a_worker_that_fails_at_it_three_times_ends_it() -> None:
     case = Case({"prefill_0": [CRASHED] * 5})
     error = case.error()
-    assert isinstance(error, WorkerUnavailable) and "3 x a worker failed at it" in str(error)
+    assert isinstance(error, WorkerUnavailable)
+    assert "3 x a worker failed at the request" in str(error)
     assert len(case.prefills) == 3 and case.cluster.failed == ["prefill_0"] * 3
 
 
@@ -329,7 +330,7 @@ def test_where_nobody_is_there_until_the_deadline_it_ends_with_the_word_for_it()
 
 def test_kv_that_is_gone_until_the_deadline_is_kv_missing() -> None:
     error = Case({"decode_0": [KV_GONE]}, request_s_max=1e-9).error()
-    assert isinstance(error, KvMissing) and "its KV was gone" in str(error)
+    assert isinstance(error, KvMissing) and "the KV cache was gone" in str(error)
 
 
 def test_a_worker_that_was_lost_is_left_out_until_there_is_nobody_else() -> None:
@@ -408,7 +409,7 @@ def test_three_workers_that_die_with_it_end_it() -> None:
             case.request.post(WorkerLost(D, time.monotonic(), time.monotonic()))
 
     case = Case({"decode_0": [CRASHED] * 9}, on_call=die)
-    assert "3 x a worker died with it" in str(case.error())
+    assert "3 x a worker died with the request" in str(case.error())
     assert case.cluster.released == ["r-1", "r-2", "r-3"]
 
 

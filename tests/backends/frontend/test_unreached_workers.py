@@ -20,7 +20,7 @@ class World:
     """In place of the cluster and of gRPC; `turn` lets every unreached worker be probed once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(unreached_workers, "REST_S", 3600.0)
+        monkeypatch.setattr(unreached_workers, "PROBE_PERIOD_S", 3600.0)
         self.addresses = {P: "a:1", D: "b:1"}
         self.refusals: dict[str, WorkerUnreached] = {}
         self.said: list[tuple[str, bool]] = []
@@ -155,7 +155,7 @@ def test_a_request_that_meets_refusals_goes_on_elsewhere_and_none_of_them_counts
 def test_probes_are_made_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.workers.close()
-    monkeypatch.setattr(unreached_workers, "REST_S", 0.01)
+    monkeypatch.setattr(unreached_workers, "PROBE_PERIOD_S", 0.01)
     reached = threading.Event()
     world.worker_reached = lambda *_, is_reached: is_reached and reached.set()  # type: ignore[method-assign]
     workers = UnreachedWorkers(cast(Any, world), world._probe)

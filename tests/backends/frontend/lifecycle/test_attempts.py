@@ -28,7 +28,7 @@ from backends.frontend.lifecycle.attempts import (
     RULES,
     Attempts,
     Loss,
-    last_word,
+    final_error,
     loss_by_death,
     loss_of,
 )
@@ -45,7 +45,7 @@ def test_every_loss_has_a_rule() -> None:
         Loss.STORE_LOST,
         Loss.KV_GONE,
         Loss.MESSAGES_LOST,
-        Loss.NOBODY,
+        Loss.NO_WORKER,
         Loss.WORKER_UNREACHED,
         Loss.WORKER_REFUSED,
     }
@@ -116,9 +116,9 @@ def test_decoded_tokens_for_the_client_make_pauses_short_again() -> None:
     assert attempts.pause_s(now_s=0.0) == 0.0
 
 
-def test_who_finds_nobody_waits_before_asking_again() -> None:
+def test_first_retry_without_an_available_worker_has_a_pause() -> None:
     attempts = Attempts(3, 0.0, 600.0)
-    attempts = attempts.after(Loss.NOBODY, sent_tokens=0, now_s=0.0)
+    attempts = attempts.after(Loss.NO_WORKER, sent_tokens=0, now_s=0.0)
     assert attempts.pause_s(now_s=0.0) == PAUSE_S_MIN
 
 
@@ -165,7 +165,7 @@ def test_an_error_of_a_new_request_says_what_was_lost(
 
 @pytest.mark.parametrize("kind", ["no_decode_worker", "decode_queue_full", "ttft_slo"])
 def test_a_request_that_goes_on_is_shed_by_nobody(kind: str) -> None:
-    assert loss_of(Overloaded(kind, "", 1.0), is_resumed=True) is Loss.NOBODY
+    assert loss_of(Overloaded(kind, "", 1.0), is_resumed=True) is Loss.NO_WORKER
 
 
 def test_a_request_that_has_grown_too_large_for_every_worker_waits_for_none() -> None:
@@ -180,7 +180,7 @@ def test_a_full_worker_is_left_for_another_one_where_others_fill_them_too(kind: 
     full = Overloaded(kind, "", 1.0)
     assert loss_of(full, is_resumed=False) is None, "who is alone knows how full all of them are"
     assert loss_of(full, is_resumed=False, asks_others=True) is Loss.WORKER_FULL
-    assert loss_of(full, is_resumed=True, asks_others=True) is Loss.NOBODY
+    assert loss_of(full, is_resumed=True, asks_others=True) is Loss.NO_WORKER
     rejected = Overloaded("decode_full", "", 1.0)
     assert loss_of(rejected, is_resumed=False, asks_others=True) is None, "the conductor's word"
     assert RULES[Loss.WORKER_FULL].avoids and not RULES[Loss.WORKER_FULL].counts
@@ -255,16 +255,18 @@ def test_a_client_reads_what_happened() -> None:
     attempts = Attempts(3, 0.0, 5.0)
     attempts = attempts.after(Loss.WORKER_DIED, sent_tokens=0, now_s=0.0)
     for _ in range(4):
-        attempts = attempts.after(Loss.NOBODY, sent_tokens=0, now_s=0.0)
-    error = last_word(Overloaded("no_decode_worker", "none is there", 1.0), attempts.given_up(9.0))
+        attempts = attempts.after(Loss.NO_WORKER, sent_tokens=0, now_s=0.0)
+    error = final_error(
+        Overloaded("no_decode_worker", "none is there", 1.0), attempts.given_up(9.0)
+    )
     assert error.wire_message() == (
         "unavailable: none is there; its deadline has passed "
-        "(4 x nobody could take it, 1 x a worker died with it)"
+        "(4 x no worker was available, 1 x a worker died with the request)"
     )
 
 
 def test_the_last_word_keeps_the_kind_of_the_last_loss() -> None:
-    assert isinstance(last_word(KvMissing("gone"), "why"), KvMissing)
-    assert isinstance(last_word(StoreLost("down"), "why"), WorkerUnavailable)
-    full = last_word(Overloaded("store_full", "no room", 2.0), "why")
+    assert isinstance(final_error(KvMissing("gone"), "why"), KvMissing)
+    assert isinstance(final_error(StoreLost("down"), "why"), WorkerUnavailable)
+    full = final_error(Overloaded("store_full", "no room", 2.0), "why")
     assert isinstance(full, Overloaded) and full.kind == "store_full"

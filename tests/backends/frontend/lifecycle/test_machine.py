@@ -55,9 +55,9 @@ from backends.frontend.lifecycle.events import (
     WorkerSilent,
 )
 from backends.frontend.lifecycle.machine import (
-    ELSEWHERE,
     MESSAGES_S_MAX,
     OVER,
+    RETRIED,
     TABLE,
     UNWANTED,
     Phase,
@@ -68,7 +68,7 @@ from backends.frontend.lifecycle.machine import (
 from backends.text.text_stream import OutputDelta
 
 P, D = ("prefill_0", "p"), ("decode_0", "d")
-LEFT, BROKE = Cancelled("the client went away"), ValueError("a mistake")
+LEFT, BROKE = Cancelled("the client disconnected"), ValueError("a mistake")
 GONE, KV_GONE = WorkerGone("it is shutting down"), KvMissing("blocks [0] of 1 are gone")
 CRASHED = WorkerUnavailable("internal_error: x")
 STRANGE = WorkerRefused("its certificate is of another cluster")
@@ -135,7 +135,7 @@ SPENT_ENDING = after(SPENT, replied(9, before=1))
 Case = tuple[State, LifecycleEvent, Phase, list[Any]]
 AGAIN = [Decide(2, frozenset(), True)]
 RELEASED = [StopWorkers(1, OVER), ReleaseKv(1)]
-LEAVING = [StopWorkers(1, ELSEWHERE), EndAttempt(1)]
+LEAVING = [StopWorkers(1, RETRIED), EndAttempt(1)]
 
 
 def avoiding(worker: tuple[str, str]) -> Decide:
@@ -155,14 +155,14 @@ CASES: dict[tuple[Phase, type], list[Case]] = {
     (Phase.ROUTING, NotRouted): [
         (ROUTING, NotRouted(1, REFUSED, 2.0), Phase.DONE, [End(REFUSED)]),
         (after(PREFILLING, CallFailed(1, KV_GONE, 3.0)), NotRouted(2, REFUSED, 3.0),
-         Phase.ROUTING, [NoteLoss(2, Loss.NOBODY, REFUSED), Pause(0.1)]),
+         Phase.ROUTING, [NoteLoss(2, Loss.NO_WORKER, REFUSED), Pause(0.1)]),
         # It was full, and there is nobody else, because it was pinned for instance.
         (after(WITH_OTHERS, CallFailed(1, FULL, 3.0)), NotRouted(2, ABSENT, 3.0), Phase.DONE,
          [End(FULL)]),
         (after(WITH_OTHERS, CallFailed(1, FULL, 3.0)), NotRouted(2, REFUSED, 3.0), Phase.DONE,
          [End(REFUSED)]),
         (after(PREFILLING, CallFailed(1, KV_GONE, 3.0)), NotRouted(2, ABSENT, 3.0),
-         Phase.ROUTING, [NoteLoss(2, Loss.NOBODY, ABSENT), Pause(0.1)]),
+         Phase.ROUTING, [NoteLoss(2, Loss.NO_WORKER, ABSENT), Pause(0.1)]),
     ],
     (Phase.ROUTING, PauseOver): [
         (PAUSING, PauseOver(4.0), Phase.ROUTING, [Decide(3, frozenset(), True)]),
@@ -225,10 +225,10 @@ CASES: dict[tuple[Phase, type], list[Case]] = {
         (DECODING, came(0, 8), Phase.DECODING, [Send(text(8), 1, "", 64, {})]),
         (after(DECODING, came(0, 8)), came(1, 9, gap_s=1.0), Phase.DECODING, []),
         (DECODING, came(1, 9), Phase.ROUTING,
-         [NoteLoss, AbandonCall(1, D), StopWorkers(1, ELSEWHERE), NoteFailed(D), EndAttempt(1),
+         [NoteLoss, AbandonCall(1, D), StopWorkers(1, RETRIED), NoteFailed(D), EndAttempt(1),
           *AGAIN]),
         (SPENT, came(1, 9), Phase.DONE,
-         [NoteLoss, AbandonCall(1, D), StopWorkers(1, ELSEWHERE), NoteFailed(D), EndAttempt(1),
+         [NoteLoss, AbandonCall(1, D), StopWorkers(1, RETRIED), NoteFailed(D), EndAttempt(1),
           End]),
     ],
     (Phase.DECODING, TimePassed): [
