@@ -1,1 +1,1 @@
-"""Tokens to text and back."""
+"""Tokenisation, detokenisation and guided decoding."""

@@ -1,18 +1,17 @@
-"""A checkpoint's chat template: messages in, the text of the prompt out.
+"""A checkpoint's chat template: renders messages as the text of the prompt.
 
-Templates are Jinja programs written for transformers, so they get the environment that
-transformers gives them: sandboxed and immutable, block lines trimmed, the loop controls, and the
-helpers `raise_exception`, `strftime_now` and a `tojson` that leaves HTML alone.
+Templates are Jinja programs written for transformers, so they get the same environment as in
+transformers: sandboxed and immutable, block lines trimmed, the loop controls, and the helpers
+`raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
 A template reads the content of a message as a string, as a list of parts
 (`{% for part in message.content %}{{ part.text }}`), or as either. The wrong form loses the text
-without an error. So each template is tried once per role with a known word in both forms. Content
-stays as the client sent it where the template shows the word in that form, and is converted
-otherwise. Where the trial shows the word in neither form, a loop over `content` decides, as in
+without an error. So each template is tried once per role with a known word in both forms. If the
+template prints the word in the client's form, the content is not changed. Otherwise it is
+converted. If the template prints the word in neither form, a loop over `content` decides, as in
 vLLM.
 
-Not here: which file holds the template (tokenizer.py), what a client may send as messages
-(frontend/request.py).
+Not here: the file of the template (tokenizer.py), valid messages (frontend/request.py).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from backends.errors import ConfigError, InvalidRequest
 DEFAULT = "default"
 PROBE = "Mooncakeprobe"
 PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
-ROLES = ("system", "user", "assistant", "tool")  # others are tried as a user's
+ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
 Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here they are just text."""
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
-    tags = {"generation"}  # noqa: RUF012, the base class has it as a plain attribute too
+    tags = {"generation"}  # noqa: RUF012, a plain attribute as in the base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -50,7 +49,7 @@ class _Generation(Extension):
 
 
 def templates(written: Any) -> dict[str, str]:
-    """By name; tokenizer_config.json has one string, or a list of {name, template}."""
+    """Name -> template; tokenizer_config.json has one string, or a list of {name, template}."""
     if not written:
         return {}
     if isinstance(written, str):
@@ -68,7 +67,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Raises InvalidRequest when the template refuses the messages."""
+    """Render the messages; raises InvalidRequest if the template rejects them."""
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
@@ -81,10 +80,10 @@ def render(
     except Exception as error:  # edge: a template is a foreign program and may raise anything
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InvalidRequest(
-            f"messages: the checkpoint's chat template refused them ({reason})"
+            f"messages: the checkpoint's chat template rejected them ({reason})"
         ) from None
     if not prompt.strip() and any(_has_text(each["content"]) for each in messages):
-        raise InvalidRequest("messages: the checkpoint's chat template made no prompt of them")
+        raise InvalidRequest("messages: the checkpoint's chat template rendered an empty prompt")
     return prompt
 
 
@@ -127,7 +126,7 @@ def _has_text(content: Content) -> bool:
 def _forms(
     source: str, special_tokens: tuple[tuple[str, str], ...], role: str
 ) -> tuple[bool, bool]:
-    """Does the template read content of this role as a string, and does it read parts?"""
+    """Whether the template reads content of this role (as a string, as parts)."""
 
     def shows(content: Content) -> bool:
         message = {"role": role, "content": content}
@@ -137,7 +136,7 @@ def _forms(
         for messages in ([message], [message, other], [other, message], [other, message, other]):
             try:
                 prompt = _prompt(source, messages, special_tokens)
-            except Exception:  # edge: a template may refuse this order of roles
+            except Exception:  # edge: a template may reject this order of roles
                 continue
             if PROBE.lower() in prompt.lower():
                 return isinstance(content, str) or not PRINTED_PARTS.search(prompt)
@@ -151,10 +150,10 @@ def _forms(
 
 
 def _loops_over_content(source: str) -> bool:
-    """Is there a loop over `message.content`, or over a name that was set from it?"""
+    """Whether the template loops over `message.content`, or over a name assigned from it."""
     tree = _compiled(source).environment.parse(source)
     names: set[str] = set()
-    for _ in tree.find_all(nodes.Assign):  # so often at most, a name is set from another one
+    for _ in tree.find_all(nodes.Assign):  # a chain of assigned names is at most that long
         names |= {
             each.target.name
             for each in tree.find_all(nodes.Assign)

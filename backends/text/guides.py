@@ -1,18 +1,19 @@
-"""Answers that follow a JSON schema: which tokens may come next, by llguidance.
+"""Guided decoding: answers that follow a JSON schema, with llguidance.
 
-A grammar is compiled of the schema and of the tokenizer's vocabulary, once for each schema in each
-process that needs it (what is compiled cannot be sent); who comes meanwhile with the same schema
-waits, with another one does not, and a refusal is remembered too. A `SchemaGuide` is one answer's
-place in it. The place follows from the tokens of the answer alone, so
-whoever goes on with an answer (decode behind prefill, another pair behind a lost one) gives these
-tokens and stands where the other stood.
+A compiled grammar is made from the schema and the tokenizer's vocabulary, once per schema and
+process, because it cannot be sent to another process. Requests with the same schema wait for the
+compilation; requests with another schema do not. A rejected schema is cached, too.
 
-An end id may come where the answer is complete and nowhere else, whichever tokens the request
-chose as end ids. Between two parts of an answer there is one space, or a new line and what it is
-indented by, or nothing: where a small model may, it fills the rest of its context with white space.
+A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
+answer. So a worker that resumes an answer, as decode does after prefill, feeds these tokens into a
+new guide.
 
-llguidance is an optional extra (`guided`). Not here: which schemas are refused before it sees them
-(json_schema.py), drawing among the tokens (engine/sampling.py).
+An end id is allowed only where the answer is complete, whichever end ids the request chose. Between
+two parts of an answer, one space, or a new line with its indentation, or nothing is allowed.
+Without this limit a small model may fill the rest of its context with white space.
+
+llguidance is an optional extra (`guided`). Not here: schemas that are rejected before compilation
+(json_schema.py), sampling the tokens (engine/sampling.py).
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from backends.text.json_schema import constraints_of, keywords_in, read_schema
 from backends.text.schema_size import schema_nodes
 from backends.text.tokenizer import Tokenizer
 
-GRAMMARS_MAX = 64  # that are kept
-# Nodes of all that are kept (schema_size.py), of 8 KB each: at most 160 MB in a process. A grammar
-# has half a megabyte without any, and some memory for each byte of the schema's text.
+GRAMMARS_MAX = 64  # compiled grammars in the cache
+# Nodes of all cached grammars (schema_size.py). A node takes 8 KB: at most 160 MB in a process.
 GRAMMARS_NODES_MAX = 20_000
+# Each grammar counts as NODES_OF_ONE more nodes, and each BYTES_OF_NODE of its text as one.
 NODES_OF_ONE, BYTES_OF_NODE = 64, 256
-STACK_BYTES = 256 * 2**20  # reserved, and used only as far as a schema goes down
-_STACK_SIZE = threading.Lock()  # Python has one size for the stacks of all threads to come
+STACK_BYTES = 256 * 2**20  # reserved; memory is used only for the depth of the schema
+_STACK_SIZE = threading.Lock()  # threading.stack_size holds for all new threads of the process
 INDENTATION_MAX = 16
 MISSING = (
     "guided_json needs the package llguidance, which this server does not have: "
@@ -53,7 +54,7 @@ OPTIONS: dict[str, Any] = {
     "whitespace_pattern": rf"(\x20|\r?\n[\x20\t]{{0,{INDENTATION_MAX}}})",
     "coerce_one_of": False,
     "lenient": False,
-    # Not \\u: with it a key passes for another name than the one that it is ("\\u0061" for "a").
+    # Without \\u, because "\\u0061" would be accepted as another property name than "a".
     "json_allowed_escapes": '"\\bfnrt',
 }
 
@@ -63,17 +64,20 @@ def is_installed() -> bool:
 
 
 class SchemaGuide:
-    """One answer's place in its grammar. Used by one thread at a time."""
+    """The grammar matcher of one answer. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: _Vocabulary, end_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._end_ids = list(end_ids)
-        self._is_over = False
+        self._is_over = False  # True after an end id
 
     def allowed(self) -> NDArray[np.bool_]:
-        """By token id: whether it may come next. Raises InvalidRequest where the grammar got lost,
-        which happens to schemas that only their answers show to be too large."""
+        """Whether each token id is allowed next.
+
+        Raises InvalidRequest if the matcher fails, as for a schema that proves too large only
+        during the answer.
+        """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise InvalidRequest(f"guided_json: {_first_line(self._matcher.get_error())}")
@@ -83,22 +87,20 @@ class SchemaGuide:
         allowed[self._vocabulary.eos_ids] = False
         allowed[self._end_ids] = is_complete
         if not allowed.any():
-            raise InvalidRequest("guided_json: the model has no token that goes on with the answer")
+            raise InvalidRequest("guided_json: the model has no token that continues the answer")
         return allowed
 
     def advance(self, token_id: int) -> None:
-        """This token has come."""
+        """Feed the answer's next token into the matcher."""
         if token_id in self._end_ids:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
-            said = _first_line(self._matcher.get_error())
-            raise InvalidRequest(
-                f"guided_json: token {token_id} is not in the grammar there ({said})"
-            )
+            reason = _first_line(self._matcher.get_error())
+            raise InvalidRequest(f"guided_json: token {token_id} is not allowed there ({reason})")
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance wants it, with as many tokens as there are logits."""
+    """The tokenizer in llguidance's form, with as many tokens as there are logits."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
         import llguidance
@@ -114,27 +116,29 @@ class _Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class _Grammar:
-    """Of one schema: a matcher that was given no token, or the refusal, once it is compiled."""
+    """The compiled grammar of one schema."""
 
-    nodes: int
-    matcher: Future[Any] = field(default_factory=Future)
+    nodes: int  # its weight in the cache
+    matcher: Future[Any] = field(default_factory=Future)  # a matcher without tokens, or the error
 
 
 class Guides:
-    """Of one model. Thread-safe."""
+    """The compiled grammars of one model. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_tokens: int) -> None:
-        """`tokenizer` is called when the first request wants a guide: most want none."""
+        """`tokenizer` is called for the first guided request only."""
         self._tokenizer = tokenizer
         self._tokens = vocabulary_tokens
         self._reading = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._lock = threading.Lock()  # guards the grammars; nobody compiles with it held
-        self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # by digest, the latest last
+        self._lock = threading.Lock()  # guards the cache; not held during compilation
+        self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # digest -> grammar, LRU first
 
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
-        """Behind these tokens of an answer. Raises InvalidRequest with what is in the way. Takes as
-        long as the schema's grammar, where it is new: call it where nobody waits."""
+        """A guide after these tokens of an answer. Raises InvalidRequest for an unusable schema.
+
+        A new schema is compiled first, so do not call this in a time-critical thread.
+        """
         if not is_installed():
             raise InvalidRequest(MISSING)
         vocabulary = self._read_vocabulary()
@@ -155,7 +159,7 @@ class Guides:
             return self._vocabulary
 
     def _grammar(self, digest: bytes, schema: str) -> tuple[_Grammar, bool]:
-        """(what is compiled or will be, whether the caller has to)."""
+        """(cached or new grammar, whether the caller must compile it)."""
         with self._lock:
             grammar = self._grammars.get(digest)
             if grammar is not None:
@@ -167,7 +171,7 @@ class Guides:
                 return grammar, False
             new = self._grammars[digest] = _Grammar(nodes)
             while len(self._grammars) > 1 and self._holds_too_much():
-                self._grammars.popitem(last=False)  # who waits for it has it all the same
+                self._grammars.popitem(last=False)  # threads that wait for it hold a reference
             return new, True
 
     def _holds_too_much(self) -> bool:
@@ -175,13 +179,16 @@ class Guides:
         return len(self._grammars) > GRAMMARS_MAX or nodes > GRAMMARS_NODES_MAX
 
     def _compile(self, schema: str, vocabulary: _Vocabulary, grammar: _Grammar) -> None:
-        """On a thread with a stack of its own: the compiler goes down all parts and references of a
-        schema on it, and the process would die where it ends. What is no refusal is not kept."""
+        """Compile in a thread with a large stack.
+
+        The compiler recurses into all parts and references of a schema, and a stack overflow would
+        kill the process. Errors other than InvalidRequest are not cached.
+        """
 
         def compile_it() -> None:
             try:
                 grammar.matcher.set_result(self._compiled(schema, vocabulary))
-            except BaseException as error:  # whoever waits must hear of it, whatever it is
+            except BaseException as error:  # every error must reach the waiting threads
                 grammar.matcher.set_exception(error)
                 if not isinstance(error, InvalidRequest):
                     self._forget(grammar)
@@ -191,7 +198,7 @@ class Guides:
             try:
                 thread = threading.Thread(target=compile_it, name="grammar", daemon=True)
                 thread.start()
-            except BaseException as error:  # no memory for its stack
+            except BaseException as error:  # no memory for the stack
                 self._forget(grammar)
                 grammar.matcher.set_exception(error)
                 return
@@ -217,23 +224,23 @@ class Guides:
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
         error = _error_at_first_tokens(matcher)
         if error:
-            said = _first_line(error)
+            reason = _first_line(error)
             keywords = sorted(keywords_in(schema))
             raise InvalidRequest(
-                f"guided_json cannot be followed: {said} (its keywords: {', '.join(keywords)})"
+                f"guided_json cannot be followed: {reason} (its keywords: {', '.join(keywords)})"
             )
         return matcher
 
 
 def _nodes_of(text: str) -> int:
-    """What its grammar will weigh; a schema that is refused has none."""
+    """The weight of its grammar in the cache; a rejected schema has no nodes of its own."""
     schema, problems = read_schema(text)
     nodes = 0 if problems else schema_nodes(schema)
     return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE
 
 
 def _error_at_first_tokens(matcher: Any) -> str:
-    """Some mistakes, and schemas that are too large, only show there; "" where nothing is wrong."""
+    """The error of a grammar at its first tokens, where some errors first appear; "" if valid."""
     probe = matcher if matcher.is_error() else matcher.deep_copy()
     if not probe.is_error():
         bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
@@ -245,12 +252,12 @@ def _error_at_first_tokens(matcher: Any) -> str:
 
 @lru_cache(maxsize=4)
 def guides_of(tokenizer: Tokenizer) -> Guides:
-    """For who has a tokenizer and no model: the frontend, which refuses."""
+    """Guides of a tokenizer without a model, for the frontend's check of schemas."""
     return Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
 
 
 def _first_line(error: str) -> str:
-    """Of a regex that cannot be parsed the last one; states of the parser are left out."""
+    """The error's essential line, without states of the parser."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     if not lines:
         return "it leaves no answer"
@@ -261,5 +268,5 @@ def _first_line(error: str) -> str:
     if lines[0].startswith("lexer error"):
         return f"pattern, format or maxLength: too large ({lines[0]})"
     if lines[0].startswith("oneOf constraints"):
-        return "oneOf: it cannot be seen that its cases exclude each other; use anyOf"
+        return "oneOf: its cases are not provably exclusive; use anyOf"
     return lines[0][:200]

@@ -1,19 +1,19 @@
-"""Which JSON schemas an answer can be held to: whatever is in the way, by the keyword's name.
+"""Check of JSON schemas for guided decoding: every unsupported part, by its keyword.
 
-A keyword that would be left out silently makes answers that do not validate, so one that is not
-known here is refused, also a misspelt one; annotations and `x-...` mean nothing and pass. Refused
-although the grammar (guides.py) would take them, because what it makes of them need not validate:
+Ignoring a keyword would produce answers that do not validate. So an unknown keyword is rejected,
+also a misspelt one. Annotations and `x-...` have no meaning and are accepted. Some schemas are
+rejected although the grammar (guides.py) accepts them, because its answers may not validate:
 
-* `minProperties` above 1 and the number of `required`: keys that are not named may come twice;
-* `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in the floats of a validator;
-* `prefixItems` in schemas of a draft before 2020-12, which do not know it;
-* beside a `oneOf`, what an older draft passes over: `const` before draft-06, and up to draft-07
-  whatever stands beside a `$ref`. Elsewhere an answer that keeps to it as well is none the worse;
-* more parts in one place than a compiler gets through in a second (schema_size.py).
+* `minProperties` above both 1 and the number of `required`: other properties may occur twice;
+* `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
+* `prefixItems` in schemas of a draft before 2020-12, which does not define it;
+* in a schema with a `oneOf`, keywords that an older draft ignores: `const` before draft-06, and up
+  to draft-07 the keywords beside a `$ref`. Without a `oneOf`, following them does no harm;
+* schemas that take the compiler more than about a second (schema_size.py).
 
-The grammar reads the newest draft. What older ones say otherwise (`items` and `additionalItems` of
-tuples, `exclusiveMinimum` true) is said in its words to it. What only its compiler finds (two types
-at once, look-ahead in a pattern) it says itself.
+The grammar follows the newest draft. Older forms (`items` and `additionalItems` of tuples,
+`exclusiveMinimum` true) are translated. The compiler itself reports further errors (two types at
+once, look-ahead in a pattern).
 Not here: the grammar and its state (guides.py).
 """
 
@@ -30,11 +30,11 @@ from backends.text.schema_size import size_problems
 
 DEPTH_MAX = 60
 PROBLEMS_MAX = 5
-MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder: a million take seconds
+MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder, and a million take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
 IGNORE_BESIDE_REF = DRAFTS[:3]
-BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # mean the same with a $ref or without
+BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # have the same meaning beside a $ref
 
 ANNOTATIONS = {
     "title",
@@ -68,7 +68,7 @@ KEYWORDS = (
     SCHEMAS_BY_NAME | SCHEMAS_IN_A_LIST | ONE_SCHEMA | WHOLE_NUMBERS | NUMBERS | TEXTS | OTHERS
 )
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Of JSON Schema, and not supported.
+# Keywords of JSON Schema that are not supported.
 UNSUPPORTED = {
     "not",
     "if",
@@ -94,7 +94,7 @@ UNSUPPORTED = {
 
 
 def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
-    """(The schema, []) or ({}, what is in the way of following it)."""
+    """(schema, []) or ({}, problems)."""
     try:
         schema = json.loads(text, parse_constant=_no_number)
         json.dumps(schema, allow_nan=False)
@@ -102,7 +102,7 @@ def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
     except (ValueError, RecursionError) as error:
         return {}, [f"it is not valid JSON: {error}"]
     if not isinstance(schema, dict):
-        return {}, ['it is no JSON object; send a schema like {"type": "object"}']
+        return {}, ['it is not a JSON object; send a schema like {"type": "object"}']
     if depth > DEPTH_MAX:
         return {}, [f"it is nested {depth} deep; use at most {DEPTH_MAX}"]
     problems = list(_Walk(schema).of(schema, "#")) or size_problems(schema)
@@ -113,8 +113,10 @@ def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def constraints_of(schema: Any) -> Any:
-    """The schema in the newest draft's words and without what constrains nothing, for the grammar:
-    it refuses `uniqueItems` false, and has options of its own among the annotations."""
+    """The schema for the grammar: in the newest draft, without keywords that constrain nothing.
+
+    The grammar rejects `uniqueItems` false, and has options of its own among the annotations.
+    """
     if not isinstance(schema, dict):
         return schema
     kept = {}
@@ -128,11 +130,11 @@ def constraints_of(schema: Any) -> Any:
             kept[keyword] = [part for _, part in parts]
         else:
             kept[keyword] = parts[0][1] if parts else schema[keyword]
-    return _in_new_words(kept, isinstance(schema.get("items"), list))
+    return _in_newest_draft(kept, isinstance(schema.get("items"), list))
 
 
-def _in_new_words(kept: dict[str, Any], is_tuple: bool) -> dict[str, Any]:
-    """What only drafts before the newest one say."""
+def _in_newest_draft(kept: dict[str, Any], is_tuple: bool) -> dict[str, Any]:
+    """Translate forms that only older drafts have."""
     rest = kept.pop("additionalItems", True)
     if is_tuple:
         kept["prefixItems"], kept["items"] = kept["items"], rest
@@ -143,7 +145,7 @@ def _in_new_words(kept: dict[str, Any], is_tuple: bool) -> dict[str, Any]:
 
 
 def keywords_in(schema: Any) -> set[str]:
-    """Of those that constrain: what a schema, with all its parts, says."""
+    """The constraining keywords of a schema and all its parts."""
     if not isinstance(schema, dict):
         return set()
     own = schema.keys() & KEYWORDS
@@ -152,7 +154,7 @@ def keywords_in(schema: Any) -> set[str]:
 
 
 def _parts(keyword: str, value: Any) -> list[tuple[Any, Any]]:
-    """(name or index in the value, or None: all of it; schema) of each schema in there."""
+    """(name or index, schema) of each schema in the value; the name is None for the whole value."""
     if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
         return list(value.items())
     if keyword in SCHEMAS_IN_A_LIST | {"items"} and isinstance(value, list):
@@ -161,7 +163,7 @@ def _parts(keyword: str, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _places(schema: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Of the schema and all its parts: what a reference may point to."""
+    """Paths of the schema and all its parts, to which references may point."""
     yield where
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
         for name, part in _parts(keyword, value):
@@ -169,7 +171,7 @@ def _places(schema: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 
 def _no_number(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _depth(value: Any) -> int:
@@ -182,14 +184,14 @@ def _depth(value: Any) -> int:
 
 
 class _Walk:
-    """Through one schema and all its parts; what it says of the whole holds for the parts."""
+    """Finds the problems of one schema and all its parts."""
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
-        self._has_cases = "oneOf" in keywords_in(whole)  # of which only one may hold
-        self._multiple_of = 1  # of all parts, which may meet in one number
-        said = str(whole.get("$schema", NEWEST_DRAFT))
-        self._draft = next((draft for draft in DRAFTS if draft in said), NEWEST_DRAFT)
+        self._has_cases = "oneOf" in keywords_in(whole)
+        self._multiple_of = 1  # least common multiple over all parts, which may hold for one number
+        given = str(whole.get("$schema", NEWEST_DRAFT))
+        self._draft = next((draft for draft in DRAFTS if draft in given), NEWEST_DRAFT)
 
     def of(self, schema: Any, where: str) -> Iterator[str]:
         if isinstance(schema, bool):
@@ -214,14 +216,14 @@ class _Walk:
         return keyword in ANNOTATIONS and not (keyword == "$id" and where != "#")
 
     def _value(self, keyword: str, value: Any, schema: Mapping[str, Any]) -> str:
-        """What is wrong with it there, or nothing."""
+        """The problem of the keyword's value, or ""."""
         if keyword not in KEYWORDS:
             return _unknown(keyword)
         if keyword in SCHEMAS_BY_NAME:
             return "" if isinstance(value, dict) else "it must be an object of schemas"
         if keyword in SCHEMAS_IN_A_LIST:
             if keyword == "prefixItems" and self._draft != NEWEST_DRAFT:
-                return f"it means nothing in {self._draft}"
+                return f"it is not defined in {self._draft}"
             return "" if isinstance(value, list) and value else "it must be a list of schemas"
         if keyword in ONE_SCHEMA:
             return self._one_schema(keyword, value)
@@ -234,22 +236,22 @@ class _Walk:
             return "" if _is_number(value) else "it must be a number"
         if keyword in TEXTS:
             return "" if isinstance(value, str) else "it must be a string"
-        if self._has_cases and self._passes_over(keyword, schema):
-            return f"with oneOf somewhere it is refused, as {self._draft} passes over it"
+        if self._has_cases and self._is_ignored(keyword, schema):
+            return f"it is not supported with oneOf, as {self._draft} ignores it"
         return self._other(keyword, value)
 
-    def _passes_over(self, keyword: str, schema: Mapping[str, Any]) -> bool:
-        """Whether the schema's draft does not mind this keyword, or what stands beside it."""
+    def _is_ignored(self, keyword: str, schema: Mapping[str, Any]) -> bool:
+        """Whether the schema's draft ignores this keyword, or the keywords beside it."""
         if keyword == "$ref" and self._draft in IGNORE_BESIDE_REF:
             return bool(schema.keys() & KEYWORDS - BESIDE_REF)
         return keyword == "const" and self._draft == OLDEST_DRAFT
 
     def _one_schema(self, keyword: str, value: Any) -> str:
-        """What is wrong with the list of it, or with the keyword; it is looked at as a part."""
+        """The problem of a keyword with one schema, which itself is checked as a part; or ""."""
         if self._draft != NEWEST_DRAFT:
             return ""
         if keyword == "additionalItems":
-            return f"it means nothing in {NEWEST_DRAFT}; use items"
+            return f"it is not defined in {NEWEST_DRAFT}; use items"
         return "use prefixItems for a list" if isinstance(value, list) else ""
 
     def _multiple(self, value: Any) -> str:
@@ -304,7 +306,7 @@ def _distinct(names: Any) -> int:
 
 
 def _control_characters(value: Any) -> str:
-    """The grammar writes no escape of a number, so these could not be written at all."""
+    """The grammar allows no \\u escapes, so control characters could not be written."""
     is_good = not re.search(r"\\u00[01]", json.dumps(value, ensure_ascii=False))
     return "" if is_good else "control characters are not supported"
 
@@ -315,13 +317,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _unknown(keyword: str) -> str:
-    if keyword.startswith("x-") and keyword != "x-guidance":  # that one is the grammar's own
+    if keyword.startswith("x-") and keyword != "x-guidance":  # an option of the grammar
         return ""
     if keyword in UNSUPPORTED or keyword in ANNOTATIONS:
         return "this keyword is not supported"
     near = difflib.get_close_matches(keyword[:64], KEYWORDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"this is no keyword that is known here{hint}"
+    return f"this keyword is unknown{hint}"
 
 
 def _shown(name: str) -> str:

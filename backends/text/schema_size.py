@@ -1,18 +1,18 @@
-"""How much a schema asks of the grammar's compiler: more than it does in a second is refused.
+"""Cost of compiling a schema's grammar: schemas that take more than about a second are rejected.
 
-The compiler cannot be stopped. Almost everything that fits into a request takes it milliseconds,
-or runs into a bound of its own. What does not:
+A compilation cannot be stopped. Almost every schema that fits into a request takes milliseconds, or
+is rejected by the compiler itself. The exceptions are:
 
-* patterns (and formats) that hold for one string together, as `allOf`, `$ref` and their neighbours
-  make them: their automata are multiplied, so each one more takes about three times as long;
+* patterns and formats that hold for one string together, through `allOf` or `$ref`: their automata
+  are multiplied, so each further one takes about three times as long;
 * the names of one object: `patternProperties` are compared with each other and with `properties`;
-* parts in parts and references that lead from one to the next: it goes down all of them on its
-  thread's stack, and the process dies where that ends.
+* nested parts and chains of references: the compiler recurses into all of them, and a stack
+  overflow kills the process.
 
 Sums are upper bounds: parts of an `allOf` count as if the same strings were in all of them.
 
-The nodes of a schema say how much memory its grammar takes: about 8 KB each. Where several parts
-hold for one value, the compiler makes an object for each combination of their alternatives: 30
+The nodes of a schema measure the memory of its grammar: about 8 KB each. If several parts hold for
+one value, the compiler makes an object for each combination of their alternatives. For example, 30
 properties of three `anyOf` of four objects are 11,520 nodes, in 3 KB of text.
 """
 
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 PATTERNS_TOGETHER_MAX = 8
 NAMES_COMPARED_MAX = 10_000
 NAMES_MAX = 1_000
-LEVELS_MAX = 150  # the compiler's stack ends somewhere between 400 and 2,000
-NODES_MAX = 10_000  # of one schema: at most 80 MB of grammar, and a quarter of a second
-NODES_COUNTED_MAX = 10**9  # beyond, a count says no more
+LEVELS_MAX = 150  # the compiler's stack overflows at 400 to 2,000 levels
+NODES_MAX = 10_000  # nodes of one schema: at most 80 MB of grammar, and a quarter of a second
+NODES_COUNTED_MAX = 10**9  # larger counts are cut to this one
 BOUNDS = (
     "minimum",
     "maximum",
@@ -43,7 +43,7 @@ BOUNDS = (
 
 
 class _Load(NamedTuple):
-    """What holds for one value."""
+    """Constraints on one value."""
 
     patterns: int = 0
     name_patterns: int = 0
@@ -54,10 +54,10 @@ class _Load(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """What holds for the value of a schema, and for any one of the values within it."""
+    """Upper bounds of the constraints of a schema."""
 
-    here: _Load = _Load()
-    within: _Load = _Load()
+    here: _Load = _Load()  # on the value of the schema
+    within: _Load = _Load()  # on any one of the values within it
 
     def joined(self, other: _Size) -> _Size:
         return _Size(self.here.joined(other.here), self.within.joined(other.within))
@@ -67,11 +67,11 @@ NOTHING = _Size()
 
 
 class _TooLarge(Exception):
-    """With the keyword, its place and what is too much."""
+    """The message names the keyword, its path and the limit."""
 
 
 def size_problems(schema: dict[str, Any]) -> list[str]:
-    """Of a schema without other problems: its keywords have the right types."""
+    """Problems with the size of a schema that has no other problems."""
     try:
         _Sizes(schema).of(schema, "#")
     except _TooLarge as problem:
@@ -85,17 +85,17 @@ def size_problems(schema: dict[str, Any]) -> list[str]:
 
 
 def schema_nodes(schema: dict[str, Any]) -> int:
-    """Parts of its grammar, at most NODES_COUNTED_MAX. Of a schema within the other limits."""
+    """Nodes of the grammar, at most NODES_COUNTED_MAX, of a schema within the other limits."""
     return _Nodes(schema).all()
 
 
 class _Sizes:
-    """Of one schema and all its parts."""
+    """Sizes of one schema and all its parts."""
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
-        self._targets: dict[str, _Size] = {}  # by reference; nothing while it is looked at
-        self._heights: dict[str, int] = {}  # of those that were looked at: levels below them
+        self._targets: dict[str, _Size] = {}  # reference -> size; NOTHING during its visit
+        self._heights: dict[str, int] = {}  # visited reference -> levels below it
         self._level = self._deepest = 0
 
     def of(self, schema: Any, where: str) -> _Size:
@@ -125,7 +125,7 @@ class _Sizes:
         return size
 
     def _parts(self, schema: dict[str, Any], where: str) -> Iterator[_Size]:
-        """What holds for the same value."""
+        """Sizes of the parts that hold for the schema's own value."""
         for index, part in enumerate(schema.get("allOf", [])):
             yield self.of(part, f"{where}/allOf/{index}")
         for keyword in ("anyOf", "oneOf"):
@@ -140,7 +140,7 @@ class _Sizes:
             yield self._target(schema["$ref"])
 
     def _target(self, reference: str) -> _Size:
-        """Looked at once, but each way that leads to it is as long as the way behind it."""
+        """The size of a reference's target, visited once. Its depth counts on every path to it."""
         if reference in self._targets:
             deepest = self._level + self._heights.get(reference, 0)
             self._check_level(deepest, reference)
@@ -156,14 +156,14 @@ class _Sizes:
     @staticmethod
     def _check_level(level: int, where: str) -> None:
         if level > LEVELS_MAX:
-            said = f"parts and references lead more than {LEVELS_MAX} levels down"
-            raise _TooLarge(f"$ref at {where}: {said}")
+            what = f"parts and references are nested more than {LEVELS_MAX} levels deep"
+            raise _TooLarge(f"$ref at {where}: {what}")
 
     def _find(self, reference: str) -> Any:
         return _found(self._whole, reference)
 
     def _largest(self, parts: Iterable[tuple[Any, Any]], where: str) -> _Load:
-        """Of any one of the values that these parts are for."""
+        """The largest load on any one of the values of these parts."""
         sizes = [self.of(part, f"{where}/{name}") for name, part in parts]
         return _largest([load for size in sizes for load in size])
 
@@ -171,14 +171,14 @@ class _Sizes:
         for load in size:
             compared = load.name_patterns * (load.name_patterns + load.names)
             if load.patterns > PATTERNS_TOGETHER_MAX:
-                said = f"{load.patterns} patterns and formats may hold for one string"
-                raise _TooLarge(f"pattern at {where}: {said}; use at most {PATTERNS_TOGETHER_MAX}")
+                what = f"{load.patterns} patterns and formats may hold for one string"
+                raise _TooLarge(f"pattern at {where}: {what}; use at most {PATTERNS_TOGETHER_MAX}")
             if compared > NAMES_COMPARED_MAX:
-                said = f"{load.name_patterns} of them may stand beside {load.names} properties"
-                raise _TooLarge(f"patternProperties at {where}: {said}; use fewer")
+                what = f"one object may have {load.name_patterns} beside {load.names} properties"
+                raise _TooLarge(f"patternProperties at {where}: {what}; use fewer")
             if load.names > NAMES_MAX:
-                said = f"one object may have {load.names} of them"
-                raise _TooLarge(f"properties at {where}: {said}; use at most {NAMES_MAX}")
+                what = f"one object may have {load.names} of them"
+                raise _TooLarge(f"properties at {where}: {what}; use at most {NAMES_MAX}")
 
 
 def _largest(loads: Iterable[_Load]) -> _Load:
@@ -195,35 +195,35 @@ def _found(whole: dict[str, Any], reference: str) -> Any:
 
 
 class _Shape(NamedTuple):
-    """What the compiler makes of a schema, or of several that hold for one value."""
+    """The compiled form of a schema, or of several schemas that hold for one value."""
 
     alternatives: int = 1
-    nodes: int = 0  # of all alternatives together
-    children: Mapping[str, _Shape] = {}  # by name: an upper bound of every alternative's
-    is_reference: bool = False  # a $ref that stands alone: one node where it stands, until merged
+    nodes: int = 0  # in all alternatives together
+    children: Mapping[str, _Shape] = {}  # name -> upper bound over all alternatives
+    is_reference: bool = False  # True: only a $ref, which is one node until it is merged
 
     @property
     def counted(self) -> int:
-        """Its share of the nodes of the schema that it is a child of."""
+        """Nodes that it adds to its parent."""
         return 1 if self.is_reference else self.nodes
 
 
 class _Pairs:
-    """Joins shapes two by two, and each pair once: a pair may be reached over very many ways.
+    """Joins pairs of shapes, each pair once, because very many paths may lead to a pair.
 
-    More pairs than a schema may have nodes make the schema too large, so a join ends early.
+    A schema with more than NODES_MAX pairs is too large, so joins end early.
     """
 
     def __init__(self) -> None:
-        # By kind and identities; the shapes themselves are kept, so that no identity is reused.
+        # (kind, ids of two shapes) -> the shapes, their join. The shapes keep their ids in use.
         self._joined: dict[tuple[str, int, int], tuple[_Shape, _Shape, _Shape]] = {}
 
     def both(self, one: _Shape, other: _Shape) -> _Shape:
-        """Both hold: every alternative of one meets every alternative of the other."""
+        """Both hold: each alternative of one combines with each alternative of the other."""
         return self._once("both", self._both, one, other)
 
     def either(self, one: _Shape, other: _Shape) -> _Shape:
-        """One of both holds: an upper bound of each."""
+        """Either of them holds: an upper bound of both."""
         return self._once("either", self._either, one, other)
 
     def _once(
@@ -268,13 +268,16 @@ class _Pairs:
 
 
 class _Nodes:
-    """Of one schema. A reference that stands alone is a node, and its target is counted once;
-    where it is merged with other parts the compiler copies its target."""
+    """Counts the nodes of one schema.
+
+    A $ref alone is one node, and its target is counted once. If a $ref is merged with other parts,
+    the compiler copies its target.
+    """
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
-        self._copied: dict[str, _Shape] = {}  # by reference; empty while it is looked at
-        self._alone: dict[str, _Shape] = {}  # by reference that stands alone, in order
+        self._copied: dict[str, _Shape] = {}  # reference -> shape; empty during its visit
+        self._alone: dict[str, _Shape] = {}  # reference alone -> shape, in order
         self._pairs = _Pairs()
 
     def all(self) -> int:
@@ -288,9 +291,9 @@ class _Nodes:
         return self._copied[reference]
 
     def _alone_at(self, reference: str) -> _Shape:
-        """One shape for each target, by whose identity a pair is known."""
+        """One shape for each target, so that `_Pairs` recognises it by its id."""
         if reference not in self._alone:
-            self._alone[reference] = _Shape()  # while it is looked at
+            self._alone[reference] = _Shape()  # during its visit
             self._alone[reference] = self._copy(reference)._replace(is_reference=True)
         return self._alone[reference]
 
@@ -308,7 +311,7 @@ class _Nodes:
         return shape
 
     def _any(self, shapes: Sequence[_Shape]) -> _Shape:
-        """One of them holds."""
+        """The shape of an anyOf or oneOf."""
         children: Mapping[str, _Shape] = {}
         for shape in shapes:
             children = self._pairs.either_children(children, shape.children)
@@ -316,7 +319,7 @@ class _Nodes:
         return _Shape(alternatives, sum(shape.nodes for shape in shapes), children)
 
     def _own(self, schema: dict[str, Any]) -> _Shape:
-        """Of its keywords, without the parts that hold for the same value."""
+        """The shape of the schema's own keywords, without allOf, anyOf, oneOf and $ref."""
         children: dict[str, _Shape] = {}
         nodes = 1 + len(schema.get("enum", ())) + sum(name in schema for name in BOUNDS)
         for name, child in _children(schema):
@@ -329,7 +332,7 @@ class _Nodes:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(a name that is the same for the same values, the schema of these)."""
+    """(name, schema) of the children; equal names mean the same values."""
     for keyword in ("properties", "patternProperties"):
         for name, child in schema.get(keyword, {}).items():
             yield f"{keyword}/{name}", child

@@ -1,30 +1,30 @@
-"""Text from tokens while they come: whole characters only, never taken back, stop words cut off.
+"""Incremental detokenisation: whole characters only, text is never revised, stop words are cut off.
 
-Everything happens on bytes. A token adds bytes (token_bytes.py), stop words are found in bytes
-(`StopWords`), and a decoder makes characters of the bytes that are *released*: an unfinished
-character waits in the decoder, bytes that can no longer become one turn into U+FFFD. Text that may
-still become a stop word is held back together with its tokens, so ids and text always belong
-together: the text of an OutputDelta is the text of its token ids.
+Detokenisation works on bytes. A token adds bytes (token_bytes.py), and stop words are matched in
+bytes (`StopWords`). A UTF-8 decoder turns the *released* bytes into characters. It keeps the bytes
+of an unfinished character, and turns invalid bytes into U+FFFD. Text that may still become a stop
+word is held back together with its tokens. So the text of an OutputDelta is always the text of its
+token ids.
 
-The postprocessing model has no state. It gets an OutputDelta's ids with up to 16 `context_ids`
-before them and computes the same text with `new_text`: a token's bytes depend on that context at
-most, and where an unfinished character begins can be seen from the last three bytes. (A test
-compares the two for random tokens, cut in random places.)
+The postprocessing model has no state. It receives an OutputDelta's ids with up to 16 `context_ids`
+before them, and computes the same text with `new_text`. A token's bytes depend on that context at
+most, and the last three bytes show where an unfinished character begins. (A test compares the two
+for random tokens, cut at random positions.)
 
-Stop words are found at a constant cost per byte (Aho-Corasick). UTF-8 never hides a character
-inside another, so matching bytes finds exactly what matching characters would, wherever tokens
-begin. The word whose last byte comes first wins, whatever the size of the pieces that arrive; of
-those that end at the same byte the longest.
+Stop words are matched with Aho-Corasick, at a constant cost per byte. A UTF-8 character never
+occurs inside another one, so matching bytes finds the same words as matching characters, wherever
+tokens begin. The word whose last byte comes first wins, whatever the size of the deltas. Of the
+words that end at the same byte, the longest wins.
 
-Rules worth knowing:
+Further rules:
 
 * special tokens, `end_ids` and ids outside the vocabulary have no text and are released in place;
-* the stop word itself is not emitted. If it begins inside a token, that token is released and
-  `cut_bytes` says how much of the text of the delta's ids to show;
-* a stop word that is complete within the first `min_tokens` tokens does not stop; one that begins
-  there and is complete later does (vLLM's rule too), so fewer tokens than that may be shown;
-* the context is the prompt's end: a request that moves to another worker gives what the client
-  has, and finds every stop word that the first worker would have found.
+* the stop word itself is not sent. If it begins inside a token, that token is released, and
+  `cut_bytes` limits the text of the delta;
+* a stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that
+  begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown;
+* the context is the end of the prompt. A request that is resumed on another worker passes the
+  tokens that the client has, so the same stop words are found as on the first worker.
 
 Not here: limits on stop words (engine/sampling_params.py).
 """
@@ -43,15 +43,15 @@ from backends.token_logprobs import TokenLogprobs
 
 
 class StopWords:
-    """An automaton; its states are the beginnings of words, state 0 is none."""
+    """Aho-Corasick automaton. A state is a prefix of a stop word; state 0 is the empty prefix."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._children: list[dict[int, int]] = [{}]
-        self._fallback = [0]  # the longest other beginning that the state ends with
-        self.depth_bytes = [0]  # length of the beginning: so much must be held back
-        self.match_bytes = [0]  # length of the longest word that the state ends with; 0: none
+        self._children: list[dict[int, int]] = [{}]  # of each state: next byte -> state
+        self._fallback = [0]  # of each state: the longest shorter state that is its suffix
+        self.depth_bytes = [0]  # of each state: bytes of its prefix, which must be held back
+        self.match_bytes = [0]  # of each state: bytes of the longest word it ends with; 0: none
         for word in words:
-            assert word, "the frontend refuses empty stop words"
+            assert word, "the frontend rejects empty stop words"
             self._add(word.encode())
         self._link()
 
@@ -79,7 +79,7 @@ class StopWords:
         self.match_bytes[state] = len(word)
 
     def _link(self) -> None:
-        """Breadth first, so that a state's fallback, which is shorter, is ready before it."""
+        """Set the fallbacks, breadth first: the fallback of a state is shorter than the state."""
         waiting = deque(self._children[0].values())
         while waiting:
             state = waiting.popleft()
@@ -92,7 +92,7 @@ class StopWords:
 
 @lru_cache(maxsize=64)
 def automaton_of(words: tuple[str, ...]) -> StopWords:
-    """Clients send the same words with every request."""
+    """A cached StopWords: clients send the same words with every request."""
     return StopWords(words)
 
 
@@ -102,18 +102,18 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What may be sent now. `text` is that of `token_ids`, up to `cut_bytes`."""
+    """Tokens and text that may be sent now."""
 
     token_ids: Sequence[int]
-    text: str
-    cut_bytes: int = -1  # -1: all of the text; else so many bytes of its UTF-8
-    is_stopped: bool = False  # a stop word was found: nothing will follow
-    context_ids: Sequence[int] = ()  # the tokens with text before token_ids, 16 at most
-    logprobs: Sequence[TokenLogprobs] = ()  # of each of token_ids, or of none
+    text: str  # text of `token_ids`, up to `cut_bytes`
+    cut_bytes: int = -1  # UTF-8 bytes of the text to show; -1: all
+    is_stopped: bool = False  # True: a stop word was found, and nothing follows
+    context_ids: Sequence[int] = ()  # the last tokens with text before token_ids; at most 16
+    logprobs: Sequence[TokenLogprobs] = ()  # one for each of token_ids, or empty
 
 
 def merge(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Consecutive deltas as one, for a message that carries several tokens."""
+    """Join consecutive deltas, for a message with several tokens."""
     assert deltas
     if len(deltas) == 1:
         return deltas[0]
@@ -136,13 +136,13 @@ def new_text(
     is_final: bool,
     cut_bytes: int = -1,
 ) -> str:
-    """What `token_ids` add to the text; `is_final`: no token will complete the last character."""
+    """The text that `token_ids` add; `is_final`: no later token completes the last character."""
     text = TextStream(tokenizer, context_ids).push(token_ids, is_last=is_final).text
     return text if cut_bytes < 0 else text.encode()[:cut_bytes].decode(errors="ignore")
 
 
 class TextStream:
-    """The text of one request. Push tokens, send what comes back."""
+    """The text of one request: `push` tokens and send the deltas that it returns."""
 
     def __init__(
         self,
@@ -153,18 +153,18 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._tokens = tokenizer.token_bytes
-        self._pushed = _context(self._tokens, context_ids)  # before the next token to come
-        self._released = self._pushed.copy()  # before the first held token
+        self._pushed = _context(self._tokens, context_ids)  # context of the next token to push
+        self._released = self._pushed.copy()  # context of the first held token
         self._decoder = _decoder_after(self._tokens, self._pushed)
         self._words = automaton_of(tuple(stop_words)) if stop_words else None
         self._state = 0
         self._end_ids = frozenset(end_ids)
-        self._free_tokens = min_tokens  # still to come in which no stop word may end
-        self._held: deque[tuple[int, bytes]] = deque()
-        self._logprobs: deque[TokenLogprobs] = deque()  # of the held tokens, or of none
+        self._free_tokens = min_tokens  # next tokens within which no stop word may end; <= 0: none
+        self._held: deque[tuple[int, bytes]] = deque()  # (token id, its bytes) not yet released
+        self._logprobs: deque[TokenLogprobs] = deque()  # one for each held token, or empty
         self._pushed_bytes = 0
         self._released_bytes = 0
-        self._stop_at_bytes = -1  # where the stop word begins
+        self._stop_at_bytes = -1  # byte position at which the stop word begins; -1: none found
         self._is_finished = False
 
     @property
@@ -177,9 +177,9 @@ class TextStream:
         is_last: bool = False,
         logprobs: Iterable[TokenLogprobs] = (),
     ) -> OutputDelta:
-        """Tokens after a stop word are ignored; `is_last` releases everything.
+        """Add tokens and return the delta that may be sent. Tokens after a stop word are ignored.
 
-        `logprobs`: of each of these tokens, with which they leave, or of none.
+        `is_last`: release all tokens. `logprobs`: one for each token, or empty.
         """
         assert not self._is_finished, "the stream was finished"
         self._is_finished = is_last
@@ -191,7 +191,7 @@ class TextStream:
         return self._release()
 
     def finish(self) -> OutputDelta:
-        """What was held back, the bytes of an unfinished character as U+FFFD."""
+        """Release the held tokens; bytes of an unfinished character become U+FFFD."""
         return self.push((), is_last=True)
 
     def check(self) -> None:
@@ -203,7 +203,7 @@ class TextStream:
             assert not self._held, f"{len(self._held)} tokens held without stop words"
 
     def _take(self, token_id: int) -> None:
-        """Note the token's bytes and look for a stop word that ends in them."""
+        """Append the token's bytes and search for a stop word that ends in them."""
         piece = b""
         if self._has_text(token_id):
             piece = self._tokens.of(tuple(self._pushed), token_id)
@@ -236,7 +236,7 @@ class TextStream:
             if self._has_text(token_id):
                 self._released.append(token_id)
             elif token_id in self._end_ids and self._tokens.has_text(token_id):
-                is_cut = True  # an end token that the request chose: others would show its text
+                is_cut = True  # an `end_ids` token, whose text `new_text` would otherwise show
         if self.is_stopped:
             if self._held and self._released_bytes < limit_bytes:
                 token_id, piece = self._held.popleft()
@@ -256,7 +256,7 @@ class TextStream:
         )
 
     def _limit_bytes(self) -> int:
-        """Bytes before this are decided."""
+        """Byte position before which no stop word can begin any more, or at which it begins."""
         if self.is_stopped:
             return self._stop_at_bytes
         if self._is_finished or self._words is None:
@@ -268,7 +268,7 @@ class TextStream:
 
 
 def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
-    """The last tokens that have text."""
+    """The last CONTEXT_TOKENS tokens that have text."""
     found: deque[int] = deque(maxlen=CONTEXT_TOKENS)
     for token_id in reversed(token_ids):
         if tokens.has_text(token_id):
@@ -279,9 +279,9 @@ def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
 
 
 def _decoder_after(tokens: TokenBytes, context_ids: Iterable[int]) -> codecs.IncrementalDecoder:
-    """A decoder that holds the character which `context_ids` left unfinished.
+    """A decoder that holds the bytes of the character that `context_ids` left unfinished.
 
-    A first byte always begins a character, so the last three bytes tell, whatever was before.
+    The last three bytes suffice, because the first byte of a character is recognisable.
     """
     ids = tuple(context_ids)
     tail = b""

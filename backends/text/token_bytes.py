@@ -1,18 +1,18 @@
-"""What a token adds to the text, in bytes: the part of detokenising that must be local.
+"""The bytes that a token adds to the text, as a function of a few tokens before it.
 
-Streaming asks for one token after the other, so the answer may depend on a few tokens before it
-and on nothing else. Two kinds of tokenizer:
+Streaming detokenises one token after the other, so a token's bytes may depend only on a short
+context. There are two kinds of tokenizer:
 
-* *byte-level* (GPT-2, Llama 3, Qwen, DeepSeek, the demo): a token is a fixed string of bytes, a
+* *byte-level* (GPT-2, Llama 3, Qwen, DeepSeek, the demo): a token is a fixed string of bytes, and a
   character may be spread over several tokens;
-* *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): the difference that the
-  token makes to the decoded text of the `CONTEXT_TOKENS` before it. Byte-fallback tokens are
-  taken as the bytes they are: the library decodes a run of them as a whole, so that one bad byte
-  would turn characters that were streamed long ago into U+FFFD.
+* *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): a token's bytes are the
+  difference that it makes to the decoded text of the `CONTEXT_TOKENS` before it. Byte-fallback
+  tokens are single bytes. The library decodes a run of them as a whole, so one invalid byte would
+  turn characters that are already streamed into U+FFFD.
 
-Special tokens and ids outside the vocabulary have no text and are no context either. Both kinds
-agree with Tokenizer.decode on valid UTF-8; on invalid bytes the byte-fallback kind has one U+FFFD
-for what can no longer become a character (as Unicode advises), the library one for every byte.
+Special tokens and ids outside the vocabulary have no text and do not count as context. Both kinds
+agree with Tokenizer.decode on valid UTF-8. For invalid bytes, the byte-fallback kind has one U+FFFD
+for each incomplete character (as Unicode recommends), and the library one for every byte.
 
 Not here: making characters out of bytes, stop words (text_stream.py).
 """
@@ -33,23 +33,23 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes(Protocol):
-    """Thread-safe; answers are cached where they depend on the token alone."""
+    """Thread-safe. Bytes that depend on the token alone are cached."""
 
     def has_text(self, token_id: int) -> bool:
-        """False: a special token, or none of the vocabulary."""
+        """False for a special token, and for an id outside the vocabulary."""
         ...
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
-        """The bytes of a token that has text, after those of `context_ids` (all have text)."""
+        """The bytes of a token after `context_ids`. The token and its context have text."""
         ...
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
-        """The bytes that only the end of the output shows."""
+        """The bytes that are added at the end of the output."""
         ...
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
-    """The right kind for this tokenizer."""
+    """The kind of TokenBytes that fits this tokenizer."""
     stages = _stages(json.loads(backend.to_str())["decoder"])
     if set(stages) <= {"ByteLevel", "Fuse"} and "ByteLevel" in stages:
         return ByteLevelTokens(backend)
@@ -59,11 +59,11 @@ def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
 
 
 class _Vocabulary:
-    """Which tokens have text, looked up once per token that occurs."""
+    """Caches which tokens have text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        # The flag `special` is not enough: the library still skips a token that lost the flag.
+        # Decoding shows which tokens are special: the library also skips tokens without the flag.
         self._special_ids = {
             token_id
             for token_id in backend.get_added_tokens_decoder()
@@ -100,7 +100,7 @@ class ByteLevelTokens(_Vocabulary):
         except KeyError:
             token = self.token(token_id) or ""
             values = [self._byte_of.get(character, -1) for character in token]
-            # An added token ("<think> ") is written as it is, not in the byte alphabet.
+            # An added token ("<think> ") is plain text, not in the byte alphabet.
             found = token.encode() if -1 in values else bytes(values)
             self._bytes_by_id[token_id] = found
             return found
@@ -110,15 +110,15 @@ class ByteLevelTokens(_Vocabulary):
 
 
 class ContextTokens(_Vocabulary):
-    """What the decoded text gains by the token."""
+    """A token's bytes are what the decoded text gains by the token."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, has_byte_tokens: bool, splits_characters: bool
     ) -> None:
         super().__init__(backend)
         self._has_byte_tokens = has_byte_tokens
-        # With a byte-level decoder among others, the first tokens of a character that is spread
-        # over several decode to U+FFFD.
+        # With a byte-level decoder among others, the first tokens of a character that has several
+        # tokens decode to U+FFFD.
         self._splits_characters = splits_characters
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
@@ -136,7 +136,7 @@ class ContextTokens(_Vocabulary):
         return whole[len(self._settled(context)) :].encode()
 
     def _settled(self, token_ids: list[int]) -> str:
-        """The text less the end that the next token may still change."""
+        """The text without the end that the next token may still change."""
         text = self._decode(token_ids)
         return text.rstrip(REPLACEMENT) if self._splits_characters else text
 
@@ -149,7 +149,7 @@ def _without_surrogates(text: str) -> bytes:
 
 
 def _stages(decoder: Any) -> list[str]:
-    """The decoder's type, or those of all its parts."""
+    """Types of the decoder's parts."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":

@@ -1,16 +1,19 @@
 """A checkpoint's tokenizer: text to token ids and back, and its chat template.
 
-Reads the files of a Hugging Face folder with the `tokenizers` library alone, because importing
+The files of a Hugging Face folder are read with the `tokenizers` library alone, because importing
 transformers takes seconds in every process. The rules of transformers 5 beyond tokenizer.json are
-implemented here. Tokens that only tokenizer_config.json or added_tokens.json list are added. The
-named tokens (bos, eos, ...) become special even without that flag in tokenizer.json. Truncation and
-padding that a training script left behind are switched off. Whether a BOS is added is up to
-tokenizer.json: like transformers 5, not 4, we ignore `add_bos_token` beside it.
+implemented here:
 
-End tokens are those of generation_config.json (config.json without it) and the tokenizer's own
-eos_token, as in vLLM. `clean_up_tokenization_spaces` is not done: it would change text that has
-been streamed already. Not here: streaming text (text_stream.py), the chat template's environment
-(chat_template.py).
+* tokens listed only in tokenizer_config.json or added_tokens.json are added;
+* the named tokens (bos, eos, ...) become special even without that flag in tokenizer.json;
+* truncation and padding that a training script left in the file are switched off;
+* tokenizer.json decides whether a BOS is added. `add_bos_token` is ignored, unlike in
+  transformers 4.
+
+End tokens are those of generation_config.json (without it, of config.json) and the tokenizer's own
+eos_token, as in vLLM. `clean_up_tokenization_spaces` is ignored, because it would change text that
+has been streamed already. Not here: streaming text (text_stream.py), the chat template's
+environment (chat_template.py).
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ AddedToken = tokenizers.AddedToken
 
 
 class Tokenizer:
-    """Thread-safe: nothing changes after loading, except caches."""
+    """Thread-safe: immutable after loading, except for caches."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Raises ConfigError, which names the file, when something is missing or damaged."""
+        """Raises ConfigError with the file's name if a file is missing or damaged."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(
@@ -68,40 +71,40 @@ class Tokenizer:
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
             )
         try:
-            # Its own from_file refuses a path that is not UTF-8 in the locale of this process.
+            # from_file would reject a path that is not UTF-8 in this process's locale.
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises bare Exception for any damage
             raise ConfigError(f"{path} cannot be read: {error}; fetch the file again") from None
         config = _read_json(folder / "tokenizer_config.json") | _template_file(folder)
         if not config.get(EXTRA_TOKENS) and OLDER_EXTRA_TOKENS in config:
             config[EXTRA_TOKENS] = config.pop(OLDER_EXTRA_TOKENS)
-        if config.get("added_tokens_decoder") is None:  # transformers reads the older files then
+        if config.get("added_tokens_decoder") is None:  # as transformers, read the older files
             config = _with_older_names(config, _read_json(folder / "special_tokens_map.json"))
             added_tokens = _read_json(folder / "added_tokens.json")
             config["added_tokens_decoder"] = _older_table(config, added_tokens, backend)
         try:
             tokenizer = cls(backend, config, _model_vocabulary_tokens(folder))
-        except TypeError as error:  # of the library: a flag is no flag
+        except TypeError as error:  # raised by the library for a flag that is not a bool
             raise ConfigError(f"{folder}: the added tokens cannot be read: {error}") from None
         tokenizer.eos_ids = _unique(_end_ids(folder) + tokenizer.eos_ids)
         return tokenizer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """`add_special`: with BOS where the checkpoint wants it; false for rendered chats."""
+        """`add_special`: add BOS if the checkpoint does; false for rendered chats."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
-        except Exception as error:  # the library has no narrower one; a lone surrogate, say
+        except Exception as error:  # the library raises no narrower class, as for lone surrogates
             raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of whole outputs; ids outside the vocabulary have none."""
+        """The text of a whole output; ids outside the vocabulary have no text."""
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a chat, up to where the assistant's answer begins.
+        """The prompt of a chat, up to the beginning of the assistant's answer.
 
-        Encode it with add_special=False: the template has written BOS itself.
+        Encode it with add_special=False, because the template itself writes BOS.
         """
         if not self._templates:
             raise InvalidRequest(
@@ -111,9 +114,10 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_tokens(self) -> int:
-        """The tokenizer's highest id plus one; a model's logits may be wider (padding).
+        """The tokenizer's highest id plus one, but at most the model's vocabulary.
 
-        Never more than the model has: an added token beyond it has no embedding.
+        The model's logits may be wider because of padding. An added token beyond the model's
+        vocabulary has no embedding.
         """
         found = self._own_vocabulary_tokens
         return min(found, self._model_vocabulary_tokens or found)
@@ -124,13 +128,13 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token adds to the text, for streaming."""
+        """The bytes that each token adds to the text, for streaming."""
         return token_bytes(self._backend)
 
     def to_json(self) -> str:
-        """The whole of it in the format of tokenizer.json, with what was settled after reading.
+        """The tokenizer in the format of tokenizer.json, with the rules applied after reading.
 
-        Without the added tokens that the model has no embedding for.
+        Added tokens without an embedding in the model are left out.
         """
         written = str(self._backend.to_str())
         if self._own_vocabulary_tokens == self.vocabulary_tokens:
@@ -150,10 +154,10 @@ class Tokenizer:
 def _settle(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 ) -> dict[str, str | AddedToken]:
-    """Do to the backend what transformers' TokenizersBackend does after reading tokenizer.json.
+    """Apply the rules of transformers' TokenizersBackend after reading tokenizer.json.
 
-    Returns the named special tokens. The library gives a new token the next free id, in the order
-    of the ids in the files. transformers does the same and ignores the ids otherwise.
+    Returns the named special tokens. New tokens get the next free ids, in the order of their ids in
+    the files. transformers ignores the ids otherwise, too.
     """
     backend.no_truncation()
     backend.no_padding()
@@ -161,7 +165,7 @@ def _settle(
     known = backend.get_added_tokens_decoder()
     decoder = config.get("added_tokens_decoder")
     table = known if decoder is None else _table(decoder)
-    listed = [table[token_id] for token_id in sorted(table)]  # with the flags that are to hold
+    listed = [table[token_id] for token_id in sorted(table)]  # these flags are the valid ones
     named = _named_tokens(config, {token.content: token for token in listed})
     tokens: list[str | AddedToken] = list(listed)
     contents = {token.content for token in (*known.values(), *listed)}
@@ -183,14 +187,14 @@ def _table(decoder: Any) -> dict[int, AddedToken]:
 def _named_tokens(
     config: Mapping[str, Any], listed: Mapping[str, AddedToken]
 ) -> dict[str, str | AddedToken]:
-    """By name: the ones that every tokenizer may have, then a checkpoint's own (image_token)."""
+    """Name -> token: first the common names, then a checkpoint's own (image_token)."""
     found: dict[str, str | AddedToken] = {}
     for name in NAMED_TOKENS:
         if config.get(name) is not None:
             token = _token(config[name])
             found[name] = listed.get(str(token), token)
     own = {name: each for name, each in config.items() if name.endswith("_token")}
-    for kinds in ((dict, AddedToken), str):  # transformers adds the ones with flags first
+    for kinds in ((dict, AddedToken), str):  # as transformers, add tokens with flags first
         for name, each in own.items():
             if isinstance(each, kinds) and name not in NAMED_TOKENS:
                 found[name] = _token(each)
@@ -201,7 +205,7 @@ def _named_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a name, as written."""
+    """Special tokens without a name, in the form of the file."""
     extra = config.get(EXTRA_TOKENS)
     if extra is None or isinstance(extra, dict):
         extra = config.get(OLDER_EXTRA_TOKENS)
@@ -209,11 +213,11 @@ def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _token(written: Any) -> str | AddedToken:
-    """A token is written as a string, or as an object with its `content` and flags."""
+    """Parse a token, which is a string, or an object with its `content` and flags."""
     if isinstance(written, (str, AddedToken)):
         return written
     if not isinstance(written, dict) or not isinstance(written.get("content"), str):
-        raise ConfigError(f"tokenizer_config.json: {written!r} is no token")
+        raise ConfigError(f"tokenizer_config.json: {written!r} is not a token")
     flags = {flag: written[flag] for flag in TOKEN_FLAGS if flag in written}
     return AddedToken(written["content"], **flags)
 
@@ -240,9 +244,7 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
             merged[name] = [special(token) for token in each]
         elif name in NAMED_TOKENS:
             merged[name] = special(each)
-        elif name.endswith(
-            "_token"
-        ):  # a name of the checkpoint's own: in the order of this file, before the others
+        elif name.endswith("_token"):  # the checkpoint's own names come first, in this file's order
             own = merged.pop(name) if isinstance(config.get(name), str) else each
             merged[name] = special({"content": own} if isinstance(own, str) else own)
         elif isinstance(each, dict):  # more names
@@ -253,9 +255,9 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
 def _older_table(
     config: Mapping[str, Any], added_tokens: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, Any]:
-    """added_tokens.json (token -> id) and tokenizer.json's own, which win, as added_tokens_decoder
-    has them."""
-    # Like transformers, take no notice of objects in tokenizer_config.json here.
+    """added_tokens.json (token -> id) and the tokens of tokenizer.json, which win, in the format of
+    added_tokens_decoder."""
+    # As transformers, ignore objects in tokenizer_config.json here.
     names = [config[name] for name in NAMED_TOKENS if config.get(name)]
     names += config.get(EXTRA_TOKENS) if isinstance(config.get(EXTRA_TOKENS), list) else []
     special = {str(each) for each in names if isinstance(each, (str, AddedToken))}
@@ -290,7 +292,7 @@ def _model_vocabulary_tokens(folder: Path) -> int | None:
 
 
 def _template_file(folder: Path) -> dict[str, Any]:
-    """Newer checkpoints keep the template beside the config; the file wins."""
+    """The chat template in a file of its own, which wins over the config."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -301,7 +303,7 @@ def _template_file(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} if there is no such file: all but tokenizer.json are optional."""
+    """The JSON object in the file; {} without the file, because most files are optional."""
     if not path.exists():
         return {}
     try:

@@ -298,7 +298,7 @@ def test_a_template_of_parts_loses_no_text(template: str, role: str) -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     tokenizer = Tokenizer(byte_level(), {"chat_template": "{{ messages[0].text }}"})
-    with pytest.raises(InvalidRequest, match="made no prompt of them"):
+    with pytest.raises(InvalidRequest, match="rendered an empty prompt"):
         tokenizer.apply_chat(CHAT)
 
 
@@ -344,7 +344,7 @@ def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
 )
 def test_a_template_that_fails_is_the_requests_fault_not_a_crash(template: str) -> None:
     tokenizer = Tokenizer(byte_level(), {"chat_template": template})
-    with pytest.raises(InvalidRequest, match="the checkpoint's chat template refused them"):
+    with pytest.raises(InvalidRequest, match="the checkpoint's chat template rejected them"):
         tokenizer.apply_chat(CHAT)
 
 
@@ -404,7 +404,7 @@ def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
             '{"added_tokens_decoder": {"x": "<a>"}}',
             "must map ids to tokens",
         ),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"400": 5}}', "5 is no token"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"400": 5}}', "5 is not a token"),
         (
             "tokenizer_config.json",
             '{"eos_token": {"content": "a", "lstrip": 1}}',
