@@ -1,1 +1,1 @@
-"""Workers, Triton glue, launcher and command line. What decides is in `conductor/`."""
+"""Workers, Triton models, launcher and command line. Routing decisions are in `conductor/`."""

@@ -1,8 +1,8 @@
-"""The `mooncake` command: each package registers its own commands, this finds them.
+"""The `mooncake` command, which finds the commands that packages register.
 
 A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
-or a typer app. So no package imports the one above it, and one that somebody else installs can add
-commands of its own. Not here: the commands themselves.
+or a typer app. So no package imports the one above it, and other packages can add commands. Not
+here: the commands themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from backends.extras import explained
 
 GROUP = "mooncake.commands"
-# As they are listed by --help: what a day begins with comes first.
+# The first commands in the list of --help.
 FIRST = (
     "init",
     "serve",
@@ -36,7 +36,7 @@ FIRST = (
     "plan",
     "profile",
 )
-# At the end of each one's --help.
+# Examples at the end of each command's --help.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
     "serve": (
@@ -70,7 +70,7 @@ HELP = "Serve large language models as Triton models, with a shared KVCache in b
 
 
 class Commands(TyperGroup):
-    """A command is imported when it is asked for, so that `mooncake serve` draws no plots."""
+    """Imports a command when it is run, so that `mooncake serve` does not import matplotlib."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         found = registered()
@@ -81,13 +81,13 @@ class Commands(TyperGroup):
         entry = registered().get(cmd_name)
         if entry is None:
             if cmd_name in FIRST:
-                ctx.fail(f"this installation does not know `{cmd_name}` yet: run `make setup`")
+                ctx.fail(f"this installation has no `{cmd_name}` yet: run `make setup`")
             return None
         try:
             return command_of(entry)
         except (ImportError, AttributeError) as problem:
-            if isinstance(problem, ImportError) and (said := explained(problem)):
-                return without_its_extra(cmd_name, said)
+            if isinstance(problem, ImportError) and (reason := explained(problem)):
+                return without_its_extra(cmd_name, reason)
             ctx.fail(
                 f"{entry.value} cannot be loaded ({problem}): run `make setup` after an update"
             )
@@ -98,7 +98,7 @@ def registered() -> dict[str, EntryPoint]:
 
 
 def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
-    """ImportError or AttributeError when it is not where it was at the time of installation."""
+    """The entry point's command; raises ImportError or AttributeError if it has moved."""
     found = entry.load()
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -112,24 +112,24 @@ def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
 
 
 def reflow(command: TyperCommand | TyperGroup) -> None:
-    """Paragraphs of help as wide as the terminal, not broken where the docstring is."""
+    """Join the lines of each help paragraph, so that the terminal's width breaks them."""
     paragraphs = (command.help or "").split("\n\n")
     command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
     for each in getattr(command, "commands", {}).values():
         reflow(each)
 
 
-def without_its_extra(name: str, said: str) -> TyperCommand:
-    """A command that is listed like the others, but can only say what it lacks."""
+def without_its_extra(name: str, reason: str) -> TyperCommand:
+    """A listed command that only exits with the name of the missing extra."""
 
-    def say() -> None:
-        raise SystemExit(f"`mooncake {name}` {said}")
+    def fail() -> None:
+        raise SystemExit(f"`mooncake {name}` {reason}")
 
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
     return TyperCommand(
         name,
-        callback=say,
-        help=f"{said[0].upper()}{said[1:]}",
+        callback=fail,
+        help=f"{reason[0].upper()}{reason[1:]}",
         add_help_option=False,
         context_settings=anything,
     )
@@ -155,15 +155,19 @@ def print_version(is_wanted: bool) -> None:
 def mooncake(
     is_version: Annotated[
         bool,
-        typer.Option("--version", callback=print_version, is_eager=True, help="Say it and exit."),
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-def begin_again_in_utf_8() -> None:
-    """Paths are UTF-8 in config.pbtxt and in Triton's parameters, whatever the locale is. In a
-    locale of another encoding this process is replaced by one in Python's UTF-8 mode."""
+def restart_in_utf_8() -> None:
+    """In a locale with another encoding, replace this process by one in Python's UTF-8 mode.
+
+    Paths in config.pbtxt and in Triton's parameters are UTF-8 in every locale.
+    """
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
@@ -172,12 +176,12 @@ def begin_again_in_utf_8() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
     if arguments is None:
-        begin_again_in_utf_8()
+        restart_in_utf_8()
     try:
         app(None if arguments is None else list(arguments), prog_name="mooncake")
-    except ImportError as problem:  # edge: a part that a command needs only now
-        if said := explained(problem):
-            raise SystemExit(f"this command {said}") from None
+    except ImportError as problem:  # edge: a module that a command imports late
+        if reason := explained(problem):
+            raise SystemExit(f"this command {reason}") from None
         raise
 
 

@@ -1,8 +1,8 @@
-"""What an operator may set in each model's config.pbtxt, checked all at once.
+"""Parameters of each model's config.pbtxt, all checked together.
 
-One frozen dataclass per model; `read_config` builds it from Triton's `parameters` or lists every
-mistake with its remedy. Not here: tensors (tensors.py), the conductor's scheduling knobs
-(conductor/config.py, which FrontendConfig carries along).
+One frozen dataclass per model. `read_config` builds it from Triton's `parameters`, or raises an
+error with every mistake and its remedy. Not here: tensors (tensors.py), the conductor's scheduling
+parameters (conductor/config.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
-# What parameters were called before; accepted for one release, with a warning in the log.
+# Old names of parameters, accepted for one release with a warning in the log.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
 RECORDING_BYTES_MIN = 2**20
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -40,27 +40,27 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What prefill and decode workers have in common."""
+    """Parameters of both prefill and decode workers."""
 
-    checkpoint: str = "demo"  # "demo", or a Hugging Face folder (relative: to the repository's)
+    checkpoint: str = "demo"  # "demo", or a Hugging Face folder (see checkpoint_folder)
     engine: str = "torch"  # torch | tensorrt_llm
     dtype: str = "float32"  # float32 | bfloat16
-    kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
+    kv_dtype: str = "auto"  # auto: as the checkpoint specifies, else as dtype | fp8
     device: str = "cpu"  # cpu | cuda | cuda:N
     threads: int = 1  # CPU threads of the engine; all workers of a host share its cores
     store_node: str = "s0"  # the storage node this worker belongs to
-    block_tokens: int = 64  # the same in every worker, or no prefix is ever found
-    context_tokens_max: int = 0  # longest prompt + output; 0: what the checkpoint allows
+    block_tokens: int = 64  # tokens per block; equal in all workers, or no prefix is found
+    context_tokens_max: int = 0  # longest prompt + output; 0: the checkpoint's limit
     kv_pages: int = 256  # engine memory, in pages of block_tokens tokens
-    transport: str = "auto"  # auto | mapped | nixl | tcp: how bytes leave the store (auto is right)
-    lease_s: float = 30.0  # how long blocks of a request are protected without a sign of life
-    transfer_s_max: float = 5.0  # deadline of one transfer; later it counts as a miss
-    # Prefill workers that share the layers of the model and compute a long prompt together.
-    pipeline_group: str = ""  # its name, the same in each of them; empty: none
-    pipeline_stage: int = 0  # 0 to pipeline_stages - 1, another one in each
-    pipeline_stages: int = 1  # how many they are
-    # one: that of its backend. both: it begins with that one and takes the other when it is told
-    # to (role_flips of the conductor); then it has the parameters of both. torch only.
+    transport: str = "auto"  # auto | mapped | nixl | tcp: transport from the store
+    lease_s: float = 30.0  # lease of a request's blocks, without renewal
+    transfer_s_max: float = 5.0  # deadline of one transfer; a later transfer counts as a miss
+    # A pipeline group: prefill workers that share the model's layers and compute prompts together.
+    pipeline_group: str = ""  # name of the group, equal in its workers; empty: no group
+    pipeline_stage: int = 0  # this worker's stage; 0 <= pipeline_stage < pipeline_stages
+    pipeline_stages: int = 1  # number of workers in the group
+    # one: the role of its backend. both: it starts with that role, and can take the other one
+    # (role_flips of the conductor). Then it has the parameters of both roles; torch only.
     roles: str = "one"
 
     def problems(self) -> list[str]:
@@ -79,15 +79,15 @@ class WorkerConfig:
         if self.roles == "both" and self.engine != "torch":
             found.append("roles is 'both'; only the engine torch can change its role")
         if self.roles == "both" and self.pipeline_group:
-            found.append("roles is 'both'; a stage of a pipeline_group computes prompts only")
+            found.append("roles is 'both'; a stage of a pipeline_group can only be prefill")
         if self.device != "cpu" and not self.device.startswith("cuda"):
             found.append(f"device is {self.device!r}; use cpu, cuda or cuda:0")
         if not 1 <= self.threads <= 256:
             found.append(f"threads is {self.threads}; use 1 to 256")
         if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
-            found.append(f"block_tokens is {self.block_tokens}; use a power of two, 64 or 256 say")
+            found.append(f"block_tokens is {self.block_tokens}; use a power of two, such as 64")
         if self.context_tokens_max < 0:
-            found.append("context_tokens_max must be 0 (the checkpoint's own) or positive")
+            found.append("context_tokens_max must be 0 (the checkpoint's limit) or positive")
         if self.kv_pages < 2:
             found.append(f"kv_pages is {self.kv_pages}; at least 2 are needed, 256 is usual")
         if self.lease_s < 1.0:
@@ -98,32 +98,32 @@ class WorkerConfig:
                 f"({self.lease_s}), or a slot could be reused while it is read"
             )
         if not self.store_node:
-            found.append("store_node must name a storage node, s0 say")
+            found.append("store_node must name a storage node, such as s0")
         found += self._pipeline_problems()
         return found
 
     def _pipeline_problems(self) -> Iterator[str]:
         if self.pipeline_stages < 1:
-            yield f"pipeline_stages is {self.pipeline_stages}; use the number of the group's stages"
+            yield f"pipeline_stages is {self.pipeline_stages}; use the group's number of stages"
         elif not 0 <= self.pipeline_stage < self.pipeline_stages:
             yield (
                 f"pipeline_stage is {self.pipeline_stage}; use 0 to pipeline_stages - 1 "
                 f"({self.pipeline_stages - 1})"
             )
         if self.pipeline_stages > 1 and not self.pipeline_group:
-            yield "pipeline_group is empty; give all stages of the group one name"
+            yield "pipeline_group is empty; use the same name in all stages of the group"
         if self.pipeline_group and self.engine == "tensorrt_llm":
-            yield "pipeline_group needs the torch engine; tensorrt_llm has pipelines of its own"
+            yield "pipeline_group needs the torch engine; tensorrt_llm has its own pipelines"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig(WorkerConfig):
     """model_repository/prefill_*/config.pbtxt."""
 
-    chunk_tokens: int = 512  # longest prefill step; bounds the wait of the next request
-    # Prompts longer than a step pass layer by layer, while the next layer's prefix is loaded.
+    chunk_tokens: int = 512  # most tokens of a prefill step; bounds the wait of the next request
+    # Layer-wise prefill of prompts longer than a step, while the next layer's prefix is loaded.
     layerwise: bool = True
-    queue_requests_max: int = 512  # waiting prompts beyond this are refused
+    queue_requests_max: int = 512  # waiting prompts; further requests are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -143,8 +143,8 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """model_repository/decode_*/config.pbtxt."""
 
-    slots: int = 32  # requests that decode at once (the batch)
-    queue_requests_max: int = 512  # requests that wait for a place in the batch
+    slots: int = 32  # sequences in the batch
+    queue_requests_max: int = 512  # requests waiting for the batch; further ones are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -168,13 +168,13 @@ class TokenizerConfig:
 
 
 MORE_WORKERS = (
-    "To add a worker copy its folder: a second instance would be a second engine that the "
-    "conductor cannot see"
+    "To add a worker, copy its folder: a second instance would be a second engine without an "
+    "entry in the directory"
 )
 MORE_FRONTENDS = (
-    "To add a frontend start another Triton with this model and the same directory, on this host "
-    "or another one: they tell each other what they route. Of two instances in one Triton every "
-    "second request would fail for good once one of their processes died"
+    "To add a frontend, start another Triton with this model and the same directory, on this host "
+    "or another one: frontends exchange their routing decisions. With two instances in one Triton, "
+    "half of the requests would fail after the death of one instance's process"
 )
 
 
@@ -191,9 +191,9 @@ def read_configs(
     count: int = 1,
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> list[Any]:
-    """One object per class out of one flat list of parameters; a name may be in several.
+    """One object per class from one flat list of parameters; classes may share names.
 
-    `together`: what is wrong with all of them side by side.
+    `together`: finds the problems across the objects.
     """
     configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
@@ -228,13 +228,13 @@ def check_configs(
     for cls in classes:
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         configs.append(cls(**{name: value for name, value in values.items() if name in own}))
-        found += [said for said in configs[-1].problems() if said not in found]
+        found += [problem for problem in configs[-1].problems() if problem not in found]
     found += together(*configs)
     return configs, found
 
 
 def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
-    """Where both names of one parameter are set, the new one counts."""
+    """The parameters by their new names; if both names are set, the new one counts."""
     named = dict(raw)
     for old, new in OLD_NAMES.items():
         if old in named:
@@ -255,17 +255,17 @@ def _convert(kind: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
-    """model_repository/conductor/config.pbtxt, beside the knobs of conductor/config.py."""
+    """model_repository/conductor/config.pbtxt, beside the parameters of conductor/config.py."""
 
-    checkpoint: str = "demo"  # whose tokenizer and chat template; the workers' checkpoint
+    checkpoint: str = "demo"  # tokenizer and chat template; the same checkpoint as the workers'
     requests_max: int = 256  # requests in flight; each holds a thread of the frontend
-    attempts_max: int = 3  # attempts lost to workers that died or failed with it; others are free
-    tenant_requests_share: float = 0.5  # of requests_max, for one tenant while others are there
-    cancel_poll_s: float = 0.1  # how often clients are checked for having gone away
-    output_tokens_default: int = 256  # max_tokens where a request names none
-    messages_per_s_max: int = 0  # to all streaming clients; 0: by the cores of this machine
-    recording_folder: str = ""  # traces of the traffic (relative: to the repository's); "": none
-    recording_bytes_max: int = 2**30  # of all traces in that folder; the oldest go
+    attempts_max: int = 3  # losses to give up at (frontend/lifecycle/attempts.py, counts)
+    tenant_requests_share: float = 0.5  # of requests_max, for one tenant beside other tenants
+    cancel_poll_s: float = 0.1  # period of checks for disconnected clients
+    output_tokens_default: int = 256  # default of max_tokens
+    messages_per_s_max: int = 0  # to all streaming clients; 0: by the number of cores
+    recording_folder: str = ""  # folder of traffic traces (see path_beside); "": no recording
+    recording_bytes_max: int = 2**30  # size of that folder's traces; the oldest are deleted
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
@@ -279,11 +279,11 @@ class FrontendConfig:
                 found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0.0 < self.tenant_requests_share <= 1.0:
             found.append(
-                f"tenant_requests_share is {self.tenant_requests_share}; it is a share of "
-                "requests_max, use more than 0 and at most 1"
+                f"tenant_requests_share is {self.tenant_requests_share}; use a share of "
+                "requests_max, more than 0 and at most 1"
             )
         if self.requests_max > 4096:
-            found.append(f"requests_max is {self.requests_max}; at most 4096 (a thread for each)")
+            found.append(f"requests_max is {self.requests_max}; use at most 4096 (a thread each)")
         if self.messages_per_s_max < 0:
             found.append(f"messages_per_s_max is {self.messages_per_s_max}; use 0 for automatic")
         if not 0.01 <= self.cancel_poll_s <= 1.0:
@@ -292,7 +292,7 @@ class FrontendConfig:
 
 
 def checkpoint_folder(checkpoint: str, repository: str) -> Path:
-    """The folder that `checkpoint` names; relative paths start beside the model repository."""
+    """The folder of `checkpoint`; relative paths start beside the model repository."""
     if checkpoint == "demo":
         return Path(__file__).parent / "demo_checkpoint"
     path = path_beside(checkpoint, repository)
@@ -302,7 +302,9 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
 
 
 def path_beside(path: str, repository: str) -> Path:
-    """As an operator writes it: relative paths start beside the model repository. Triton gives
-    parameters as UTF-8, and a process in another locale has to ask for the same bytes."""
+    """A path in config.pbtxt: relative paths start beside the model repository.
+
+    Triton passes parameters as UTF-8, and a process in another locale must open the same bytes.
+    """
     of_this_process = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return Path(repository).resolve().parent / Path(of_this_process).expanduser()

@@ -1,8 +1,8 @@
-"""Asking a server over HTTP, and nobody else.
+"""HTTP requests without a proxy, and without redirects where an API key is sent.
 
-urllib by itself asks the proxy that `http_proxy` names, and follows a redirect to whichever host it
-names, with the same headers. Servers that this one asks are near, so no proxy is asked for them;
-what may carry an API key follows no redirect either.
+By default urllib uses the proxy of `http_proxy`, and follows a redirect to any host with the same
+headers. The servers called here are in the cluster's network, so they need no proxy. A redirect
+would send the API key to another host.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def direct_opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
-    """Whatever http_proxy says."""
+    """An opener that ignores http_proxy."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an HTTPError."""
+    """Turns a redirect into an HTTPError."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -28,8 +28,8 @@ _WITH_A_KEY = direct_opener(_NoRedirects())
 
 
 def get(url: str, key: str, timeout_s: float) -> bytes:
-    """`key`: an API key; "" for none. Raises OSError, ValueError for what is no address."""
+    """The body at `url`. `key`: an API key, or "". Raises OSError, and ValueError for a bad URL."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    asked = urllib.request.Request(url, headers=headers)
-    with _WITH_A_KEY.open(asked, timeout=timeout_s) as answer:
+    request = urllib.request.Request(url, headers=headers)
+    with _WITH_A_KEY.open(request, timeout=timeout_s) as answer:
         return bytes(answer.read())

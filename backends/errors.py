@@ -1,23 +1,23 @@
-"""Every error that a client or an operator sees from Triton.
+"""Errors that Triton returns to a client or an operator.
 
 * ServingError
-  x Overloaded        retry later             -> UNAVAILABLE, says retry_after_s
+  x Overloaded        retry later             -> UNAVAILABLE, with retry_after_s
   x InvalidRequest    fix the request         -> INVALID_ARG
-  x Forbidden         with API keys: nobody says so but the client -> INVALID_ARG
-  x WorkerUnavailable a worker died or failed; the frontend goes on elsewhere first
-    x WorkerGone      it was not there: dead before the call, starting again, or shutting down
-      x WorkerUnreached there is no way to it: no connection, or its link was cut
-        x WorkerRefused it does not let this host in: keys, or certificates
-          x WorkerDistrusts its secret is another one: until one of the two begins anew
-      x WrongRole       it has the other role, for now or by now
-    x StoreLost       the directory or the worker's storage node did not do its part
-    x MessagesLost    tokens that were sent did not arrive
-  x KvMissing         blocks of a request left the store; they are computed again first
-  x Cancelled         the client went away or asked to stop; nobody reads the answer
-* ConfigError         fix config.pbtxt        -> the model does not load, the old one goes on
+  x Forbidden         with API keys: no key, or an unproven tenant -> INVALID_ARG
+  x WorkerUnavailable a worker died or failed, after retries on other workers
+    x WorkerGone      the worker was absent: dead before the call, restarting, or shutting down
+      x WorkerUnreached no connection, or the link was cut
+        x WorkerRefused a side refused the connection: keys, or certificates
+          x WorkerDistrusts the secrets differ, until one side restarts
+      x WrongRole       the worker has the other role, or is changing its role
+    x StoreLost       the directory or the worker's storage node failed
+    x MessagesLost    tokens that a worker sent did not arrive
+  x KvMissing         blocks of a request left the store, after attempts to compute them again
+  x Cancelled         the client disconnected or cancelled the request
+* ConfigError         fix config.pbtxt        -> the model does not load; a loaded one stays
 
-Triton has no 429: clients tell errors apart by the first word of the message, which is part of
-the interface (`rejected`, `invalid_request:`, `forbidden:`, `unavailable:`, `cancelled:`).
+Triton has no status 429. Clients distinguish errors by the first word of the message, which is part
+of the interface (`rejected`, `invalid_request:`, `forbidden:`, `unavailable:`, `cancelled:`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Triton's own words for a call that no model process has seen.
+# Triton's error texts for a call that reached no model process.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
-GRPC_NEVER_SENT = "failed to connect"  # gRPC's
-# gRPC's too, of a connection whose other end says nothing any more; one whose other end has died
-# is closed or reset.
+GRPC_NEVER_SENT = "failed to connect"  # gRPC's error text for a call that was not sent
+# gRPC's error texts for a connection whose other end is silent. If the other end has died, the
+# connection is closed or reset instead.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
-# What the last word of a request says that its deadline ended: its timeout_ms, or request_s_max.
+# Parts of the final error of a request that its deadline ended: its timeout_ms, or request_s_max.
 TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
 
 class ServingError(Exception):
-    """Base of what a request may fail with."""
+    """Base class of errors that end a request."""
 
     prefix = "error:"
 
@@ -47,7 +47,7 @@ class ServingError(Exception):
 
 
 class Overloaded(ServingError):
-    """Rejected early: no pair of workers would meet the SLO (or there is no worker)."""
+    """Rejected early: no pair of workers would meet the SLO, or no worker is available."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -59,7 +59,7 @@ class Overloaded(ServingError):
 
 
 class InvalidRequest(ServingError):
-    """The request breaks limits; lists all of them."""
+    """The request is invalid; the message lists all problems."""
 
     prefix = "invalid_request:"
 
@@ -69,46 +69,46 @@ class InvalidRequest(ServingError):
 
 
 class Forbidden(ServingError):
-    """With API keys: the request comes without a key, or its tenant is not proven."""
+    """With API keys: the request has no key, or its tenant is not proven."""
 
     prefix = "forbidden:"
 
 
 class WorkerUnavailable(ServingError):
-    """A worker died or failed, and no other could take over."""
+    """A worker died or failed."""
 
     prefix = "unavailable:"
 
 
 class WorkerGone(WorkerUnavailable):
-    """The request never was at this worker, or it is leaving: no fault of the request's."""
+    """The worker never had the request, or is shutting down. The request is not the cause."""
 
     prefix = "unavailable: gone:"
 
 
 class WrongRole(WorkerGone):
-    """The worker has the other role, or is just changing: another one is asked."""
+    """The worker has the other role, or is changing its role."""
 
     prefix = "unavailable: role:"
 
 
 class WorkerUnreached(WorkerGone):
-    """There is no way from here to the worker, whatever is asked of it."""
+    """The worker cannot be reached from this host."""
 
 
 class WorkerRefused(WorkerUnreached):
-    """Keys: the worker's Triton does not let this host in, or is not believed."""
+    """The worker's Triton rejected this host's certificate, or the reverse."""
 
 
 class WorkerDistrusts(WorkerRefused):
-    """The worker knows another secret than who calls it. Both read theirs when they start, so that
-    no probe finds out whether it has changed."""
+    """Worker and caller have different secrets. Both read theirs only when they start, so probes
+    would not notice a change."""
 
     prefix = "unavailable: distrusts:"
 
 
 class StoreLost(WorkerUnavailable):
-    """The directory, or the storage node of the worker, did not do its part."""
+    """The directory, or the storage node of the worker, failed."""
 
     prefix = "unavailable: store:"
 
@@ -118,27 +118,27 @@ class MessagesLost(WorkerUnavailable):
 
 
 class KvMissing(ServingError):
-    """Blocks that a decode worker should load are gone (evicted, or their node died)."""
+    """Blocks that a decode worker needs are gone (evicted, or their node died)."""
 
     prefix = "kv_missing:"
 
 
 class Cancelled(ServingError):
-    """The request was stopped on demand."""
+    """The client disconnected or cancelled the request."""
 
     prefix = "cancelled:"
 
 
 class ConfigError(Exception):
-    """Mistakes in a config.pbtxt, all of them, each with its remedy."""
+    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy."""
 
 
-# (kind, seconds, reason) of what an Overloaded says on the wire.
+# (kind, seconds, reason) in the wire message of an Overloaded.
 REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.DOTALL)
 
 
 def from_wire(message: str, where: str) -> ServingError:
-    """The error that another model sent, as the class that it was; `where` names the model."""
+    """The error in the wire message of another model; `where` names the model."""
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
@@ -159,9 +159,12 @@ def from_wire(message: str, where: str) -> ServingError:
 
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
-    """The connection of a call failed. What was never sent, and what a cut link took away, is no
-    fault of the request's; a worker that closed its end may have died of it."""
-    said = (details or "").lower()
-    is_cut = "UNAVAILABLE" in str(code) and any(words in said for words in LINK_CUT)
-    is_unreached = is_cut or GRPC_NEVER_SENT in said
+    """The error of a call whose connection failed.
+
+    A call that was not sent, or whose link was cut, is WorkerUnreached. If the worker closed the
+    connection, it may have died of the request.
+    """
+    text = (details or "").lower()
+    is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
+    is_unreached = is_cut or GRPC_NEVER_SENT in text
     return (WorkerUnreached if is_unreached else WorkerUnavailable)(f"{where}: {code} {details}")

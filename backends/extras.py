@@ -1,7 +1,7 @@
-"""Extras of this package: which one brings a module that is not installed?
+"""Optional extras of this package: which extra provides a module that is not installed.
 
-Whoever installed the package without an extra reads one line that names it, not a traceback, and
-reads it before anything runs. Not here: what the extras hold (pyproject.toml; a test compares).
+A missing extra gives an error of one line with its name instead of a traceback, before anything
+runs. Not here: the packages of the extras (pyproject.toml; a test compares).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 PACKAGE = "mooncake-triton"
-# The modules of each extra that code of ours imports.
+# The modules of each extra that this package imports.
 MODULES = {
     "bundled": ("pytriton",),
     "gateway": ("fastapi", "uvicorn"),
@@ -28,7 +28,7 @@ def install_line(extra: str) -> str:
 
 
 def explained(problem: ImportError) -> str:
-    """What is missing and which extra brings it, in one line; "" for a module of no extra."""
+    """The missing module and its extra, in one line; "" for a module of no extra."""
     lacking = (problem.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if lacking in {module.partition(".")[0] for module in modules}:
@@ -37,13 +37,13 @@ def explained(problem: ImportError) -> str:
 
 
 def require(extra: str, what: str) -> None:
-    """Ends the process with one line when a module of the extra is missing. `what` needs it."""
+    """Exit with one line if a module of the extra is missing. `what`: the feature that needs it."""
     if lacking := missing(extra):
         raise SystemExit(f"{what} needs {lacking}, which is not installed: {install_line(extra)}")
 
 
 def missing(extra: str) -> str:
-    """The first package of it that is not installed; "" when all are."""
+    """The first package of the extra that is not installed; "" if all are."""
     lacking = (module for module in MODULES[extra] if not _is_there(module))
     return next(lacking, "").partition(".")[0]
 
@@ -51,5 +51,5 @@ def missing(extra: str) -> str:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False

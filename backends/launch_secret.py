@@ -1,9 +1,9 @@
-"""By what the processes of a launch know calls and messages of each other.
+"""The secret by which the processes of a launch authenticate calls and messages.
 
-`mooncake serve` makes one secret at each start and puts it into the environment of its processes;
-it is in no argument list and no log. The hosts of a deployment have one in common. A process
-without one (started by hand) knows those without one. It is asked for in triton/triton_io.py and
-workers/protocol.py.
+`mooncake serve` makes one secret at each start and puts it into the environment of its processes.
+It is in no argument list and no log. The hosts of a deployment share one secret. A process without
+a secret (started by hand) accepts only processes without one. The secret is checked in
+triton/triton_io.py and workers/protocol.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def make_secret() -> str:
 
 
 def insecure_secret(deployment: str) -> str:
-    """Of a deployment without keys: it only keeps two deployments apart."""
+    """The secret of a deployment without keys; it only separates two deployments."""
     return f"insecure-{deployment}"
 
 
@@ -30,6 +30,6 @@ def secret_of_launch() -> str:
 
 
 def is_right(given: object, secret: str) -> bool:
-    """In the same time whatever is given."""
+    """Compare in constant time."""
     text = given if isinstance(given, str) else ""
     return hmac.compare_digest(text.encode(), secret.encode())

@@ -1,14 +1,14 @@
-"""Where this package has its model repository and its demo checkpoint.
+"""Paths of the model repository and the demo checkpoint in this package.
 
-They are the same files in a checkout and in an installed wheel: backends/model_repository links to
-the checkout's own folder, and a wheel holds what the link leads to.
+A checkout and an installed wheel have the same files: backends/model_repository is a link to the
+checkout's folder, and a wheel contains a copy of that folder.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-DEFAULT_REPOSITORY = Path("model_repository")  # where commands look when none is named
+DEFAULT_REPOSITORY = Path("model_repository")  # default of the commands
 
 
 def shipped_repository() -> Path:
@@ -20,7 +20,7 @@ def shipped_checkpoint() -> Path:
 
 
 def named_or_shipped(repository: Path) -> Path:
-    """For who only reads one: outside of a checkout the default is the shipped one."""
+    """`repository`, or the shipped one if the default does not exist. For readers only."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         return shipped_repository()
     return repository

@@ -1,22 +1,22 @@
-"""One HTTP status for each kind of error: the table that the gateway answers by.
+"""One HTTP status for each kind of error: the gateway's table.
 
-A client of Triton reads the kind as the first word of a message (errors.py), because Triton's HTTP
-has no status of its own for it; behind the gateway the same kind is a status, a type in OpenAI's
-words and a code for machines. Pure.
+Triton's HTTP interface has no status for the kind of an error, so its clients read the first word
+of the message (errors.py). The gateway returns the same kind as a status, an error type of OpenAI's
+interface and a machine-readable code. Pure.
 
 | kind | status | type |
 |---|---|---|
 | `invalid_request`; `rejected kind=too_large` | 400 | `invalid_request_error` |
-| no key, or one that nobody has | 401 | `authentication_error` |
-| `forbidden`; a tenant that the key does not stand for | 403 | `permission_error` |
-| a path or a model that is not there | 404 | `not_found_error` |
+| no key, or an unknown key | 401 | `authentication_error` |
+| `forbidden`; a tenant that is not the key's | 403 | `permission_error` |
+| an unknown path or model | 404 | `not_found_error` |
 | a method that the path does not have | 405 | `invalid_request_error` |
-| a request that comes too slowly | 408 | `invalid_request_error` |
-| too large a body | 413 | `invalid_request_error` |
+| a request that is sent too slowly | 408 | `invalid_request_error` |
+| a body that is too large | 413 | `invalid_request_error` |
 | every other `rejected` | 429, with `Retry-After` | `rate_limit_error` |
-| `cancelled` by somebody else than the client | 499 | `cancelled_error` |
-| `internal_error`, and what has no known kind | 500 | `server_error` |
-| `unavailable`, `kv_missing`, Triton away, draining | 503 | `unavailable_error` |
+| `cancelled`, but not by the client | 499 | `cancelled_error` |
+| `internal_error`, or an unknown kind | 500 | `server_error` |
+| `unavailable`, `kv_missing`, Triton not reached, draining | 503 | `unavailable_error` |
 | `unavailable` because the deadline has passed | 504 | `timeout_error` |
 """
 
@@ -57,18 +57,18 @@ TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-# Kinds of rejection that no waiting helps: the request itself has to change.
+# Kinds of rejection for which a retry is useless: the request itself has to change.
 STATUS_OF_REJECTION = {"too_large": 400}
 
 
 class HttpRefusal(Exception):
-    """What a client gets instead of an answer."""
+    """The error response to a client."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int = 0
     ) -> None:
-        """`code`: the kind, for machines; `param`: the field of the request that it is about;
-        `retry_after_s`: 0: no such header."""
+        """`code`: the machine-readable kind; `param`: the request's field that caused the error;
+        `retry_after_s`: the header's value, 0: no header."""
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
         self.param, self.retry_after_s = param, retry_after_s
@@ -78,7 +78,7 @@ class HttpRefusal(Exception):
         return TYPES[self.status]
 
     def body(self) -> dict[str, object]:
-        """In OpenAI's shape."""
+        """The body in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -90,17 +90,17 @@ class HttpRefusal(Exception):
 
 
 def of_message(message: str) -> HttpRefusal:
-    """What Triton or one of our models said, as a status; `param` is for whoever asked to find.
+    """The error response for a message of Triton or of a model; `param` is left to the caller.
 
-    Only its beginning decides: the rest may quote what the client sent.
+    Only the beginning of the message is matched, because the rest may quote client input.
     """
-    said = ENSEMBLE.sub("", message)
-    if rejected := REJECTED.match(said):
+    text = ENSEMBLE.sub("", message)
+    if rejected := REJECTED.match(text):
         kind, wait_s, reason = rejected.groups()
         status = STATUS_OF_REJECTION.get(kind, 429)
         wait = retry_after_s(float(wait_s)) if status == 429 else 0
         return HttpRefusal(status, kind, reason, retry_after_s=wait)
-    prefix, _, words = said.partition(" ")
+    prefix, _, words = text.partition(" ")
     if prefix == InvalidRequest.prefix:
         return HttpRefusal(400, "invalid_request", words)
     if prefix == Forbidden.prefix:
@@ -112,17 +112,17 @@ def of_message(message: str) -> HttpRefusal:
         return HttpRefusal(503, code, words, retry_after_s=RETRY_AFTER_S_MIN)
     if prefix == Cancelled.prefix:
         return HttpRefusal(499, "cancelled", words)
-    if prefix != INTERNAL and any(each in said for each in NOT_THERE):
-        return unavailable(said)
-    return HttpRefusal(500, "internal_error", words if prefix == INTERNAL else said)
+    if prefix != INTERNAL and any(each in text for each in NOT_THERE):
+        return unavailable(text)
+    return HttpRefusal(500, "internal_error", words if prefix == INTERNAL else text)
 
 
 def unavailable(message: str) -> HttpRefusal:
-    """Nothing serves it now, and something may in a moment."""
+    """No process serves the request now; a retry after a second may succeed."""
     return HttpRefusal(503, "unavailable", message, retry_after_s=RETRY_AFTER_S_MIN)
 
 
 def retry_after_s(wait_s: float) -> int:
-    """Whole seconds, as the header wants them; at least one, so that nobody comes back at once."""
+    """Whole seconds for the header; at least one, so that clients do not retry at once."""
     whole_s = math.ceil(wait_s) if math.isfinite(wait_s) else RETRY_AFTER_S_MAX
     return min(max(whole_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

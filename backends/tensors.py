@@ -1,8 +1,8 @@
-"""The tensors of the front models: one table, from which code and config.pbtxt are checked.
+"""The tensors of the client-facing models, in one table.
 
 Names and types are those of TensorRT-LLM's `ensemble` (inflight_batcher_llm), so that its clients
-work unchanged, plus a few of ours. A test holds the config.pbtxt files against this table. Not
-here: what the values mean for a request (frontend/request.py), Triton's API (triton_io.py).
+work unchanged, plus a few additional ones. A test compares the config.pbtxt files with this table.
+Not here: the meaning of the values (frontend/request.py), Triton's API (triton_io.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TEXT_BYTES_MAX = 4 * 1024**2  # of a prompt's text, or of all messages of a chat
-# Values of the parameter `describe` by which the gateway asks the frontend for something else.
+TEXT_BYTES_MAX = 4 * 1024**2  # UTF-8 bytes of a prompt's text, or of all messages of a chat
+# Values of the parameter `describe` in the gateway's own calls to the frontend.
 CLUSTER, CHARGE = "cluster", "charge"
 
 
@@ -21,7 +21,7 @@ class Tensor:
     name: str
     dtype: str  # Triton's, without TYPE_
     dims: tuple[int, ...] = (1,)
-    neutral: object = None  # unsupported input: the only value that is not refused
+    neutral: object = None  # of an unsupported input: the only value that is accepted
 
 
 SUPPORTED_INPUTS = (
@@ -56,7 +56,7 @@ SUPPORTED_INPUTS = (
     Tensor("return_num_output_tokens", "BOOL"),
 )
 
-# Declared because TensorRT-LLM declares them; refused by name unless they ask for nothing.
+# Declared because TensorRT-LLM declares them. Other values than the neutral one are rejected.
 UNSUPPORTED_INPUTS = (
     Tensor("decoder_text_input", "STRING", neutral=b""),
     Tensor("num_return_sequences", "INT32", neutral=1),
@@ -81,7 +81,7 @@ UNSUPPORTED_INPUTS = (
     Tensor("use_draft_logits", "BOOL", neutral=False),
 )
 
-# A response has those that its client asked for (frontend/answer.py, names_sent).
+# A response has the outputs that its client requested (frontend/answer.py, names_sent).
 OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
     Tensor("output_ids", "INT32", (-1,)),
@@ -99,15 +99,15 @@ OUTPUTS = (
     Tensor("top_log_probs", "FP32", (-1, -1)),
 )
 
-FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # of no use to anybody else
-# Of each token of the message; [tokens] and twice [tokens, top_logprobs]. Of generated tokens only.
+FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # used by the postprocessing model only
+# For each generated token of the message: shape [tokens], and twice [tokens, top_logprobs].
 OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
 
-# TensorRT-LLM sends these without the batch dimension, one string for each sequence, and its
-# clients read `text_output[0]` as the string.
+# TensorRT-LLM sends these without the batch dimension, one string per sequence, and its clients
+# read `text_output[0]` as the string.
 UNBATCHED_OUTPUTS = {"text_output"}
 
-# Request parameters (KServe `parameters`) that mean something; others are refused by name.
+# Request parameters (KServe `parameters`); others are rejected by name.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
     "tenant": "string: salts the cache keys, so tenants never share KV; with API keys only the "
@@ -137,7 +137,7 @@ NUMPY_TYPES: dict[str, object] = {
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
-    """Names of the unsupported inputs that ask for something, each with the reason."""
+    """A problem for each unsupported input that has another value than the neutral one."""
     found = []
     for tensor in UNSUPPORTED_INPUTS:
         value = inputs.get(tensor.name)
@@ -152,5 +152,5 @@ def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
 
 
 def string_tensor(data: bytes | str) -> np.ndarray:
-    """One STRING element, the way Triton wants it."""
+    """A tensor of one STRING element, in Triton's form."""
     return np.array([data], dtype=np.object_)

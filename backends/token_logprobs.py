@@ -1,10 +1,10 @@
-"""How probable the model found a token: natural logarithms, from its raw logits.
+"""Logprobs of tokens: natural logarithms of probabilities, from the model's raw logits.
 
-Raw: as the model computed them, before penalties, temperature and a grammar's mask. So the numbers
-say what the model thinks, not what the request made of it, and a token that was masked may be among
-the best. The log-softmax is computed in float64; clients get float32.
+Raw logits are those before penalties, temperature and the grammar's mask. So logprobs do not depend
+on the request's sampling, and a masked token may be among the best ones. The log-softmax is
+computed in float64; clients get float32.
 
-Not here: drawing a token (engine/sampling.py), which tokens leave when (text/text_stream.py).
+Not here: sampling a token (engine/sampling.py), the release of tokens (text/text_stream.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 TOP_LOGPROBS_MAX = 20  # as in OpenAI's interface
 PART_TOKENS = 256
-NO_LOGPROBS = -1  # instead of a number of best tokens: the request wants no logprobs at all
+NO_LOGPROBS = -1  # value of `top_logprobs` for a request without logprobs
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one output token, and of the best tokens at its position, best first."""
+    """Logprobs of one output token, and of the best tokens at its position, best first."""
 
     log_prob: float
     top_ids: tuple[int, ...]
@@ -28,7 +28,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogprobs:
-    """Among equal logits the lower ids are better, as in greedy sampling."""
+    """Logprobs of a token and of the `top` best ones; for equal logits, lower ids are better."""
     below = logits.astype(np.float64) - float(logits.max())
     below -= np.log(np.exp(below).sum())
     best = _best(logits, min(top, len(logits))).tolist() if top > 0 else []
@@ -36,9 +36,12 @@ def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogpro
 
 
 def _best(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
-    """The ids of the largest. So many parts of the vocabulary have their largest above a limit that
-    is quickly found, and few other tokens are above it: to sort out a whole one takes a
-    millisecond."""
+    """The ids of the `few` largest logits, without partitioning the whole vocabulary, which takes a
+    millisecond.
+
+    The vocabulary is divided into parts. The `few`-th largest of the parts' maxima is a lower limit
+    of the result. Few tokens are above this limit, and only these are sorted.
+    """
     values = np.maximum.reduceat(logits, np.arange(0, len(logits), PART_TOKENS))
     if len(values) < few:
         values = logits

@@ -1,11 +1,11 @@
-"""Mutual TLS of workers' gRPC: how their Tritons listen, and how they are called.
+"""Mutual TLS of the workers' gRPC: arguments of their Tritons, and channels to them.
 
-With a folder of keys (mooncake_store/keys) every worker's Triton asks for a certificate of the
-cluster and shows its host's; without one all of it is plain, as on one machine. Triton reads
-certificates when it starts, so renewed ones ask for a restart of it.
+With a folder of TLS keys (mooncake_store/keys) every worker's Triton requires a certificate of the
+cluster and presents its host's. Without such a folder the connections are plain, as on one machine.
+Triton reads certificates when it starts, so it must be restarted after a renewal.
 
-A client that Triton refuses hears nothing but "Socket closed", as from one that dies; but it hears
-so while it connects, before anything is sent (gRPC counts a connection only from its first frame).
+A refused client gets only "Socket closed", as from a Triton that dies. However, a refusal comes
+while the client connects, before anything is sent (gRPC counts a connection from its first frame).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SILENT = ("socket closed", "connection reset", "recvmsg")
 
 
 def server_arguments(keys: Keys | None) -> list[str]:
-    """Of a worker's Triton; they name files, not what is in them."""
+    """TLS arguments of a worker's Triton; they contain paths, not secrets."""
     if keys is None:
         return []
     return [
@@ -41,7 +41,7 @@ _credentials: dict[Keys, LiveFiles[grpc.ChannelCredentials]] = {}
 
 
 def credentials_now() -> grpc.ChannelCredentials | None:
-    """This host's, the same object until the files change; None where there are no keys."""
+    """This host's credentials, the same object until the files change; None without TLS keys."""
     keys = folder.of_process()
     if keys is None:
         return None
@@ -59,7 +59,7 @@ def _read(keys: Keys) -> grpc.ChannelCredentials:
 
 
 def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.Channel:
-    """To a worker's Triton, with this host's certificate where there are keys."""
+    """A channel to a worker's Triton, with this host's certificate if there are TLS keys."""
     credentials = credentials_now()
     if credentials is None:
         return grpc.insecure_channel(address, list(options))
@@ -68,22 +68,22 @@ def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.
 
 
 def refusal(address: str, details: str | None) -> WorkerRefused | None:
-    """What a broken call means when it was one of the two sides that did not believe the other."""
-    said = (details or "").lower()
-    if GRPC_NEVER_SENT not in said:
+    """The error of a broken call if one side rejected the other's certificate; otherwise None."""
+    text = (details or "").lower()
+    if GRPC_NEVER_SENT not in text:
         return None
-    if any(word in said for word in HANDSHAKE):
-        return WorkerRefused(_words(address, details, "is not believed, or does not believe us"))
-    # Without keys on one machine it is a Triton that ends.
+    if any(word in text for word in HANDSHAKE):
+        return WorkerRefused(_message(address, details, "failed the TLS handshake with this host"))
+    # On one machine without TLS keys, a closed connection means that the Triton exits.
     is_one_machine = folder.of_process() is None and is_loopback(address)
-    if not is_one_machine and any(word in said for word in SILENT):
-        return WorkerRefused(_words(address, details, "ends each connection: it may refuse us"))
+    if not is_one_machine and any(word in text for word in SILENT):
+        return WorkerRefused(_message(address, details, "closes each connection, maybe refused"))
     return None
 
 
-def _words(address: str, details: str | None, what: str) -> str:
+def _message(address: str, details: str | None, what: str) -> str:
     return (
-        f"the worker's Triton at {address} {what} ({details}). One side's certificate is of "
-        "another cluster or generation or has expired (`mooncake keys check` on both hosts), one "
-        f"side has no keys ({folder.VARIABLE}), or the worker ended"
+        f"the worker's Triton at {address} {what} ({details}). One side's certificate has expired, "
+        "or is of another cluster or generation (`mooncake keys check` on both hosts), one side "
+        f"has no TLS keys ({folder.VARIABLE}), or the worker has exited"
     )

@@ -1,6 +1,6 @@
 """Triton entry point of the conductor: the frontend that clients call.
 
-Translation only. Serving a request is in backends/frontend/frontend.py, deciding in conductor/.
+Translation only. Requests are served in backends/frontend/frontend.py and routed in conductor/.
 """
 
 import os
@@ -22,7 +22,7 @@ from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
 
-PAIR_WAIT_S = 60.0  # it loads without workers after that, and rejects until they come
+PAIR_WAIT_S = 60.0  # then the model loads without workers, and rejects requests until they register
 
 
 class TritonPythonModel:
@@ -66,7 +66,7 @@ class TritonPythonModel:
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
-        # Who sees this model READY sends requests, and workers load in Tritons of their own.
+        # Clients send requests when this model is READY, but workers load in their own Tritons.
         stopping = os.path.join(os.environ["MOONCAKE_SOCKETS"], STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 
@@ -77,9 +77,9 @@ class TritonPythonModel:
                 self.frontend.submit(
                     triton_io.inputs_of(request), triton_io.parameters_of(request), reply
                 )
-            except Exception as error:  # edge: one bad request must not fail its neighbours
+            except Exception as error:  # edge: one bad request must not fail the other requests
                 reply.fail(error)
-        return None  # decoupled: every answer leaves through its reply
+        return None  # decoupled: each reply sends its own responses
 
     def finalize(self):
         self.frontend.close(timeout_s=30.0)

@@ -1,7 +1,7 @@
 """Triton entry point of postprocessing: token ids to text, the ensemble's last step.
 
-Stateless: `context_ids` say what came before, so whole characters come out of any chunk of a
-stream. Translation only; the text of tokens is backends/text/text_stream.py.
+Stateless: `context_ids` are the tokens before a message of a stream, so its text has whole
+characters. Translation only; detokenisation is in backends/text/text_stream.py.
 """
 
 from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config
@@ -15,7 +15,7 @@ class TritonPythonModel:
     def initialize(self, args):
         try:
             model, raw, count = triton_io.parameters(args)
-            # More than one instance would deliver the chunks of a stream out of order.
+            # Several instances would deliver the messages of a stream out of order.
             config = read_config(TokenizerConfig, model, raw, count)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             self.tokenizer = Tokenizer.load(folder)
@@ -36,5 +36,5 @@ class TritonPythonModel:
                 cut_bytes=int(inputs["text_cut_bytes"][0]),
             )
             return triton_io.response({"text_output": string_tensor(text.encode())})
-        except Exception as error:  # edge: one bad request must not fail its neighbours
+        except Exception as error:  # edge: one bad request must not fail the other requests
             return triton_io.error_response(error)

@@ -17,7 +17,7 @@ class TritonPythonModel:
             config = read_config(TokenizerConfig, model, raw)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             self.tokenizer = Tokenizer.load(folder)
-            # The conductor knows the context and checks against it.
+            # The conductor checks the length of the context.
             self.limits = RequestLimits(2**31, self.tokenizer.vocabulary_tokens)
         except Exception as error:  # edge: the reason goes to the operator, without a traceback
             raise triton_io.load_error(error) from None
@@ -29,5 +29,5 @@ class TritonPythonModel:
         try:
             ids = parse_prompt(triton_io.inputs_of(request), self.tokenizer, self.limits)
             return triton_io.response({"input_ids": ids})
-        except Exception as error:  # edge: one bad request must not fail its neighbours
+        except Exception as error:  # edge: one bad request must not fail the other requests
             return triton_io.error_response(error)

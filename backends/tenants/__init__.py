@@ -1,4 +1,4 @@
-"""Who asks, by which key, and how much may they ask for?"""
+"""Tenants: their API keys, their limits, and the proof of a request's tenant."""
 
 from backends.tenants.api_keys import ApiKeys
 from backends.tenants.proof import GATEWAY, tenant_parameters

@@ -1,13 +1,13 @@
-"""Which tenant a key belongs to: the file of keys, read again when it changes. For several threads.
+"""The tenant of an API key: the file of keys, read again when it changes. Thread-safe.
 
-What cannot be read then (half written, a mistake, gone) is not taken: the keys of before go on, and
-the log says why. A key is revoked by writing a file without it, never by removing the file.
+If the changed file cannot be used (half written, invalid, gone), the previous keys stay valid and
+the log has the reason. A key is revoked by writing a file without it, never by removing the file.
 
-A key that is asked for is hashed and looked up by a keyed hash of that, of which only this process
-knows the key, and the found hash is compared in constant time: how long an answer takes says
-nothing of the hashes in the file.
+An API key is hashed and looked up by a keyed hash of the hash, with a key that only this process
+has. The hash that is found is compared in constant time. So response times reveal nothing about
+the hashes in the file.
 
-Not here: the file (tenants_file.py), how a frontend learns whose request it is (proof.py).
+Not here: the file (tenants_file.py), proving the tenant to a frontend (proof.py).
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import LiveFiles
 
 log = logging.getLogger(__name__)
-VARIABLE = "MOONCAKE_API_KEYS"  # a path, or the text of a file: it begins with {
+VARIABLE = "MOONCAKE_API_KEYS"  # a path, or the text of such a file, which begins with {
 KEY_BYTES = 32
 KEY_PREFIX = "mk-"
-KEY_CHARACTERS_MAX = 256  # nobody is hashed for longer
+KEY_CHARACTERS_MAX = 256  # longer keys are rejected without hashing
 
 
 def environment(option: Path | None, env: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a launch get: `option` before what `env` says; a path for wherever they
-    run."""
+    """The variable for a launch's processes: `option`, or the value in `env`; paths absolute."""
     given = env.get(VARIABLE, "").strip() if option is None else str(option)
     if given and not given.startswith("{"):
-        given = os.path.abspath(given)  # and no further: what it links to may be exchanged
+        given = os.path.abspath(given)  # links are not resolved, because they may change
     return {VARIABLE: given} if given else {}
 
 
 def problems(option: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Why a launch cannot begin with these keys."""
+    """Why a launch cannot start with these keys."""
     try:
         ApiKeys.of(environment(option, env).get(VARIABLE, ""))
     except TenantsInvalid as error:
@@ -61,7 +60,7 @@ def sha256_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """One version of the file, ready to be asked."""
+    """One version of the file, indexed."""
 
     tenants: dict[str, ApiTenant]
     by_digest: dict[bytes, tuple[str, str]]  # keyed hash of the SHA-256 -> (SHA-256, tenant)
@@ -90,15 +89,15 @@ def _digest(sha256: str, pepper: bytes) -> bytes:
 
 
 class ApiKeys:
-    """TenantsInvalid when the file cannot be used at the start."""
+    """The keys in use."""
 
     def __init__(self, path: Path | None, text: str = "") -> None:
-        """Of a file, or of `text`, which never changes."""
+        """Keys of a file, or of `text`, which never changes. Raises TenantsInvalid."""
         self._pepper = secrets.token_bytes(KEY_BYTES)
         self._files: LiveFiles[KeyTable] | None = None
-        self._whole: KeyTable | None = None  # of the latest file that had no mistake
+        self._whole: KeyTable | None = None  # of the latest valid file
         if path is not None:
-            tenants_file.read(path)  # with its own words
+            tenants_file.read(path)  # raises TenantsInvalid with the file's own message
             self._files = LiveFiles([path], lambda: self._read(path))
             self._files.get()
         else:
@@ -107,18 +106,18 @@ class ApiKeys:
 
     @classmethod
     def of(cls, given: str) -> ApiKeys | None:
-        """A path or the text of a file; None of nothing."""
+        """Keys of a path or of a file's text; None if both are missing."""
         if not given:
             return None
         return cls(None, given) if given.startswith("{") else cls(Path(given))
 
     @classmethod
     def of_process(cls) -> ApiKeys | None:
-        """As MOONCAKE_API_KEYS says; None where there are no keys."""
+        """Keys of this process's MOONCAKE_API_KEYS; None without it."""
         return cls.of(os.environ.get(VARIABLE, "").strip())
 
     def tenant_of(self, key: str) -> ApiTenant | None:
-        """Whose key it is; None: nobody's."""
+        """The tenant of an API key; None for an unknown key."""
         return self._now().tenant_of(key)
 
     def tenant(self, name: str) -> ApiTenant | None:
@@ -126,12 +125,12 @@ class ApiKeys:
 
     @property
     def serves_keyless(self) -> bool:
-        """Whether a request without a tenant is served, as one of the default tenant."""
+        """Whether requests without a tenant are served, as the default tenant's."""
         return self._now().serves_keyless
 
     @property
     def names(self) -> list[str]:
-        """Of all tenants, the default one among them."""
+        """Names of all tenants, including the default tenant."""
         return list(self._now().tenants)
 
     def _now(self) -> KeyTable:
@@ -147,6 +146,7 @@ class ApiKeys:
         except TenantsInvalid as error:
             if self._whole is None:
                 raise StoreError(str(error)) from error
-            # Kept for this content: it is not read again at each request until it is mended.
-            log.warning("keys are not read again: %s", error)
+            # The old table is cached for this content, so requests do not read the file again
+            # until it changes.
+            log.warning("keys are not read again, the previous ones stay valid: %s", error)
         return self._whole

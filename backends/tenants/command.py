@@ -1,7 +1,7 @@
-"""`mooncake tenants`: make a key for a tenant, see who may ask for what, take a key back.
+"""`mooncake tenants`: make a key for a tenant, list tenants and limits, revoke a key.
 
-A key is printed once, when it is made; the file has only its hash. What serves with the file reads
-it again by itself, so nothing is started again.
+A key is printed once, when it is made; the file has only its hash. Running servers read the changed
+file by themselves, without a restart.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mooncake_store.process.edited_file import sole_writer
 
 app = typer.Typer(
     name="tenants",
-    help="API keys, the tenants that they name, and what each of them may have.",
+    help="API keys, their tenants, and each tenant's limits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 File = Annotated[Path, typer.Argument(help="the file of `mooncake serve --api-keys`")]
-ID_CHARACTERS_MIN = 6  # of a key, to name it by
-LIMIT = "no limit without it; 0 takes a limit away"
+ID_CHARACTERS_MIN = 6  # shortest prefix of a key id that `revoke` accepts
+LIMIT = "no limit without it; 0 removes a limit"
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _errors_to_stderr() -> Iterator[None]:
     try:
         yield
     except (TenantsInvalid, OSError) as error:
@@ -50,18 +50,22 @@ def _refusals() -> Iterator[None]:
 @app.command()
 def add(
     file: File,
-    tenant: Annotated[str, typer.Argument(help="its name; one that is there gets one more key")],
-    note: Annotated[str, typer.Option(help="who has this key; shown by `list`")] = "",
+    tenant: Annotated[
+        str, typer.Argument(help="the tenant's name; an existing tenant gets one more key")
+    ],
+    note: Annotated[str, typer.Option(help="the key's owner; shown by `list`")] = "",
     salt: Annotated[
         str | None,
-        typer.Option(help="of its cached KV; its name without one. Tenants of one salt share"),
+        typer.Option(
+            help="salt of its cached KV, by default its name; tenants with one salt share KV"
+        ),
     ] = None,
     priority: Annotated[
         int | None, typer.Option(help="below 0: rejected earlier under load; above 0: later")
     ] = None,
     requests_per_minute: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=0, help=f"prompts and answers; {LIMIT}")
+        int | None, typer.Option(min=0, help=f"tokens of prompts and answers; {LIMIT}")
     ] = None,
     requests_in_flight_max: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
     operator: Annotated[
@@ -71,11 +75,11 @@ def add(
         ),
     ] = None,
     key: Annotated[
-        bool, typer.Option("--key/--no-key", help="whether to make a key, or only to set the rest")
+        bool, typer.Option("--key/--no-key", help="make a key, or only set the other options")
     ] = True,
 ) -> None:
-    """A key for a tenant, printed once; with options, what the tenant may have from now on."""
-    said = {
+    """Make a key for a tenant and print it once; options set the tenant's limits."""
+    given = {
         "salt": salt,
         "priority": priority,
         "requests_per_minute": requests_per_minute,
@@ -86,10 +90,10 @@ def add(
     limits = ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max")
     changes = {
         name: None if name in limits and value == 0 else value
-        for name, value in said.items()
+        for name, value in given.items()
         if value is not None
     }
-    with _refusals(), sole_writer(file.parent):
+    with _errors_to_stderr(), sole_writer(file.parent):
         content = tenants_file.read(file) if file.exists() else TenantsFile()
         before = content.tenants.get(tenant, TenantEntry())
         content.tenants[tenant] = msgspec.structs.replace(before, **changes)
@@ -98,7 +102,7 @@ def add(
             content.keys.append(KeyEntry(sha256_of(made), tenant, note))
         tenants_file.write(file, content)
     if key:
-        typer.echo(f"key of {tenant}, shown this once:", err=True)
+        typer.echo(f"key of {tenant}, shown only once:", err=True)
         typer.echo(made)
     else:
         typer.echo(f"{tenant}: {shown(tenant, content.tenants[tenant])}")
@@ -106,8 +110,8 @@ def add(
 
 @app.command("list")
 def list_tenants(file: File) -> None:
-    """The tenants, what they may have, and the ids of their keys."""
-    with _refusals():
+    """List the tenants, their limits, and the ids of their keys."""
+    with _errors_to_stderr():
         content = tenants_file.read(file)
     for name, entry in sorted(content.tenants.items()):
         typer.echo(f"{name}: {shown(name, entry)}")
@@ -116,7 +120,7 @@ def list_tenants(file: File) -> None:
                 typer.echo(f"  key {key.key_id}{f'  {key.note}' if key.note else ''}")
     if DEFAULT not in content.tenants:
         typer.echo(f"{DEFAULT}: {shown(DEFAULT, TenantEntry())}")
-    typer.echo(f"requests without a key, past the gateway: {content.keyless}")
+    typer.echo(f"requests without a key, at Triton's own ports: {content.keyless}")
 
 
 @app.command()
@@ -124,12 +128,16 @@ def revoke(
     file: File,
     key: Annotated[
         str,
-        typer.Argument(help="a key's id, as `list` shows it, or the key itself; or a tenant: all"),
+        typer.Argument(
+            help="a key's id, as `list` shows it, or the key itself; or a tenant's name"
+        ),
     ],
 ) -> None:
-    """Take a key back, or all keys of a tenant and the tenant itself. A key that was given is not
-    shown: terminals and logs keep what they are told."""
-    with _refusals(), sole_writer(file.parent):
+    """Revoke a key, or a tenant with all of its keys.
+
+    A given key is never printed, because terminals and logs keep their output.
+    """
+    with _errors_to_stderr(), sole_writer(file.parent):
         content = tenants_file.read(file)
         if key in content.tenants:
             gone = [each for each in content.keys if each.tenant == key]
@@ -140,16 +148,16 @@ def revoke(
             if not gone:
                 raise TenantsInvalid(f"{file} has no tenant and no key of that name")
             if len(gone) > 1:
-                raise TenantsInvalid(f"{len(gone)} keys begin with {key}: write more of it")
+                raise TenantsInvalid(f"{len(gone)} keys begin with {key}: give more characters")
             whose = f"{gone[0].tenant} ({gone[0].key_id})"
         content.keys = [each for each in content.keys if each not in gone]
         tenants_file.write(file, content)
     typer.echo(f"revoked {len(gone)} key{'s' * (len(gone) != 1)} of {whose}")
 
 
-def is_named(entry: KeyEntry, said: str) -> bool:
-    is_id = len(said) >= ID_CHARACTERS_MIN and entry.sha256.startswith(said)
-    return is_id or entry.sha256 == sha256_of(said)
+def is_named(entry: KeyEntry, given: str) -> bool:
+    is_id = len(given) >= ID_CHARACTERS_MIN and entry.sha256.startswith(given)
+    return is_id or entry.sha256 == sha256_of(given)
 
 
 def shown(name: str, entry: TenantEntry) -> str:
@@ -161,7 +169,9 @@ def shown(name: str, entry: TenantEntry) -> str:
     words = [f"at most {value} {what}" for value, what in limits if value is not None]
     salt = tenant_of_entry(name, entry).salt
     if salt != name:
-        words.append("cached KV is shared by all without a tenant" if not salt else "its own salt")
+        words.append(
+            "shares cached KV with requests without a tenant" if not salt else "its own salt"
+        )
     if entry.operator:
         words.append("operator")
     if entry.priority:

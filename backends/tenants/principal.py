@@ -1,12 +1,13 @@
-"""Whose request it is, as the frontend takes it: the client's word, or the gateway's proven one.
+"""The principal of a request at the frontend: its tenant, with salt, priority and limits.
 
-    no keys configured   the parameter `tenant` is the client's word, as is its priority
-    keys, and a proof    the tenant of the file: its cache salt, its priority, its limits
-    keys, no tenant      the default tenant, without a salt; where the file says so refused, but for
-                         the question what is served (`describe`)
-    keys, a word alone   refused: a tenant that is not proven, or whose proof is old or wrong
+    no API keys configured   the client's parameters `tenant` and `request_priority` are used
+    API keys, valid proof    the file's tenant: its cache salt, its priority, its limits
+    API keys, no tenant      the default tenant, without a salt; rejected if the file has
+                             `keyless` as `refused`, except for `describe`
+    API keys, invalid proof  rejected: the tenant's proof is missing, expired or wrong
 
-With keys a client may lower its priority (`request_priority`) and not raise it above its tenant's.
+With API keys a client may lower its priority (`request_priority`), but not raise it above its
+tenant's.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from conductor.messages import TenantLimits
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """`known` is None where there are no keys: then the client says what it likes."""
+    """The tenant of a request."""
 
     tenant: str = ""
-    known: ApiTenant | None = None
+    known: ApiTenant | None = None  # its entry in the file; None: no API keys are configured
 
-    def salt(self, said: str) -> str:
-        """Of the cache keys; `said`: by the client."""
-        return said if self.known is None else self.known.salt
+    def salt(self, given: str) -> str:
+        """The salt of the block keys; `given`: by the client, used only without API keys."""
+        return given if self.known is None else self.known.salt
 
     @property
     def limits(self) -> TenantLimits | None:
-        """None where nobody counts."""
+        """None without API keys."""
         known = self.known
         if known is None:
             return None
@@ -43,44 +44,47 @@ class Principal:
             known.requests_per_minute, known.tokens_per_minute, known.requests_in_flight_max
         )
 
-    def priority(self, said: int | None) -> int:
-        """`said` by the client, None: nothing."""
+    def priority(self, given: int | None) -> int:
+        """The request's priority; `given`: by the client, None: not given."""
         if self.known is None:
-            return said or 0
-        return self.known.priority if said is None else min(said, self.known.priority)
+            return given or 0
+        return self.known.priority if given is None else min(given, self.known.priority)
 
 
 def principal_of(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> Principal:
-    """Forbidden when keys are configured and the tenant is nobody's word but the client's."""
+    """The principal of a request; raises Forbidden if keys are configured and the proof fails."""
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if keys is None:
-        return Principal(named if isinstance(named, str) else "")  # else it is refused later
+        return Principal(named if isinstance(named, str) else "")  # other types are rejected later
     if not named and not proof:
-        # What is served is no secret, and the gateway asks for it without being anybody's.
+        # `describe` reveals no secrets, and the gateway sends it without a tenant.
         if not keys.serves_keyless and parameters.get("describe") is not True:
-            raise Forbidden("this server serves only requests that come with an API key")
+            raise Forbidden("this server serves only requests with an API key")
         return Principal(DEFAULT, keys.tenant(DEFAULT))
     if not isinstance(named, str) or not is_proven(named, proof, secret, now_unix_s):
         raise Forbidden(
-            "parameter tenant is not proven: with API keys the gateway says whose request it is; "
-            "send the key there, or leave the parameter out"
+            "parameter tenant is not proven: with API keys only the gateway sets it; "
+            "send the key to the gateway, or leave the parameter out"
         )
     tenant = keys.tenant(named)
     if tenant is None:
-        raise Forbidden(f"there is no tenant {named!r} in the file of keys any more")
+        raise Forbidden(f"tenant {named!r} is no longer in the file of keys")
     return Principal(named, tenant)
 
 
 def check_is_gateway(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> None:
-    """Forbidden for everybody else, where keys are configured: what follows is of all tenants."""
+    """Raises Forbidden if keys are configured and the caller is not the gateway.
+
+    To be called before data of all tenants is sent.
+    """
     if keys is None:
         return
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if named != GATEWAY or not is_proven(GATEWAY, proof, secret, now_unix_s):
         raise Forbidden(
-            "with API keys only the gateway describes the cluster; ask it, with an operator's key"
+            "with API keys only the gateway describes the cluster; send it an operator's key"
         )

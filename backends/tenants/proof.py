@@ -1,11 +1,11 @@
-"""By what a frontend knows that its gateway, and no client, says whose request it is.
+"""The proof that a request's tenant was set by the gateway and not by a client.
 
-The gateway looks a key up and sends the tenant's name with a proof: when it was made, and an HMAC
-of name and moment by the secret of the launch, which gateway and frontend have and no client. A
-proof is worth something for a minute, so one that comes into a log is soon worth nothing. With a
-deployment's `insecure` keys everybody can guess that secret, and so make proofs.
+The gateway looks up the API key and sends the tenant's name with a proof: the time at which it was
+made, and an HMAC of name and time with the secret of the launch. Gateway and frontend have that
+secret, clients do not. A proof is valid for a minute, so a logged proof is soon useless. With a
+deployment's `insecure` keys the secret can be guessed, and so proofs can be forged.
 
-Not here: keys (api_keys.py), what the frontend does with it (principal.py).
+Not here: API keys (api_keys.py), the use of a proven tenant (principal.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import time
 from backends import launch_secret
 
 TENANT, PROOF = "tenant", "tenant_proof"  # parameters of a request
-GATEWAY = "(gateway)"  # no name of a tenant: the gateway itself asks
+GATEWAY = "(gateway)"  # the gateway itself; not a valid name of a tenant
 PURPOSE = b"mooncake tenant\0"
-AGE_S_MAX = 60.0  # clocks of hosts differ by less
+AGE_S_MAX = 60.0  # validity of a proof; the hosts' clocks must differ by less
 
 
 def tenant_parameters(name: str, now_unix_s: float | None = None) -> dict[str, str]:
-    """What the gateway sends with a request of this tenant, at once: it does not keep."""
+    """Parameters of a request of this tenant; to be sent at once, because the proof expires."""
     at_s = time.time() if now_unix_s is None else now_unix_s
     return {TENANT: name, PROOF: prove(name, at_s, launch_secret.secret_of_launch())}
 
@@ -35,7 +35,7 @@ def prove(name: str, at_unix_s: float, secret: str) -> str:
 
 
 def is_proven(name: str, proof: object, secret: str, now_unix_s: float) -> bool:
-    """False for whatever is no proof of this name, by this secret, of this minute."""
+    """Whether `proof` is a valid proof of this name."""
     if not isinstance(proof, str) or not secret:
         return False
     moment, _, code = proof.partition(" ")
@@ -49,10 +49,10 @@ def is_proven(name: str, proof: object, secret: str, now_unix_s: float) -> bool:
 
 
 def _code(name: str, moment: str, secret: str) -> str:
-    said = PURPOSE + _bytes(name) + b"\0" + _bytes(moment)
-    return hmac.new(secret.encode(), said, hashlib.sha256).hexdigest()
+    message = PURPOSE + _bytes(name) + b"\0" + _bytes(moment)
+    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 
 def _bytes(text: str) -> bytes:
-    """Of whatever a client sends: JSON has halves of characters that are no UTF-8."""
+    """Encodes any client's text: JSON may contain lone surrogates, which are not valid UTF-8."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,8 +1,8 @@
-"""Which tenants have series of their own on the metrics page: so many, and no more for ever.
+"""Tenant labels of metrics: a bounded set of tenants has series of its own.
 
-Triton keeps each series until it ends, so a label must not be what clients say. Only tenants of the
-file of keys have one, the first so many of them that ask; all others share one. Salts and keys are
-never on the page. Not here: what is counted (frontend/request_times.py).
+Triton keeps each series until it exits, so clients must not choose labels. The first LABELS_MAX
+tenants of the file of keys that send a request get a label. All others share one. Salts and keys
+are never on the metrics page. Not here: the counts (frontend/request_times.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from backends.tenants.principal import Principal
 
 LABELS_MAX = 64
-OTHERS = "(others)"  # no name of a tenant
+OTHERS = "(others)"  # not a valid name of a tenant
 OF_A_TENANT = re.compile(rb'[{,]tenant="([^"]*)"')
 
 
 def without_other_tenants(page: bytes, tenant: str) -> bytes:
-    """A metrics page in Prometheus' text format, as this tenant may read it."""
+    """A metrics page in Prometheus' text format, without the series of other tenants."""
     own = tenant.encode()
     lines = []
     for line in page.splitlines(keepends=True):
@@ -36,7 +36,7 @@ class TenantLabels:
         self._known: set[str] = set()
 
     def of(self, principal: Principal) -> str:
-        """ "" where there are no keys: then nothing is counted by tenant."""
+        """The tenant's label; "" without API keys, when nothing is counted by tenant."""
         if principal.known is None:
             return ""
         if principal.tenant not in self._known and len(self._known) >= self._labels_max:
@@ -45,7 +45,7 @@ class TenantLabels:
         return principal.tenant
 
     def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
-        """A number of each tenant, as it is shown: that of every label, 0 too."""
+        """Sum the tenants' numbers by label; every label is included, also with 0."""
         found = dict.fromkeys(self._known, 0)
         for tenant, number in of_tenants.items():
             label = tenant if tenant in self._known else OTHERS

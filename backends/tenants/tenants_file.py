@@ -1,4 +1,4 @@
-"""The file of tenants and their API keys: what is in it, what is wrong with it, how it is written.
+"""The file of tenants and their API keys: its format, validation and writing.
 
     {
       "tenants": {
@@ -8,10 +8,10 @@
       "keys": [{"sha256": "9f86d0...", "tenant": "acme", "note": "billing service"}]
     }
 
-A key is 256 random bits, so its plain SHA-256 is as hard to turn back as the key is to guess; a
-slow hash would only cost the gateway time. The file never has a key itself.
+A key is 256 random bits, so inverting its plain SHA-256 is as hard as guessing the key. A slow hash
+would only cost the gateway time. The file never contains a key itself.
 
-Not here: reading it again when it changes, and looking keys up (api_keys.py).
+Not here: reading the changed file again, and looking keys up (api_keys.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import msgspec
 
 from mooncake_store.process.edited_file import replace_file
 
-DEFAULT = "default"  # who names no tenant; its cache salt is always empty
+DEFAULT = "default"  # the tenant of requests without a tenant; its cache salt is always empty
 KEYLESS = ("served", "refused")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 SALT_BYTES_MAX = 256  # as the parameter `tenant` of a request
 PRIORITY_MAX = 2**31 - 1
-LIMIT_MAX = 2**53  # a float counts exactly so far
+LIMIT_MAX = 2**53  # largest limit up to which a float counts exactly
 
 
 class TenantsInvalid(Exception):
@@ -41,14 +41,14 @@ class TenantsInvalid(Exception):
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tenant as the file has it; None: no limit."""
+    """A tenant in the file. A limit of None means no limit."""
 
-    salt: str | None = None  # None: its name. Tenants with one salt share cached KV
+    salt: str | None = None  # None: the tenant's name. Tenants with one salt share cached KV
     priority: int = 0
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # prompt and answer
+    tokens_per_minute: int | None = None  # tokens of prompts and answers
     requests_in_flight_max: int | None = None
-    operator: bool = False  # its keys see all tenants' decisions on the status page
+    operator: bool = False  # True: its keys show all tenants' decisions on the status page
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -58,19 +58,19 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def key_id(self) -> str:
-        """Enough to tell keys of one file apart, and nothing to ask with."""
+        """A short id that distinguishes the keys of a file, and is useless as a key."""
         return self.sha256[:12]
 
 
 class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tenants: dict[str, TenantEntry] = {}
     keys: list[KeyEntry] = []
-    # What comes past the gateway without a tenant: served as the default tenant, or refused.
+    # Requests without a tenant at Triton's own ports: served as the default tenant's, or refused.
     keyless: str = "served"
 
 
 class ApiTenant(msgspec.Struct, frozen=True):
-    """A tenant with every default filled in; None: no limit."""
+    """A tenant with every default filled in. A limit of None means no limit."""
 
     name: str
     salt: str
@@ -99,12 +99,12 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
 
 
 def read(path: Path) -> TenantsFile:
-    """TenantsInvalid when others may read it, or with every mistake in it."""
+    """The parsed file. Raises TenantsInvalid with every mistake, or if others may read it."""
     return parse(content(path), str(path))
 
 
 def content(path: Path) -> bytes:
-    """TenantsInvalid when it cannot be read, or others may read it too."""
+    """The file's bytes. Raises TenantsInvalid if it cannot be read, or if others may read it."""
     try:
         mode = path.stat().st_mode
         raw = path.read_bytes()
@@ -112,14 +112,14 @@ def content(path: Path) -> bytes:
         raise TenantsInvalid(
             f"{path} cannot be read ({error.strerror}); `mooncake tenants add {path} NAME` makes it"
         ) from error
-    # A group may read it: so does Kubernetes mount secrets for one that is no root.
+    # A group may read the file, because Kubernetes mounts secrets so for users other than root.
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise TenantsInvalid(f"others may read {path}: chmod 600 {path}")
     return raw
 
 
 def parse(raw: bytes, what: str) -> TenantsFile:
-    """TenantsInvalid with every mistake; `what` names where the text is."""
+    """Raises TenantsInvalid with every mistake; `what` names the source of the text."""
     try:
         found = msgspec.json.decode(raw, type=TenantsFile)
     except msgspec.MsgspecError as error:
@@ -152,7 +152,7 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
     if entry.salt is not None and len(entry.salt.encode()) > SALT_BYTES_MAX:
         yield f"tenant {name!r}: its salt is longer than {SALT_BYTES_MAX} bytes"
     if name == DEFAULT and entry.salt:
-        yield f"tenant {name!r}: it has no salt, it shares KV with all who name no tenant"
+        yield f"tenant {name!r}: remove its salt; it shares KV with all requests without a tenant"
     if abs(entry.priority) > PRIORITY_MAX:
         yield f"tenant {name!r}: priority is {entry.priority}; at most {PRIORITY_MAX}"
     for limit in ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max"):
@@ -162,7 +162,7 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Whole or not at all, and never readable by others for a moment; see `sole_writer`."""
+    """Replace the file atomically, never readable by others; call it within `sole_writer`."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
@@ -170,8 +170,11 @@ def write(path: Path, file: TenantsFile) -> None:
 
 
 def _keep_readers(descriptor: int, path: Path) -> None:
-    """Who could read the file that this one replaces still can, as a service of another user, or of
-    the file's group. Where this user may not say so only the user itself can."""
+    """Copy owner, group and group's read permission from the replaced file.
+
+    So a service of another user can still read it. Without the right to change the owner, only
+    this user can read the file.
+    """
     os.fchmod(descriptor, 0o600)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         before = path.stat()

@@ -1,1 +1,1 @@
-"""Triton's own API, in one place."""
+"""Triton's Python backend API, and the models of the workers."""

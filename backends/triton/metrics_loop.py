@@ -1,6 +1,6 @@
 """The thread that publishes one model's metrics a few times a second.
 
-Not here: what is published (frontend/metrics.py, workers/metrics.py), how (metrics/page.py).
+Not here: the published numbers (frontend/metrics.py, workers/metrics.py), series (metrics/page.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Publish = Callable[[MetricPage, Any, float], None]  # (page, subject, now_s)
 
 class MetricsLoop:
     def __init__(self, make_page: Callable[[], MetricPage], publish: Publish, subject: Any) -> None:
-        """`make_page` is called in the thread: it costs some dozens of round trips to Triton."""
+        """`make_page` is called in the thread, because it takes dozens of round trips to Triton."""
         self._make_page = make_page
         self._publish = publish
         self._subject = subject
-        self.page: MetricPage | None = None  # once it is made
+        self.page: MetricPage | None = None  # None until the thread has made it
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """After the subject has closed: its last counts are published, its gauges end at 0."""
+        """Publish the last counts and set gauges to 0; to be called after the subject's close."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
 
@@ -43,9 +43,9 @@ class MetricsLoop:
                 self._publish(page, self._subject, time.monotonic())
                 page.end_round()
                 if page.has_lost_values:
-                    log.warning("so many values waited for the metrics page that some are lost")
+                    log.warning("lost values of metrics: too many waited for the metrics page")
                     page.has_lost_values = False
-            except Exception:  # edge: numbers on a page must not take the model down
+            except Exception:  # edge: metrics must not end the model
                 log.exception("metrics were not published")
             if is_last:
                 break

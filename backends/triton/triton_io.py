@@ -1,8 +1,8 @@
-"""The one file that speaks Triton's Python backend API.
+"""The only file that uses Triton's Python backend API; all others run under plain pytest.
 
-Requests become plain dicts of flat numpy arrays, replies become responses, errors become Triton
-errors with the right code, `parameters` of config.pbtxt become a config object. Everything else
-in this package runs under plain pytest. Metrics become series on Triton's metrics port.
+It translates requests to dicts of flat numpy arrays, replies to responses, errors to Triton errors
+with the right code, and metrics to series on Triton's metrics port. It reads the `parameters` of
+config.pbtxt.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def start_logging() -> None:
-    """Our log lines go to stderr, which Triton's log file captures."""
+    """Log to stderr, which Triton's log file captures."""
     logs.start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s", is_forced=True)
 
 
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
     """(model name, `parameters` of its config.pbtxt, number of instances)."""
     config = json.loads(args["model_config"])
-    # Names with a leading underscore are the launcher's own (launcher/repository.py).
+    # Names with a leading underscore belong to the launcher (launcher/repository.py).
     raw = {
         key: value["string_value"]
         for key, value in config.get("parameters", {}).items()
@@ -74,21 +74,21 @@ def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
 
 
 def repository_of(args: Mapping[str, str]) -> str:
-    """The operator's model repository; under the launcher Triton itself polls a mirror of it."""
+    """The operator's model repository. Under the launcher, Triton polls a mirror of it."""
     path = Path(args["model_repository"])
     polled = path.parent if path.name == args["model_name"] else path
     return os.environ.get("MOONCAKE_REPOSITORY", str(polled))
 
 
 def load_error(error: Exception) -> Exception:
-    """What `initialize` should raise so that Triton shows the message and no traceback."""
+    """The exception for `initialize` that makes Triton log the message without a traceback."""
     missing = explained(error) if isinstance(error, ImportError) else ""
-    said = f"it {missing}" if missing else str(error)
-    return pb.TritonModelException(_decodable(said))
+    message = f"it {missing}" if missing else str(error)
+    return pb.TritonModelException(_decodable(message))
 
 
 def _decodable(message: str) -> str:
-    """A path in it may be undecodable in the stub's locale, and pybind11 aborts on that."""
+    """Replace bytes of paths that the stub's locale cannot decode: pybind11 would abort."""
     return message.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -98,13 +98,15 @@ def inputs_of(request: Any) -> dict[str, np.ndarray]:
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """The request's KServe parameters; {} when there are none. Triton's own `timeout`, which it
-    keeps for itself, is one more: `timeout_ms`, unless that was sent too."""
+    """The request's KServe parameters; {} without any.
+
+    Triton removes its own parameter `timeout`, which is added as `timeout_ms` unless that is given.
+    """
     text = request.parameters()
     found: dict[str, Any] = json.loads(text) if text else {}
     if timeout_us := int(request.timeout()):
         found.setdefault("timeout_ms", max(1, timeout_us // 1000))
-    # A header that Triton forwards keeps the capitals in which its client wrote it.
+    # Triton forwards a header with the capitals of its client.
     for name in [each for each in found if each != TRACEPARENT and each.lower() == TRACEPARENT]:
         found.setdefault(TRACEPARENT, found.pop(name))
     return found
@@ -115,11 +117,11 @@ def request_id_of(request: Any) -> str:
 
 
 class Reply:
-    """The answer stream of one request; usable from any thread, closed exactly once."""
+    """The response stream of one request. Thread-safe, and closed exactly once."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
-        self.outputs = frozenset(request.requested_output_names())  # all, if none was named
+        self.outputs = frozenset(request.requested_output_names())  # all if the client named none
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -136,10 +138,10 @@ class Reply:
         self._send(error_response(error), True)
 
     def is_cancelled(self) -> bool:
-        """Has the client gone away? False once the reply is closed.
+        """Whether the client has disconnected; False once the reply is closed.
 
-        Under the lock: asking Triton about a request whose final response is out crashes the
-        whole server (2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
+        Under the lock, because is_cancelled after the final response crashes the whole server
+        (Triton 2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
         """
         with self._lock:
             return not self._is_closed and bool(self._sender.is_cancelled())
@@ -164,16 +166,19 @@ class StopCall:
 
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
-    """A call to a prefill or decode worker; raises InvalidRequest for anything else, WorkerGone for
-    a call of another release, WorkerDistrusts for one with another secret."""
+    """Parse a call to a prefill or decode worker.
+
+    Raises WorkerDistrusts for a call with another secret, WorkerGone for a call of another release,
+    and InvalidRequest for anything else.
+    """
     parameters = parameters_of(request)
     given = parameters.get(launch_secret.SECRET_PARAMETER)
     if not given:
-        raise InvalidRequest("workers answer to their own frontend; clients call `conductor`")
+        raise InvalidRequest("workers serve only their own frontend; clients call `conductor`")
     if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
         raise WorkerDistrusts(
-            "this worker has another secret than who calls it: the file `secret` in the keys of "
-            "the two hosts differs; copy both folders again and start both hosts again"
+            "worker and frontend have different secrets: the file `secret` in the keys of the two "
+            "hosts differs; copy both folders again and restart both hosts"
         )
     check_version(parameters.get(VERSION_PARAMETER))
     inputs = inputs_of(request)
@@ -186,11 +191,11 @@ def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | Sto
     try:
         return WorkerCall(parse(inputs[REQUEST_BODY][0]), inputs[REQUEST_IDS])
     except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"{REQUEST_BODY} is no worker request: {error}") from None
+        raise InvalidRequest(f"{REQUEST_BODY} is not a worker request: {error}") from None
 
 
 class WorkerReply(Reply):
-    """A worker's answers in the shape of the worker protocol."""
+    """A worker's replies in the format of the worker protocol."""
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
         ids = np.array([token_id], np.int32)
@@ -206,7 +211,7 @@ class WorkerReply(Reply):
 
 
 def response(outputs: Mapping[str, np.ndarray]) -> Any:
-    """One response; all but a few arrays get the batch dimension that max_batch_size 1 asks for."""
+    """One response; all arrays but UNBATCHED_OUTPUTS get the batch dimension."""
     return pb.InferenceResponse(
         [
             pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value[np.newaxis])
@@ -226,25 +231,25 @@ def triton_error(error: Exception) -> Any:
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }
-    said = _decodable(error_message(error))
-    return pb.TritonError(said, codes.get(type(error), pb.TritonError.INTERNAL))
+    message = _decodable(error_message(error))
+    return pb.TritonError(message, codes.get(type(error), pb.TritonError.INTERNAL))
 
 
 def error_message(error: Exception) -> str:
-    """What the other side reads; an error that is none of ours is logged with its traceback."""
+    """The error text for the client or frontend; an unexpected error is logged with traceback."""
     if isinstance(error, ServingError):
         return error.wire_message()
     log.error("internal error", exc_info=error)
     return f"internal_error: {type(error).__name__}: {error}"
 
 
-# Never let go of before the process ends: a metric or family that Python forgets while its model
-# lives corrupts the memory of the whole server (2.51, docs/decisions/0010).
+# Kept until the process exits: freeing a metric or family while its model is loaded corrupts the
+# memory of the whole server (Triton 2.51, docs/decisions/0010).
 _METRICS_FOR_EVER: list[Any] = []
 
 
 class MetricSeries:
-    """Makes series on Triton's metrics port, labelled with the model (backends/metrics/page.py)."""
+    """Makes series on Triton's metrics port, labelled with the model (see metrics/page.py)."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -252,7 +257,7 @@ class MetricSeries:
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 
     def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
-        """Each is made once, also for several pages."""
+        """The series of a metric and labels; made once, and shared by several pages."""
         key = metric.name, tuple(sorted(labels.items()))
         if key not in self._series:
             self._series[key] = self._made(metric, labels)
@@ -273,5 +278,5 @@ class MetricSeries:
 
 
 def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
-    """Publishes `subject` until closed; `publisher` is the backend whose metrics these are."""
+    """Publishes the metrics of `subject` until closed; `publisher`: the backend in the table."""
     return MetricsLoop(lambda: MetricPage(publisher, MetricSeries(model)), publish, subject)

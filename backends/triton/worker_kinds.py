@@ -1,4 +1,4 @@
-"""Makes the worker of a role with the driver of its engine; which parameters it may have.
+"""Makes the worker of a role with the driver of its engine, and reads its parameters.
 
 Not here: the parameters themselves (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton.
 """
@@ -16,7 +16,7 @@ from backends.engine.trtllm import settings as trtllm_settings
 CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
 
-if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: import late
+if TYPE_CHECKING:  # Triton retries a model with a wrong config.pbtxt every second: import late
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.pipeline.later_stage import StageWorker
     from backends.workers.prefill_worker import PrefillWorker
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # Triton tries a wrong config.pbtxt again every second: impor
 def config_classes(
     role: str, raw: Mapping[str, str]
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
-    """What a worker's parameters are read into, and what is wrong with them side by side."""
+    """(config classes of a worker's parameters, function that finds problems across them)."""
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
     if raw.get("engine", "") == "tensorrt_llm":
         return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
@@ -35,13 +35,13 @@ def config_classes(
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The worker's config, and that of its engine, or of its other role, where it has one."""
+    """The worker's config, then that of its engine or its other role, if it has one."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
-    """Imports here: a worker loads what its own engine needs and nothing else."""
+    """The driver of the worker's engine. Imports are local, to load only the needed engine."""
     if config.engine == "tensorrt_llm":
         from backends.workers.trtllm.decode import TrtllmDecode
         from backends.workers.trtllm.prefill import TrtllmPrefill
@@ -62,7 +62,7 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 def make_worker(
     role: str, model: str, repository: str, config: Any, *more: Any
 ) -> PrefillWorker | StageWorker | DecodeWorker:
-    """`more`: the config of its engine, where it has one."""
+    """`more`: the config of its engine, if it has one."""
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 
@@ -82,7 +82,7 @@ def make_worker(
 def make_flipping_worker(
     role: str, model: str, repository: str, config: Any, of_other_role: Any
 ) -> FlippingWorker:
-    """A worker of both roles, which begins with `role`; both speeds are measured now."""
+    """A worker of both roles, which starts with `role`; the speed of both is measured now."""
     from backends.workers import machine_profile
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.lasting_parts import LastingParts

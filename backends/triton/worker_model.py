@@ -1,7 +1,7 @@
-"""What the Triton models of prefill and decode workers share: initialize, execute, finalize.
+"""The common Triton model of prefill and decode workers: initialize, execute, finalize.
 
-Translation only: Triton requests in, Triton responses out. What a worker does is in
-prefill_worker.py and decode_worker.py, which know nothing of Triton.
+Translation only: Triton requests in, Triton responses out. The workers are in prefill_worker.py and
+decode_worker.py, which do not depend on Triton.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class WorkerModel:
                     reply.finish()
                 else:
                     self._worker.submit(call.body, call.token_ids, reply)
-            except Exception as error:  # edge: one bad request must not fail its neighbours
+            except Exception as error:  # edge: one bad request must not fail the other requests
                 reply.fail(error)
-        return None  # decoupled: every answer leaves through its reply
+        return None  # decoupled: each reply sends its own responses
 
     def finalize(self) -> None:
         self._worker.close(CLOSE_S_MAX)
@@ -70,13 +70,13 @@ class WorkerModel:
         self._worker.on_change = self._changed
 
     def _changed(self, worker: Any) -> None:
-        """It has another role: other numbers."""
+        """Publish other metrics, because the worker has changed its role."""
         self._metrics.close()
         self._metrics = self._metrics_of(worker, self._metrics.page)
 
     def _metrics_of(self, worker: Any, before: MetricPage | None = None) -> MetricsLoop:
         """`before`: the page of its other role."""
-        # Imported only now, because Triton tries a wrong config.pbtxt again every second.
+        # Imported late, because Triton retries a model with a wrong config.pbtxt every second.
         from backends.workers import metrics as worker_metrics
 
         role = worker.process.info.role

@@ -60,8 +60,8 @@ def test_what_is_listed_says_who_may_what_and_shows_neither_keys_nor_salts(path:
     status, output = run("list", path)
     assert status == 0 and "acme: at most 5000 tokens a minute, its own salt" in output
     assert "billing" in output and key not in output and "s-e-c" not in output
-    assert "default: cached KV is shared by all without a tenant" in output
-    assert "past the gateway: served" in output
+    assert "default: shares cached KV with requests without a tenant" in output
+    assert "at Triton's own ports: served" in output
 
 
 def test_a_revoked_key_opens_nothing_and_the_others_stay(path: Path) -> None:

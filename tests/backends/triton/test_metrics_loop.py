@@ -82,4 +82,4 @@ def test_values_that_gave_way_to_others_are_said_in_the_log(
     )
     with caplog.at_level(logging.WARNING):
         loop.close()
-    assert "some are lost" in caplog.text
+    assert "lost values of metrics" in caplog.text
