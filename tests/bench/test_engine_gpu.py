@@ -28,6 +28,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
+@pytest.mark.long
 def test_it_measures_every_target_with_torch_and_numpy_alone() -> None:
     program = f"{BARE}\nfrom bench.engine_gpu import main\nmain({TINY!r})"
     done = subprocess.run(

@@ -25,6 +25,16 @@ COMMON = {
     "one-sided transfers",
 }
 SEEDS_UNTIL_FOUND = 200  # most are found by the first or second
+# Found by a seed far behind the first one.
+FOUND_LATE = {
+    "a_pull_takes_what_lies_in_the_slot",
+    "a_block_that_another_owner_is_writing_passes_for_stored",
+    "what_was_read_is_not_verified",
+}
+PLANTED = [
+    pytest.param(plant, marks=pytest.mark.long if plant.__name__ in FOUND_LATE else ())
+    for plant in DEFECTS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +47,7 @@ def on_stage() -> Iterator[None]:
 
 def test_no_seed_breaks_a_promise(seed: int) -> None:
     seen: Counter[str] = Counter()
-    for number in random.Random(seed).sample(range(10**9), 25):
+    for number in random.Random(seed).sample(range(10**9), 12):
         outcome = Simulation(number).run()
         assert not outcome.problem, f"python -m tests.fuzz_serve --seed {number}: {outcome.problem}"
         seen += outcome.seen
@@ -49,7 +59,7 @@ def test_the_same_seed_is_the_same_order_of_everything(seed: int) -> None:
     assert (first.digest, first.steps, first.ends) == (second.digest, second.steps, second.ends)
 
 
-@pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert any(Simulation(number).run().problem for number in range(1, SEEDS_UNTIL_FOUND + 1))

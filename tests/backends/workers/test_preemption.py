@@ -24,7 +24,7 @@ from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
 from tests.mooncake_store.client import world
 
 BLOCK, PAGES = 64, 12
-REQUESTS = int(os.environ.get("MOONCAKE_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("MOONCAKE_REQUESTS", "80"))
 SEGMENT_BYTES = 2**28  # nothing is evicted
 LONG, SHORT = 500, 40  # tokens that are asked for; the long one has 10 pages, the short one 4
 

@@ -10,6 +10,7 @@ from tests.gpu import engine_checks
 from tests.gpu.engine_checks import CHECKS, main
 
 
+@pytest.mark.long
 def test_the_checks_of_a_gpu_pass_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
