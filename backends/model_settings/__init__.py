@@ -1,1 +1,1 @@
-"""What do the models' config.pbtxt say, is it right, and how is it changed while they serve?"""
+"""The settings in the models' config.pbtxt files: checks, differences, live changes."""

@@ -1,6 +1,6 @@
-"""What a checkpoint's folder allows, read without an engine: config, headers of weights, tokenizer.
+"""Reads the facts of a checkpoint without an engine: config, headers of weights, tokenizer.
 
-Not here: what a repository makes of it (repository_check.py).
+Not here: checking a repository with these facts (repository_check.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from backends.text.tokenizer import Tokenizer
 
 
 def facts_beside(repository: Path) -> LookUp:
-    """Looks up each checkpoint once; relative ones start beside the repository."""
+    """A cached function from a checkpoint to its facts.
+
+    Relative paths start at the parent folder of the repository.
+    """
 
     @cache
     def look_up(checkpoint: str) -> CheckpointFacts:
         try:
             return _facts(checkpoint_folder(checkpoint, str(repository)))
-        except (ConfigError, RuntimeError) as error:  # RuntimeError: ~nobody
+        except (ConfigError, RuntimeError) as error:  # RuntimeError: an unknown user in ~user
             return CheckpointFacts((str(error).removeprefix(f"checkpoint {checkpoint} "),))
 
     return look_up

@@ -1,6 +1,6 @@
-"""`mooncake config`: check, diff and set what the models' config.pbtxt files say.
+"""`mooncake config`: checks, compares and sets parameters in the models' config.pbtxt files.
 
-Not here: what is right (repository_check.py), what an edit becomes (edit.py).
+Not here: the checks (repository_check.py), planning an edit (edit.py).
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from mooncake_store.cli.arguments import parse_nodes
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
-EARLIER_S_MAX = 30.0
-READY_S_MAX = 300.0  # as of `mooncake serve`: a large checkpoint takes its time
+EARLIER_S_MAX = 30.0  # limit of the wait for an earlier edit
+READY_S_MAX = 300.0  # as in `mooncake serve`, because a large checkpoint loads slowly
 
 app = typer.Typer(
     name="config",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="What the models' config.pbtxt files say: check them, compare them, change them live.",
+    help="Check, compare and change the models' config.pbtxt files, also while they serve.",
 )
 Repository = Annotated[
-    Path, typer.Option("--model-repository", help="The folder of models that `serve` has.")
+    Path, typer.Option("--model-repository", help="The model repository of `mooncake serve`.")
 ]
 MetricsUrl = Annotated[str, typer.Option(help="The metrics page of the running system.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
@@ -71,13 +71,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 def check(
     model_repository: Repository = DEFAULT_REPOSITORY,
     nodes: Annotated[
-        str, typer.Option(help="Storage nodes that `mooncake serve` is going to have.")
+        str, typer.Option(help="Storage nodes that `mooncake serve` will have.")
     ] = "s0,s1",
     as_json: AsJson = False,
 ) -> None:
-    """Name every mistake of a model repository, before anything starts; exit status 1 if any.
+    """Print every mistake of a model repository before a start; exit status 1 if there is any.
 
-    A repository that was rendered for a host of a deployment need not have both roles.
+    A repository that was rendered for one host of a deployment may lack a role.
     """
     texts = _texts(model_repository)
     is_part = (model_repository.resolve().parent / MANIFEST).exists()
@@ -109,8 +109,8 @@ def diff(
     metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show which parameters differ from their defaults or from the files that we ship, and where a
-    running system serves something else than the files say."""
+    """Show parameters that differ from their defaults or from the shipped files, and settings of a
+    running system that differ from the files."""
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
     files = [_file(model, text) for model, text in _texts(model_repository).items()]
@@ -119,25 +119,26 @@ def diff(
     running = _of_this(ask, model_repository)
     elsewhere = served_otherwise(running) if running is not None else []
     if as_json:
-        said = {"differences": [asdict(each) for each in found], "running": elsewhere}
-        console.file.write(json.dumps(said) + "\n")
+        content = {"differences": [asdict(each) for each in found], "running": elsewhere}
+        console.file.write(json.dumps(content) + "\n")
         return
     for each in found:
         _say(str(each))
     if not found:
-        _say(f"{model_repository} says nothing but defaults")
+        _say(f"{model_repository} has only default values")
     for line in elsewhere:
         _say(line)
 
 
 def served_otherwise(running: RunningSettings) -> list[str]:
-    """Where a running system has something else than its files say. Pure."""
+    """One line for each setting of a running system that differs from its files. Pure."""
     found = [
-        f"the running system: --{name} {value} stands above the files"
+        f"the running system: --{name} {value} overrides the files"
         for name, value in running.options.items()
     ]
     found += [
-        f"the running system: {model} is made of {source}" for model, source in running.made.items()
+        f"the running system: {model} is made from {source}"
+        for model, source in running.made.items()
     ]
     found += [
         f"the running system: {model} is not served (--prefill or --decode is lower)"
@@ -157,13 +158,13 @@ def set_values(
     model_repository: Repository = DEFAULT_REPOSITORY,
     metrics_url: MetricsUrl = DEFAULT_METRICS_URL,
     ready_s_max: Annotated[
-        float, typer.Option(help="Wait so long for the running system to take it over.")
+        float, typer.Option(help="Limit in seconds of the wait for the running system.")
     ] = READY_S_MAX,
 ) -> None:
-    """Change parameters in config.pbtxt, wait until the running system serves with them.
+    """Change parameters in config.pbtxt and wait until the running system serves with them.
 
-    Comments and layout stay. Nothing is written when anything is wrong with any of them; what a
-    running system refuses is taken back.
+    Comments and layout are kept. If any change has a mistake, nothing is written. A change that the
+    running system refuses is undone.
     """
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
@@ -181,7 +182,7 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
             errors.print(problem, markup=False, soft_wrap=True)
         _fail("nothing was changed")
     if not edit.changes:
-        _say("everything is as you say already: nothing was changed")
+        _say("all parameters have these values already: nothing was changed")
         return
     for change in edit.changes:
         _say(str(change))
@@ -192,7 +193,7 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
     except ConfigError as error:
         _fail(f"{error}\nnothing was changed")
     if running is None:
-        _say("written; no running system serves these files, so it counts from the next start")
+        _say("written; no running system serves these files, so the next start uses them")
         return
     _follow(edit, texts, model_repository, running, ask, ready_s_max)
 
@@ -205,7 +206,7 @@ def _follow(
     ask: Ask,
     ready_s_max: float,
 ) -> None:
-    """Say what the running system makes of it; ends with status 1 unless all of it is served."""
+    """Print the outcome of each edited model; exits with status 1 unless all of them are served."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
         _say(f"{model} is written, but not served (--prefill or --decode is lower)")
@@ -218,21 +219,20 @@ def _follow(
         )
     for each in found:
         if each.outcome == LOADED:
-            _say(f"{each.model} serves with it; requests that it had are not interrupted")
+            _say(f"{each.model} serves with it; running requests are not interrupted")
     if refused := [each for each in found if each.outcome == REFUSED]:
         _take_back(refused, edit, texts, repository)
     replaced = [each.model for each in found if each.outcome == REPLACED]
     if replaced:
         errors.print(
-            f"{', '.join(replaced)}: somebody has edited the file meanwhile; see "
-            "`mooncake config diff`",
+            f"{', '.join(replaced)}: replaced by another edit; see `mooncake config diff`",
             markup=False,
             soft_wrap=True,
         )
     late = [each.model for each in found if each.outcome == PENDING]
     if late:
         _fail(
-            f"{', '.join(late)}: written, but the running system said nothing of it within "
+            f"{', '.join(late)}: written, but the running system reported no outcome within "
             f"{ready_s_max:.0f} s, or ended; see its terminal and its logs"
         )
     if replaced:
@@ -242,20 +242,23 @@ def _follow(
 def _take_back(
     refused: Sequence[ReloadOutcome], edit: SettingsEdit, texts: dict[str, str], repository: Path
 ) -> NoReturn:
-    """What would not load now would not load at the next start either."""
+    """Restore the files of refused models, because they would not load at the next start."""
     for each in refused:
         errors.print(f"{each.model} refused it: {each.reason}", markup=False, soft_wrap=True)
         if _texts(repository).get(each.model) == edit.texts[each.model]:
             write_text(repository, each.model, texts[each.model])
     models = ", ".join(each.model for each in refused)
-    _fail(f"{models}: the old settings go on, and the files are as before")
+    _fail(f"{models}: the old settings stay in use, and the files are restored")
 
 
 def _wait_for_earlier_edits(
     running: RunningSettings, edit: SettingsEdit, ask: Ask, ready_s_max: float
 ) -> None:
-    """What is just being loaded could be taken for our own edit. One that never loads is no reason
-    not to change it."""
+    """Wait until earlier edits of the same models are loaded.
+
+    The outcome of an earlier edit could be mistaken for that of this edit. The wait is limited, so
+    an edit that never loads can still be replaced.
+    """
     busy = {
         model: state.digest
         for model, state in running.models.items()
@@ -294,7 +297,7 @@ def _file(model: str, text: str) -> ModelFile:
 
 
 def _say(line: str) -> None:
-    """As it is, whatever the width of the terminal."""
+    """Print a line without markup and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
-"""How the parameters of a model repository differ from the defaults, and from those we ship. Pure.
+"""Differences of a repository's parameters from the defaults and the shipped files. Pure.
 
-Values are compared as they are read: 1.0 and 1, or true and yes, are the same.
+Values are compared after parsing: 1.0 equals 1, and true equals yes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ class ParameterDifference:
     parameter: str
     value: str
     default: str | None  # None: no model of this kind has this parameter
-    shipped: str | None  # None: there is no such model among those we ship
+    shipped: str | None  # None: no shipped model to compare with
 
     def __str__(self) -> str:
         if self.default is None:
             return f"{self.model}.{self.parameter} = {self.value!r} (no such parameter is known)"
-        said = [f"default {self.default!r}"]
+        notes = [f"default {self.default!r}"]
         if self.shipped is not None:
-            said.append("as shipped" if self.value == self.shipped else f"shipped {self.shipped!r}")
-        return f"{self.model}.{self.parameter} = {self.value!r} ({', '.join(said)})"
+            is_shipped = self.value == self.shipped
+            notes.append("as shipped" if is_shipped else f"shipped {self.shipped!r}")
+        return f"{self.model}.{self.parameter} = {self.value!r} ({', '.join(notes)})"
 
 
 def differences(
     files: list[ModelFile], shipped: Mapping[str, ModelFile]
 ) -> Iterator[ParameterDifference]:
-    """`shipped` by the name of the model; a worker that we do not ship is compared with the first
-    one of its role."""
+    """The parameters that differ from the default or from the shipped file.
+
+    `shipped` maps models to shipped files. A worker without a shipped file is compared with the
+    first shipped worker of its role.
+    """
     for file in files:
         kinds = {each.name: str(each.type) for cls in classes_of(file)[0] for each in fields(cls)}
         if not kinds:
@@ -56,7 +60,7 @@ def differences(
 
 
 def read(kind: str, text: str) -> object:
-    """The value, or the text where it is none of that kind."""
+    """The parsed value; the text itself if it is not of this kind."""
     lowered = text.strip().lower()
     try:
         if kind == "bool" and lowered in (*TRUE, *FALSE):

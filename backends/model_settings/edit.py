@@ -1,7 +1,7 @@
-"""What `mooncake config set` is going to write, or every reason why not. Pure.
+"""Plans the edit of `mooncake config set`, or reports every reason against it. Pure.
 
-An edit is refused when the repository would have a mistake with it that it has not without, when a
-model that it touches would refuse to load, and when a running system could not take it over.
+An edit is refused if it adds a mistake to the repository, if a model that it changes would not
+load, or if a running system cannot apply it.
 
 Not here: files (repository_files.py), waiting for the running system (running_system.py).
 """
@@ -21,13 +21,13 @@ from backends.model_settings.running_system import RunningSettings
 
 FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
 PATTERN = "*?["  # characters of a pattern
-# Settings of a worker that bring more parameters, which may be set by the same edit.
+# Settings of a worker that add further parameters, which the same edit may set.
 ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
 ADDING = frozenset(name for more in ADDING_MOST for name in more)
 
 
 class EditRefused(Exception):
-    """`problems` has every reason."""
+    """The edit has mistakes; `problems` lists all of them."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -38,7 +38,7 @@ class EditRefused(Exception):
 class ValueChange:
     model: str
     parameter: str
-    before: str | None  # None: the file did not say it
+    before: str | None  # None: the parameter was not in the file
     default: str
     after: str
 
@@ -53,7 +53,7 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class SettingsEdit:
-    """`texts`: the new config.pbtxt of each model that changes."""
+    """`texts` maps each changed model to its new config.pbtxt."""
 
     changes: tuple[ValueChange, ...]
     texts: Mapping[str, str]
@@ -65,10 +65,11 @@ def plan_edit(
     checkpoint: LookUp,
     running: RunningSettings | None = None,
 ) -> SettingsEdit:
-    """EditRefused with every mistake. `running`: the system that serves these files, if any."""
+    """Raises EditRefused with every mistake. `running` is the system that serves these files."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
-    # What changes which parameters a model has comes first: patterns mean those that have them.
+    # Assignments that add parameters are applied first, because a pattern matches only models that
+    # have the parameter.
     for assignment in sorted(assignments, key=lambda each: not _adds_parameters(each)):
         try:
             for model, parameter, value in _assigned(assignment, texts, wanted, running):
@@ -102,19 +103,19 @@ def plan_edit(
 
 
 def not_live(changes: Iterable[ValueChange], running: RunningSettings) -> Iterator[str]:
-    """What a running system could not take over, and what to do instead."""
+    """The changes that a running system cannot apply, each with its remedy."""
     for change in changes:
         name = f"{change.model}.{change.parameter}"
         if change.parameter in running.options:
             yield (
-                f"{name}: --{change.parameter} of the running `mooncake serve` stands above the "
-                "file; start it anew without that option, or with another value"
+                f"{name}: --{change.parameter} of the running `mooncake serve` overrides the file; "
+                "restart it without that option, or with another value"
             )
         elif change.parameter in FINGERPRINT:
             yield (
-                f"{name} cannot be changed while it serves: KV of another {change.parameter} "
-                "cannot be read, so every worker must have it at once. Stop `mooncake serve`, set "
-                f"it in all models ('*.{change.parameter}=...'), start it again"
+                f"{name} cannot be changed while it serves: workers cannot read KV of another "
+                f"{change.parameter}, so all workers must change together. Stop `mooncake serve`, "
+                f"set it in all models ('*.{change.parameter}=...'), start it again"
             )
 
 
@@ -128,8 +129,11 @@ def _assigned(
     wanted: Mapping[str, Mapping[str, str]],
     running: RunningSettings | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """(model, parameter, value) of each model that is meant; ConfigError when it is none.
-    `wanted`: what the same edit sets already, by model."""
+    """(model, parameter, value) for each model that the assignment matches.
+
+    `wanted` maps models to parameters of the same edit so far. Raises ConfigError if no model
+    matches.
+    """
     left, equals, value = assignment.partition("=")
     pattern, _, parameter = left.strip().rpartition(".")
     if not (equals and pattern and parameter):
@@ -138,7 +142,7 @@ def _assigned(
     made = running.made.get(pattern) if running is not None else None
     if not models and made:
         raise ConfigError(
-            f"{pattern} has no folder, it is made of {made}: give it one to change it alone "
+            f"{pattern} has no folder and is made from {made}: give it a folder to change it alone "
             f"(cp -r {made} {pattern}), or change {made}"
         )
     if not models:
@@ -150,20 +154,23 @@ def _assigned(
             if parameter in _known(model, texts[model], (wanted.get(model, {}),))
         ]
         if not models:
-            raise ConfigError(f"no model that {pattern!r} means has a parameter {parameter!r}")
+            raise ConfigError(f"no model that matches {pattern!r} has a parameter {parameter!r}")
     for model in models:
         known = _known(model, texts[model])
         if known and parameter not in known:
             hint = did_you_mean(parameter, known)
             raise ConfigError(f"{model} has no parameter {parameter!r}{hint}")
         if not known:
-            raise ConfigError(f"{model} has no parameters of ours: edit its config.pbtxt")
+            raise ConfigError(f"{model} has no known parameters: edit its config.pbtxt")
         yield model, parameter, value
 
 
 def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
-    """Parameters that this model has as it is, or with any of these settings, as a rule all that
-    an edit may add; () for models that are none of ours."""
+    """The model's parameters, and those that it would have with one of `settings`.
+
+    By default these are all parameters that an edit may add. The set is empty for models of other
+    backends.
+    """
     try:
         file = read_model_file(model, text)
     except ConfigError:
@@ -193,7 +200,7 @@ def _changes(file: ModelFile, wanted: Mapping[str, str]) -> Iterator[ValueChange
 
 
 def defaults_of(file: ModelFile) -> dict[str, str]:
-    """What a parameter is where the file does not say it, as it would be written."""
+    """Parameter -> its default value as text."""
     return {
         each.name: _written(each.default) for cls in classes_of(file)[0] for each in fields(cls)
     }

@@ -1,8 +1,8 @@
-"""One config.pbtxt: what Triton reads in it, and the same text with other values.
+"""One config.pbtxt: its settings as Triton reads them, and its text with other values.
 
-Triton's own message (ModelConfig) reads it, so what is legal there is legal here. A value is
-changed in the text, so that comments and layout stay, and the result is read again: a text in which
-anything else has changed is not given out.
+The file is parsed with Triton's own message (ModelConfig), so both accept the same files. A value
+is changed in the text, so that comments and layout are kept. The result is parsed again and
+rejected if anything else has changed.
 
 Not here: whether values are right (repository_check.py), files (repository_files.py).
 """
@@ -28,18 +28,18 @@ COMMENT = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
 )
 SHOWN_MAX = 200  # characters of the parser's own message
-NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # as BYTES decodes them
+NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # how BYTES decodes invalid bytes
 SET_BY_COMMAND = "Set by `mooncake config set`."
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a config.pbtxt says, as far as this project reads it."""
+    """The settings of a config.pbtxt that this project uses."""
 
-    model: str  # its folder's name
+    model: str  # name of its folder
     text: str
-    name: str  # the name in the file; "": the folder's
-    backend: str  # or its platform
+    name: str  # name in the file; "": the folder's name
+    backend: str  # backend or platform
     parameters: Mapping[str, str]
     instances: int
     steps: tuple[str, ...]  # models of an ensemble
@@ -55,7 +55,7 @@ class ModelFile:
 
 
 def read_model_file(model: str, text: str) -> ModelFile:
-    """ConfigError, with line and column, when it is no config.pbtxt."""
+    """Parse a config.pbtxt. Raises ConfigError with line and column if it is invalid."""
     config = _parsed(model, text)
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     return ModelFile(
@@ -73,7 +73,7 @@ def read_model_file(model: str, text: str) -> ModelFile:
 
 @lru_cache(maxsize=128)
 def reading_problem(model: str, raw: bytes) -> str:
-    """Why Triton could not read this config.pbtxt, with line and remedy; "" when it can."""
+    """Why Triton cannot read this config.pbtxt, with line and remedy; "" if it can."""
     text = raw.decode("utf-8", BYTES)
     try:
         _parsed(model, text)
@@ -83,12 +83,15 @@ def reading_problem(model: str, raw: bytes) -> str:
 
 
 def without_comments(text: str) -> str:
-    """What Triton compares before it loads a model anew, and so not the blank space either."""
+    """The text without comments and with single spaces.
+
+    Triton reloads a model only if this part of its text changes.
+    """
     return " ".join(COMMENT.sub(_without_comment, text).split())
 
 
 def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
-    """The same text with these values; ConfigError where only a person can make the change."""
+    """The text with these values. Raises ConfigError if the change needs an editor."""
     hidden = sorted((file.parameters.keys() & parameters.keys()) - parameters_of(file.text).keys())
     if hidden:
         raise ConfigError(_by_hand(file.model, hidden[0]))
@@ -103,8 +106,8 @@ def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
 
 def _by_hand(model: str, parameter: str) -> str:
     return (
-        f"{model}/config.pbtxt writes {parameter} in a way that cannot be changed without touching "
-        "the rest; edit the file, or write the parameter as "
+        f"{model}/config.pbtxt has {parameter} in a form that cannot be changed without changing "
+        "other parts; edit the file, or write the parameter as "
         'parameters { key: "..." value { string_value: "..." } } on a line of its own'
     )
 
@@ -112,14 +115,14 @@ def _by_hand(model: str, parameter: str) -> str:
 def _parsed(model: str, text: str) -> Any:
     if problem := _encoding_problem(text):
         raise ConfigError(f"{model}/{CONFIG} is no model configuration: {problem}")
-    readable = text.encode("utf-8", BYTES).decode("utf-8", "replace")  # a comment may be anything
+    readable = text.encode("utf-8", BYTES).decode("utf-8", "replace")  # comments may have any bytes
     try:
         return text_format.Parse(readable, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
         line, _, rest = str(error).partition(":")
         column, _, what = rest.partition(" : ")
         where = f"line {line}, column {column}: " if what else ""
-        what = what if len(what) <= SHOWN_MAX else f"... {what[-SHOWN_MAX:]}"  # it has the line
+        what = what if len(what) <= SHOWN_MAX else f"... {what[-SHOWN_MAX:]}"
         raise ConfigError(
             f"{model}/{CONFIG} is no model configuration: {where}{what or error} (correct that "
             "line; a file that was cut off ends there)"
@@ -130,7 +133,7 @@ def _encoding_problem(text: str) -> str:
     if text.startswith("\ufeff"):
         return "line 1: begins with a byte order mark; save it as UTF-8 without one (no BOM)"
     if text.startswith(("\udcff\udcfe", "\udcfe\udcff")):
-        return "line 1: begins as UTF-16 does; save it as UTF-8"
+        return "line 1: begins like UTF-16; save it as UTF-8"
     read = COMMENT.sub(_without_comment, text)
     if found := NOT_UTF_8.search(read):
         line = read.count("\n", 0, found.start()) + 1
@@ -143,7 +146,7 @@ def _without_comment(match: re.Match[str]) -> str:
 
 
 def _parameters(config: Any) -> dict[str, str]:
-    """Names with a leading underscore are the launcher's own."""
+    """All parameters except the launcher's, whose names begin with an underscore."""
     return {
         name: value.string_value
         for name, value in sorted(config.parameters.items())

@@ -1,8 +1,8 @@
-"""Every mistake of a model repository at once, before anything is started.
+"""Finds every mistake of a model repository before a start.
 
-Each model is checked as it checks itself when it loads (config_pbtxt.py); then what must fit
-together: what all workers have in common, both roles, storage nodes, stages of pipelines, steps of
-an ensemble. What needs the disk is asked of `CheckpointFacts`.
+Each model is checked by the code that it uses when it loads (config_pbtxt.py). Then the models are
+checked together: common parameters of all workers, both roles, storage nodes, pipeline stages,
+steps of an ensemble. `CheckpointFacts` provides everything that needs the disk.
 
 Not here: reading folders (repository_files.py), a host's GPUs and memory (backends/doctor).
 """
@@ -37,15 +37,16 @@ from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
 TOKENIZER_BACKENDS = ("preprocessing", "postprocessing")
-OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")  # beside the fingerprint
+# Parameters that must be equal in a pipeline group, in addition to the fingerprint.
+OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """Of the folder that a parameter `checkpoint` names."""
+    """Facts of the folder that a parameter `checkpoint` names."""
 
-    problems: tuple[str, ...] = ()  # that keep every engine and tokenizer from reading it
-    torch_problems: tuple[str, ...] = ()  # that keep our own engine from it
+    problems: tuple[str, ...] = ()  # problems for every engine and tokenizer
+    torch_problems: tuple[str, ...] = ()  # problems for the engine torch only
     context_tokens_max: int = 0  # 0: unknown
     layers: int = 0
 
@@ -53,7 +54,7 @@ class CheckpointFacts:
 @dataclass(frozen=True, slots=True)
 class RepositoryFindings:
     mistakes: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what is no mistake, and yet may not be meant
+    notes: list[str] = field(default_factory=list)  # valid settings that may not be intended
 
 
 LookUp = Callable[[str], CheckpointFacts]
@@ -65,9 +66,11 @@ def check_repository(
     nodes: Collection[str] | None = None,
     versionless: Collection[str] = (),
 ) -> RepositoryFindings:
-    """`nodes`: storage nodes of this host; None where others know them, as with a part of a
-    deployment, which need not have both roles either. `versionless`: models without a version
-    folder."""
+    """Mistakes and notes of a repository with these config.pbtxt files.
+
+    `nodes` are the storage nodes of this host. None stands for a part of a deployment: nodes and
+    roles are then not checked. `versionless` are models without a version folder.
+    """
     found = RepositoryFindings()
     files = []
     for model, text in texts.items():
@@ -87,16 +90,16 @@ def check_repository(
     for file in files:
         for step in file.steps:
             if step not in texts:
-                found.mistakes.append(f"{file.model}: its step {step!r} is no model here")
+                found.mistakes.append(f"{file.model}: there is no model {step!r} for its step")
     if nodes is not None:
         found.mistakes.extend(_missing_parts(workers, nodes))
     return found
 
 
 def model_mistakes(file: ModelFile) -> Iterator[str]:
-    """What the model would say when it loads, and Triton before it."""
+    """The problems that Triton and the model would report when the model loads."""
     if file.name and file.name != file.model:
-        yield f"name is {file.name!r}, the folder's is {file.model!r}; remove the name"
+        yield f"name is {file.name!r}, but the folder is {file.model!r}; remove the name"
     if not file.text.strip():
         yield f"its config.pbtxt is empty; {TAKE_ANOTHER}"
     classes, together = classes_of(file)
@@ -112,7 +115,7 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
-    """What its parameters are read into; () for models that are none of ours."""
+    """The configuration classes of a model; () for models of other backends."""
     if file.backend in WORKER_ROLES:
         return config_classes(file.backend, file.parameters)
     if file.backend == "conductor":
@@ -129,14 +132,14 @@ def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
     )
     for kind, declared, table in tables:
         for tensor in table:
-            is_there = tensor.name in declared
-            if is_there and declared[tensor.name] != tensor.dtype:
+            is_declared = tensor.name in declared
+            if is_declared and declared[tensor.name] != tensor.dtype:
                 yield (
                     f"{kind} {tensor.name} is TYPE_{declared[tensor.name]}; "
                     f"it must be TYPE_{tensor.dtype}"
                 )
-            elif not is_there and kind == "output":
-                yield f"output {tensor.name} is missing; take it over from the shipped config.pbtxt"
+            elif not is_declared and kind == "output":
+                yield f"output {tensor.name} is missing; copy it from the shipped config.pbtxt"
 
 
 def _model_notes(file: ModelFile) -> Iterator[str]:
@@ -149,7 +152,7 @@ def _model_notes(file: ModelFile) -> Iterator[str]:
         table = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
         missing = [each.name for each in table if each.name not in file.inputs]
         if missing:
-            yield f"clients cannot send {', '.join(missing)}: the shipped config.pbtxt has it"
+            yield f"clients cannot send {', '.join(missing)}: copy it from the shipped config.pbtxt"
 
 
 def _disagreements(files: list[ModelFile], workers: list[ModelFile]) -> Iterator[str]:
@@ -161,9 +164,9 @@ def _disagreements(files: list[ModelFile], workers: list[ModelFile]) -> Iterator
             if classes_of(file)[0]:
                 models[file.value(name, default)].append(file.model)
         if len(models) > 1:
-            said = "; ".join(f"{value} in {', '.join(each)}" for value, each in models.items())
-            who = "all models" if name == "checkpoint" else "all workers"
-            yield f"{who} need the same {name}, or none finds what others stored: {said}"
+            values = "; ".join(f"{value} in {', '.join(each)}" for value, each in models.items())
+            group = "all models" if name == "checkpoint" else "all workers"
+            yield f"{group} need the same {name} to share stored blocks, but have {values}"
 
 
 def _checkpoint_mistakes(files: list[ModelFile], look_up: LookUp) -> Iterator[str]:
@@ -180,11 +183,11 @@ def _checkpoint_mistakes(files: list[ModelFile], look_up: LookUp) -> Iterator[st
         problems = (*facts.problems, *(facts.torch_problems if is_torch else ()))
         yield from (f"{names}: checkpoint {checkpoint}: {what}" for what in problems)
         for file in models:
-            asked = file.value("context_tokens_max", 0)
+            wanted = file.value("context_tokens_max", 0)
             allowed = facts.context_tokens_max
-            if allowed and asked.isdigit() and int(asked) > allowed:
+            if allowed and wanted.isdigit() and int(wanted) > allowed:
                 yield (
-                    f"{file.model}: context_tokens_max is {asked}, but the checkpoint allows "
+                    f"{file.model}: context_tokens_max is {wanted}, but the checkpoint allows "
                     f"{allowed}; lower it or leave it 0"
                 )
             stages = file.value("pipeline_stages", 1)
@@ -205,13 +208,13 @@ def _group_mistakes(workers: list[ModelFile]) -> Iterator[str]:
         for file in stages:
             number = file.value("pipeline_stage", 0)
             if other := taken.get(number):
-                yield f"{file.model}: is stage {number} of {group} as {other} is; number it anew"
+                yield f"{file.model}: is stage {number} of {group}, like {other}; renumber it"
             taken[number] = file.model
         for name in ("pipeline_stages", *OF_A_GROUP):
-            values = {file.value(name, "default") for file in stages}
-            if len(values) > 1:
-                said = ", ".join(f"{file.model} {file.value(name, 'default')}" for file in stages)
-                yield f"the stages of {group} need the same {name}: {said}"
+            values = {file.model: file.value(name, "default") for file in stages}
+            if len(set(values.values())) > 1:
+                found = ", ".join(f"{model} {value}" for model, value in values.items())
+                yield f"the stages of {group} need the same {name}: {found}"
 
 
 def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator[str]:
@@ -228,11 +231,11 @@ def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator
             yield f"no model has the backend {role!r}: requests need a worker of both roles"
     for group, stages in _stages(workers).items():
         for missing in sorted(set(range(max(stages.values(), default=0))) - stages.keys()):
-            yield f"pipeline group {group} has no stage {missing}: it takes no requests"
+            yield f"pipeline group {group} has no stage {missing}: it accepts no requests"
 
 
 def _stages(workers: list[ModelFile]) -> dict[str, dict[int, int]]:
-    """Group -> stage -> how many stages it says there are."""
+    """Pipeline group -> stage -> number of stages in its config.pbtxt."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for file in workers:
         stage, stages = file.value("pipeline_stage", 0), file.value("pipeline_stages", 1)

@@ -1,6 +1,6 @@
-"""The config.pbtxt files of a model repository on disk: read all, replace one.
+"""The config.pbtxt files of a model repository on disk: reading all, replacing one.
 
-Not here: what they say (model_file.py).
+Not here: their contents (model_file.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CONFIG_BYTES_MAX = 2**20
 
 
 def read_texts(repository: Path) -> dict[str, str]:
-    """Of each model, by its folder's name; ConfigError when there is no repository."""
+    """Model -> text of its config.pbtxt. Raises ConfigError if there is no repository."""
     if not repository.is_dir():
         raise ConfigError(
             f"there is no model repository at {repository}: run from the project's root, name one "
-            "with --model-repository, or lay one down with `mooncake init FOLDER`"
+            "with --model-repository, or make one with `mooncake init FOLDER`"
         )
     found = {}
     for path in sorted(
@@ -39,8 +39,10 @@ def read_texts(repository: Path) -> dict[str, str]:
 
 
 def read_config(model: Path) -> bytes:
-    """The config.pbtxt of this model's folder; ConfigError, with a remedy, when it has none that
-    can be read. A pipe there does not block the caller."""
+    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if it is unreadable.
+
+    A pipe of this name does not block the caller.
+    """
     path = model / CONFIG
     try:
         found = path.stat()
@@ -48,7 +50,7 @@ def read_config(model: Path) -> bytes:
             return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} is gone: put it back, or remove the folder to end the model"
+            f"{path} is missing: restore it, or remove the folder to end the model"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -57,25 +59,24 @@ def read_config(model: Path) -> bytes:
     if stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{path} has {found.st_size} bytes: at most {CONFIG_BYTES_MAX} are read")
     kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-    raise ConfigError(f"{path} is {kind}: put a file there")
+    raise ConfigError(f"{path} is {kind}: replace it by a file")
 
 
 def by_number(model: str) -> tuple[str, int, str]:
-    """prefill_2 comes before prefill_10."""
+    """A sort key that orders prefill_2 before prefill_10."""
     found = re.fullmatch(r"(.*?)(\d+)", model)
     return (found[1], int(found[2]), model) if found else (model, -1, model)
 
 
 def sole_setter(repository: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
-    """One `mooncake config set` after the other, so that each hears what came of its own edit."""
+    """Serialise `mooncake config set`, so that each call can follow its own edit."""
     if not os.access(repository, os.R_OK):
-        return contextlib.nullcontext()  # who reads it next says that it is not there
+        return contextlib.nullcontext()  # reading the repository reports the problem
     return sole_writer(repository, lambda: say("waits for another `mooncake config set`"))
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """All of them, or none: ConfigError when one cannot be written, and the others are as they
-    were."""
+    """Write all texts. If one fails, restores the others from `before` and raises ConfigError."""
     written: list[str] = []
     try:
         for model, text in texts.items():
@@ -91,9 +92,9 @@ def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str,
 
 
 def write_text(repository: Path, model: str, text: str) -> None:
-    """At once, and with the file's own rights; what a link points to is replaced, not the link."""
+    """Replace a file atomically, with its own permissions; a link's target is replaced."""
     path = (repository / model / CONFIG).resolve()
-    # Not in the model's folder, whose entries are taken over by the mirror of a running system.
+    # The temporary file is not in the model's folder, because a running system mirrors its entries.
     replace_file(
         path,
         text.encode("utf-8", BYTES),
@@ -103,12 +104,12 @@ def write_text(repository: Path, model: str, text: str) -> None:
 
 
 def digest(raw: bytes) -> str:
-    """By which a running system says which file it has."""
+    """The digest by which a running system identifies a file."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def unconfigured(repository: Path) -> list[str]:
-    """Folders that are no models yet: half copied, or without a file of their own."""
+    """Folders without config.pbtxt, like one that is being copied."""
     return sorted(
         path.name
         for path in repository.iterdir()
@@ -117,7 +118,7 @@ def unconfigured(repository: Path) -> list[str]:
 
 
 def versionless(repository: Path, models: Iterable[str]) -> list[str]:
-    """Those without a version folder: Triton does not load them."""
+    """Models without a version folder, which Triton does not load."""
     return [
         model
         for model in sorted(models)

@@ -1,7 +1,6 @@
-"""A running `mooncake serve` as its metrics port describes it, and waiting for what it makes of an
-edit.
+"""The settings of a running `mooncake serve`, from its metrics port, and the outcomes of edits.
 
-Not here: keeping track of edits (backends/launcher/repository.py), writing them (edit.py).
+Not here: tracking edits (backends/launcher/repository.py), planning them (edit.py).
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from backends.shipped import DEFAULT_REPOSITORY
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 ASK_S_MAX = 5.0
 POLL_S = 0.2
-GONE_S_MAX = 10.0  # a launcher on a busy machine may be late with an answer
+GONE_S_MAX = 10.0  # a system that does not answer for so long has ended
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
-REPLACED = "replaced"  # by another edit, before anything came of it
+REPLACED = "replaced"  # another edit replaced it before it was loaded or refused
 
 
 @dataclass(frozen=True, slots=True)
 class EditState:
-    """What became of a model's newest config.pbtxt."""
+    """The state of a model's newest config.pbtxt."""
 
-    digest: str  # of the operator's file
-    outcome: str  # pending | loaded | refused
-    reason: str = ""  # why it was refused; the settings before it go on
+    digest: str  # digest of the operator's file
+    outcome: str  # PENDING, LOADED or REFUSED
+    reason: str = ""  # why it was refused; the previous settings stay in use
 
 
 @dataclass(frozen=True, slots=True)
 class RunningSettings:
-    """GET /settings of the metrics port."""
+    """The answer to GET /settings on the metrics port."""
 
-    repository: str  # absolute
-    options: Mapping[str, str]  # said by options of `mooncake serve`, above every config.pbtxt
-    made: Mapping[str, str]  # worker without a folder -> the folder that it is made of
-    left_out: list[str]  # workers beyond the number that was asked for
+    repository: str  # absolute path
+    options: Mapping[str, str]  # options of `mooncake serve`, which override every config.pbtxt
+    made: Mapping[str, str]  # worker without a folder -> the folder that it is made from
+    left_out: list[str]  # worker folders beyond the number of workers
     nodes: list[str]  # storage nodes of this host
-    directory: str = ""  # its address, where only this machine has it
-    http: str = ""  # HOST:PORT of this host's frontend; "": it has none
-    openai: str = ""  # HOST:PORT of this host's gateway; "": it has none
+    directory: str = ""  # its address, if it is a Unix socket; else ""
+    http: str = ""  # HOST:PORT of this host's frontend; "": none
+    openai: str = ""  # HOST:PORT of this host's gateway; "": none
     models: Mapping[str, EditState] = field(default_factory=dict)
 
     def serves(self, repository: Path) -> bool:
@@ -56,8 +55,10 @@ Ask = Callable[[], RunningSettings | None]
 
 
 def named_or_served(repository: Path, ask: Ask) -> Path:
-    """For who names none: outside of a checkout there is no default one, but a running system
-    says which it has."""
+    """`repository`, or that of the running system if the default repository does not exist.
+
+    The default repository exists only in a checkout.
+    """
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         running = ask()
         if running is not None and Path(running.repository).is_dir():
@@ -66,7 +67,8 @@ def named_or_served(repository: Path, ask: Ask) -> Path:
 
 
 def ask_at(metrics_url: str) -> Ask:
-    """Asks the system with this metrics page; None while none of ours answers there."""
+    """A function that reads the settings at this metrics page; it returns None without an
+    answer."""
     url = metrics_url.removesuffix("/").removesuffix("/metrics") + "/settings"
 
     def ask() -> RunningSettings | None:
@@ -81,15 +83,15 @@ def ask_at(metrics_url: str) -> Ask:
 
 @dataclass(frozen=True, slots=True)
 class ReloadOutcome:
-    """What a running system said of one edited model."""
+    """The outcome of one edited model in a running system."""
 
     model: str
-    outcome: str  # pending: it said nothing in time; or loaded, refused, replaced
+    outcome: str  # PENDING (after a timeout), LOADED, REFUSED or REPLACED
     reason: str = ""
 
 
 def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list[ReloadOutcome]:
-    """Of models whose files have these digests. Pure."""
+    """The outcomes of the models whose files have these digests. Pure."""
     found = []
     for model, digest in wanted.items():
         state = running.models.get(model) if running is not None else None
@@ -106,20 +108,22 @@ def wait_for(
     seconds_max: float,
     is_there: Callable[[str], bool] = lambda model: True,
 ) -> list[ReloadOutcome]:
-    """Until nothing of it is pending, the time is over, or the system is gone for a while;
-    `wanted`: model -> digest. `is_there`: does its file still say that?"""
-    heard_s = time.monotonic()
-    give_up_s = heard_s + seconds_max
+    """Wait until no outcome is pending, for at most `seconds_max`, or until the system is gone.
+
+    `wanted` maps models to digests. `is_there(model)` is True if its file still has this digest.
+    """
+    answered_s = time.monotonic()
+    give_up_s = answered_s + seconds_max
     while True:
         running, now_s = ask(), time.monotonic()
-        heard_s = now_s if running is not None else heard_s
+        answered_s = now_s if running is not None else answered_s
         found = [
             replace(each, outcome=REPLACED)
             if each.outcome == PENDING and not is_there(each.model)
             else each
             for each in outcomes(wanted, running)
         ]
-        is_over = now_s > give_up_s or now_s - heard_s > GONE_S_MAX
+        is_over = now_s > give_up_s or now_s - answered_s > GONE_S_MAX
         if is_over or all(each.outcome != PENDING for each in found):
             return found
         time.sleep(POLL_S)

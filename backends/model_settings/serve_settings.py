@@ -1,11 +1,9 @@
-"""What options of `mooncake serve` say of all models: one checkpoint, its dtype and device, and how
-many workers of each role there are.
+"""Options of `mooncake serve` for all models: checkpoint, dtype, device, number of workers.
 
-They are to the model repository what `defaults` of a cluster file is to the models that a host is
-rendered from: a value that an option says stands above that of every config.pbtxt, and everything
-else is as the file says. The repository itself is only read, and the mirrors that the Tritons poll
-are rendered from it, so live edits of the rest are carried over as ever. A worker without a folder
-is made of the first one of its role, and gets the storage nodes in turns.
+The value of an option overrides that of every config.pbtxt; all other values come from the files.
+The repository itself is only read. The mirrors that the Tritons poll are rendered from it, so live
+edits of other values apply as usual. A worker without a folder is made from the first worker of its
+role. Such workers use the storage nodes in turn.
 
 Not here: the mirrors (backends/launcher/repository.py).
 """
@@ -21,17 +19,17 @@ from backends.model_settings.model_file import WORKER_ROLES
 from backends.model_settings.repository_files import by_number
 
 OF_WORKERS = ("checkpoint", "dtype", "device")
-SAID = "As options of `mooncake serve` say."
+COMMENT = "Set by options of `mooncake serve`."
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Of one launch; "" and None: as the model repository says."""
+    """The options of one launch. "" leaves the value of the model repository."""
 
-    checkpoint: str = ""  # absolute, or "demo"
+    checkpoint: str = ""  # an absolute path, or "demo"
     dtype: str = ""
     device: str = ""
-    workers: Mapping[str, int] = field(default_factory=dict)  # role -> how many
+    workers: Mapping[str, int] = field(default_factory=dict)  # role -> number of workers
 
     @property
     def is_empty(self) -> bool:
@@ -39,12 +37,12 @@ class ServeSettings:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """Those that options say, by name."""
-        said = {name: str(getattr(self, name)) for name in OF_WORKERS}
-        return {name: value for name, value in said.items() if value}
+        """Parameter -> value, of the given options."""
+        given = {name: str(getattr(self, name)) for name in OF_WORKERS}
+        return {name: value for name, value in given.items() if value}
 
     def of_model(self, text: str) -> dict[str, str]:
-        """Parameters of the model with this config.pbtxt that options say."""
+        """The given options that apply to the model with this config.pbtxt."""
         if backend_named(text) in WORKER_ROLES:
             return self.parameters
         if self.checkpoint and "checkpoint" in parameters_of(text):
@@ -57,14 +55,18 @@ NO_SETTINGS = ServeSettings()
 
 @dataclass(frozen=True, slots=True)
 class ServedWorkers:
-    """Which workers a launch has, of those that have a folder and of those that are made."""
+    """The workers of a launch that differ from the folders of its repository."""
 
-    left_out: frozenset[str] = frozenset()  # folders beyond the number that was asked for
-    made: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # name -> role, its number
+    left_out: frozenset[str] = frozenset()  # folders beyond the number of workers
+    # Worker without a folder -> (role, its number among the workers of this role).
+    made: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def source_of(self, model: str, backends: Mapping[str, str]) -> str:
-        """The folder that a made worker is rendered from now; "" when there is none any more.
-        `backends`: of the folders that there are. One that has a folder by now is no made one."""
+        """The folder that the worker is rendered from; "" if no folder of its role is left.
+
+        `backends` maps the existing folders to their backends. A worker with a folder uses this
+        folder.
+        """
         if model in backends:
             return model
         role, _ = self.made[model]
@@ -72,14 +74,17 @@ class ServedWorkers:
 
 
 def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> ServedWorkers:
-    """At the start; `backends` of the folders that there are. ConfigError where a role has none."""
+    """The workers at the start; `backends` maps the existing folders to their backends.
+
+    Raises ConfigError if a role has no folder.
+    """
     left_out: set[str] = set()
     made: dict[str, tuple[str, int]] = {}
     for role, count in settings.workers.items():
         there = [model for model in sorted(backends, key=by_number) if backends[model] == role]
         if not there:
             raise ConfigError(
-                f"--{role} {count}: the model repository has no {role} worker to make others from"
+                f"--{role} {count}: the model repository has no {role} worker; add a folder of one"
             )
         left_out.update(there[count:])
         free = (
@@ -94,28 +99,28 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
 def rendered(
     settings: ServeSettings, text: str, made_number: int | None, nodes: Sequence[str]
 ) -> str:
-    """The config.pbtxt that Triton sees; `made_number`: of a worker that has no folder."""
+    """The mirrored config.pbtxt. `made_number` is the number of a worker without a folder."""
     parameters = settings.of_model(text)
     if made_number is not None and nodes:
         parameters["store_node"] = nodes[made_number % len(nodes)]
     if not parameters:
         return text
-    return with_parameters(text, parameters, SAID)
+    return with_parameters(text, parameters, COMMENT)
 
 
 def made_problems(texts: Mapping[str, str], made: Mapping[str, str]) -> list[str]:
-    """Why workers cannot be made of those that they would be; `made`: name -> source."""
+    """Why workers cannot be made from their sources. `made`: worker -> source."""
     found = []
     for model, source in made.items():
         own = parameters_of(texts[source])
         if own.get("pipeline_group"):
             found.append(
-                f"{model}: would be made of {source}, a stage of a pipeline group; copy "
+                f"{model}: would be made from {source}, a stage of a pipeline group; copy "
                 "the folders of the whole group instead"
             )
         if own.get("engine") == "tensorrt_llm":
             found.append(
-                f"{model}: would be made of {source}, whose engine has GPUs of its own; "
+                f"{model}: would be made from {source}, whose engine needs GPUs of its own; "
                 "copy its folder and set the parameter gpus there"
             )
     return found

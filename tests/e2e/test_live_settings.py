@@ -80,9 +80,9 @@ def test_what_cannot_be_changed_live_is_said_with_every_mistake_and_nothing_is_w
     )
     assert status == 1 and said.endswith("nothing was changed")
     for part in (
-        "conductor.checkpoint: --checkpoint of the running `mooncake serve` stands above the file",
+        "conductor.checkpoint: --checkpoint of the running `mooncake serve` overrides the file",
         "prefill_1.block_tokens cannot be changed while it serves",
-        "prefill_2 has no folder, it is made of prefill_0",
+        "prefill_2 has no folder and is made from prefill_0",
         "conductor: policy is 'best'",
         "all workers need the same block_tokens",
     ):
@@ -96,8 +96,8 @@ def test_a_diff_says_what_the_running_server_has_instead_of_the_files(server: Se
     assert status == 0
     for part in (
         "conductor.output_tokens_default = '5' (default '256', shipped '256')",
-        "--dtype bfloat16 stands above the files",
-        "prefill_2 is made of prefill_0",
+        "--dtype bfloat16 overrides the files",
+        "prefill_2 is made from prefill_0",
         "decode_1 is not served",
     ):
         assert part in said, (part, said)

@@ -130,7 +130,7 @@ def test_a_set_takes_effect_on_the_running_server_and_says_so(server: Server) ->
     changed = [line for line in path.read_text().splitlines() if line not in before.splitlines()]
     assert len(changed) == 2, "comments and layout stay"
     assert run_config(server, "set", assignment)[1] == (
-        "everything is as you say already: nothing was changed"
+        "all parameters have these values already: nothing was changed"
     )
 
 
@@ -139,7 +139,7 @@ def test_a_set_that_only_the_running_server_can_refuse_is_taken_back(server: Ser
     before = path.read_bytes()
     status, said = run_config(server, "set", "conductor.recording_folder=/dev/null/traces")
     assert status == 1 and path.read_bytes() == before
-    assert "conductor refused it" in said and "the old settings go on" in said, said
+    assert "conductor refused it" in said and "the old settings stay in use" in said, said
     assert not server.ask(text_input="It was", max_tokens=3).error
 
 

@@ -216,14 +216,14 @@ def test_a_file_that_is_gone_or_none_is_reported(source: Path, tmp_path: Path) -
     path = source / "prefill_0" / "config.pbtxt"
     path.unlink()
     (news,) = poll(mirror)
-    assert "is gone" in news.reason and "put it back" in news.reason
+    assert "is missing: restore it" in news.reason
     path.mkdir()
     (news,) = poll(mirror)
     assert "is a directory" in news.reason
     path.rmdir()
     os.mkfifo(path)
     (news,) = poll(mirror)
-    assert "is a pipe or a device: put a file there" in news.reason
+    assert "is a pipe or a device: replace it by a file" in news.reason
     path.unlink()
     path.symlink_to(path)
     (news,) = poll(mirror)

@@ -49,7 +49,7 @@ def test_a_set_is_written_keeps_the_file_s_rights_and_a_link_and_counts_from_the
     path.chmod(0o640)
     before = path.read_text()
     status, said = run(repository, "set", "prefill_0.threads=2")
-    assert status == 0 and "counts from the next start" in said
+    assert status == 0 and "the next start uses them" in said
     line = 'parameters { key: "threads" value { string_value: "%s" } }'
     assert path.read_text() == before.replace(line % 1, line % 2) != before
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
@@ -190,7 +190,7 @@ def test_an_edit_by_somebody_else_meanwhile_is_said_and_kept(
     theirs = 'backend: "prefill"\n'
     system_that_says(repository, monkeypatch, PENDING, on_ask=theirs)
     status, said = run(repository, "set", "prefill_0.threads=2")
-    assert status == 1 and "prefill_0: somebody has edited the file meanwhile" in said
+    assert status == 1 and "prefill_0: replaced by another edit" in said
     assert read_texts(repository)["prefill_0"] == theirs
 
 

@@ -66,7 +66,7 @@ def test_a_pattern_means_models_that_have_the_parameter_by_the_same_edit(
     chunked = [each.model for each in edit.changes if each.parameter == "chunk_tokens"]
     assert sorted(chunked) == ["decode_0", "decode_1", "prefill_0", "prefill_1"]
     [problem, *_] = problems("decode_*.chunk_tokens=256")
-    assert "no model that 'decode_*' means has a parameter 'chunk_tokens'" in problem
+    assert "no model that matches 'decode_*' has a parameter 'chunk_tokens'" in problem
 
 
 def test_what_is_so_already_is_no_change() -> None:
@@ -94,8 +94,8 @@ def test_every_mistake_of_every_assignment_is_named() -> None:
         "there is no model 'nobody'",
         "'threads=1': write MODEL.PARAMETER=VALUE",
         "'prefill_0.threads': write",
-        "ensemble has no parameters of ours",
-        "no model that '*' means has a parameter 'nothing'",
+        "ensemble has no known parameters",
+        "no model that matches '*' has a parameter 'nothing'",
         "prefill_0: threads is 0",
         "prefill_0: unknown parameter 'slots'",
         "prefill_0.kv_pages is set twice: '8' and '9'",
@@ -126,7 +126,7 @@ def test_what_an_option_says_is_refused_while_it_serves() -> None:
     running = replace(RUNNING, options={"device": "cpu"}, made={"prefill_2": "prefill_0"})
     found = problems("*.device=cuda", "prefill_2.threads=2", running=running)
     assert sum("--device of the running" in line for line in found) == 4
-    assert sum("it is made of prefill_0" in line for line in found) == 1
+    assert sum("is made from prefill_0" in line for line in found) == 1
 
 
 def test_a_node_that_the_running_system_does_not_have_is_refused() -> None:

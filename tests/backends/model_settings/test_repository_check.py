@@ -58,12 +58,12 @@ def test_mistakes_of_several_models_are_all_named() -> None:
     for wanted in (
         "prefill_0: threads is 'zero'; expected int",
         "prefill_1: there is no storage node 's7'",
-        "all workers need the same dtype, .*bfloat16 in decode_0",
+        "all workers need the same dtype .*bfloat16 in decode_0",
         "decode_1: context_tokens_max is 9000, but the checkpoint allows 8192",
         "conductor: policy is 'best'",
-        "all models need the same checkpoint, .*x in postprocessing",
+        "all models need the same checkpoint .*x in postprocessing",
         "preprocessing/config.pbtxt is no model configuration: line",
-        "ensemble: its step 'gone' is no model here",
+        "ensemble: there is no model 'gone' for its step",
         "decode_1: instance_group count is 2; use 1",
         "conductor: output cached_tokens is missing",
     ):
@@ -83,7 +83,7 @@ def test_both_roles_and_every_stage_are_missed_where_this_is_the_whole_host() ->
     found = mistakes(texts)
     assert found == [
         "no model has the backend 'decode': requests need a worker of both roles",
-        "pipeline group g has no stage 0: it takes no requests",
+        "pipeline group g has no stage 0: it accepts no requests",
     ]
     assert mistakes(texts, nodes=None) == [], "of a host of a deployment others have the rest"
 
@@ -96,7 +96,7 @@ def test_stages_that_differ_or_are_one_stage_twice_are_named() -> None:
             'parameters { key: "pipeline_stages" value { string_value: "8" } }\n'
         )
     found = mistakes(texts, nodes=None)
-    assert "prefill_1: is stage 0 of g as prefill_0 is; number it anew" in found
+    assert "prefill_1: is stage 0 of g, like prefill_0; renumber it" in found
     assert "the stages of g need the same kv_pages: prefill_0 256, prefill_1 128" in found
     assert "prefill_0: pipeline_stages is 8; the checkpoint has 4 layers" in found
 
@@ -110,7 +110,7 @@ def test_an_old_name_is_a_note_and_a_name_that_is_not_the_folder_s_a_mistake() -
         "conductor: overtaker_share is now called expected_arrivals_share; rename it"
     ]
     assert found.mistakes == [
-        "decode_0: name is 'decode_9', the folder's is 'decode_0'; remove the name"
+        "decode_0: name is 'decode_9', but the folder is 'decode_0'; remove the name"
     ]
 
 

@@ -54,7 +54,7 @@ def test_fewer_workers_are_the_first_ones_by_number_and_more_get_free_names() ->
 
 
 def test_a_role_without_any_worker_has_none_to_make_others_from() -> None:
-    with pytest.raises(ConfigError, match="no decode worker to make others from"):
+    with pytest.raises(ConfigError, match="no decode worker; add a folder"):
         served_workers(ServeSettings(workers={"decode": 1}), {"prefill_0": "prefill"})
 
 
@@ -128,14 +128,14 @@ def test_an_edit_is_pending_until_triton_says_what_became_of_it() -> None:
     edits = EditStates()
     edits.mirrored("m", "1", "a: 1 # one")
     assert edits.states()["m"].outcome == PENDING
-    edits.heard(ModelLoad("m"))
-    edits.heard(ModelLoad("another"))
+    edits.loaded(ModelLoad("m"))
+    edits.loaded(ModelLoad("another"))
     assert edits.states()["m"].outcome == LOADED
     edits.mirrored("m", "2", "a: 1  # a comment is no change for Triton\n")
     assert (edits.states()["m"].digest, edits.states()["m"].outcome) == ("2", LOADED)
     edits.mirrored("m", "3", 'a: "2 # no comment"')
     assert edits.states()["m"].outcome == PENDING
-    edits.heard(ModelLoad("m", "why"))
+    edits.loaded(ModelLoad("m", "why"))
     assert (edits.states()["m"].outcome, edits.states()["m"].reason) == (REFUSED, "why")
     edits.mirrored("m", "4", 'a: "2 # another"')
     assert edits.states()["m"].outcome == PENDING
