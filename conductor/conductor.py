@@ -138,7 +138,7 @@ class Conductor:
         for block_key, holders in snapshot.holders:
             for node_id in holders:
                 self._tiers.add_many((block_key,), node_id)
-                self._hotspots.arrived(block_key, node_id)
+                self._hotspots.arrived((block_key,), node_id)
         self.on_events([NodeUp(info) for info in snapshot.nodes], now_s)
         self.on_events([WorkerUp(info) for info in snapshot.workers], now_s)
         self.on_events([WorkerReported(report) for report in snapshot.reports], now_s)
@@ -185,7 +185,7 @@ class Conductor:
             self._tiers.remove_many(keys, node_id)
             return
         self._tiers.add_many(keys, node_id)
-        self._hotspots.arrived_many(keys, node_id)
+        self._hotspots.arrived(keys, node_id)
 
     def on_silence(self, seconds: float, now_s: float) -> None:
         """The directory sent nothing for `seconds`, so worker reports could not arrive either."""
@@ -209,7 +209,7 @@ class Conductor:
         now_s = self._advance(now_s)
         if in_flight is not None:
             in_flight += self._others.in_flight_of(tenant)
-        used_up = self._quotas.arrival_objection(tenant, limits, in_flight, now_s)
+        used_up = self._quotas.arrival_rejection(tenant, limits, in_flight, now_s)
         if used_up is None:
             return None
         self._totals.requests += 1
@@ -228,7 +228,7 @@ class Conductor:
         self._drop(request.request_id, now_s)
         self._totals.requests += 1
         elsewhere = self._others.in_flight_of(request.tenant)
-        if used_up := self._quotas.objection(request, elsewhere, now_s):
+        if used_up := self._quotas.rejection(request, elsewhere, now_s):
             return self._refuse(used_up)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
@@ -236,9 +236,9 @@ class Conductor:
         pair = options.best()
         if self._balance is not None:
             prefill_s, decode = pair.predicted.prefill_s, pair.decode.worker
-            self._balance.asked(prefill_s, request.prompt_tokens, decode, now_s)
+            self._balance.demand.asked(prefill_s, request.prompt_tokens, decode, now_s)
         pressure = pressure_on(options, pair.decode, self.config, self._others.wanted_of)
-        kind, advice = self._gate.objection(pair, request, pressure, options.ttft_limit_s), None
+        kind, advice = self._gate.rejection(pair, request, pressure, options.ttft_limit_s), None
         if kind:
             shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
             rejection = reject_for(
@@ -277,7 +277,7 @@ class Conductor:
         for is_other, _, _, (prefill, decode) in heapq.nsmallest(shown, ranked, lambda r: r[:3]):
             pair = options.pair(prefill, decode)
             pressure = pressure_on(options, decode, self.config, self._others.wanted_of)
-            verdict = self._gate.objection(pair, request, pressure, options.ttft_limit_s)
+            verdict = self._gate.rejection(pair, request, pressure, options.ttft_limit_s)
             candidates.append(_candidate(pair, verdict or ("slower" if is_other else "chosen")))
         return Explanation(tuple(candidates), len(ranked) - shown)
 
@@ -380,7 +380,7 @@ class Conductor:
         if routed is not None:
             self._cluster.learn_decode(routed, output_tokens, now_s)
             if self._balance is not None and output_tokens is not None:
-                self._balance.ended(output_tokens, now_s)
+                self._balance.demand.ended(output_tokens, now_s)
 
     def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
         """All attempts of a request have ended, and they used `tokens` of the tenant's limits.
@@ -433,7 +433,7 @@ class Conductor:
                 for usage in batch.usage:
                     self._quotas.heard(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
-                self._balance.heard(batch, now_s)
+                self._balance.on_batch(batch, now_s)
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
         """A batch of notes for the other frontends; an empty batch is a heartbeat. A batch that the

@@ -17,14 +17,12 @@ POLICIES = ("adaptive", "kvcache_centric", "cache_aware", "load_balance", "rando
 ADMISSIONS = ("reserved", "predictive_lengths", "predictive", "early", "baseline", "none")
 PREDICTIVE = ("predictive", "predictive_lengths")  # admission policies that predict future load
 SHEDDINGS = ("fair_share", "limit")
-QUEUE_ORDERS = ("fifo", "shortest_first")
-ROLE_FLIPS = ("off", "dry_run", "on")
 CHOICES = {
     "policy": POLICIES,
     "admission": ADMISSIONS,
     "shedding": SHEDDINGS,
-    "queue_order": QUEUE_ORDERS,
-    "role_flips": ROLE_FLIPS,
+    "queue_order": ("fifo", "shortest_first"),
+    "role_flips": ("off", "dry_run", "on"),
 }
 OVERLOAD_STRETCH = 20.0  # with this stretch nearly all prompts reach the bound
 

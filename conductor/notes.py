@@ -129,5 +129,4 @@ class OutgoingNotes:
         )
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert len(self._notes) <= NOTES_WAITING_MAX

@@ -30,7 +30,7 @@ LOAD_POLICIES.
                         (fair_share.py).
     resumed request     A request that lost its workers was admitted before, so it is admitted.
 
-`Gate.objection` changes no state, so `explain` shows what `on_request` would decide. `Gate.note`
+`Gate.rejection` changes no state, so `explain` shows what `on_request` would decide. `Gate.note`
 counts the decision.
 
 `retry_after_s` is the time until the same prediction would fit. Queues drain one second per second,
@@ -87,7 +87,7 @@ LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "predictive_lengths": load_when_prefill_ends,  # decode_loads() predicts all workers in one call
     "predictive": load_when_prefill_ends,
     "early": load_now,
-    "baseline": load_reserved,  # shown, not checked: see objection()
+    "baseline": load_reserved,  # shown, not checked: see rejection()
     "none": load_reserved,
 }
 
@@ -158,7 +158,7 @@ def _too_large(
     return Reject(request.request_id, "too_large", reason, None, 0.0)
 
 
-def objection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_s: float) -> str:
+def rejection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_s: float) -> str:
     """The kind of rejection for this pair; "" if the pair keeps all limits."""
     if not pair.prefill.has_room:
         return "prefill_full"
@@ -358,14 +358,14 @@ class Gate:
         share = self._config.low_priority_load_max if request.priority < 0 else 1.0
         return self._config.ttft_slo_s * share / self._margin.ratio(request.prompt_tokens)
 
-    def objection(
+    def rejection(
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
     ) -> str:
         """The kind of rejection for this pair; "" if it is admitted. A resumed request is admitted,
         because the work it has cost would be lost."""
         if request.is_resumed:
             return ""
-        kind = objection(pair, request, self._config, ttft_limit_s)
+        kind = rejection(pair, request, self._config, ttft_limit_s)
         if kind == "ttft_slo" and pressure.backlog_s <= 0.0:
             kind = ""
         if kind == "tbt_slo" and not pressure.is_decoding:
@@ -375,10 +375,10 @@ class Gate:
         return kind
 
     def shed(self, pair: Pair, request: Request, pressure: Pressure) -> Shed | None:
-        """The fair-share objection; None if fairness does not reject the request."""
+        """The figures of a fair-share rejection; None if the request is not shed."""
         if self._share is None:
             return None
-        return self._share.objection(request, pair.predicted.prefill_s, pressure)
+        return self._share.rejection(request, pair.predicted.prefill_s, pressure)
 
     def note(
         self, pair: Pair, request: Request, pressure: Pressure, now_s: float, kind: str
@@ -411,7 +411,6 @@ class Gate:
         self._margin.fade(now_s)
 
     def check(self) -> None:
-        """Assert the invariants."""
         self._margin.check()
         if self._share is not None:
             self._share.check()

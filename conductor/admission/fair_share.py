@@ -214,7 +214,7 @@ class FairShare:
         self._decode_part = 1.0  # decode capacity / prefill capacity; CAPACITY_MIN .. 1
         self._is_decode_short = False  # a request was rejected for decode load since the last plan
 
-    def objection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
+    def rejection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
         """Why this request is shed; None: it is not. Changes no state."""
         demand = self._demands.get(request.tenant)
         if demand is None or demand.cuts is NO_CUTS or self._is_idle(pressure):
@@ -333,7 +333,6 @@ class FairShare:
         del self._demands[least]
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert len(self._demands) <= TENANTS_MAX
         for demand in self._demands.values():
             demand.check()

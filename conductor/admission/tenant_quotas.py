@@ -94,7 +94,6 @@ class UsageWindow:
             self._seconds.popleft()
 
     def check(self) -> None:
-        """Assert the invariants."""
         moments = [second.at_s for second in self._seconds]
         assert moments == sorted(set(moments)) and len(moments) <= WINDOW_S + 1, moments
         assert all(s.requests >= 0 and s.tokens >= 0 for s in self._seconds)
@@ -116,7 +115,7 @@ class TenantQuotas:
         self._let_in: dict[str, _LetIn] = {}  # requests in flight at this frontend, oldest first
         self._in_flight_of: Counter[str] = Counter()  # of `_let_in`, by tenant; no zero entries
 
-    def objection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
+    def rejection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
         """The rejection of one more request of this tenant, or None. `elsewhere`: its requests in
         flight at other frontends."""
         limits = request.limits
@@ -124,22 +123,20 @@ class TenantQuotas:
             return None
         asked = asked_tokens(request)
         if limits.tokens_per_minute is not None and asked > limits.tokens_per_minute:
-            return _refusal(
-                request,
-                "too_large",
-                0.0,
+            reason = (
                 f"{request.prompt_tokens} prompt tokens and max_tokens "
                 f"{request.output_tokens_max} exceed the {limits.tokens_per_minute} that tenant "
                 f"{request.tenant!r} may have in a minute (tokens_per_minute); shorten "
-                "the prompt or max_tokens",
+                "the prompt or max_tokens"
             )
+            return Reject(request.request_id, "too_large", reason, None, 0.0)
         in_flight = self._in_flight_of[request.tenant] + elsewhere
         return self._used_up(request, limits, in_flight, now_s)
 
-    def arrival_objection(
+    def arrival_rejection(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """As `objection`, for a prompt of unknown length that is not read yet. `in_flight`: the
+        """As `rejection`, for a prompt of unknown length that is not read yet. `in_flight`: the
         tenant's requests at all frontends; None: the new work is not a request."""
         request = Request("", 0, (), 0, tenant=tenant, limits=limits)
         return self._used_up(request, limits, in_flight, now_s)
@@ -149,15 +146,29 @@ class TenantQuotas:
     ) -> Reject | None:
         most = limits.requests_in_flight_max
         if most is not None and in_flight is not None and in_flight >= most:
-            return _refusal(
-                request,
-                "tenant_full",
-                IN_FLIGHT_RETRY_S,
+            reason = (
                 f"tenant {request.tenant!r} has {in_flight} requests in flight and may have "
-                f"{most} (requests_in_flight_max)",
+                f"{most} (requests_in_flight_max)"
             )
+            return Reject(request.request_id, "tenant_full", reason, None, IN_FLIGHT_RETRY_S)
         window = self._windows.get(request.tenant)
-        return None if window is None else _rate_refusal(request, limits, window, now_s)
+        if window is None:
+            return None
+        requests, tokens = window.used(now_s)
+        asked = max(1, asked_tokens(request))  # an unknown length counts as one token
+        too_many = _above(requests + 1, limits.requests_per_minute)
+        too_much = _above(tokens + asked, limits.tokens_per_minute)
+        if not too_many and not too_much:
+            return None
+        if too_many:
+            kind, had = "request_rate", f"{requests} requests within a minute"
+            most_of = f"{limits.requests_per_minute} (requests_per_minute)"
+        else:
+            kind, had = "token_rate", f"{tokens} tokens within a minute, asks for {asked}"
+            most_of = f"{limits.tokens_per_minute} (tokens_per_minute)"
+        reason = f"tenant {request.tenant!r} has had {had} and may have {most_of}"
+        wait_s = window.wait_s(now_s, too_many, too_much)
+        return Reject(request.request_id, kind, reason, None, wait_s)
 
     def charged(self, tenant: str, now_s: float) -> UsageNote:
         """Charge work that is not a request as one request."""
@@ -218,7 +229,6 @@ class TenantQuotas:
                 self._leave(request_id)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert len(self._windows) <= TENANTS_MAX
         for window in self._windows.values():
             window.check()
@@ -229,36 +239,5 @@ def asked_tokens(request: Request) -> int:
     return request.prompt_tokens + request.output_tokens_max
 
 
-def _rate_refusal(
-    request: Request, limits: TenantLimits, window: UsageWindow, now_s: float
-) -> Reject | None:
-    requests, tokens = window.used(now_s)
-    asked = max(1, asked_tokens(request))  # an unknown length counts as one token
-    too_many = _above(requests + 1, limits.requests_per_minute)
-    too_much = _above(tokens + asked, limits.tokens_per_minute)
-    if not too_many and not too_much:
-        return None
-    wait_s = window.wait_s(now_s, too_many, too_much)
-    if too_many:
-        return _refusal(
-            request,
-            "request_rate",
-            wait_s,
-            f"tenant {request.tenant!r} has had {requests} requests within a minute and may "
-            f"have {limits.requests_per_minute} (requests_per_minute)",
-        )
-    return _refusal(
-        request,
-        "token_rate",
-        wait_s,
-        f"tenant {request.tenant!r} has had {tokens} tokens within a minute, asks for {asked} "
-        f"and may have {limits.tokens_per_minute} (tokens_per_minute)",
-    )
-
-
 def _above(wanted: int, most: int | None) -> int:
     return 0 if most is None else max(0, wanted - most)
-
-
-def _refusal(request: Request, kind: str, wait_s: float, reason: str) -> Reject:
-    return Reject(request.request_id, kind, reason, None, wait_s)

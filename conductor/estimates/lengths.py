@@ -135,7 +135,6 @@ class OutputLengths:
         return found
 
     def check(self) -> None:
-        """Assert the invariants."""
         for counts in (self._all, *self._classes.values()):
             assert counts.ended.min() >= 0 and counts.cut.min() >= 0
         for _, curve in self._curves.values():

@@ -159,6 +159,5 @@ class Margin:
                 self._ratios[length] = self._quantile_of(seconds, weight * self._prior_s)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert all(1 <= ratio <= 2**OCTAVES for ratio in self._ratios), self._ratios
         assert all(value >= 0 for row in self._seconds for value in row)

@@ -288,7 +288,6 @@ class DecodeBatch:
         return sorted(times)
 
     def check(self) -> None:
-        """Assert the invariants."""
         if self.forecast is not None:
             self.forecast.check()
         for stage, tally in self._tallies.items():

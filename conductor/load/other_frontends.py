@@ -207,7 +207,6 @@ class OtherFrontends:
                 del self._in_flight_of[tenant]
 
     def check(self) -> None:
-        """Assert the invariants."""
         in_flight = self._cluster.in_flight
         elsewhere = {name for name, routed in in_flight.items() if routed.is_elsewhere}
         announced = [name for known in self._known.values() for name in known.request_ids.values()]

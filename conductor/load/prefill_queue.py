@@ -220,7 +220,9 @@ class PrefillQueue:
             more = min(work.new_tokens - work.kept_tokens, done_tokens)
             work.done_tokens = work.kept_tokens + more
             done_tokens -= more
-            work.remaining_s = self._remaining_s(work)
+            work.remaining_s = self._estimate.work_s(
+                work.new_tokens - work.done_tokens, work.prefix_tokens + work.done_tokens
+            )
         self._unattributed_requests = max(0, requests - len(self._reservations))
         self._unattributed_s = 0.0
         if self._unattributed_requests:  # equal lengths assumed: a report gives only sums
@@ -228,14 +230,7 @@ class PrefillQueue:
             each = max(0, queue_tokens - ours) / self._unattributed_requests
             self._unattributed_s = self._unattributed_requests * self._estimate.work_s(each, 0)
 
-    def _remaining_s(self, work: PrefillReservation) -> float:
-        return self._estimate.work_s(
-            work.new_tokens - work.done_tokens,
-            work.prefix_tokens + work.done_tokens,
-        )
-
     def check(self) -> None:
-        """Assert the invariants."""
         assert self._unattributed_s >= 0 and self._unattributed_requests >= 0
         for request_id, work in self._reservations.items():
             assert 0 <= work.kept_tokens <= work.done_tokens <= work.new_tokens, request_id

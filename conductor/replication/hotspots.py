@@ -82,12 +82,8 @@ class Hotspots:
             if len(self._notes) >= NOTES_MAX:
                 self._count()
 
-    def arrived(self, key: bytes, node_id: str) -> None:
-        """A block arrived at a node, by any copy."""
-        if self._arriving:
-            self._arriving.pop((node_id, key), None)
-
-    def arrived_many(self, keys: Iterable[bytes], node_id: str) -> None:
+    def arrived(self, keys: Iterable[bytes], node_id: str) -> None:
+        """Blocks arrived at a node, by any copy."""
         if self._arriving:
             for key in keys:
                 self._arriving.pop((node_id, key), None)
@@ -256,7 +252,6 @@ class Hotspots:
         self._heats = dict(keep)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert len(self._notes) < NOTES_MAX
         assert len(self._latest) <= PREFIXES_MAX
         assert len(self._arriving) <= self._config.hot_blocks_in_flight_max

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 
 from conductor.load.cluster import Cluster
-from conductor.load.worker import WorkerState
 from conductor.messages import RoleFlip
 from conductor.notes import NoteBatch
 from conductor.roles.controller import ROLES, RoleController, RolePool
@@ -21,30 +20,20 @@ from conductor.roles.demand import RoleDemand
 class RoleBalance:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._demand = RoleDemand(cluster.config)
+        self.demand = RoleDemand(cluster.config)
         self._controller = RoleController(cluster.config)
         self._proposed: Counter[str] = Counter()
 
-    def asked(
-        self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
-    ) -> None:
-        """Count an arrived request, admitted or rejected."""
-        self._demand.asked(prefill_s, prompt_tokens, decode, now_s)
-
-    def ended(self, output_tokens: int, now_s: float) -> None:
-        """Count a finished answer with its length."""
-        self._demand.ended(output_tokens, now_s)
-
-    def heard(self, batch: NoteBatch, now_s: float) -> None:
+    def on_batch(self, batch: NoteBatch, now_s: float) -> None:
         """Count the routed requests and finished answers of another frontend."""
         for note in batch.routed:
             decode = self._cluster.workers.get(note.decode)
             if decode is not None:
                 tokens = note.new_tokens + note.cached_tokens
-                self._demand.asked(note.prefill_s, tokens, decode, now_s)
+                self.demand.asked(note.prefill_s, tokens, decode, now_s)
         for ended in batch.ended:
             if ended.output_tokens >= 0:
-                self._demand.ended(ended.output_tokens, now_s)
+                self.demand.ended(ended.output_tokens, now_s)
 
     def propose(self, is_our_turn: bool, now_s: float) -> RoleFlip | None:
         """A proposed flip, or None. All frontends accumulate the debt, also without their turn."""
@@ -68,8 +57,8 @@ class RoleBalance:
     def _wanted(self, role: str, now_s: float) -> float:
         workers = [w for w in self._cluster.workers.values() if w.info.role == role]
         if role == "prefill":
-            return self._demand.prefills_wanted(workers, now_s)
-        return self._demand.decodes_wanted(workers, now_s)
+            return self.demand.prefills_wanted(workers, now_s)
+        return self.demand.decodes_wanted(workers, now_s)
 
     def workers_wanted(self, now_s: float) -> dict[str, float]:
         return {role: self._wanted(role, now_s) for role in ROLES}
@@ -79,6 +68,5 @@ class RoleBalance:
         return {role: self._proposed[role] for role in ROLES}
 
     def check(self) -> None:
-        """Assert the invariants."""
         self._controller.check()
-        self._demand.check()
+        self.demand.check()

@@ -151,7 +151,6 @@ class RoleController:
         return RoleFlip(worker.ref, role, reason)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self._debt_s >= 0.0, self._debt_s
         assert all(order.role in OTHER_ROLE for order in self._orders.values())
 

@@ -100,7 +100,6 @@ class RoleDemand:
         return max(there, asked)
 
     def check(self) -> None:
-        """Assert the invariants."""
         sums = (self._prefill_s, self._answers, self._step_shares_s, self._ended)
         assert min(*sums, self._output_tokens) >= 0.0, sums
 

@@ -63,12 +63,8 @@ def load_balance(terms: Terms) -> Seconds:
     return terms.queue_s
 
 
-def cache_aware(terms: Terms) -> Seconds:
-    return terms.start_s  # nothing is fetched; restoring from the local SSD counts
-
-
-def kvcache_centric(terms: Terms) -> Seconds:
-    return terms.start_s
+def first_token(terms: Terms) -> Seconds:
+    return terms.start_s  # cache_aware fetches nothing, so only restoring from the SSD counts
 
 
 def adaptive(terms: Terms) -> Seconds:
@@ -81,8 +77,8 @@ def no_cost(terms: Terms) -> Seconds:
 
 POLICIES: Mapping[str, Policy] = {
     "adaptive": Policy(adaptive, fetch="times", spares_others=True),
-    "kvcache_centric": Policy(kvcache_centric, fetch="threshold"),
-    "cache_aware": Policy(cache_aware, fetch="never"),
+    "kvcache_centric": Policy(first_token, fetch="threshold"),
+    "cache_aware": Policy(first_token, fetch="never"),
     "load_balance": Policy(load_balance, fetch="never", is_blind=True),
     "random": Policy(no_cost, fetch="never", is_blind=True),
 }

@@ -230,6 +230,5 @@ class Tiers:
         return known
 
     def check(self) -> None:
-        """Assert the invariants."""
         self.dram.check()
         self.ssd.check()
