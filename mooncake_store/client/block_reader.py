@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
@@ -34,7 +34,7 @@ from mooncake_store.records.blocks import Copy, by_node
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, copied_parts, parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, side_by_side
 
 log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2
@@ -231,10 +231,8 @@ class BlockReader:
     def _look_again(
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
     ) -> set[int]:
-        """Verify failed blocks again with the number of layers in their headers.
-
-        Returns the positions whose header could not be read: those copies are not proven bad.
-        """
+        """Verify failed blocks again with the number of layers in their headers. Returns the
+        positions whose header could not be read: those copies are not proven bad."""
         unsure = [
             at
             for at, want in enumerate(wants)
@@ -345,20 +343,16 @@ class HeaderReader:
         """Read these spans of one node and afterwards check the slots as `still` does. One transfer
         if the transport keeps the order of spans, else two."""
         heads = [_heads(node.shape, copy) for copy in copies]
-        ends = list(accumulate(span.length_bytes for span in heads))
-        if ends[-1] > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
+        total_bytes = sum(span.length_bytes for span in heads)
+        if total_bytes > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
             node.transport.read(node.info, sources, targets, left_s)
             return self.still(keys, copies)
-        with self._scratch.take(ends[-1]) as buffer:
-            starts = [end - span.length_bytes for end, span in zip(ends, heads, strict=True)]
-            into: list[LocalSpan] = [
-                (buffer, ByteSpan(start, span.length_bytes))
-                for start, span in zip(starts, heads, strict=True)
-            ]
+        with self._scratch.take(total_bytes) as buffer:
+            into = side_by_side(buffer, heads)
             node.transport.read(node.info, [*sources, *heads], [*targets, *into], left_s)
             return [
-                _is_that_use(buffer[start:end].tobytes(), key, copy)
-                for start, end, key, copy in zip(starts, ends, keys, copies, strict=True)
+                _is_that_use(buffer[start : start + length_bytes].tobytes(), key, copy)
+                for (_, (start, length_bytes)), key, copy in zip(into, keys, copies, strict=True)
             ]
 
     def _read_raw(
@@ -402,11 +396,7 @@ class HeaderReader:
     ) -> None:
         total_bytes = sum(span.length_bytes for span in part.values())
         with self._scratch.take(total_bytes) as buffer:
-            ends = list(accumulate(span.length_bytes for span in part.values()))
-            targets: list[LocalSpan] = [
-                (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
-                for end, span in zip(ends, part.values(), strict=True)
-            ]
+            targets = side_by_side(buffer, part.values())
             node.transport.read(node.info, list(part.values()), targets, HEADERS_DEADLINE_S)
             for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
                 found[index] = buffer[start : start + length_bytes].tobytes()

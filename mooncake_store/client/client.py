@@ -131,8 +131,6 @@ class StoreClient:
         local = [info for info in self.directory.nodes() if info.host_id == here]
         return min((info.node_id for info in local if not info.is_ssd), default="")
 
-    # ---- memory
-
     def register(self, buffer: Any) -> None:
         """Register memory that is used repeatedly: once, instead of at each call."""
         self._registrations.add(as_bytes(buffer))
@@ -144,8 +142,6 @@ class StoreClient:
         """Local memory that a timed-out get may still write. Poll it."""
         return self.nodes.pending_targets()
 
-    # ---- put
-
     def put(
         self,
         keys: Sequence[bytes],
@@ -153,11 +149,9 @@ class StoreClient:
         node_id: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Store these blocks on `node_id`, on this host's node, or on a node with room.
-
-        False: no room, or not written before the deadline. True also if the block key was in the
-        store already: a block key names its content, so the block is not written again.
-        """
+        """Store these blocks on `node_id`, on this host's node, or on a node with room. False: no
+        room, or not written before the deadline. True also if the block key was in the store
+        already: a block key names its content, so the block is not written again."""
         deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
         self._check_keys(keys, len(sources))
@@ -182,8 +176,6 @@ class StoreClient:
         if not node_id:
             raise StoreFull("no storage node takes blocks: start one (mooncake store serve)")
         return node_id
-
-    # ---- get
 
     def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
         """The blocks as new arrays; None for a miss."""
@@ -210,11 +202,9 @@ class StoreClient:
         offset_bytes: int = 0,
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Fill each buffer with its block from `offset_bytes` on; False for a miss.
-
-        A buffer may be shorter than the block. A checksum cannot verify a part, so the slot's
-        header is checked after the read. A buffer longer than the block: RequestInvalid.
-        """
+        """Fill each buffer with its block from `offset_bytes` on; False for a miss. A buffer may be
+        shorter than the block. A checksum cannot verify a part, so the slot's header is checked
+        after the read. A buffer longer than the block: RequestInvalid."""
         until_s = time.monotonic() + self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
         self._check_keys(keys, len(targets))
@@ -278,14 +268,10 @@ class StoreClient:
             self._index.removed([header.key])
             self.directory.drop_copy(header.key, copy.node_id, copy.generation)
 
-    # ---- queries and changes
-
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """True for block keys with a copy on any node. Takes no lease and does not count as a use.
-
         Evictions and removals by other clients may show some milliseconds late (index_reader.py). A
-        stored block is never reported as missing.
-        """
+        stored block is never reported as missing."""
         return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
@@ -308,17 +294,12 @@ class StoreClient:
         source: str = "",
     ) -> list[bool]:
         """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`; both: a
-        move.
-
-        `source`: the node to read from if it has the block; "" means any node. False: the block is
-        not on every node of `add`, so no copy was removed. Also False: a copy on `drop` is in use,
-        or is the last one (`remove` removes the last one).
-        """
+        move. `source`: the node to read from if it has the block; "" means any node. False: the
+        block is not on every node of `add`, so no copy was removed. Also False: a copy on `drop` is
+        in use, or is the last one (`remove` removes the last one)."""
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
         return self.replicas.change(keys, add, drop, self._owner(), deadline_s, source)
-
-    # ---- futures
 
     def put_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
         """As `put`; the deadline starts when a thread takes the call."""
@@ -334,8 +315,6 @@ class StoreClient:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "store-client")
         return self._pool
-
-    # ---- checks and closing
 
     def _check_deadline(self, deadline_s: float) -> float:
         """RequestInvalid unless positive; at most DEADLINE_S_MAX."""

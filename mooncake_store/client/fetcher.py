@@ -38,10 +38,7 @@ class OwnSegment(SlotMemory):
         self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
     ) -> bool:
         """Write the "writing" header before the payload changes, so that no reader trusts the old
-        one.
-
-        False: a newer use of the slot has begun. Nothing was written.
-        """
+        one. False: a newer use of the slot has begun. Nothing was written."""
         if self.is_newer(slot.slot, slot.generation):
             return False
         header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s, is_ephemeral)
@@ -79,10 +76,8 @@ class OwnSegment(SlotMemory):
 
 class Fetcher:
     """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` returns slots of the local node.
-
     `layers`: the number of layers of every block that is pulled here. 0 means unknown: the reader
-    then reads the number from slot headers where it needs it.
-    """
+    then reads the number from slot headers where it needs it."""
 
     def __init__(
         self,
@@ -107,12 +102,9 @@ class Fetcher:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
-        """The number of bytes received from each node.
-
-        `own` returns the local segment, or None while the local node is down; then nothing is
-        pulled. `copies` may be local already. The caller looks up afterwards which blocks are local
-        now.
-        """
+        """The number of bytes received from each node. `own` returns the local segment, or None
+        while the local node is down; then nothing is pulled. `copies` may be local already. The
+        caller looks up afterwards which blocks are local now."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:

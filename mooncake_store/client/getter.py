@@ -53,10 +53,8 @@ class Getter:
         offset_bytes: int,
         deadline_s: float,
     ) -> list[bool]:
-        """Which blocks could be read where a replica of the index lists them.
-
-        The replica may be out of date, so a failed read here does not report a bad copy.
-        """
+        """Which blocks could be read where a replica of the index lists them. The replica may be
+        out of date, so a failed read here does not report a bad copy."""
         request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
         known = [request.fitting(index, copies) for index, copies in enumerate(found)]
         best = self._nodes.choose(known)

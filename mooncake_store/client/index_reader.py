@@ -34,8 +34,8 @@ log = logging.getLogger("mooncake_store.client")
 LOOK_AGAIN_S = 0.5  # until the next search for a table, after none was current
 REMOVED_S = 5.0  # longer than a table in use can lag
 REMOVED_MAX = 65_536
-TELL_S = 0.1
-IDLE_TELLS = 20  # after as many idle rounds the reporting thread sleeps until the next use
+REPORT_S = 0.1
+IDLE_ROUNDS_MAX = 20  # after as many idle rounds the reporting thread sleeps until the next use
 
 
 class IndexReader:
@@ -53,9 +53,7 @@ class IndexReader:
         self._used_bytes = 0
         self._is_sleeping, self._is_closed = True, False
         self._wake = threading.Event()
-        self._teller: threading.Thread | None = None
-
-    # ---- lookups
+        self._reporter: threading.Thread | None = None
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
         """The copies of each block key in the replica; (): ask the directory."""
@@ -111,8 +109,6 @@ class IndexReader:
         infos = [info for info in self._nodes.all() if self._nodes.is_same_host(info)]
         return list(dict.fromkeys(info.index_path for info in infos if info.index_path))
 
-    # ---- removals and uses of this client
-
     def removed(self, keys: Sequence[bytes]) -> None:
         """Note a removal. Call it before the directory is asked to remove."""
         if not self._is_wanted:
@@ -145,22 +141,24 @@ class IndexReader:
             self._used_bytes += len(joined)
             while self._used_bytes > KEYS_MAX * KEY_BYTES and len(self._used) > 1:
                 self._used_bytes -= len(self._used.pop(0))
-            if self._teller is None and not self._is_closed:
-                self._teller = threading.Thread(target=self._tell, name="index-uses", daemon=True)
-                self._teller.start()
+            if self._reporter is None and not self._is_closed:
+                self._reporter = threading.Thread(
+                    target=self._report, name="index-uses", daemon=True
+                )
+                self._reporter.start()
         if self._is_sleeping:
             self._wake.set()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Report uses to the directory until `close`."""
         idle = 0
         while not self._is_closed:
-            self._is_sleeping = idle >= IDLE_TELLS
-            self._wake.wait(None if self._is_sleeping and not self._used else TELL_S)
+            self._is_sleeping = idle >= IDLE_ROUNDS_MAX
+            self._wake.wait(None if self._is_sleeping and not self._used else REPORT_S)
             self._wake.clear()
-            idle = 0 if self._tell_once() else idle + 1
+            idle = 0 if self._report_once() else idle + 1
 
-    def _tell_once(self) -> bool:
+    def _report_once(self) -> bool:
         with self._lock:
             used, self._used, self._used_bytes = self._used, [], 0
         if used:
@@ -175,7 +173,7 @@ class IndexReader:
         with self._lock:
             self._is_closed = True
         self._wake.set()
-        if self._teller is not None:
-            self._teller.join()
-            self._tell_once()
+        if self._reporter is not None:
+            self._reporter.join()
+            self._report_once()
         self._view = None

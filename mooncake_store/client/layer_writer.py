@@ -39,7 +39,12 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
+from mooncake_store.transports.transport import (
+    ByteSpan,
+    LocalSpan,
+    left_to_write_s,
+    side_by_side,
+)
 
 PART_BYTES = 4 * 1024**2  # hashed, and sent while the bytes are in the CPU's cache
 FINISH_S_MAX = 5.0  # to write headers and digests, a few KiB
@@ -181,12 +186,8 @@ class LayerWriter:
         raw = b"".join(piece for _, piece in pieces)
         with self._scratch.take(len(raw)) as buffer:
             buffer[: len(raw)] = np.frombuffer(raw, np.uint8)
-            sources: list[LocalSpan] = []
-            at = 0
-            for _, piece in pieces:
-                sources.append((buffer, ByteSpan(at, len(piece))))
-                at += len(piece)
             targets = [ByteSpan(start, len(piece)) for start, piece in pieces]
+            sources = side_by_side(buffer, targets)
             node.transport.write(node.info, sources, targets, left_to_write_s(until_s))
 
     def _begun(self, node: NodeAccess, slots: Sequence[Slot]) -> list[SlotHeader | None]:

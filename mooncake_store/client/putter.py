@@ -27,7 +27,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from mooncake_store.block_keys import KEY_BYTES
@@ -53,7 +52,12 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, copied_parts, parts_of
-from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s
+from mooncake_store.transports.transport import (
+    ByteSpan,
+    LocalSpan,
+    left_to_write_s,
+    side_by_side,
+)
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
@@ -107,7 +111,6 @@ class Putter:
         self._reserved = ReservedSlots(directory, tenant, name, self._mark)
 
     def close(self) -> None:
-        """Release all reserved slots."""
         self._reserved.close()
 
     def put(
@@ -118,11 +121,9 @@ class Putter:
         owner: str,
         deadline_s: float,
     ) -> list[bool]:
-        """True: the block is complete in the store. All `sources` have one size.
-
-        If another client is writing a block, the put waits for it. If that client abandons the
-        block before the deadline, the put writes it.
-        """
+        """True: the block is complete in the store. All `sources` have one size. If another client
+        is writing a block, the put waits for it. If that client abandons the block before the
+        deadline, the put writes it."""
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
         left = [at for at, is_there in enumerate(done) if is_there is None]
@@ -133,8 +134,6 @@ class Putter:
             ):
                 done[at] = is_there
         return [bool(is_there) for is_there in done]
-
-    # ---- into slots reserved in advance
 
     def _put_reserved(
         self,
@@ -178,11 +177,9 @@ class Putter:
         return [None if verdict == REFUSED else True for verdict in verdicts]
 
     def _mark_taken(self, info: NodeInfo, size_bytes: int, taken: Taken) -> None:
-        """Mark the raw slots of the next put before anything else is written.
-
-        `markable` is evaluated directly before the transfer, and the transfer times out at
-        `mark_until_s`. A later mark could overwrite a finished block of another client.
-        """
+        """Mark the raw slots of the next put before anything else is written. `markable` is
+        evaluated directly before the transfer, and the transfer times out at `mark_until_s`. A
+        later mark could overwrite a finished block of another client."""
         if not (uses := taken.markable()):
             return
         try:
@@ -207,8 +204,6 @@ class Putter:
                 _mark_mapped(SlotMemory(view, node.shape), headers)
         else:
             self._put_headers(node, headers, until_s)
-
-    # ---- into slots from `allocate`
 
     def _put_asked(
         self,
@@ -257,10 +252,7 @@ class Putter:
         deadline_s: float,
     ) -> list[bool | None]:
         """True: in the store. False: no room, or not written. None: another owner is writing the
-        block.
-
-        That owner may fail, so the caller retries a block whose result is None.
-        """
+        block. That owner may fail, so the caller retries a block whose result is None."""
         info, given = self._allocate(node_id, keys, sources[0].nbytes, owner, deadline_s)
         done: list[bool | None] = [False] * len(keys)
         try:
@@ -348,8 +340,6 @@ class Putter:
         self._attached[node_id] = info.incarnation
         return info
 
-    # ---- bytes
-
     def _access(self, info: NodeInfo) -> NodeAccess:
         node = self._nodes.access_to(info)
         if node is None:
@@ -367,11 +357,9 @@ class Putter:
         lease_s: float,
         until_s: float,
     ) -> None:
-        """Mark the slots. EpochPassed: the slots may belong to another owner by now.
-
-        After EpochPassed no payload may be written. Usually it is raised before a header is
-        written, too.
-        """
+        """Mark the slots. EpochPassed: the slots may belong to another owner by now. After
+        EpochPassed no payload may be written. Usually it is raised before a header is written,
+        too."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
         # again after the headers are written: from then on they protect the slots from a new
@@ -392,10 +380,8 @@ class Putter:
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
         """Write the blocks into marked slots; the checksum of each (0 if this store computes none).
-
         TransferFailed: none of these blocks may be committed. TransferTimeout: bytes may still
-        arrive.
-        """
+        arrive."""
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
             return self._fill_mapped(node.transport, node, writes, until_s)
@@ -476,11 +462,9 @@ class Putter:
         payloads: Sequence[LocalSpan] = (),
         slots: Sequence[ByteSpan] = (),
     ) -> None:
-        """Write payloads, if any, and then headers in the same transfer.
-
-        The headers are of blocks of one size and in one state. A "writing" header also clears the
-        headers of its block's other units.
-        """
+        """Write payloads, if any, and then headers in the same transfer. The headers are of blocks
+        of one size and in one state. A "writing" header also clears the headers of its block's
+        other units."""
         info, transport, shape = node
         headers = sorted(headers)
         first = headers[0][1]
@@ -492,11 +476,7 @@ class Putter:
         with self._scratch.take(size_bytes) as buffer:
             starts = range(0, size_bytes, each)
             write_headers(buffer, starts, [header for _, header in headers], each - HEADER_BYTES)
-            ends = accumulate(span.length_bytes for span in targets)
-            sources = [
-                (buffer, ByteSpan(end - span.length_bytes, span.length_bytes))
-                for end, span in zip(ends, targets, strict=True)
-            ]
+            sources = side_by_side(buffer, targets)
             left_s = left_to_write_s(until_s)
             transport.write(info, [*payloads, *sources], [*slots, *targets], left_s)
 

@@ -40,7 +40,6 @@ class Replicas:
         deadline_s: float,
         source: str = "",
     ) -> list[bool]:
-        """See StoreClient.change_replica."""
         until_s = time.monotonic() + deadline_s
         infos = {info.node_id: info for info in self._directory.nodes()}
         for node_id in (*add, *drop):
@@ -123,11 +122,8 @@ class Replicas:
         deadline_s: float = 600.0,
     ) -> int:
         """Stop new blocks on the node, and copy blocks that only it has; returns blocks left
-        behind.
-
-        Calls on_progress(moved, left) after each batch. With 0 left the node can be stopped without
-        loss. A block stays behind if no other node has room for it.
-        """
+        behind. Calls on_progress(moved, left) after each batch. With 0 left the node can be stopped
+        without loss. A block stays behind if no other node has room for it."""
         until_s = time.monotonic() + deadline_s
         self._directory.drain(node_id, True)
         infos = {info.node_id: info for info in self._directory.nodes()}

@@ -98,8 +98,6 @@ class Reserve:
 
 
 class Taken(NamedTuple):
-    """Slots of one put."""
-
     reserve: Reserve
     uses: list[Use]  # to be written and committed by this put
     raw: list[Use]  # to be marked by this put, for later puts
@@ -108,9 +106,7 @@ class Taken(NamedTuple):
 
     def markable(self) -> list[Use]:
         """The raw slots that may still be marked. Call it directly before the marks are written.
-
-        The process may have been suspended since `take`.
-        """
+        The process may have been suspended since `take`."""
         if boot_s() > self.mark_until_s:
             self.late[:], self.raw[:] = [*self.late, *self.raw], []
         return self.raw
@@ -137,8 +133,6 @@ class ReservedSlots:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-
-    # ---- a put
 
     def take(self, info: NodeInfo, size_bytes: int, count: int, deadline_s: float) -> Taken | None:
         """Slots for a put of `count` blocks, leased beyond its deadline. None: too few are
@@ -252,8 +246,6 @@ class ReservedSlots:
                 self._thread.start()
         self._wake.set()
 
-    # ---- the directory
-
     def _commit(self, reserve: Reserve, own: _Commit) -> Sequence[int]:
         """Commit, in one message with the commits of other threads that wait on this reserve."""
         with self._lock:
@@ -313,8 +305,6 @@ class ReservedSlots:
         if slots:
             with contextlib.suppress(StoreError):
                 self._directory.abandon(slots, reserve.owner)
-
-    # ---- in the background
 
     def _run(self) -> None:
         while not self._is_closed:

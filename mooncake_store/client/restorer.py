@@ -88,10 +88,8 @@ class Restorer:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> Iterator[list[tuple[int, Copy]]]:
-        """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs.
-
-        Blocks that could not be read are omitted. The yielded copies are leased to the owner.
-        """
+        """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs. Blocks that could
+        not be read are omitted. The yielded copies are leased to the owner."""
         by_node: dict[tuple[str, int], list[int]] = {}
         for index, copy in enumerate(copies):
             by_node.setdefault((copy.node_id, copy.size_bytes), []).append(index)

@@ -94,19 +94,15 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of `fetch`."""
-
     blocks: int  # length of the prefix that has a copy in the local node now
     bytes_from: dict[str, int]  # received bytes by sending node
 
 
 class Store:
-    """`transports` chooses how this process reaches the memory of nodes.
-
-    "auto": the local node mapped, all others by NIXL. "mapped": every node of this host mapped;
-    NIXL is not needed. "nixl": the local node by NIXL too, to compare the two transports. Writes to
-    the local segment are mapped copies in each mode.
-    """
+    """`transports` chooses how this process reaches the memory of nodes. "auto": the local node
+    mapped, all others by NIXL. "mapped": every node of this host mapped; NIXL is not needed.
+    "nixl": the local node by NIXL too, to compare the two transports. Writes to the local segment
+    are mapped copies in each mode."""
 
     def __init__(
         self,
@@ -148,8 +144,6 @@ class Store:
             self._nodes.close()
             raise
         self._probe = Probe(self._nodes)
-
-    # ---- the own node
 
     def _attach(self, before: _Own | None) -> _Own:
         """Attach the local node's current incarnation, and map it unless it is mapped already."""
@@ -200,8 +194,6 @@ class Store:
         if self._nodes.nixl is not None:
             self._nodes.nixl.make_lanes(count)
 
-    # ---- the directory's verbs
-
     def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
         """The copies of each key, up to the first that has none; leased to `owner`."""
         found = self._directory.lookup(keys, owner, lease_s)
@@ -218,12 +210,10 @@ class Store:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """Reserve slots in the local node for these blocks and mark their headers "writing".
-
-        Covers nothing (store full) while the local node is down, or while blocks in use fill the
-        quota of `tenant`. `size_bytes`: the size of each block; 0 means the size of this layout.
-        TransferFailed: the node's process has died and no new incarnation is attached yet.
-        """
+        """Reserve slots in the local node for these blocks and mark their headers "writing". Covers
+        nothing (store full) while the local node is down, or while blocks in use fill the quota of
+        `tenant`. `size_bytes`: the size of each block; 0 means the size of this layout.
+        TransferFailed: the node's process has died and no new incarnation is attached yet."""
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             own = self._own
@@ -364,8 +354,6 @@ class Store:
 
     def release(self, owner: str) -> None:
         self._directory.release(owner)
-
-    # ---- bytes
 
     def read(
         self,
@@ -536,8 +524,6 @@ class Store:
                     return key
         header = self._headers.read(copy)
         return header.key if header and header.generation == copy.generation else None
-
-    # ---- numbers
 
     def measure_rates(self, patience_s: float = 0.0) -> dict[str, float]:
         """Bytes per second from each node that answers; see rates.py. Takes about 0.1 s per node,

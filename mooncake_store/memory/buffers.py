@@ -39,12 +39,10 @@ def checksum(view: ByteArray) -> int:
 
 
 def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
-    """Copy `source` to `target` (1-D uint8 of equal length); returns the checksum of the bytes.
-
-    One side is in a segment, where late bytes of an abandoned transfer may arrive at any time. The
+    """Copy `source` to `target` (1-D uint8 of equal length); returns the checksum of the bytes. One
+    side is in a segment, where late bytes of an abandoned transfer may arrive at any time. The
     other side belongs to this process and is the side that is hashed: the target of a read, the
-    source of a write. So late bytes never match the checksum.
-    """
+    source of a write. So late bytes never match the checksum."""
     hashed = target if is_read else source
     length_bytes = source.nbytes
     if length_bytes <= PIECE_BYTES:

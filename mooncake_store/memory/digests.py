@@ -98,12 +98,10 @@ def copy_blocks(
     *,
     is_read: bool,
 ) -> list[bytes]:
-    """Copy blocks of one size between buffers of 1-D uint8; returns each block's packed digests.
-
-    A block with 0 layers is hashed as one layer. Not hashed: b"". `threads`: the threads that may
+    """Copy blocks of one size between buffers of 1-D uint8; returns each block's packed digests. A
+    block with 0 layers is hashed as one layer. Not hashed: b"". `threads`: the threads that may
     share a large copy, including the caller's. `is_read`: the sources are in a segment, as in
-    `copy_and_sum`; native.c hashes the bytes it copies in either direction.
-    """
+    `copy_and_sum`; native.c hashes the bytes it copies in either direction."""
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"

@@ -161,8 +161,6 @@ class IndexTable:
         self._words[_AT_BUCKETS] = buckets
         self._words[_AT_MAGIC] = MAGIC
 
-    # ---- head
-
     @property
     def capacity(self) -> int:
         return (self._mask + 1) * WAYS
@@ -183,8 +181,6 @@ class IndexTable:
     def stamp(self, boot_s: float) -> None:
         """Note that the table contains all events of the directory up to `boot_s`."""
         self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
-
-    # ---- entries
 
     def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
         """Add or replace an entry. False: no room among entries of higher precedence."""
@@ -447,7 +443,6 @@ class IndexView:
 
 
 def _hashes(pairs: Words) -> Words:
-    """`_hash` of many block keys."""
     for_keys = np.uint64(_FOR_KEYS)
     mixed: Words = (pairs[:, 0] + pairs[:, 1] * for_keys) * np.uint64(_TO_MIX)
     mixed ^= mixed >> np.uint64(32)

@@ -78,7 +78,6 @@ class Registrations:
         return self._covers(min(spans)[0], max(start + length for start, length in spans))
 
     def _covers(self, low: int, high: int) -> bool:
-        """True if one registered buffer contains these addresses."""
         with self._lock:
             return any(
                 address <= low and high <= address + whole.nbytes

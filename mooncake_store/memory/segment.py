@@ -68,8 +68,6 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class SegmentPart(NamedTuple):
-    """One file of the segment."""
-
     descriptor: int
     size_bytes: int
     numa_node: int | None = None  # None: chosen by the kernel

@@ -180,8 +180,6 @@ def _native_headers() -> library.NativeFunction | None:
 
 
 class SlotMemory:
-    """The slots of one segment."""
-
     def __init__(self, view: ByteArray, shape: Geometry) -> None:
         self.view, self.shape = view, shape
 

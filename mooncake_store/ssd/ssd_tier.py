@@ -118,8 +118,6 @@ class SsdTier:
         how = "direct" if self._file.is_direct else "buffered"
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
-    # ---- writing
-
     def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
         """Which blocks have been written to the file. Only keep() makes them loadable."""
         written = [False] * len(jobs)
@@ -165,8 +163,6 @@ class SsdTier:
                 error,
             )
         self._closed_until_s = time.monotonic() + RETRY_S
-
-    # ---- loading
 
     def load(
         self,
@@ -227,16 +223,13 @@ class SsdTier:
         except OSError as error:  # dropped from the table; after a restart its checksum fails again
             self._close_for_writing(error)
 
-    # ---- both directions
-
     def _move(
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; yields (index, error or None) of each, part by part as parts end.
-
-        While the caller handles one part, the next ones are in flight. After `until_s` no part is
-        started, and the remaining jobs are not yielded. Parts in flight then have GRACE_S to end.
-        """
+        While the caller handles one part, the next ones are in flight. After `until_s` no part
+        is started, and the remaining jobs are not yielded. Parts in flight then have GRACE_S to
+        end."""
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
         ]

@@ -64,9 +64,7 @@ class NodeAccess(NamedTuple):
 
 class Traffic:
     """Bytes that this process has requested from each node: not arrived yet, and in total.
-
-    Thread-safe. Keeps the NODES_MAX nodes that were used last.
-    """
+    Thread-safe. Keeps the NODES_MAX nodes that were used last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -218,15 +216,11 @@ class KnownNodes:
         with self._lock:
             return self._nodes.get(self._own_id)
 
-    # ---- which copy
-
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
         """One copy of each block: on the first of the nodes `first` that has it, else the cheapest.
-
-        None: no node with a copy can be read now.
-        """
+        None: no node with a copy can be read now."""
         names = dict.fromkeys(copy.node_id for copies in found for copy in copies)
         holders = {name: self.usable(name) for name in names}  # asks the directory where needed
         if not any(len(copies) > 1 for copies in found):  # nearly always: no block has two copies
@@ -265,8 +259,6 @@ class KnownNodes:
     def _is_bad(self, info: NodeInfo, now_s: float) -> bool:
         incarnation, until_s = self._bad.get(info.node_id, ("", 0.0))
         return incarnation == info.incarnation and now_s < until_s
-
-    # ---- the transports
 
     @property
     def needs_registration(self) -> bool:

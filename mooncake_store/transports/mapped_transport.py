@@ -44,9 +44,6 @@ class MappedTransport(Transport):
         self._stop = threading.Event()
         self._watch: threading.Thread | None = None  # started with the first mapping
 
-    def connect(self, node: NodeInfo) -> None:
-        self.segment(node)
-
     def segment(self, node: NodeInfo) -> Segment:
         """The mapped segment of this incarnation of the node."""
         with self._lock:

@@ -104,8 +104,6 @@ class MultiNicTransport(Transport):
         if network.missing:
             log.warning("network cards %s are not there", ", ".join(network.missing))
 
-    # ---- routes to nodes
-
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
         """True if NIXL can move bytes between this process and the node."""
         if not is_same_host and nic_pairs(self._network.nics, node.nics):
@@ -181,8 +179,6 @@ class MultiNicTransport(Transport):
         with self._making:
             return [self._shared, *self._cards.values()]
 
-    # ---- the transport contract
-
     def keeps_order(self, node: NodeInfo) -> bool:
         return self._is_same_host(node) and self._shared.keeps_order(node)
 
@@ -205,13 +201,6 @@ class MultiNicTransport(Transport):
     def make_lanes(self, count: int) -> None:
         """See NixlTransport; a card makes its lanes on first use."""
         self._shared.make_lanes(count)
-
-    def connect(self, node: NodeInfo) -> None:
-        routes = [] if self._is_same_host(node) else self.routes(node)
-        if not routes:
-            self._shared.connect(node)
-        for route in routes:
-            self.card(route.nic).connect(route.node)
 
     def _transfer(self, batch: TransferBatch) -> None:
         is_same_host = self._is_same_host(batch.node)
@@ -258,8 +247,6 @@ class MultiNicTransport(Transport):
             prober.join()
         for transport in self._made():
             transport.close()
-
-    # ---- probing
 
     def note_cool_down(self, route: NicRoute, why: object) -> None:
         """A path's cool-down has started: have it probed."""
@@ -381,8 +368,6 @@ class SplitTransfer:
         if self._error is not None:
             raise self._error
 
-    # ---- posting
-
     def _post_next(self) -> bool:
         """Post the next part if a path has room for it. False: none has."""
         under_way = [sum(part.at == at for part in self._posted) for at in range(len(self._paths))]
@@ -440,8 +425,6 @@ class SplitTransfer:
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
-    # ---- polling
-
     def _look(self) -> bool:
         """Poll every part once. True: at least one has ended."""
         now_s = time.monotonic()
@@ -458,7 +441,6 @@ class SplitTransfer:
         return has_moved
 
     def _poll(self, part: _PostedPart) -> bool:
-        """True: the part has ended."""
         if not part.posted.is_done:
             card = self._owner.card(self._routes[part.at].nic)
             try:

@@ -276,11 +276,9 @@ class NodeAgent:
 
 
 class FileAgent:
-    """NIXL's POSIX plugin between one memory range and one open file. Its owner has a lock.
-
-    Unlike agents with UCX it has no peers, so it may be destroyed once nothing is in flight. Its
-    destructor aborts the process if the kernel still works on a transfer.
-    """
+    """NIXL's POSIX plugin between one memory range and one open file. Its owner has a lock. Unlike
+    agents with UCX it has no peers, so it may be destroyed once nothing is in flight. Its
+    destructor aborts the process if the kernel still works on a transfer."""
 
     def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
         self._address, self._descriptor = address, descriptor

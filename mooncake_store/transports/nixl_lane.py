@@ -99,8 +99,6 @@ class Transfer:
 
 
 class AgentLane:
-    """An agent, its lock, its peers, its regions and its transfers."""
-
     def __init__(self, name: str, devices: AgentDevices = ALL_DEVICES) -> None:
         self.lock = threading.Lock()
         self.devices = devices
@@ -144,7 +142,6 @@ class AgentLane:
             self.release()
 
     def release(self) -> None:
-        """Release the lock."""
         while True:
             if self.is_frozen:
                 self._unregister_all()
@@ -247,11 +244,9 @@ class AgentLane:
         return len(self._under_way) > len(self.orphans)
 
     def freeze(self) -> None:
-        """Never call this agent again, except to unregister memory.
-
-        The agent has no thread of its own. So its connections are not read any more, and no byte of
-        its transfers reaches local memory: the memory of those transfers may be reused.
-        """
+        """Never call this agent again, except to unregister memory. The agent has no thread of its
+        own. So its connections are not read any more, and no byte of its transfers reaches local
+        memory: the memory of those transfers may be reused."""
         self.is_frozen = True
         for transfer in self._under_way:
             # releasing a handle would read from the connections, so the handle is kept alive

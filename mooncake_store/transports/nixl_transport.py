@@ -65,8 +65,6 @@ class LaneFrozen(TransferFailed):
 
 
 class PostedTransfer(NamedTuple):
-    """A transfer in flight and its lane."""
-
     batch: TransferBatch
     lane: AgentLane
     transfer: Transfer
@@ -143,9 +141,6 @@ class NixlTransport(Transport):
             finally:
                 lane.release()
 
-    def connect(self, node: NodeInfo) -> None:
-        self._connect(node, time.monotonic() + CONNECT_S_MAX)
-
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
         """True if NIXL can move bytes between this process and the node."""
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
@@ -215,10 +210,8 @@ class NixlTransport(Transport):
 
     def freeze(self, node_id: str) -> bool:
         """Freeze the lanes with transfers of this node in flight, and drop its connections.
-
         Afterwards nothing of them arrives in local memory. False: FROZEN_MAX agents are frozen
-        already, so some lanes are unchanged.
-        """
+        already, so some lanes are unchanged."""
         with self._lock:
             lanes = list(self._lanes)
         if not all(_give_up(lane, node_id) for lane in lanes):

@@ -39,8 +39,6 @@ CMA_OVER_TCP_MIN = 1.5  # measured: 3.9 with CMA, 0.9 without
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """The path to one node, as measured last."""
-
     node_id: str
     transport: str
     bytes_per_s: float

@@ -74,8 +74,6 @@ class RequestRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class OpenConnection:
-    """A client's connection, unauthenticated at first."""
-
     socket: socket.socket  # with TLS, once the handshake has started
     host: str
     opened_s: float

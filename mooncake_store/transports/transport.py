@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,16 +31,23 @@ from mooncake_store.records.membership import NodeInfo
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes in a segment or a buffer. (A frozen dataclass takes 5 times as long to
-    make.)"""
+    """A run of bytes in a segment or a buffer. (A frozen dataclass is 5 times slower to make.)"""
 
     offset_bytes: int
     length_bytes: int
 
 
-LocalSpan = tuple[
-    ByteArray, ByteSpan
-]  # a registered uint8 buffer (or a view of one) and where in it
+LocalSpan = tuple[ByteArray, ByteSpan]  # a span of a registered uint8 buffer or of a view of one
+
+
+def side_by_side(buffer: ByteArray, spans: Iterable[ByteSpan]) -> list[LocalSpan]:
+    """Consecutive spans of `buffer`, from its start on, with the lengths of these spans."""
+    found: list[LocalSpan] = []
+    at = 0
+    for span in spans:
+        found.append((buffer, ByteSpan(at, span.length_bytes)))
+        at += span.length_bytes
+    return found
 
 
 class TransferBatch(NamedTuple):
@@ -138,10 +145,6 @@ class Transport:
     @property
     def counters(self) -> TransferCounters:
         return self._tally.counters()
-
-    def connect(self, node: NodeInfo) -> None:
-        """Prepare for this node. Idempotent; a new incarnation replaces the old one."""
-        raise NotImplementedError
 
     def _transfer(self, batch: TransferBatch) -> None:
         """Move all of it. The spans have been checked."""

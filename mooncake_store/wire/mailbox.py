@@ -53,11 +53,9 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Receives in its own thread; `on_messages` gets all waiting messages in order.
-
-    `on_messages` may return the seconds after which it wants another call, even without messages.
-    An error in it is logged, and the inbox continues.
-    """
+    """Receives in its own thread; `on_messages` gets all waiting messages in order. `on_messages`
+    may return the seconds after which it wants another call, even without messages. An error in it
+    is logged, and the inbox continues."""
 
     def __init__(
         self,
@@ -225,8 +223,6 @@ class Outbox(Generic[M]):
 
 
 class _Way:
-    """The socket to one inbox."""
-
     def __init__(self, address: str, messages_max: int) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.set_hwm(messages_max)

@@ -104,8 +104,6 @@ _STATS = Decoder(NodeStats)
 
 
 class NodeClient:
-    """The verbs of one storage node. Thread-safe."""
-
     def __init__(self, address: str) -> None:
         self.address = address
         who = f"the storage node at {address.partition('#')[0]}"
@@ -135,10 +133,8 @@ class NodeClient:
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
     ) -> list[bool]:
         """Make the node copy these blocks of other nodes; returns which of them it has afterwards.
-
         The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
-        leased them, is no longer the leader, and nothing was copied.
-        """
+        leased them, is no longer the leader, and nothing was copied."""
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
 

@@ -239,11 +239,9 @@ class ZeroMqConnection:
 
 class Requester:
     """Sends requests to one server. Thread-safe. Connections are kept for later requests.
-
     `is_in_order`: one request at a time over one connection, for a server that answers in order
     (the directory answers within microseconds). Otherwise each request has its own connection, so
-    that a slow request delays no other.
-    """
+    that a slow request delays no other."""
 
     def __init__(
         self,

@@ -128,8 +128,6 @@ class GreenNixl(Transport):
 
     def make_lanes(self, count: int) -> None: ...
 
-    def connect(self, node: NodeInfo) -> None: ...
-
     def disconnect(self, node_id: str) -> bool:
         return True
 

@@ -104,7 +104,6 @@ class NicPath:
         self.under_way_bytes += part_bytes
 
     def ended(self, part_bytes: int) -> None:
-        """A part has ended, with or without success."""
         self.under_way_bytes -= part_bytes
         assert self.under_way_bytes >= 0, self
 
@@ -121,12 +120,10 @@ class NicPath:
             self.bytes_per_s = before + _SMOOTHING * (rate - before)
 
     def failed(self, now_s: float) -> None:
-        """The connection broke or could not be made."""
         self.counters.failures += 1
         self._cool_down(now_s)
 
     def gave_up(self, now_s: float) -> None:
-        """A part was overdue and is abandoned."""
         self.counters.given_up += 1
         self._cool_down(now_s)
 
@@ -148,7 +145,6 @@ class NicPath:
         self._end_cool_down()
 
     def forget(self) -> None:
-        """The node is gone."""
         self._end_cool_down()
         self.is_forgotten = True
 

@@ -89,11 +89,9 @@ def named_copy(
 def best_copies(
     found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
 ) -> list[Copy | None]:
-    """One copy of each block; None: no node with a copy has a route.
-
-    The blocks of one call are one batch: each block assigned to a node raises that node's cost for
-    the next. So a prefix with two equal nodes comes half from each.
-    """
+    """One copy of each block; None: no node with a copy has a route. The blocks of one call are one
+    batch: each block assigned to a node raises that node's cost for the next. So a prefix with two
+    equal nodes comes half from each."""
     if all(len(copies) < 2 for copies in found):  # nearly always: no block has two copies
         return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
     ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}

@@ -76,26 +76,18 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Cards for one range of memory: use a preferred one, or another if none of these works."""
-
-    preferred: tuple[str, ...]
-    secondary: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Topology:
     numa_nodes: tuple[NumaNode, ...]
     nics: tuple[Nic, ...]
     gpus: tuple[Gpu, ...]
     problems: tuple[str, ...]
 
-    def near_numa(self, number: int) -> Choice:
-        """Cards for memory of this NUMA node."""
-        return _choice((nic, nic.numa_node != number) for nic in self._best())
+    def near_numa(self, number: int) -> tuple[str, ...]:
+        """The closest cards to memory of this NUMA node."""
+        return _closest((nic, nic.numa_node != number) for nic in self._best())
 
-    def near_gpu(self, gpu: Gpu) -> Choice:
-        return _choice((nic, closeness(nic, gpu)) for nic in self._best())
+    def near_gpu(self, gpu: Gpu) -> tuple[str, ...]:
+        return _closest((nic, closeness(nic, gpu)) for nic in self._best())
 
     def _best(self) -> list[Nic]:
         """Cards that work. If any has RDMA, only those: the others carry control traffic."""
@@ -103,12 +95,9 @@ class Topology:
         return [nic for nic in working if nic.has_rdma] or working
 
     def ucx_net_devices(self, cpus: Iterable[int]) -> str:
-        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA.
-
-        Contains the RDMA ports close to the NUMA nodes of these CPUs, and interfaces for TCP, so
-        that peers without RDMA can be reached (UCX prefers RDMA by itself). Never a port that is
-        down.
-        """
+        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA. Contains the RDMA
+        ports close to the NUMA nodes of these CPUs, and interfaces for TCP, so that peers without
+        RDMA can be reached (UCX prefers RDMA by itself). Never a port that is down."""
         nodes = {node.number for node in self.numa_nodes if set(node.cpus) & set(cpus)}
         working = [nic for nic in self.nics if nic.is_up]
         rdma = [nic for nic in working if nic.has_rdma]
@@ -126,7 +115,7 @@ class Topology:
                 "node": node.number,
                 "cpus": len(node.cpus),
                 "memory_bytes": node.memory_bytes,
-                "nics": self.near_numa(node.number).preferred,
+                "nics": self.near_numa(node.number),
             }
             for node in self.numa_nodes
         ]
@@ -141,7 +130,7 @@ class Topology:
             for nic in self.nics
         ]
         gpus = [
-            {"pci": gpu.address, "numa": gpu.numa_node, "nics": self.near_gpu(gpu).preferred}
+            {"pci": gpu.address, "numa": gpu.numa_node, "nics": self.near_gpu(gpu)}
             for gpu in self.gpus
         ]
         return {"numa": nodes, "nics": nics, "gpus": gpus}
@@ -160,14 +149,10 @@ def closeness(one: Nic | Gpu, other: Nic | Gpu) -> Closeness:
     return Closeness.NUMA if one.numa_node == other.numa_node >= 0 else Closeness.NOTHING
 
 
-def _choice(rated: Iterable[tuple[Nic, int]]) -> Choice:
-    """The closest cards are preferred; all of them if all are equally close."""
+def _closest(rated: Iterable[tuple[Nic, int]]) -> tuple[str, ...]:
     pairs = list(rated)
-    nearest = min((far for _, far in pairs), default=0)
-    return Choice(
-        tuple(nic.name for nic, far in pairs if far == nearest),
-        tuple(nic.name for nic, far in sorted(pairs, key=lambda p: p[1]) if far != nearest),
-    )
+    least = min((rating for _, rating in pairs), default=0)
+    return tuple(nic.name for nic, rating in pairs if rating == least)
 
 
 def parse(tree: Mapping[str, str]) -> Topology:

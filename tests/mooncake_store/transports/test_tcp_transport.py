@@ -178,9 +178,7 @@ def test_a_wrong_token_is_refused_and_says_what_to_do(
     buffer, span = np.zeros(SIZE, np.uint8), ByteSpan(0, 4096)
     stranger = replace(node_of(server), incarnation="n0")
     for _ in range(2):
-        with pytest.raises(
-            TransferFailed, match=r"restarted, or another node .* in the directory"
-        ):
+        with pytest.raises(TransferFailed, match=r"restarted, or another node .* in the directory"):
             transport.read(stranger, [span], [(buffer, span)], 10.0)
         with pytest.raises(TransferFailed, match="restarted"):
             transport.write(stranger, [(buffer, span)], [span], 10.0)

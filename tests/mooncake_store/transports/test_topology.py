@@ -18,7 +18,6 @@ from mooncake_store.transports import host_topology, nixl_agent
 from mooncake_store.transports.host_topology import read_tree
 from mooncake_store.transports.paths.topology import (
     LINK,
-    Choice,
     Closeness,
     Topology,
     closeness,
@@ -62,7 +61,7 @@ def test_a_folder_reads_as_the_tree_it_was_made_from(name: str, tmp_path: Path) 
 def test_each_gpu_of_a_server_prefers_the_card_at_its_own_switch() -> None:
     server = parse(recorded("8-gpu-server"))
     assert server.problems == ()
-    near = {gpu.address[5:7]: server.near_gpu(gpu).preferred for gpu in server.gpus}
+    near = {gpu.address[5:7]: server.near_gpu(gpu) for gpu in server.gpus}
     assert near == {
         "1b": ("mlx5_0",),
         "43": ("mlx5_3",),
@@ -73,9 +72,6 @@ def test_each_gpu_of_a_server_prefers_the_card_at_its_own_switch() -> None:
         "d1": ("mlx5_10",),
         "df": ("mlx5_11",),
     }
-    others = server.near_gpu(server.gpus[0]).secondary
-    assert others[:4] == ("mlx5_1", "mlx5_3", "mlx5_4", "mlx5_5")  # of its socket come first
-    assert set(others[4:]) == {"mlx5_6", "mlx5_7", "mlx5_9", "mlx5_10", "mlx5_11"}
 
 
 def test_memory_of_a_socket_prefers_the_cards_of_that_socket_and_never_one_that_is_down() -> None:
@@ -85,8 +81,8 @@ def test_memory_of_a_socket_prefers_the_cards_of_that_socket_and_never_one_that_
     assert server.numa_nodes[0].memory_bytes == 1056270128 * 1024
     zero = ("mlx5_0", "mlx5_1", "mlx5_3", "mlx5_4", "mlx5_5")
     one = ("mlx5_6", "mlx5_7", "mlx5_9", "mlx5_10", "mlx5_11")
-    assert server.near_numa(0) == Choice(zero, one)
-    assert server.near_numa(1) == Choice(one, zero)
+    assert server.near_numa(0) == zero
+    assert server.near_numa(1) == one
     assert [nic.name for nic in server.nics if not nic.is_up] == ["mlx5_2", "mlx5_8"]
     assert {nic.bits_per_s for nic in server.nics if nic.has_rdma} == {400 * 10**9}
 
@@ -132,7 +128,7 @@ def test_a_host_with_one_numa_node_needs_nobody_to_say_so() -> None:
     vm = parse(recorded("one-nic-vm"))
     assert vm.problems == ()
     assert [nic.numa_node for nic in vm.nics] == [gpu.numa_node for gpu in vm.gpus] == [0]
-    assert vm.near_numa(0) == vm.near_gpu(vm.gpus[0]) == Choice(("mlx5_0",), ())
+    assert vm.near_numa(0) == vm.near_gpu(vm.gpus[0]) == ("mlx5_0",)
 
 
 def test_what_is_odd_is_listed_and_the_rest_is_used() -> None:
@@ -149,7 +145,7 @@ def test_what_is_odd_is_listed_and_the_rest_is_used() -> None:
         "'one' is no number",
     ):
         assert what in said, said
-    assert broken.near_numa(0).preferred == ("mlx4_0",)  # near nothing is still a card
+    assert broken.near_numa(0) == ("mlx4_0",)  # near nothing is still a card
     assert broken.nics[0].rdma_ports == (1,)
     assert parse({}).problems == ("devices/system/node/: no NUMA node is listed",)
 
