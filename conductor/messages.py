@@ -27,9 +27,9 @@ class Request:
     """One prompt, already tokenised and divided into keyed blocks by the frontend."""
 
     request_id: str
-    prompt_tokens: int
+    prompt_tokens: int  # > 0
     block_keys: Sequence[bytes]  # full blocks only; block key i names blocks 0..i of this prompt
-    output_tokens_max: int
+    output_tokens_max: int  # max_tokens of the client, >= 0
     priority: int = 0  # below 0: lower limits, see low_priority_load_max
     # (worker_id, incarnation) of workers on which an attempt failed; a retry excludes them.
     excluded_workers: frozenset[tuple[str, str]] = frozenset()

@@ -32,7 +32,7 @@ NOTES_WAITING_MAX = 4_096  # more notes are seconds old and useless, so all are 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
     number: int  # unique per frontend, and increasing
-    at_s: float
+    at_s: float  # on the clock of the frontend
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]
     new_tokens: int
@@ -43,7 +43,7 @@ class RoutedNote:
     transfer_s: float
     prefill_s: float
     tbt_s: float
-    send_s: float
+    send_s: float  # of the fetch: restoring and fetching
     fetch_node: str = ""
     tenant: str = ""
 

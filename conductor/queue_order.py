@@ -35,10 +35,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """Seconds of queueing added per second of work, and the bound on the added seconds."""
+    """Shortest job first with ageing; a stretch of 0 is first come, first served."""
 
-    stretch: float
-    wait_s_max: float
+    stretch: float  # seconds of queueing per second of predicted work
+    wait_s_max: float  # upper bound of the added seconds
 
     def key_s(self, arrived_s: float, work_s: float) -> float:
         """Order key in seconds, on the clock of `arrived_s`; the smallest key runs first."""

@@ -1,1 +1,1 @@
-"""Whether a request is served: limits, fair shares, the re-check at decode."""
+"""Admission: limits, fair shares, tenant quotas, the re-check at decode."""

@@ -73,7 +73,7 @@ ClassKey = tuple[int, str]  # (length class of the prompt, tenant)
 
 @dataclass(slots=True)
 class _Counts:
-    ended: Vector = field(default_factory=lambda: np.zeros(BUCKETS))
+    ended: Vector = field(default_factory=lambda: np.zeros(BUCKETS))  # answers, by bucket
     cut: Vector = field(default_factory=lambda: np.zeros(BUCKETS))  # cut by max_tokens
 
 

@@ -1,1 +1,1 @@
-"""How busy is each worker, now and later?"""
+"""Predicted load of each worker, now and at a later moment."""

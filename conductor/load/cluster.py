@@ -319,7 +319,7 @@ class Cluster:
         if self.expected_arrivals is not None:
             self.expected_arrivals.admitted(prefill_end_s - now_s, prompt_tokens, pages, now_s)
         self.prefills.refresh(prefill)
-        self.decodes.reserved_more(decode, prompt_tokens, pages)
+        self.decodes.reserve_one(decode, prompt_tokens, pages)
         if route.fetch_node is not None:
             sends = self._sends.setdefault(route.fetch_node, {})
             sends[route.request_id] = now_s + send_s

@@ -70,10 +70,10 @@ class Tally:
 
 @dataclass(slots=True)
 class DecodeReservation:
-    context_tokens: int
-    pages: int
+    context_tokens: int  # KV tokens of the prompt
+    pages: int  # for the prompt and the longest answer
     prefill_end_s: float  # predicted, while coming
-    stage: str = "coming"  # "coming" | "fresh" | "confirmed"
+    state: str = "coming"  # "coming" | "fresh" | "confirmed"
     joined_at_s: float = 0.0
     leave_s: float = 0.0  # predicted, once joined
 
@@ -88,8 +88,9 @@ class DecodeBatch:
         self._gone: deque[tuple[float, DecodeReservation]] = deque()  # (removed_s, reservation)
         self._gone_sequences = self._gone_pages = 0  # joined requests and pages in `_gone`
         self._reported = Tally()  # upper bound of the confirmed requests in the batch
-        self._unattributed = Tally()
-        self._reported_at_s, self._tokens_per_s = 0.0, 0.0  # of each request in the batch
+        self._unattributed = Tally()  # reported beyond the reservations
+        self._reported_at_s = 0.0
+        self._tokens_per_s = 0.0  # of each request in the batch
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
         self.forecast: DecodeForecast | None = None  # only with predictive_lengths
@@ -122,10 +123,10 @@ class DecodeBatch:
     def join(self, request_id: str, now_s: float, leave_s: float) -> None:
         """The prefill has ended. Later reports of the worker may include the request."""
         reservation = self._reservations.get(request_id)
-        if reservation is None or reservation.stage != "coming":
+        if reservation is None or reservation.state != "coming":
             return
         self._forget(request_id, reservation)
-        reservation.stage, reservation.joined_at_s, reservation.leave_s = "fresh", now_s, leave_s
+        reservation.state, reservation.joined_at_s, reservation.leave_s = "fresh", now_s, leave_s
         self._fresh[request_id] = reservation
         self._tallies["fresh"].add(reservation, 1)
         insort(self._leaving, (leave_s, request_id))
@@ -139,7 +140,7 @@ class DecodeBatch:
         if reservation is None:
             return False
         self._gone.append((now_s, reservation))
-        self._gone_sequences += reservation.stage != "coming"
+        self._gone_sequences += reservation.state != "coming"
         self._gone_pages += reservation.pages
         self._forget_gone(now_s - GONE_S_MAX)
         return True
@@ -147,7 +148,7 @@ class DecodeBatch:
     def _forget_gone(self, until_s: float) -> None:
         while self._gone and self._gone[0][0] <= until_s:
             _, reservation = self._gone.popleft()
-            self._gone_sequences -= reservation.stage != "coming"
+            self._gone_sequences -= reservation.state != "coming"
             self._gone_pages -= reservation.pages
 
     def _removed(self, request_id: str) -> DecodeReservation | None:
@@ -212,9 +213,9 @@ class DecodeBatch:
         )
 
     def _forget(self, request_id: str, reservation: DecodeReservation) -> None:
-        self._tallies[reservation.stage].add(reservation, -1)
+        self._tallies[reservation.state].add(reservation, -1)
         self._fresh.pop(request_id, None)
-        is_coming = reservation.stage == "coming"
+        is_coming = reservation.state == "coming"
         entries = self._coming if is_coming else self._leaving
         entry = (reservation.prefill_end_s if is_coming else reservation.leave_s, request_id)
         del entries[bisect_left(entries, entry)]
@@ -225,7 +226,7 @@ class DecodeBatch:
         for request_id in known:
             reservation = self._fresh.pop(request_id)
             self._tallies["fresh"].add(reservation, -1)
-            reservation.stage = "confirmed"
+            reservation.state = "confirmed"
             self._tallies["confirmed"].add(reservation, 1)
         self._forget_gone(now_s - report_lag_s)
         self._reported = Tally(
@@ -290,23 +291,23 @@ class DecodeBatch:
     def check(self) -> None:
         if self.forecast is not None:
             self.forecast.check()
-        for stage, tally in self._tallies.items():
-            reservations = [c for c in self._reservations.values() if c.stage == stage]
+        for state, tally in self._tallies.items():
+            reservations = [c for c in self._reservations.values() if c.state == state]
             expected = Tally(
                 len(reservations),
                 sum(c.context_tokens for c in reservations),
                 sum(c.pages for c in reservations),
             )
-            assert tally == expected, f"{stage}: counted {tally}, reserved {expected}"
+            assert tally == expected, f"{state}: counted {tally}, reserved {expected}"
         gone = [c for _, c in self._gone]
         assert self._gone_pages == sum(c.pages for c in gone)
-        assert self._gone_sequences == sum(c.stage != "coming" for c in gone)
+        assert self._gone_sequences == sum(c.state != "coming" for c in gone)
         coming = [
-            (c.prefill_end_s, r) for r, c in self._reservations.items() if c.stage == "coming"
+            (c.prefill_end_s, r) for r, c in self._reservations.items() if c.state == "coming"
         ]
-        leaving = [(c.leave_s, r) for r, c in self._reservations.items() if c.stage != "coming"]
+        leaving = [(c.leave_s, r) for r, c in self._reservations.items() if c.state != "coming"]
         assert self._coming == sorted(coming) and self._leaving == sorted(leaving)
-        fresh = {r for r, c in self._reservations.items() if c.stage == "fresh"}
+        fresh = {r for r, c in self._reservations.items() if c.state == "fresh"}
         assert set(self._fresh) == fresh, f"fresh: {set(self._fresh)} is not {fresh}"
 
 

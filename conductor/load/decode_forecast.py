@@ -228,9 +228,9 @@ class DecodeForecast:
         self._sums.fill(0.0)
         if len(rows):
             self._requests.sums[rows] = self._curves(rows, now_s)
-            for stage in (0, 1):
-                chosen = rows[self._requests.is_joined[rows] == bool(stage)]
-                self._sums[stage] = self._requests.sums[chosen].sum(axis=0)
+            for is_joined in (0, 1):
+                chosen = rows[self._requests.is_joined[rows] == bool(is_joined)]
+                self._sums[is_joined] = self._requests.sums[chosen].sum(axis=0)
         curve = residual(self._lengths.pooled(now_s))
         self._unattributed_alive[:] = np.interp(GRID_S / self._step_s, EDGES, curve)
 
@@ -294,16 +294,18 @@ class DecodeForecast:
 
     def check(self) -> None:
         """Assert that the sums are those of the rows."""
-        for stage in (0, 1):
+        for is_joined in (0, 1):
             rows = [
                 r
                 for r in self._requests.numbers.values()
-                if self._requests.is_joined[r] == bool(stage)
+                if self._requests.is_joined[r] == bool(is_joined)
             ]
             found = (
-                self._requests.sums[rows].sum(axis=0) if rows else np.zeros_like(self._sums[stage])
+                self._requests.sums[rows].sum(axis=0)
+                if rows
+                else np.zeros_like(self._sums[is_joined])
             )
-            assert np.allclose(found, self._sums[stage], rtol=1e-6, atol=1e-3), stage
+            assert np.allclose(found, self._sums[is_joined], rtol=1e-6, atol=1e-3), is_joined
             if rows:
                 alive = self._requests.sums[rows][:, :, 0]
                 assert alive.min() >= 0 and alive.max() <= 1 + 1e-9

@@ -36,7 +36,7 @@ class DecodePool(Pool):
         if worker.row >= 0:
             self._set(worker, worker.batch.load_reserved())
 
-    def reserved_more(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
+    def reserve_one(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
         """Add one routed request. Same result as `refresh`, without reading the batch."""
         if worker.row >= 0:
             self._set(worker, self.loads[worker.row].plus(1, context_tokens, pages))

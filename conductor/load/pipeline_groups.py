@@ -25,14 +25,14 @@ def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None
     """Set the pipeline stages of each stage 0. `workers` has one incarnation of each name."""
     groups: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in workers:
-        worker.alone()
+        worker.leave_group()
         if worker.info.pipeline_group:
             stages = groups.setdefault(worker.info.pipeline_group, {})
             stages.setdefault(worker.info.pipeline_stage, []).append(worker)
     for stages in groups.values():
         for first in stages.get(0, ()):
             members, broken = _members(first.info, stages)
-            first.lead(members or (first,), broken, _estimate(members or (first,), config))
+            first.lead_group(members or (first,), broken, _estimate(members or (first,), config))
 
 
 def _members(

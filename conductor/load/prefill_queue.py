@@ -44,12 +44,12 @@ from conductor.estimates.pipeline import PipelineEstimate
 @dataclass(slots=True, eq=False)  # equality by identity
 class PrefillReservation:
     key_s: float  # order key; the least runs first
-    prefix_tokens: int
-    new_tokens: int
+    prefix_tokens: int  # cached, so not computed
+    new_tokens: int  # to compute, > 0
     reserved_at_s: float
-    remaining_s: float
-    done_tokens: int = 0
-    kept_tokens: int = 0  # computed before another request overtook it; kept_tokens <= done_tokens
+    remaining_s: float  # predicted seconds left, >= 0
+    done_tokens: int = 0  # computed; kept_tokens <= done_tokens <= new_tokens
+    kept_tokens: int = 0  # computed before another request overtook this one, >= 0
 
 
 class PrefillQueue:
@@ -59,14 +59,14 @@ class PrefillQueue:
         self._estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
-        self._line: list[PrefillReservation] = []  # the head, then the others by order key
-        self._unattributed_s = 0.0
+        self._ordered: list[PrefillReservation] = []  # the head, then the others by order key
+        self._unattributed_s = 0.0  # seconds of work left at `_as_of_s`, >= 0
         self._unattributed_requests = 0
-        self._as_of_s = now_s  # time of the unattributed values
+        self._as_of_s = now_s
         self._head_since_s = now_s  # when the head began to run
         self.step_s = 0.0  # recent mean step time in seconds; a step cannot be interrupted
 
-    def goes_through(self, estimate: PipelineEstimate) -> None:
+    def set_pipeline(self, estimate: PipelineEstimate) -> None:
         """Use the estimate of a changed pipeline group. Existing reservations keep theirs."""
         self._estimate = estimate
 
@@ -88,24 +88,24 @@ class PrefillQueue:
     def ahead_s(self, key_s: float, now_s: float) -> float:
         """Seconds until a request with this order key would begin, at the calibrated speed."""
         wait_s = max(0.0, self._unattributed_s - (now_s - self._as_of_s))
-        if not self._line:
+        if not self._ordered:
             return wait_s
-        head_s = max(0.0, self._line[0].remaining_s - self._head_elapsed_s(now_s))
+        head_s = max(0.0, self._ordered[0].remaining_s - self._head_elapsed_s(now_s))
         if self._is_ahead_of_head(key_s):
             return wait_s + min(head_s, self.step_s / 2)
         wait_s += head_s
-        for work in self._line[1:]:
+        for work in self._ordered[1:]:
             if work.key_s <= key_s:
                 wait_s += work.remaining_s
         return wait_s
 
     def behind(self, key_s: float) -> int:
         """Number of reservations that a request with this order key would delay."""
-        overtaken = sum(work.key_s > key_s for work in self._line[1:])
+        overtaken = sum(work.key_s > key_s for work in self._ordered[1:])
         return overtaken + self._is_ahead_of_head(key_s)
 
     def _is_ahead_of_head(self, key_s: float) -> bool:
-        return self._preempts and bool(self._line) and key_s < self._line[0].key_s
+        return self._preempts and bool(self._ordered) and key_s < self._ordered[0].key_s
 
     # The columns of prefill_pool.py hold moments instead of durations, so they stay valid.
 
@@ -113,21 +113,21 @@ class PrefillQueue:
         """Four values: the end of unattributed work; the end of the head, if nothing overtakes it;
         the order key below which a request overtakes the head; the highest order key."""
         unattributed_until_s = self._as_of_s + self._unattributed_s
-        if not self._line:
+        if not self._ordered:
             return unattributed_until_s, unattributed_until_s, -math.inf, -math.inf
-        head = self._line[0]
+        head = self._ordered[0]
         busy_until_s = max(self._head_since_s, unattributed_until_s) + head.remaining_s
         head_key_s = head.key_s if self._preempts else -math.inf
-        return unattributed_until_s, busy_until_s, head_key_s, self._line[-1].key_s
+        return unattributed_until_s, busy_until_s, head_key_s, self._ordered[-1].key_s
 
     def positions(self) -> list[tuple[float, float]]:
         """(order key, seconds) of each reservation behind the head."""
-        return [(work.key_s, work.remaining_s) for work in self._line[1:]]
+        return [(work.key_s, work.remaining_s) for work in self._ordered[1:]]
 
     def _settle(self, now_s: float) -> None:
         """Subtract the elapsed time from the work, before another change."""
-        if self._line:
-            head = self._line[0]
+        if self._ordered:
+            head = self._ordered[0]
             head.remaining_s = max(0.0, head.remaining_s - self._head_elapsed_s(now_s))
         self._unattributed_s = max(0.0, self._unattributed_s - (now_s - self._as_of_s))
         self._as_of_s = self._head_since_s = now_s
@@ -152,23 +152,23 @@ class PrefillQueue:
         order_key_s = now_s if key_s is None else key_s
         work = PrefillReservation(order_key_s, prefix_tokens, new_tokens, now_s, seconds)
         self._reservations[request_id] = work
-        if not self._line:
+        if not self._ordered:
             self._head_since_s = now_s
-            self._line.append(work)
+            self._ordered.append(work)
         elif self._is_ahead_of_head(order_key_s):
             self._settle(now_s)
-            self._keep_what_the_head_computed()
-            self._line.insert(0, work)
+            self._keep_computed_chunks()
+            self._ordered.insert(0, work)
         else:
-            insort_right(self._line, work, lo=self._pinned, key=lambda other: other.key_s)
+            insort_right(self._ordered, work, lo=self._pinned, key=lambda other: other.key_s)
 
     @property
     def _pinned(self) -> int:
         """The first queue index that a smaller order key can take."""
         return 0 if self._preempts else 1
 
-    def _keep_what_the_head_computed(self) -> None:
-        head = self._line[0]
+    def _keep_computed_chunks(self) -> None:
+        head = self._ordered[0]
         whole_s = self._estimate.work_s(head.new_tokens, head.prefix_tokens)
         if whole_s > 0:
             share = max(0.0, 1.0 - head.remaining_s / whole_s)
@@ -179,12 +179,12 @@ class PrefillQueue:
         work = self._reservations.pop(request_id, None)
         if work is None:
             return False
-        if work is self._line[0]:
+        if work is self._ordered[0]:
             # The next prompt began when the slowest pipeline stage had finished this one.
             over_s = self._head_elapsed_s(now_s) - work.remaining_s
             filled_s = self._estimate.fill_s(work.new_tokens, work.prefix_tokens)
             self._head_since_s = now_s - min(filled_s, max(0.0, over_s))
-        self._line.remove(work)
+        self._ordered.remove(work)
         return True
 
     def attribute(self, now_s: float) -> None:
@@ -210,7 +210,7 @@ class PrefillQueue:
         `requests`: waiting or running at the worker; `queue_tokens`: their tokens not yet computed.
         """
         self._settle(now_s)
-        confirmed = [c for c in self._line if c.reserved_at_s <= now_s - report_lag_s]
+        confirmed = [c for c in self._ordered if c.reserved_at_s <= now_s - report_lag_s]
         done = max(0, len(confirmed) - requests)
         for work in confirmed[:done]:
             work.done_tokens, work.remaining_s = work.new_tokens, 0.0
@@ -226,7 +226,7 @@ class PrefillQueue:
         self._unattributed_requests = max(0, requests - len(self._reservations))
         self._unattributed_s = 0.0
         if self._unattributed_requests:  # equal lengths assumed: a report gives only sums
-            ours = sum(work.prefix_tokens + work.new_tokens for work in self._line)
+            ours = sum(work.prefix_tokens + work.new_tokens for work in self._ordered)
             each = max(0, queue_tokens - ours) / self._unattributed_requests
             self._unattributed_s = self._unattributed_requests * self._estimate.work_s(each, 0)
 
@@ -235,6 +235,6 @@ class PrefillQueue:
         for request_id, work in self._reservations.items():
             assert 0 <= work.kept_tokens <= work.done_tokens <= work.new_tokens, request_id
             assert work.remaining_s >= 0 and math.isfinite(work.remaining_s)
-        assert sorted(map(id, self._line)) == sorted(map(id, self._reservations.values()))
-        keys_s = [work.key_s for work in self._line[self._pinned :]]
+        assert sorted(map(id, self._ordered)) == sorted(map(id, self._reservations.values()))
+        keys_s = [work.key_s for work in self._ordered[self._pinned :]]
         assert keys_s == sorted(keys_s), f"out of order: {keys_s}"

@@ -100,11 +100,11 @@ class WorkerState:
         self.routed_at = 0  # number of the last request routed here; 0: none
         self.row = -1  # row in the pool of its role; -1: not in a pool
 
-    def alone(self) -> None:
+    def leave_group(self) -> None:
         """Reset to a worker outside any pipeline group."""
         self.stages, self.leader, self.broken = (self,), self, ""
 
-    def lead(
+    def lead_group(
         self, stages: tuple[WorkerState, ...], broken: str, pipeline: PipelineEstimate
     ) -> None:
         """Make this worker stage 0 of a pipeline group."""
@@ -113,7 +113,7 @@ class WorkerState:
             stage.leader = self
         if not broken:
             self.pipeline = pipeline
-            self.queue.goes_through(pipeline)
+            self.queue.set_pipeline(pipeline)
 
     @property
     def is_follower(self) -> bool:

@@ -231,7 +231,7 @@ class Hotspots:
         for key in list(self._latest)[:-PREFIXES_MAX]:
             del self._latest[key]
         if len(self._heats) > self._config.hot_keys_max:
-            self._forget_colder_half()
+            self._drop_colder_half()
 
     def _weight(self, at_s: float) -> float:
         divisor = self._decay.rescaled(at_s)
@@ -244,7 +244,7 @@ class Hotspots:
         """Factor from a count to hits per second: ln 2 / half-life, at the current weight."""
         return math.log(2.0) / self._config.hot_half_life_s / self._weight(now_s)
 
-    def _forget_colder_half(self) -> None:
+    def _drop_colder_half(self) -> None:
         # A block is at least as hot as those after it, so chains lose their ends first.
         keep = heapq.nlargest(
             self._config.hot_keys_max // 2, self._heats.items(), key=lambda item: item[1].hits

@@ -1,1 +1,1 @@
-"""Where does a request go?"""
+"""Choice of the prefill and the decode worker of a request."""
