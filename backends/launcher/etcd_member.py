@@ -48,67 +48,35 @@ def etcd_command(
     member: EtcdMember, data_dir: Path, is_replaced: bool = False, keys: Keys | None = None
 ) -> list[str]:
     """etcd uses `--initial-...` only at the first start; later it reads members from its data."""
-    return [
-        str(etcd_binary()),
-        "--name",
-        member.name,
-        "--data-dir",
-        str(data_dir),
-        "--listen-client-urls",
-        member.listen_client_url,
-        "--advertise-client-urls",
-        member.advertised_client_url,
-        "--listen-peer-urls",
-        member.listen_peer_url,
-        "--initial-advertise-peer-urls",
-        member.advertised_peer_url,
-        "--initial-cluster",
-        member.initial_cluster,
-        "--initial-cluster-token",
-        member.token,
-        "--initial-cluster-state",
-        "existing" if is_replaced else "new",
-        "--heartbeat-interval",
-        str(HEARTBEAT_MS),
-        "--election-timeout",
-        str(ELECTION_MS),
+    options = {
+        "name": member.name,
+        "data-dir": data_dir,
+        "listen-client-urls": member.listen_client_url,
+        "advertise-client-urls": member.advertised_client_url,
+        "listen-peer-urls": member.listen_peer_url,
+        "initial-advertise-peer-urls": member.advertised_peer_url,
+        "initial-cluster": member.initial_cluster,
+        "initial-cluster-token": member.token,
+        "initial-cluster-state": "existing" if is_replaced else "new",
+        "heartbeat-interval": HEARTBEAT_MS,
+        "election-timeout": ELECTION_MS,
         # Elections write little, but each renewal of a pin adds a revision.
-        "--auto-compaction-mode",
-        "periodic",
-        "--auto-compaction-retention",
-        "1h",
-        "--logger",
-        "zap",
-        "--log-level",
-        "warn",
-        *_tls_arguments(keys),
-    ]
-
-
-def _tls_arguments(keys: Keys | None) -> list[str]:
-    """Arguments that require a certificate of the cluster from every client and peer.
-
-    etcd reads certificate and private key at each handshake, and the authorities at its start.
-    """
-    if keys is None:
-        return []
-    certificate, private_key = str(keys.certificate), str(keys.private_key)
-    return [
-        "--cert-file",
-        certificate,
-        "--key-file",
-        private_key,
-        "--trusted-ca-file",
-        str(keys.authorities),
-        "--client-cert-auth",
-        "--peer-cert-file",
-        certificate,
-        "--peer-key-file",
-        private_key,
-        "--peer-trusted-ca-file",
-        str(keys.authorities),
-        "--peer-client-cert-auth",
-    ]
+        "auto-compaction-mode": "periodic",
+        "auto-compaction-retention": "1h",
+        "logger": "zap",
+        "log-level": "warn",
+    }
+    if keys is not None:
+        # Every client and peer needs a certificate of the cluster. etcd reads certificate and
+        # private key at each handshake, and the authorities at its start.
+        for prefix in ("", "peer-"):
+            options |= {
+                f"{prefix}cert-file": keys.certificate,
+                f"{prefix}key-file": keys.private_key,
+                f"{prefix}trusted-ca-file": keys.authorities,
+                f"{prefix}client-cert-auth": "true",
+            }
+    return [str(etcd_binary()), *(f"--{name}={value}" for name, value in options.items())]
 
 
 def etcd_environment() -> dict[str, str]:

@@ -105,22 +105,16 @@ class Gateways:
         [own_port] = PROMISED[name] = free_ports(1, promised)
         self._own_ports[name] = own_port
         host, _, port = plan.listen.rpartition(":")
-        options = [
-            "--name",
-            name,
-            "--frontend",
-            self._frontend,
-            "--host",
-            host,
-            "--port",
-            port,
-            "--metrics",
-            self._metrics,
-            "--own-metrics-port",
-            str(own_port),
-            "--drain-s-max",
-            str(DRAIN_S_MAX),
-        ]
+        given = {
+            "--name": name,
+            "--frontend": self._frontend,
+            "--host": host,
+            "--port": port,
+            "--metrics": self._metrics,
+            "--own-metrics-port": str(own_port),
+            "--drain-s-max": str(DRAIN_S_MAX),
+        }
+        options = [part for pair in given.items() for part in pair]
         options += ["--shared"] if plan.processes > 1 else []
         if plan.certificate:
             options += ["--certificate", plan.certificate, "--private-key", plan.private_key]

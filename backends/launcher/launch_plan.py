@@ -8,7 +8,7 @@ cluster file (cluster/host_plan.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.cluster.host_plan import (
@@ -73,8 +73,21 @@ class GatewayOptions:
         return GatewayPlan(f"{address}:{self.port}", self.workers, *files)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """The options of every launch."""
+
+    is_self_checked: bool = False
+    open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (admin_key.py)
+    api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
+    settings: ServeSettings = NO_SETTINGS  # of all models; override config.pbtxt
+    triton_args: tuple[str, ...] = ()
+    observed: ObserveOptions = ObserveOptions()
+    gateway: GatewayOptions = GatewayOptions()  # only on a host with a frontend
+
+
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(LaunchOptions):
     """The options of `mooncake serve` on one machine."""
 
     model_repository: Path
@@ -89,13 +102,6 @@ class ServeOptions:
     ssd_path: Path | None = None  # None: a folder in state_dir
     state_dir: Path = Path(".mooncake")
     ready_s_max: float = 300.0
-    is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (admin_key.py)
-    api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
-    settings: ServeSettings = NO_SETTINGS  # of all models; override config.pbtxt
-    triton_args: tuple[str, ...] = field(default=())
-    observed: ObserveOptions = ObserveOptions()
-    gateway: GatewayOptions = GatewayOptions()
 
     def plan(self, socket_dir: Path) -> HostPlan:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
@@ -146,18 +152,11 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class HostOptions:
+class HostOptions(LaunchOptions):
     """The options of `mooncake serve --cluster FILE --host NAME` besides the file."""
 
     host_plan: HostPlan
     ready_s_max: float = float("inf")  # the other hosts may start much later
-    is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()
-    api_keys: Path | None = None
-    settings: ServeSettings = NO_SETTINGS  # the cluster file has all settings
-    triton_args: tuple[str, ...] = field(default=())
-    observed: ObserveOptions = ObserveOptions()
-    gateway: GatewayOptions = GatewayOptions()  # only on a host with a frontend
 
     def plan(self, socket_dir: Path) -> HostPlan:
         frontend = self.host_plan.frontend

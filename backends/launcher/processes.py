@@ -106,20 +106,12 @@ class ChildProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = self._command()
-        arguments = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            DIE_WITH_PARENT,
-            str(os.getpid()),
-            *command.arguments,
-        ]
+        arguments = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
         self._started_s = time.monotonic()
         self.starts += 1
         with self._log.open_to_append() as log:
             return subprocess.Popen(
-                arguments,
+                [*arguments, *command.arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
