@@ -93,7 +93,7 @@ class StoreClient:
         threads: int = 2,
     ) -> None:
         if threads < 1:
-            raise RequestInvalid(f"threads is {threads}; at least the caller's own moves bytes")
+            raise RequestInvalid(f"threads is {threads}; give at least 1, the caller's own thread")
         self.directory = DirectoryClient(address)
         self._name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
@@ -174,7 +174,7 @@ class StoreClient:
     def _placed(self, keys: Sequence[bytes]) -> str:
         node_id = self.directory.place(keys[:1])[0] if keys else ""
         if not node_id:
-            raise StoreFull("no storage node takes blocks: start one (mooncake store serve)")
+            raise StoreFull("no storage node accepts blocks: start one (mooncake store serve)")
         return node_id
 
     def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
@@ -327,7 +327,7 @@ class StoreClient:
 
     def _check_keys(self, keys: Sequence[bytes], buffers: int) -> None:
         if len(keys) != buffers:
-            raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: one each is needed")
+            raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: give as many of each")
         check_keys(keys)
 
     def close(self) -> None:

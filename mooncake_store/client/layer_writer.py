@@ -55,8 +55,8 @@ class LayerWrite(NamedTuple):
     """Consecutive layers of one block and their offset in it."""
 
     slot: Slot
-    start_bytes: int
-    source: ByteArray
+    start_bytes: int  # offset of the first layer in the block
+    source: ByteArray  # the bytes of the layers
 
 
 class LayerWriter:

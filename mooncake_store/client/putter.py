@@ -75,7 +75,7 @@ class Write(NamedTuple):
     key: bytes
     slot: int
     generation: int
-    source: ByteArray
+    source: ByteArray  # the payload; its size is the block size
 
     def header(self, state: int, digest: int) -> SlotHeader:
         return SlotHeader(state, self.generation, self.key, digest, self.source.nbytes)
@@ -285,7 +285,7 @@ class Putter:
 
         def confirm() -> None:
             if not self._directory.may_write(given, owner, lease_s):
-                raise EpochPassed("the directory that granted the slots leads no longer")
+                raise EpochPassed("slots granted by a directory that is no longer the leader")
 
         until_s = time.monotonic() + deadline_s
         try:

@@ -51,7 +51,7 @@ class Replicas:
             if not infos[node_id].control or infos[node_id].is_ssd:
                 raise RequestInvalid(
                     f"storage node {node_id} cannot pull blocks: name a node with DRAM and a "
-                    "control socket (its SSD fills by itself)"
+                    "control socket (blocks reach its SSD by spilling)"
                 )
         for start in range(0, len(keys), BLOCKS_MAX):
             for node_id in add:
@@ -90,7 +90,7 @@ class Replicas:
                 self._pull_leased(keys, target, owner, left_s, source)
                 return
             except EpochPassed as error:  # the target registers with its next report
-                log.info("node_id=%s pulls later: %s", target.node_id, error)
+                log.info("pull on node_id=%s will be retried: %s", target.node_id, error)
                 time.sleep(min(EPOCH_WAIT_S, left_s))
 
     def _pull_leased(

@@ -55,22 +55,22 @@ Row = tuple[bytes, int, int, int]  # key, slot, generation, checksum
 
 @dataclass(slots=True, eq=False)
 class _Commit:
-    rows: Sequence[Row]
-    verdicts: Sequence[int] | None = None
-    error: StoreError | None = None
+    rows: Sequence[Row]  # blocks to commit; may be empty
+    verdicts: Sequence[int] | None = None  # one per row; None until the reply
+    error: StoreError | None = None  # set if the message failed
 
 
 @dataclass(slots=True, eq=False)
 class Reserve:
     """The lock of ReservedSlots guards all fields but `turn`, held by the thread that commits."""
 
-    info: NodeInfo
-    size_bytes: int
+    info: NodeInfo  # the node of all slots
+    size_bytes: int  # of each slot
     owner: str
     epoch: int = 0  # of the directory; 0: nothing has been granted yet
-    begin_s: float = 0.0
+    begin_s: float = 0.0  # s after a request in which no new directory starts; 0: no election
     until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
-    used_s: float = 0.0
+    used_s: float = 0.0  # time of the last put, by CLOCK_BOOTTIME
     wished: int = 0  # slots to hold, in all three states together
     raw: list[tuple[Use, float]] = field(default_factory=list)  # with the time of the request
     marking: int = 0  # raw slots that some thread is marking now
@@ -79,8 +79,8 @@ class Reserve:
     late: list[Use] = field(default_factory=list)  # raw for too long: to be released
     most: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
     puts: int = 0  # in progress, in slots taken from this reserve
-    is_dropped: bool = False
-    waiting: list[_Commit] = field(default_factory=list)
+    is_dropped: bool = False  # no put takes slots from it any more
+    waiting: list[_Commit] = field(default_factory=list)  # commits for the next message
     turn: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     @property
@@ -102,7 +102,7 @@ class Taken(NamedTuple):
     uses: list[Use]  # to be written and committed by this put
     raw: list[Use]  # to be marked by this put, for later puts
     late: list[Use]  # raw slots whose time for a mark has passed
-    mark_until_s: float
+    mark_until_s: float  # by CLOCK_BOOTTIME; later marks could hit another owner's slot
 
     def markable(self) -> list[Use]:
         """The raw slots that may still be marked. Call it directly before the marks are written.

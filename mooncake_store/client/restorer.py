@@ -36,7 +36,7 @@ class LeaseTerms(NamedTuple):
     """The owner of the leases, the time they hold, and the deadline of the transfer."""
 
     owner: str
-    lease_s: float
+    lease_s: float  # of each new lease
     until_s: float  # as of time.monotonic()
 
 

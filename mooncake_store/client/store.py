@@ -343,7 +343,7 @@ class Store:
         """TransferFailed if the local node has died. Memory of a dead node stays writable while it
         is mapped, and the directory lists its blocks for a while, but those blocks are lost."""
         if not own.segment.is_owner_alive():
-            raise TransferFailed(f"storage node {self.node_id}  has died; its blocks are lost")
+            raise TransferFailed(f"storage node {self.node_id} has died; its blocks are lost")
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
         """Free slots that will not be committed and that no transfer writes to any more."""

@@ -283,7 +283,7 @@ class IndexTable:
                 start = _entry_at(bucket, way)
                 raw = self._memory[start : start + _ENTRY_WORDS * _WORD]
                 if not tag:
-                    assert not any(raw), "an empty entry has something in it"
+                    assert not any(raw), "an empty entry is not all zeros"
                     continue
                 entries += 1
                 key, node = raw[:KEY_BYTES], self._node_of((bucket, way))
@@ -338,7 +338,7 @@ class IndexView:
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 raise SegmentRefused(f"the index replica {path} belongs to another user")
             if found.st_size <= _BUCKETS_AT:
-                raise SegmentRefused(f"the index replica {path} is being made")
+                raise SegmentRefused(f"the index replica {path} is being created")
             self._memory = mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)

@@ -68,7 +68,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class SegmentPart(NamedTuple):
-    descriptor: int
+    descriptor: int  # of the open file
     size_bytes: int
     numa_node: int | None = None  # None: chosen by the kernel
 

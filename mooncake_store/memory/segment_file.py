@@ -101,7 +101,7 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
     if memory_bytes > available_bytes:
         raise NoRoom(
             f"segment {files[0][0]} needs {_mib(memory_bytes)} of memory, "
-            f"{_mib(available_bytes)} are available: choose a smaller segment or stop something"
+            f"{_mib(available_bytes)} are available: choose a smaller segment or free memory"
         )
 
 
@@ -128,7 +128,7 @@ def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
             raise
         where = os.path.dirname(path) or "."
         raise NoRoom(
-            f"segment {path} needs {_mib(size_bytes)}, {where} ran full ({error.strerror}): "
+            f"segment {path} needs {_mib(size_bytes)}, {where} is full ({error.strerror}): "
             + _advice(where)
         ) from error
 

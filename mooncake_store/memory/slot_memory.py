@@ -64,11 +64,11 @@ class SlotHeader(NamedTuple):
     """The header of one use of a slot."""
 
     state: int  # STATE_WRITING: the payload is not valid; STATE_READY: complete
-    generation: int
+    generation: int  # of the use of the slot
     key: bytes  # block key, 16 bytes
     checksum: int  # of the payload (digests.py); the lease in ms for STATE_WRITING
-    length_bytes: int
-    is_ephemeral: bool = False
+    length_bytes: int  # of the payload
+    is_ephemeral: bool = False  # freed with its last lease
     layers: int = 0  # of a complete block, with digests beside the header; 0: none
 
     @classmethod

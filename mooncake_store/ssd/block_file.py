@@ -112,8 +112,8 @@ class BlockFile:
 class Row(NamedTuple):
     """`length_bytes` at these offsets in the memory and in the file."""
 
-    memory_bytes: int
-    file_bytes: int
+    memory_bytes: int  # offset, a multiple of IO_ALIGN_BYTES
+    file_bytes: int  # offset in the file
     length_bytes: int
 
 

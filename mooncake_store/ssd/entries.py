@@ -53,8 +53,8 @@ class SsdEntry(NamedTuple):
 class SsdShape(NamedTuple):
     """The division of the block file."""
 
-    unit_bytes: int
-    capacity_bytes: int
+    unit_bytes: int  # size of a unit
+    capacity_bytes: int  # size of the file
 
     def units_of(self, size_bytes: int) -> int:
         return -(-size_bytes // self.unit_bytes)
@@ -92,7 +92,7 @@ def unpack_header(raw: bytes) -> SsdShape:
     if version != MANIFEST_VERSION:
         raise ManifestVersion(
             f"it has version {version}, this release writes {MANIFEST_VERSION}: run the release "
-            "that wrote it, or start with --ssd-reset, which forgets the blocks"
+            "that wrote it, or start with --ssd-reset, which discards the blocks"
         )
     return SsdShape(unit_bytes, capacity_bytes)
 

@@ -75,7 +75,7 @@ class SsdCounters:
     bytes_loaded: int = 0
     blocks_unknown: int = 0  # requested, but not in the manifest any more
     checksum_failures: int = 0
-    disk_errors: int = 0
+    disk_errors: int = 0  # failed reads, and failures that closed the tier for writing
 
 
 class SsdTier:

@@ -146,7 +146,7 @@ def topology_json() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mooncake_store.transports.host_topology",
-        description="NUMA nodes, network cards and GPUs of a host, and which is near which.",
+        description="NUMA nodes, network cards and GPUs of a host, and how close they are.",
     )
     parser.add_argument("--sys", default=SYS, help="read this tree instead of /sys")
     parser.add_argument("--record", action="store_true", help="print the tree instead")

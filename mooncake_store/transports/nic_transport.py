@@ -102,7 +102,7 @@ class MultiNicTransport(Transport):
         self._stop = threading.Event()
         self._prober: threading.Thread | None = None
         if network.missing:
-            log.warning("network cards %s are not there", ", ".join(network.missing))
+            log.warning("network cards %s do not exist", ", ".join(network.missing))
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
         """True if NIXL can move bytes between this process and the node."""
@@ -287,7 +287,7 @@ class MultiNicTransport(Transport):
                 if not is_reached(route.node.data_address, _source(route)):
                     raise TransferFailed("the remote card does not answer")
                 if self.card(route.nic).has_late_reads(route.node, self.scratch):
-                    raise TransferFailed("an earlier probe has not ended yet")
+                    raise TransferFailed("an earlier probe is still in flight")
                 route.probe = self.begin(route, self.hello(route.node))
             is_done = self.card(route.nic).poll(route.probe)
             if not is_done and time.monotonic() >= route.probe.batch.until_s:
@@ -322,12 +322,12 @@ def _source(route: NicRoute) -> str:
 @dataclass(slots=True, eq=False)
 class _PostedPart:
     pieces: list[Piece]  # empty: a small read that tests the path
-    size_bytes: int
+    size_bytes: int  # of all pieces together
     at: int  # index of the path
     posted: PostedTransfer
-    posted_s: float
-    allowance_s: float
-    waited_s: float = 0.0
+    posted_s: float  # time.monotonic() of the post
+    allowance_s: float  # waiting time after which the part is overdue
+    waited_s: float = 0.0  # time spent polling since the post
 
 
 class SplitTransfer:

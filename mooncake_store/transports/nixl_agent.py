@@ -62,7 +62,7 @@ class AgentDevices(NamedTuple):
     """The network cards of one agent; none given: those of the environment."""
 
     net_devices: str = ""  # in the format of UCX_NET_DEVICES
-    is_tcp_only: bool = False
+    is_tcp_only: bool = False  # UCX_TLS=tcp, unless the environment sets UCX_TLS
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:

@@ -89,13 +89,13 @@ class NixlPeer:
 class Transfer:
     """A posted transfer. `targets`: the local spans that it writes (empty for a write)."""
 
-    handle: Any
+    handle: Any  # of NIXL
     peer: NixlPeer
     targets: list[LocalSpan]
     regions: frozenset[Region]  # registered memory that its local spans use
     # keeps the local buffers alive until the transfer ends
     memory: list[LocalSpan] = field(default_factory=list)
-    is_done: bool = False
+    is_done: bool = False  # ended, with or without success
 
 
 class AgentLane:
@@ -310,7 +310,6 @@ class AgentLane:
             self._end(transfer)
             transfer.peer.is_broken = self.has_failed = True
             raise TransferFailed(
-                f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
                 f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
                 "cut off"
             ) from error

@@ -185,7 +185,7 @@ class NixlTransport(Transport):
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
             if lane.is_frozen and not posted.is_done:
-                raise LaneFrozen("the path was given up")
+                raise LaneFrozen("the lane was frozen")
             if is_ours:
                 lane.poll(posted.transfer)
         finally:

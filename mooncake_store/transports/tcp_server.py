@@ -75,8 +75,8 @@ class RequestRefused(Exception):
 @dataclass(slots=True, eq=False)
 class OpenConnection:
     socket: socket.socket  # with TLS, once the handshake has started
-    host: str
-    opened_s: float
+    host: str  # address of the client
+    opened_s: float  # time.monotonic() of the accept
     is_member: bool = False  # it has sent the token
     reached_limit: int = 0  # > 0: it is closed to make room for another; the limit that was reached
     thread: threading.Thread | None = None
@@ -330,9 +330,9 @@ def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]
         is_pending = isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
         events = watch.poll(0 if is_pending else SILENCE_S * 1000)
         if not events and not is_pending:
-            raise TimeoutError("a client fell silent in the middle of a write")
+            raise TimeoutError("a client stopped sending during a write")
         if events and events[0][1] & _GIVEN_UP:
-            raise PeerClosed("a client gave up in the middle of a write")
+            raise PeerClosed("a client aborted its write")
         with contextlib.suppress(ssl.SSLWantReadError):  # not a whole record yet
             left.moved(frames.received(connection, batch))
 

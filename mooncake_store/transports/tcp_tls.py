@@ -63,7 +63,7 @@ def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> 
         said = _plain_reply(secured)
         secured.close()
         if said is None and isinstance(error, ssl.SSLEOFError | ConnectionResetError):
-            said = frames.PeerClosed("it closed the connection in the middle of a handshake")
+            said = frames.PeerClosed("it closed the connection during the handshake")
         if said is None:
             raise
         raise said from error

@@ -55,8 +55,8 @@ class TransferBatch(NamedTuple):
     remote[i]."""
 
     node: NodeInfo
-    remote: Sequence[ByteSpan]
-    local: Sequence[LocalSpan]
+    remote: Sequence[ByteSpan]  # spans of the node's segment
+    local: Sequence[LocalSpan]  # as many, of equal lengths
     until_s: float  # by time.monotonic()
     is_read: bool
 

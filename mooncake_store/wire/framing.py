@@ -49,7 +49,7 @@ def pack_header(kind: MessageKind, number: int, version: int = PROTOCOL_VERSION)
 def unpack_header(frame: bytes) -> Header:
     """The header. RequestInvalid: other bytes. ProtocolMismatch: another version."""
     if len(frame) != _HEADER.size or frame[:2] != _MAGIC or frame[2] > max(MessageKind):
-        raise RequestInvalid(f"this is no mooncake_store header: {frame[:16].hex()}")
+        raise RequestInvalid(f"this is not a mooncake_store header: {frame[:16].hex()}")
     _, kind, _, version, _, number = _HEADER.unpack(frame)
     if version != PROTOCOL_VERSION:
         raise ProtocolMismatch(

@@ -268,7 +268,7 @@ def opened(data: bytes, secret: str) -> bytes:
         raise RequestInvalid("its sender has another secret")
     mark = data[len(known) : len(known) + len(_MARK)]
     if len(mark) != len(_MARK) or mark[:2] != _MARK[:2]:
-        raise RequestInvalid("it is no message of a mooncake process")
+        raise RequestInvalid("it is not a message of a mooncake process")
     if mark != _MARK:
         raise ProtocolMismatch(
             f"its sender has version {int.from_bytes(mark[2:], 'little')} of the messages "

@@ -54,7 +54,7 @@ class Verb(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Failure(msgspec.Struct, frozen=True):
     """The body of a FAILURE: an error of errors.py by name."""
 
-    kind: str
+    kind: str  # class name of the error
     message: str
 
 

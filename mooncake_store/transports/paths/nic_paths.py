@@ -90,9 +90,9 @@ class NicPath:
 
     peer: str  # node and card of the other end
     counters: NicCounters  # of the local card, which has other paths too
-    has_rdma: bool = False
-    moved_bytes: int = 0
-    under_way_bytes: int = 0
+    has_rdma: bool = False  # parts are never abandoned then
+    moved_bytes: int = 0  # of completed parts
+    under_way_bytes: int = 0  # of parts in flight; >= 0
     bytes_per_s: float = 0.0  # smoothed rate of recent parts, waiting included; 0: no part yet
     answered_s: float = float("-inf")  # when a transfer over this path last completed
     is_cooling_down: bool = False

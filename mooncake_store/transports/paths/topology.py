@@ -44,7 +44,7 @@ class Closeness(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    number: int
+    number: int  # the kernel's number
     cpus: tuple[int, ...]
     memory_bytes: int
     distances: tuple[int, ...]  # to node 0, 1, ... as the firmware reports them; () if it does not
@@ -80,7 +80,7 @@ class Topology:
     numa_nodes: tuple[NumaNode, ...]
     nics: tuple[Nic, ...]
     gpus: tuple[Gpu, ...]
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # entries of the tree that are missing or invalid
 
     def near_numa(self, number: int) -> tuple[str, ...]:
         """The closest cards to memory of this NUMA node."""
@@ -212,7 +212,7 @@ class _Reader:
             return self.only_node
         number = self._number(path, -1)
         if number < 0:
-            self.problems.append(f"{path}: the device counts as near no NUMA node")
+            self.problems.append(f"{path}: the NUMA node of the device is unknown")
         return number
 
     def numa_node(self, name: str) -> NumaNode:

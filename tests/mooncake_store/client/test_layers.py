@@ -163,7 +163,7 @@ def test_a_share_that_is_missing_or_of_other_bytes_never_makes_a_block(
     made = stages(world)
     slots = allocate(made[0], keys)
     mine = made[0].write(keys, slots)
-    with pytest.raises(RequestInvalid, match="one each"):
+    with pytest.raises(RequestInvalid, match="digests for a block"):
         made[0].store.commit([(keys[0], slots[0], mine[0] or ())], "group", 60.0)
     theirs = made[1].write(keys, slots)
     made[1].page(0)[5] ^= 1  # computed anew, and differently, after its digests were said

@@ -238,7 +238,7 @@ def test_what_is_no_table_is_refused(path: str) -> None:
         IndexView(path)
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        with pytest.raises(SegmentRefused, match="is being made"):
+        with pytest.raises(SegmentRefused, match="is being created"):
             IndexView(path)
         os.ftruncate(descriptor, index_table._BUCKETS_AT + SMALL_BYTES)
         with pytest.raises(SegmentRefused, match="another release"):

@@ -139,7 +139,7 @@ def test_what_is_odd_is_listed_and_the_rest_is_used() -> None:
         "node0/meminfo: no MemTotal",
         "rate: no rate in Gb/sec",
         "mlx4_0: its position on the PCI bus is unknown",
-        "eth0/device/numa_node: the device counts",
+        "eth0/device/numa_node: the NUMA node of the device is unknown",
         "eth1/speed: 'fast' is no number",
         "eth1/device/numa_node: missing",
         "'one' is no number",
