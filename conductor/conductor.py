@@ -62,6 +62,7 @@ from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, 
 from conductor.replication.hotspots import Hotspots
 from conductor.roles.balance import RoleBalance
 from conductor.routing.compiled import CompiledDecision
+from conductor.routing.query import RouteQuery
 from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
@@ -293,17 +294,11 @@ class Conductor:
         if not decodes.count(joinable):
             return reject_untaken(cluster, "decode", request, now_s)
         ttft_limit_s = self._gate.ttft_limit_s(request)
-        return Options(
-            cluster,
-            self._tiers,
-            request,
-            (usable, joinable),
-            self._loads,
-            self._gate.order(request),
-            ttft_limit_s,
-            now_s,
-            self._compiled,
+        order = self._gate.order(request)
+        query = RouteQuery(
+            cluster, request, (usable, joinable), self._loads, order, ttft_limit_s, now_s
         )
+        return Options.predicted(query, self._tiers, self._compiled)
 
     def _refuse(self, rejection: Reject) -> Reject:
         self._rejected[rejection.kind] += 1

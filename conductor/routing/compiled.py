@@ -25,10 +25,9 @@ import numpy.typing as npt
 
 from conductor.load.cluster import PATHS_PER_TICK, Cluster
 from conductor.load.pool import REQUESTS_RANK, Mask
-from conductor.messages import Request
-from conductor.queue_order import QueueOrder
 from conductor.routing.fetching import EVICTION_COST_SHARE, SOURCES_MAX, FetchSource, Plans
 from conductor.routing.policies import POLICIES, Terms
+from conductor.routing.query import RouteQuery
 from conductor.routing.tiers import Holdings
 from mooncake_store.native.library import NativeFunction, quick_function
 
@@ -100,7 +99,7 @@ ASKED, SENDER, ANSWER = (
 
 
 # The rows of the best pair, the mean work of a prefill worker and the pair's hand-over, then the
-# arguments of Options._option. Without a wanted pair, only the mean work is valid.
+# numbers of PrefillTerms. Without a wanted pair, only the mean work is valid.
 Answer = tuple[Any, ...]
 
 
@@ -148,26 +147,26 @@ class CompiledDecision:
 
     def decide(
         self,
-        request: Request,
+        query: RouteQuery,
         held: Holdings,
         sources: Sequence[FetchSource],
-        usable: tuple[Mask, Mask],
         may_join: Mask,
-        wants_pair: bool,
-        order: QueueOrder,
         spread: int,
-        ttft_limit_s: float,
-        now_s: float,
+        wants_pair: bool,
     ) -> Answer:
-        """Fill `terms`, `plans` and `has_room`, and find the best pair if it is wanted. `may_join`:
-        the candidate decode workers that did not refuse a request recently."""
+        """Fill `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
+
+        `may_join`: the candidate decode workers that did not refuse a request recently. `spread`:
+        the expected number of output tokens.
+        """
         cluster = self._cluster
         prefills, decodes = cluster.prefills, cluster.decodes
         if (prefills.version, decodes.version) != self._versions:
             self._look_up()
-        is_prefill, is_decode = usable
+        request, order = query.request, query.order
+        is_prefill, is_decode = query.usable
         if is_prefill is not self._is_prefill or is_decode is not self._is_decode:
-            self._is_prefill, self._is_decode = usable
+            self._is_prefill, self._is_decode = query.usable
             self._masks = (is_prefill.ctypes.data, is_decode.ctypes.data)
         joinable = self._masks[1] if may_join is is_decode else may_join.ctypes.data
         tokens = request.prompt_tokens
@@ -180,13 +179,13 @@ class CompiledDecision:
             *self._masks,
             joinable,
             self._has_room_address,
-            now_s,
+            query.now_s,
             tokens,
             tokens + request.output_tokens_max,
             spread,
             order.stretch,
             order.wait_s_max,
-            ttft_limit_s,
+            query.ttft_limit_s,
             *decodes.paths_s_least(tokens),
             len(sources),
         )

@@ -30,27 +30,28 @@ enough (admission.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from conductor.config import ConductorConfig
-from conductor.load.cluster import Cluster
 from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.load.worker import SLOWER, WorkerState
-from conductor.messages import Prediction, Request
-from conductor.queue_order import QueueOrder
+from conductor.messages import Prediction
 from conductor.routing.compiled import Answer, CompiledDecision
 from conductor.routing.fetching import (
     FetchSource,
+    Plans,
     cached_tokens,
     make_plans,
     second_source,
     worth_asking,
 )
 from conductor.routing.policies import POLICIES, Terms, at_random
+from conductor.routing.query import RouteQuery
 from conductor.routing.tiers import Holdings, Tiers
 from mooncake_store.layout import blocks_touched
 
@@ -105,47 +106,59 @@ class Pair:
     predicted: Prediction
 
 
-# (cluster, decode workers, end of the prefill, now) -> loads without the request
-Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
+class PrefillTerms(NamedTuple):
+    """One prefill worker as numbers, in the order of native.c's answer; see PrefillOption."""
+
+    blocks: float
+    dram_blocks: float
+    source: int  # position in Plans.sources; negative: no fetch
+    queue_s: float
+    wait_s: float
+    fetch_s: float
+    transfer_s: float
+    prefill_s: float
+    fill_s: float
+    delay_s: float
+    eviction_cost_s: float
 
 
 class Options:
     """The predicted terms of one request at every worker that may take it."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        tiers: Tiers,
-        request: Request,
-        usable: tuple[Mask, Mask],
-        loads: Loads | None,
-        order: QueueOrder,
-        ttft_limit_s: float,
-        now_s: float,
-        compiled: CompiledDecision | None = None,
-    ) -> None:
-        """`usable`: masks of the candidate prefill and decode workers, each with at least one
-        worker. `loads`: the decode loads that admission assumes; None: the reserved loads.
-        `compiled`: the compiled form of this search. Its columns are valid until its next
-        decision."""
-        self._cluster, self._config = cluster, cluster.config
-        self._policy = POLICIES[cluster.config.policy]
-        self._request, self._now_s = request, now_s
-        self._is_prefill, self._is_decode = usable
-        self._loads = loads
-        expected = cluster.config.output_tokens_expected
-        self._spread = max(1, min(request.output_tokens_max, expected))
-        self.ttft_limit_s = ttft_limit_s  # pairs with a higher predicted TTFT are rejected later
-        self.order = order  # gives the request its order key
-        held = Holdings(tiers, request.block_keys, cluster.prefills)
-        sources = worth_asking(cluster, held, self._policy, now_s)
-        self._compiled = compiled
+    _terms: Terms
+    _plans: Plans
+    _has_room: Mask  # decode workers with room, by the loads that admission assumes
+    backlog_s: float  # mean predicted work of the candidate prefill workers
+
+    def __init__(self, query: RouteQuery, compiled: CompiledDecision | None) -> None:
+        """Use `predicted`, which also computes the terms."""
+        self._query, self._compiled = query, compiled
+        self._cluster, self._config = query.cluster, query.cluster.config
+        self._policy = POLICIES[self._config.policy]
+        self._request, self._now_s = query.request, query.now_s
+        self._is_prefill, self._is_decode = query.usable
+        self._loads, self.order, self.ttft_limit_s = query.loads, query.order, query.ttft_limit_s
+        expected = self._config.output_tokens_expected
+        self._spread = max(1, min(query.request.output_tokens_max, expected))
         self._answer: Answer | None = None  # answer of `compiled`, if it chose the pair
+
+    @classmethod
+    def predicted(
+        cls, query: RouteQuery, tiers: Tiers, compiled: CompiledDecision | None = None
+    ) -> Options:
+        """Compute the terms of every worker, with numpy, or with compiled code where it is given.
+
+        The columns of `compiled` are valid until its next decision.
+        """
+        options = cls(query, compiled)
+        held = Holdings(tiers, query.request.block_keys, query.cluster.prefills)
+        sources = worth_asking(query.cluster, held, options._policy, query.now_s)
         if compiled is None:
-            self._meet_prefills(held, sources)
-            self._has_room = self._rooms()
+            options._meet_prefills(held, sources)
+            options._has_room = options._rooms()
         else:
-            self._read(compiled, held, sources)
+            options._read(compiled, held, sources)
+        return options
 
     def _read(
         self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
@@ -160,21 +173,11 @@ class Options:
                 may_join = may_join.copy()
             may_join[worker.row] = False
         is_reserved = self._loads is None
-        answer = compiled.decide(
-            self._request,
-            held,
-            sources,
-            (self._is_prefill, self._is_decode),
-            may_join,
-            is_usual and is_reserved,
-            self.order,
-            self._spread,
-            self.ttft_limit_s,
-            self._now_s,
-        )
+        wants_pair = is_usual and is_reserved
+        answer = compiled.decide(self._query, held, sources, may_join, self._spread, wants_pair)
         self._terms, self._plans = compiled.terms, compiled.plans
         self.backlog_s = answer[2]
-        if is_usual and is_reserved:
+        if wants_pair:
             self._answer = answer
         self._has_room = compiled.has_room if is_reserved else self._rooms()
 
@@ -254,7 +257,8 @@ class Options:
             return self.pair(self.prefill(row), self.decode(decode_row))
         answer = self._answer or self._compiled.choose(self._has_room)
         row, decode_row, _, handover_s, *of_prefill = answer
-        return self._pair(self._option(row, *of_prefill), self.decode(decode_row), handover_s)
+        prefill = self._option(row, PrefillTerms._make(of_prefill))
+        return self._pair(prefill, self.decode(decode_row), handover_s)
 
     @property
     def _may_be_more(self) -> bool:
@@ -398,8 +402,7 @@ class Options:
         pool, plans, terms = self._cluster.prefills, self._plans, self._terms
         prefill_s, fill_s = terms.prefill_s.item(row), plans.fill_s.item(row)
         delay_s = (prefill_s - fill_s) * pool.behind(self.order, self._now_s, row, prefill_s)
-        return self._option(
-            row,
+        found = PrefillTerms(
             plans.held.blocks.item(row),
             plans.held.dram_blocks.item(row),
             plans.source.item(row),
@@ -412,42 +415,29 @@ class Options:
             delay_s,
             plans.eviction_cost_s.item(row),
         )
+        return self._option(row, found)
 
-    def _option(
-        self,
-        row: int,
-        blocks: float,
-        dram_blocks: float,
-        source_number: int,
-        queue_s: float,
-        wait_s: float,
-        fetch_s: float,
-        transfer_s: float,
-        prefill_s: float,
-        fill_s: float,
-        delay_s: float,
-        eviction_cost_s: float,
-    ) -> PrefillOption:
+    def _option(self, row: int, found: PrefillTerms) -> PrefillOption:
         pool = self._cluster.prefills
-        worker, local_blocks = pool.workers[row], int(blocks)
-        source = self._plans.sources[source_number] if source_number >= 0 else None
+        worker, local_blocks = pool.workers[row], int(found.blocks)
+        source = self._plans.sources[found.source] if found.source >= 0 else None
         used = local_blocks if source is None else source.blocks
         return PrefillOption(
             worker=worker,
             local_blocks=local_blocks,
-            restore_blocks=local_blocks - int(dram_blocks),
+            restore_blocks=local_blocks - int(found.dram_blocks),
             cached_tokens=cached_tokens(
                 used, worker.info.block_tokens, self._request.prompt_tokens
             ),
             source=source,
-            queue_s=queue_s,
-            wait_s=wait_s,
-            fetch_s=fetch_s,
-            transfer_s=transfer_s,
-            prefill_s=prefill_s,
-            fill_s=fill_s,
-            delay_s=delay_s,
-            eviction_cost_s=eviction_cost_s,
+            queue_s=found.queue_s,
+            wait_s=found.wait_s,
+            fetch_s=found.fetch_s,
+            transfer_s=found.transfer_s,
+            prefill_s=found.prefill_s,
+            fill_s=found.fill_s,
+            delay_s=found.delay_s,
+            eviction_cost_s=found.eviction_cost_s,
             has_room=pool.has_room.item(row),
         )
 
