@@ -50,7 +50,7 @@ RAW_S_MAX = 0.5
 ASK_FIRST_S = 5.0  # after a put of blocks that were stored already
 SIZES_SEEN_MAX = 64
 Use = tuple[int, int]  # slot, generation
-Row = tuple[bytes, int, int, int]  # key, slot, generation, checksum
+Row = tuple[bytes, int, int, int]  # block key, slot, generation, checksum
 
 
 @dataclass(slots=True, eq=False)

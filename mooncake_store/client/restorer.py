@@ -37,7 +37,7 @@ class LeaseTerms(NamedTuple):
 
     owner: str
     lease_s: float  # of each new lease
-    until_s: float  # as of time.monotonic()
+    until_s: float  # by time.monotonic()
 
 
 class Restorer:

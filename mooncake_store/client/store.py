@@ -195,7 +195,7 @@ class Store:
             self._nodes.nixl.make_lanes(count)
 
     def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
-        """The copies of each key, up to the first that has none; leased to `owner`."""
+        """The copies of each block key, up to the first that has none; leased to `owner`."""
         found = self._directory.lookup(keys, owner, lease_s)
         if found:
             self._recent.append((keys, found))

@@ -62,7 +62,7 @@ STALE_S = 1.0  # a writer stamps ten times a second; an older stamp makes the ta
 
 _WORD = 8
 _BUCKET_WORDS = BUCKET_BYTES // _WORD
-_ENTRY = struct.Struct("=16sQQQQQ")  # key, generation, checksum, size_bytes, slot, node + 1
+_ENTRY = struct.Struct("=16sQQQQQ")  # block key, generation, checksum, size, slot, node + 1
 _CHECK = struct.Struct("=Q")
 _ENTRY_WORDS = (_ENTRY.size + _CHECK.size) // _WORD
 _FOUND = struct.Struct("=16x6Q")

@@ -43,13 +43,13 @@ from mooncake_store.native import library
 from mooncake_store.records.blocks import GENERATION_MAX
 
 MAGIC = b"MKV2"  # to be changed with the format: other releases then read "no header"
-# magic, state, generation, key, checksum, length, ephemeral, layers
+# magic, state, generation, block key, checksum, length, ephemeral, layers
 FIELDS = struct.Struct("<4sIQ16sQQII")
 _PREFIX = struct.Struct("<4sIQ16s")
 _BEGUN = struct.Struct("<4sIQ")
 _SELF = struct.Struct("<Q")
 assert FIELDS.size + _SELF.size == HEADER_BYTES, FIELDS.size
-Block = tuple[bytes, int, int, int, int, int]  # key, slot, generation, checksum, bytes, state
+Block = tuple[bytes, int, int, int, int, int]  # block key, slot, generation, checksum, bytes, state
 KEY_AT = 16
 _COLUMNS = np.dtype(
     [("magic", "<u4"), ("state", "<u4"), ("generation", "<u8"), ("key", "V16"),

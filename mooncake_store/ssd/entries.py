@@ -33,7 +33,7 @@ RECORD_BYTES = 64
 _MAGIC = b"MKSM"
 _START = b"\x01"  # a block starts in this unit of the table
 _HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
-# kind, key, slot, generation, checksum, size, layers, spare
+# kind, block key, slot, generation, checksum, size, layers, spare
 _RECORD = struct.Struct("<B3x16sQQQQI4x")
 _CRC = struct.Struct("<I")
 assert _HEADER.size + _CRC.size == _RECORD.size + _CRC.size == RECORD_BYTES

@@ -93,12 +93,12 @@ class MappedTransport(Transport):
         segment = self.segment(node)
         view = _living_view(node, segment)
         for there, (buffer, here) in zip(remote, batch.local, strict=True):
-            far = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
-            near = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
+            remote_bytes = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
+            local_bytes = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
             if batch.is_read:
-                near[:] = far
+                local_bytes[:] = remote_bytes
             else:
-                far[:] = near
+                remote_bytes[:] = local_bytes
             if time.monotonic() > batch.until_s:
                 raise TransferTimeout(
                     f"node {node.node_id}: copying {len(remote)} spans through shared memory took "

@@ -58,7 +58,7 @@ from mooncake_store.transports.transport import TransferCounters, TransferTally
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256  # of members
 STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64
-HELLO_S = 5.0  # until a client has presented a certificate, if there are keys, and the token
+HELLO_S = 5.0  # until a client has presented a certificate, if the process has keys, and the token
 HURRY_S = 0.5  # an unauthenticated connection younger than this is not closed to make room
 SILENCE_S = 30.0  # the longest silence within a message
 _GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR

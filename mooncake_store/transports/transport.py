@@ -80,15 +80,15 @@ def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[Loca
     assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
     moved_bytes, segment_bytes = 0, node.segment_bytes
     for there, (buffer, here) in zip(remote, local, strict=True):
-        far_bytes, length_bytes = there
-        near_bytes, near_length_bytes = here
-        assert length_bytes == near_length_bytes, f"{there} and {here} differ in length"
-        if far_bytes < 0 or length_bytes < 0 or far_bytes + length_bytes > segment_bytes:
+        remote_start, length_bytes = there
+        local_start, local_length_bytes = here
+        assert length_bytes == local_length_bytes, f"{there} and {here} differ in length"
+        if remote_start < 0 or length_bytes < 0 or remote_start + length_bytes > segment_bytes:
             raise TransferFailed(
                 f"{there} is outside node {node.node_id}'s segment of {segment_bytes} bytes; "
                 "nothing was moved: look the block up again"
             )
-        if near_bytes < 0 or near_bytes + length_bytes > buffer.nbytes:
+        if local_start < 0 or local_start + length_bytes > buffer.nbytes:
             raise TransferFailed(
                 f"{here} is outside a local buffer of {buffer.nbytes} bytes; nothing was moved"
             )

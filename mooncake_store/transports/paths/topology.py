@@ -103,10 +103,10 @@ class Topology:
         rdma = [nic for nic in working if nic.has_rdma]
         if not rdma:
             return ""
-        near = [nic for nic in rdma if nic.numa_node in nodes] or rdma
-        ports = [f"{nic.name}:{port}" for nic in near for port in nic.rdma_ports]
+        close = [nic for nic in rdma if nic.numa_node in nodes] or rdma
+        ports = [f"{nic.name}:{port}" for nic in close for port in nic.rdma_ports]
         plain = [nic.interface for nic in working if not nic.has_rdma]
-        return ",".join([*ports, *(plain or [nic.interface for nic in near if nic.interface])])
+        return ",".join([*ports, *(plain or [nic.interface for nic in close if nic.interface])])
 
     def as_dict(self) -> dict[str, object]:
         """For NodeInfo.topology, readable without this file."""
