@@ -52,7 +52,7 @@ chaos: $(READY)  ## processes of the store, killed and stopped under load (SECON
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(ARGS)
 
 chaos-serve: SECONDS = 600
-chaos-serve: $(READY)  ## a fleet of three hosts, struck all the time (ARGS="--seed 7" repeats one)
+chaos-serve: $(READY)  ## a fleet of three hosts under injected faults (ARGS="--seed 7" repeats one)
 	$(BIN)/python -m tests.chaos_serve --seconds $(SECONDS) $(ARGS)
 
 lint: $(READY)  ## style and types
