@@ -1,7 +1,7 @@
-"""The commands of `mooncake store`. Each is a few calls of the client; errors end in one line.
+"""The commands of `mooncake store`: each makes a few client calls; errors are one line.
 
-Not here: what the client does (client.py), sizes, keys and where the directory is (arguments.py),
-the processes (serving.py).
+Not here: the client (client.py), sizes, keys and the search for a directory (arguments.py), the
+processes (serving.py).
 """
 
 from __future__ import annotations
@@ -47,21 +47,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="The KVCache store: run it alone, look into it, put and get, drain and check.",
+    help="The KV cache store: run it alone, inspect it, put and get blocks, drain and check nodes.",
 )
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 CHECKED_AT_ONCE = 32
 
 Directory = Annotated[
-    str, typer.Option("--directory", help="Its address (default: the one found on this host).")
+    str,
+    typer.Option(
+        "--directory", help="Address of the directory (default: the one found on this host)."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 
 @contextlib.contextmanager
 def shown_errors() -> Iterator[None]:
-    """A StoreError becomes a line on stderr and exit status 1."""
+    """Print a StoreError as one line on stderr and exit with status 1."""
     try:
         yield
     except (StoreError, serving.StartFailed, OSError) as error:  # a ZMQError is an OSError
@@ -81,15 +84,17 @@ def directory_client(address: str) -> DirectoryClient:
 @app.command()
 def serve(
     nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0",
-    store_bytes: Annotated[str, typer.Option(help="DRAM of each in /dev/shm.")] = "1G",
-    ssd_bytes: Annotated[str, typer.Option(help="SSD of each; 0: none.")] = "0",
+    store_bytes: Annotated[str, typer.Option(help="DRAM per node, in /dev/shm.")] = "1G",
+    ssd_bytes: Annotated[str, typer.Option(help="SSD per node; 0: none.")] = "0",
     ssd_path: Annotated[Path | None, typer.Option(help="Folder on that SSD.")] = None,
     folder: Annotated[Path | None, typer.Option(help="For sockets and logs.")] = None,
     directory_option: Annotated[
         list[str] | None,
         typer.Option(help="Passed to the directory, as --directory-option=--node-ttl-s=3."),
     ] = None,
-    node_option: Annotated[list[str] | None, typer.Option(help="Likewise, to each node.")] = None,
+    node_option: Annotated[
+        list[str] | None, typer.Option(help="Passed to each node likewise.")
+    ] = None,
 ) -> None:
     """Start a directory and storage nodes on this host, until Ctrl-C."""
     names = [*parse_nodes(nodes)]
@@ -102,8 +107,8 @@ def serve(
     most_bytes = PATH_BYTES_MAX - 1 - longest_bytes
     if len(os.fsencode(place)) > most_bytes:
         raise typer.BadParameter(
-            f"{place} is too long for the paths of sockets: name one of at most {most_bytes} bytes "
-            "with --folder"
+            f"{place} is too long for the paths of sockets: name one of at most "
+            f"{most_bytes} bytes with --folder"
         )
     store = serving.StoreProcesses(
         folder=place,
@@ -128,7 +133,7 @@ def serve(
             console.print(f"ready: --directory {store.address}", soft_wrap=True)
             while not stopping:
                 for name in store.supervise():
-                    console.print(f"{name} ended, started it again")
+                    console.print(f"{name} exited and was restarted")
                 time.sleep(0.2)
         finally:
             store.stop()
@@ -142,7 +147,7 @@ def stat(
     directory: Directory = "",
     as_json: AsJson = False,
 ) -> None:
-    """How full the store is and what it does; or where some blocks are."""
+    """Show the usage of the store, or the locations of some blocks."""
     with shown_errors(), directory_client(directory) as store:
         if not names:
             stats = store.stats()
@@ -169,10 +174,10 @@ def stat(
 @app.command()
 def ls(
     node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=65_536, help="At most so many per node.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=65_536, help="Most blocks per node.")] = 100,
     directory: Directory = "",
 ) -> None:
-    """The storage nodes, and what lies on them."""
+    """List the storage nodes and their blocks."""
     with shown_errors(), directory_client(directory) as store:
         infos = [info for info in store.nodes() if node in ("", info.node_id)]
         if node and not infos:
@@ -186,9 +191,11 @@ def ls(
 @app.command()
 def put(
     name: Annotated[str, typer.Argument(help="Key (32 hex digits) or name.")],
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Its content.")],
-    node: Annotated[str, typer.Option(help="Where (default: here, or where there is room).")] = "",
-    tenant: Annotated[str, typer.Option(help="Whose quota it counts for.")] = "",
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="File with its content.")
+    ],
+    node: Annotated[str, typer.Option(help="Storage node (default: local, or with room).")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant whose quota the block counts for.")] = "",
     directory: Directory = "",
 ) -> None:
     """Store a file as one block."""
@@ -198,17 +205,17 @@ def put(
             raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
         copy = store.stat([parse_key(name)])[0][0]
         if copy.checksum != checksum(content):
-            raise StoreError(f"{name} was there already, with other content: remove it first")
+            raise StoreError(f"{name} is stored with other content: remove it first")
     console.print(f"{parse_key(name).hex()} {copy.size_bytes} bytes on {copy.node_id}")
 
 
 @app.command()
 def get(
     name: Annotated[str, typer.Argument(help="Key (32 hex digits) or name.")],
-    file: Annotated[Path | None, typer.Argument(help="Where to (default: stdout).")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Target file (default: stdout).")] = None,
     directory: Directory = "",
 ) -> None:
-    """Read one block, verified, into a file."""
+    """Read one block, verify it, and write it to a file."""
     with shown_errors():
         with store_client(directory) as store:
             (content,) = store.get([parse_key(name)])
@@ -226,49 +233,51 @@ def remove(
     names: Annotated[list[str], typer.Argument(help="Keys (32 hex digits) or names.")],
     directory: Directory = "",
 ) -> None:
-    """Give up all copies of some blocks."""
+    """Remove all copies of some blocks."""
     with shown_errors(), directory_client(directory) as store:
         done = store.remove([parse_key(name) for name in names])
     kept = [name for name, is_gone in zip(names, done, strict=True) if not is_gone]
     if kept:
-        errors.print(f"in use, try again: {', '.join(kept)}", markup=False)
+        errors.print(f"in use, retry later: {', '.join(kept)}", markup=False)
         sys.exit(1)
 
 
 @app.command()
 def pin(
     names: Annotated[list[str], typer.Argument(help="Keys (32 hex digits) or names.")],
-    kind: Annotated[str, typer.Option(help="soft (goes last), hard (never goes), none.")] = "soft",
-    ttl_s: Annotated[float, typer.Option(help="Of a soft pin, in seconds.")] = 1_800.0,
+    kind: Annotated[
+        str, typer.Option(help="soft (evicted last), hard (never evicted), none.")
+    ] = "soft",
+    ttl_s: Annotated[float, typer.Option(help="Duration of a soft pin, in seconds.")] = 1_800.0,
     directory: Directory = "",
 ) -> None:
-    """Hold some blocks against eviction."""
+    """Pin some blocks against eviction."""
     with shown_errors(), directory_client(directory) as store:
         done = store.pin([parse_key(name) for name in names], kind, ttl_s)
     if not all(done):
-        errors.print("some hold no hard pin: too much is pinned already", markup=False)
+        errors.print("some blocks got no hard pin: too much memory is pinned", markup=False)
         sys.exit(1)
 
 
 @app.command()
 def quota(
     tenant: str,
-    size: Annotated[str, typer.Argument(help="Like 10G; 0 takes the quota away.")],
+    size: Annotated[str, typer.Argument(help="For example 10G; 0 removes the quota.")],
     directory: Directory = "",
 ) -> None:
-    """Bound what a tenant may store, over all nodes."""
+    """Limit the bytes of a tenant over all nodes."""
     with shown_errors(), directory_client(directory) as store:
         store.set_quota(tenant, parse_bytes(size))
 
 
 @app.command()
 def drain(
-    node: Annotated[str, typer.Argument(help="It gets no new blocks, and others get its blocks.")],
-    undo: Annotated[bool, typer.Option("--undo", help="It may have new blocks again.")] = False,
-    deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
+    node: Annotated[str, typer.Argument(help="Node to empty; its blocks move to other nodes.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Accept new blocks again.")] = False,
+    deadline_s: Annotated[float, typer.Option(help="Stop after so many seconds.")] = 600.0,
     directory: Directory = "",
 ) -> None:
-    """Empty a storage node onto the others, so that it can be stopped without loss."""
+    """Move the blocks of a storage node to other nodes, so that it can be stopped without loss."""
     with shown_errors(), store_client(directory) as store:
         if undo:
             store.directory.drain(node, False)
@@ -282,11 +291,11 @@ def drain(
             left = store.replicas.drain(node, "drain", show, deadline_s)
     if left:
         errors.print(
-            f"{left} blocks or more are on {node} alone: the other nodes have no room for them, or "
-            "cannot pull (no --control). Start another node, or stop this one and lose them."
+            f"{left} blocks or more are only on {node}: the other nodes have no room for them, or "
+            "cannot pull (no --control). Start another node, or stop this one and lose the blocks."
         )
         sys.exit(1)
-    console.print(f"{node} is empty of what others lack: it can be stopped")
+    console.print(f"every block of {node} is on another node: {node} can be stopped")
 
 
 @app.command()
@@ -294,7 +303,7 @@ def check(
     directory: Directory = "",
     node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
 ) -> None:
-    """Read every block in DRAM and compare its checksum; corrupt copies are dropped."""
+    """Read every block in DRAM and compare its checksum; corrupt copies are removed."""
     read = bad = 0
     with (
         shown_errors(),
@@ -315,12 +324,12 @@ def check(
                     is_lost = array is None and store.exist([key]) == [False]
                     read, bad = read + 1, bad + is_lost
                 progress.update(task, advance=len(part))
-    console.print(f"{read} blocks read, {bad} corrupt or lost meanwhile")
+    console.print(f"{read} blocks read, {bad} corrupt or lost in the meantime")
     if bad:
         sys.exit(1)
 
 
-# ---- tables for people
+# ---- tables
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -331,13 +340,13 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _holders_table(stats: DirectoryStats) -> Table:
-    """One line per holder: how full, and of what."""
+    """One line per holder: its usage and its blocks."""
     table = _table(
         "holders",
-        ["node", "size", "used", "blocks", "writing", "resting", "idle", "evicted", ""],
+        ["node", "size", "used", "blocks", "writing", "quarantined", "idle", "evicted", ""],
     )
     for node in stats.nodes:
-        state = "draining" if node.is_draining else "" if node.is_open else "telling what it has"
+        state = "draining" if node.is_draining else "" if node.is_open else "sending its inventory"
         table.add_row(
             node.node_id,
             shown_bytes(node.segment_bytes),
@@ -353,7 +362,7 @@ def _holders_table(stats: DirectoryStats) -> Table:
 
 
 def _totals_table(stats: DirectoryStats) -> Table:
-    """What the directory has counted since its epoch began."""
+    """The directory's counters since the start of its epoch."""
     table = _table("directory", ["", ""])
     hit = stats.hit_blocks / stats.lookup_blocks if stats.lookup_blocks else 0.0
     lines = {

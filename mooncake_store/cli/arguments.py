@@ -1,7 +1,7 @@
-"""What a person types, and where the directory is: keys, sizes, addresses.
+"""Parsing of command-line arguments, and the search for a directory: keys, sizes, addresses.
 
-Everybody may write to /tmp, so a folder of sockets that is found there proves nothing by its name:
-it is used only if it belongs to this user and nobody else can write it.
+Every user may write to /tmp, so the name of a folder of sockets there proves nothing. Such a folder
+is used only if it belongs to this user and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
 VARIABLE = "MOONCAKE_DIRECTORY"
 BYTES_MAX = 2**50
-NODE_NAME_BYTES_MAX = 40  # of a storage node
-# Of a folder of sockets: the longest name in it is a storage node's.
+NODE_NAME_BYTES_MAX = 40  # longest name of a storage node
+# Length of a folder of sockets: the longest socket name in it is that of a storage node.
 FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
-# Of the name of a launch's folder: "mooncake-", a process id of 7 digits, and two random parts.
+# Length of a launch's folder name: "mooncake-", a process id of 7 digits, and two random parts.
 LAUNCH_BYTES_MAX = 34
 SHORT_PLACE = Path("/tmp")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes. `option`: the one to name when it is below its
-    minimum."""
+    """'512M', '1GiB', '1073741824' -> bytes. `option` is named in the error of a wrong size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
@@ -69,8 +68,10 @@ def parse_nodes(text: str) -> tuple[str, ...]:
 
 
 def holds_sockets(place: Path) -> bool:
-    """Is this place, where launches make folders of sockets, short enough for their paths, and of
-    ASCII letters alone, which Triton's stubs can read?"""
+    """Whether launches can make folders of sockets here: short enough, and ASCII only.
+
+    Triton's stubs can read only ASCII paths.
+    """
     return (
         len(os.fsencode(place)) <= FOLDER_BYTES_MAX - 1 - LAUNCH_BYTES_MAX and str(place).isascii()
     )
@@ -85,19 +86,19 @@ def shown_bytes(size: float) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    """32 hex digits are a key; anything else is a name, and its key is made of it."""
+    """32 hex digits are a block key; any other text is a name, from which a key is derived."""
     if len(text) == 2 * KEY_BYTES and re.fullmatch("[0-9a-fA-F]+", text):
         return bytes.fromhex(text)
     return key_of(text)
 
 
 def default_folder() -> Path:
-    """Where `mooncake store serve` has its sockets, unless --folder names another."""
+    """The folder of `mooncake store serve` for its sockets, unless --folder names another."""
     return Path(tempfile.gettempdir()) / f"mooncake-store-{os.getuid()}"
 
 
 def distrust(folder: Path) -> str:
-    """Why this folder is not used without being named; "" when it is this user's alone."""
+    """The reason not to use this folder; "" when only this user can write to it."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
@@ -109,19 +110,19 @@ def distrust(folder: Path) -> str:
 
 
 def own_folder() -> Path:
-    """default_folder(), made if it is not there; BadParameter when it cannot be trusted."""
+    """default_folder(), created if missing; BadParameter when it cannot be trusted."""
     folder = default_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     if reason := distrust(folder):
         raise typer.BadParameter(
-            f"{reason}: whoever can write it could pose as the directory; remove it, or name "
-            "another with --folder"
+            f"{reason}: a process that can write to it could pose as the directory; remove the "
+            "folder, or name another with --folder"
         )
     return folder
 
 
 def find_directory() -> str:
-    """$MOONCAKE_DIRECTORY, or the directory of this host that answers; the youngest of several."""
+    """$MOONCAKE_DIRECTORY, or the newest answering directory of this user on this host."""
     if named := os.environ.get(VARIABLE):
         return named
     folders = {default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")}
@@ -140,8 +141,8 @@ def find_directory() -> str:
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(str(path))
             return f"ipc://{path}"
-    passed_over = f" (passed over: {'; '.join(refused)})" if refused else ""
+    passed_over = f" (ignored: {'; '.join(refused)})" if refused else ""
     raise typer.BadParameter(
-        f"no directory of this user's runs on this host as far as can be seen{passed_over}: give "
-        f"--directory or {VARIABLE}, or start one (mooncake store serve)"
+        f"no directory of this user was found on this host{passed_over}: set --directory or "
+        f"{VARIABLE}, or start one (mooncake store serve)"
     )

@@ -1,8 +1,9 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
-A child that ends is started again, a few times a minute; then everything ends, with its last words.
+A child that exits is restarted, a few times a minute. After that, all processes stop, and the end
+of the child's log is printed.
 
-Not here: options (app.py). `mooncake serve` has a launcher of its own, with Triton in it.
+Not here: options (app.py). `mooncake serve` has its own launcher, which includes Triton.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 RESTARTS_MAX = 5
 RESTARTS_WITHIN_S = 60.0
 STOP_S_MAX = 15.0
-UNIT_BYTES = 16 * 2**10  # grain of the storage nodes' memory: headers take 0.4 % of it
+UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes: headers take 0.4 % of the memory
 
 
 class StartFailed(Exception):
-    """A process did not get ready; the message has what it said."""
+    """A process did not become ready; the message has the end of its log."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class StoreProcess:
     started_s: list[float] = field(default_factory=list)
 
     def start(self) -> None:
-        """Until it says that it is ready."""
+        """Start the process and wait until it is ready."""
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=subprocess.PIPE, stderr=log, text=True
@@ -42,10 +43,10 @@ class StoreProcess:
         assert self.process.stdout is not None
         if not self.process.stdout.readline().startswith("ready"):
             self.process.wait()
-            raise StartFailed(f"{self.name} did not start: {self.last_words()}")
+            raise StartFailed(f"{self.name} did not start: {self.log_tail()}")
 
-    def last_words(self) -> str:
-        return self.log.read_text(errors="replace")[-1_000:].strip() or "it said nothing"
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-1_000:].strip() or "its log is empty"
 
 
 def directory_address(folder: Path) -> str:
@@ -79,8 +80,11 @@ def node_command(
     events: str,
     *options: str,
 ) -> list[str]:
-    """Of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0: no SSD.
-    Its blocks on SSD outlive the process: `ssd_folder` is the node's, not the run's."""
+    """Command of a storage node; `directory`, `control` and `events` are addresses.
+
+    `ssd_bytes` 0: no SSD. Blocks on the SSD outlive the process, so `ssd_folder` belongs to the
+    node.
+    """
     ssd: list[str] = []
     if ssd_folder is not None and ssd_bytes:
         (ssd_folder / node).mkdir(parents=True, exist_ok=True)
@@ -109,7 +113,7 @@ def node_command(
 
 
 class StoreProcesses:
-    """The processes of one store. `folder` has their sockets and logs."""
+    """The processes of one store. `folder` contains their sockets and logs."""
 
     def __init__(
         self,
@@ -143,18 +147,18 @@ class StoreProcesses:
             each.start()
 
     def supervise(self) -> list[str]:
-        """Start what has ended; its names. StartFailed when that happens too often."""
+        """Restart processes that exited; their names. StartFailed when that happens too often."""
         ended = [
             each for each in self.processes if each.process and each.process.poll() is not None
         ]
         for each in ended:
             if len(each.started_s) > RESTARTS_MAX:
-                raise StartFailed(f"{each.name} ends again and again: {each.last_words()}")
+                raise StartFailed(f"{each.name} exits again and again: {each.log_tail()}")
             each.start()
         return [each.name for each in ended]
 
     def stop(self) -> None:
-        """Nodes first: they say goodbye to the directory."""
+        """Stop the nodes first, because they deregister from the directory."""
         for each in reversed(self.processes):
             if each.process is None or each.process.poll() is not None:
                 continue

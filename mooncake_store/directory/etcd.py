@@ -117,17 +117,7 @@ class EtcdClient:
 
         Returns the revision of the write; 0 when nothing was written.
         """
-        puts = [
-            {
-                "request_put": {
-                    "key": _packed(key),
-                    "value": _packed(value),
-                    "lease": str(leases.get(key, 0)),
-                }
-            }
-            for key, value in values.items()
-        ]
-        return self._transact(expected, puts)
+        return self._transact(expected, _puts(values, leases))
 
     def change_unless_changed(
         self,
@@ -139,15 +129,11 @@ class EtcdClient:
 
         etcd rejects a key that is both written and deleted.
         """
-        puts = [
-            {"request_put": {"key": _packed(key), "value": _packed(value)}}
-            for key, value in values.items()
-        ]
         deletes = [
             {"request_delete_range": {"key": _packed(first), "range_end": _packed(end)}}
             for first, end in gone
         ]
-        return self._transact(expected, [*puts, *deletes])
+        return self._transact(expected, [*_puts(values, {}), *deletes])
 
     def _transact(self, expected: Mapping[str, int], operations: Sequence[object]) -> int:
         compare = [
@@ -269,11 +255,11 @@ def access_problem(endpoint: str, error: Exception) -> str:
 
 
 _NO_KEYS_HERE = (
-    "etcd at {} asks for a certificate, and this process has none: set "
+    "etcd at {} requires a certificate, and this process has none: set "
     f"{folder.VARIABLE} to the folder of this host's keys (mooncake keys add-host)"
 )
 _NO_KEYS_THERE = (
-    "etcd at {} speaks plain HTTP, and this process has keys: start its members with keys too "
+    "etcd at {} uses plain HTTP, and this process has keys: start its members with keys too "
     "(`mooncake serve --cluster` does), or an etcd of your own as docs/operations.md says"
 )
 
@@ -323,6 +309,19 @@ def _handshake_error(endpoint: str) -> ssl.SSLError | None:
 def decimal(value: bytes) -> int:
     """The number in a value; 0 when it is no number, or larger than any that we write."""
     return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
+
+
+def _puts(values: Mapping[str, bytes], leases: Mapping[str, int]) -> list[object]:
+    return [
+        {
+            "request_put": {
+                "key": _packed(key),
+                "value": _packed(value),
+                "lease": str(leases.get(key, 0)),
+            }
+        }
+        for key, value in values.items()
+    ]
 
 
 def _packed(text: str | bytes) -> str:

@@ -1,19 +1,20 @@
-"""Makes a cluster's keys: where it stands, its hosts, and the renewal that nobody notices.
+"""Key management of a cluster: its state, its hosts, and a renewal without interruption.
 
     keys/authority/state.json   the step of the renewal, the hosts, every key of every host (0600)
     keys/authority/ca-N.pem, ca-N.key   the certificate authority of generation N
-    keys/HOST/                  what is copied to a host, and nothing else (folder.py)
+    keys/HOST/                  the files that are copied to a host (folder.py)
 
-The folder `authority` stays where keys are made. A renewal takes three steps, between which the
-hosts' folders are copied and what reads certificates at its start is started again:
+The folder `authority` stays on the machine that makes the keys. A renewal takes three steps. After
+each step the hosts' folders are copied, and processes that read certificates only at their start
+are restarted:
 
-    1. prepare   the next generation is made and believed; the one of now is used
-    2. switch    the next one is used; the old one is still believed
-    3. retire    the old one is believed no more
+    1. prepare   the next generation is made and trusted; the current one is used
+    2. switch    the next generation is used; the old one is still trusted
+    3. retire    the old generation is no longer trusted
 
-so that at each moment two hosts, one of which has the folder of a step before, trust each other.
+At each moment, two hosts trust each other even if one of them has the folder of the step before.
 
-Not here: what a process reads of its folder (folder.py), the commands (command.py).
+Not here: reading a folder in a process (folder.py), the commands (command.py).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from mooncake_store.keys import folder as host_folder
 from mooncake_store.keys.folder import MEMBER, CurveGeneration, CurveKeys
 
 FOLDER, STATE = "authority", "state.json"
-DAYS = 365  # a certificate is valid for so long, and its authority for ten times that
-BACKDATED = datetime.timedelta(hours=1)  # clocks of hosts differ
+DAYS = 365  # validity of a certificate; its authority is valid ten times as long
+BACKDATED = datetime.timedelta(hours=1)  # tolerance for clock differences between hosts
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 STEPS = ("prepare", "switch", "retire")
@@ -61,41 +62,44 @@ class ClusterGeneration(msgspec.Struct):
 
 
 class AuthorityState(msgspec.Struct):
-    """`used`: the generation that servers present and certificates are made by."""
+    """State of the authority; `used` is the generation that servers present and that signs."""
 
     used: int
     secret: str
     hosts: dict[str, bool]  # whether a directory may run there
     generations: list[ClusterGeneration]
-    addresses: dict[str, str] = msgspec.field(default_factory=dict)  # of hosts that said theirs
+    # Host -> address, where one is given
+    addresses: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"AuthorityState({self.used}, {list(self.hosts)})"
 
     @property
     def next_step(self) -> str:
-        """Of a renewal: what `rotate` does."""
+        """The next step of a renewal, which `rotate` takes."""
         if len(self.generations) == 1:
             return "prepare"
         return "switch" if self.used == self.generations[0].number else "retire"
 
     @property
     def steps_to_forget(self) -> int:
-        """How often to `rotate` until every generation of now is retired: what a host that was
-        removed has seen. A renewal that is under way is ended first."""
+        """Number of `rotate` calls until every current generation is retired.
+
+        A removed host has seen these generations. A renewal in progress is finished first.
+        """
         left = len(STEPS) - STEPS.index(self.next_step)
         return left if len(self.generations) == 1 else left + len(STEPS)
 
 
 class Authority:
-    """Of one cluster, in the folder where its keys are made."""
+    """The authority of one cluster, in the folder where its keys are made."""
 
     def __init__(self, path: Path, state: AuthorityState) -> None:
         self.path, self.state = path, state
 
     @classmethod
     def begun(cls, path: Path) -> Authority:
-        """A cluster without hosts. RequestInvalid when there is one."""
+        """Create a cluster without hosts. RequestInvalid when the folder has keys already."""
         if (path / FOLDER).exists():
             raise RequestInvalid(
                 f"{path} has keys: add hosts (mooncake keys add-host) or renew them (mooncake "
@@ -114,7 +118,7 @@ class Authority:
             return cls(path, msgspec.json.decode(raw, type=AuthorityState))
         except FileNotFoundError:
             raise RequestInvalid(
-                f"no keys are made in {path}: begin with `mooncake keys init {path}`"
+                f"no keys are made in {path}: start with `mooncake keys init {path}`"
             ) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise RequestInvalid(f"{path / FOLDER / STATE} cannot be read: {error}") from error
@@ -124,10 +128,10 @@ class Authority:
     def add_host(
         self, host: str, may_direct: bool | None = None, days: float = DAYS, address: str = ""
     ) -> None:
-        """Keys for one more host, or a fresh certificate for one that is there.
+        """Make keys for a new host, or a new certificate for a known host.
 
-        `may_direct` None: as it is, and yes for a new one. `address`: an IP address or a DNS name,
-        which a host needs that runs a member of etcd; "": as it is.
+        `may_direct` None: unchanged, and True for a new host. `address`: an IP address or a DNS
+        name, required for a host that runs a member of etcd; "": unchanged.
         """
         if not NAME.fullmatch(host) or host == FOLDER:
             raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
@@ -142,29 +146,29 @@ class Authority:
         self._write(days, [host])
 
     def remove_host(self, host: str) -> None:
-        """It is let in nowhere once the folders are copied; renew the keys to make sure."""
+        """Remove a host. The copied folders reject it; renew the keys to make sure."""
         if host not in self.state.hosts:
             raise RequestInvalid(
-                f"there is no host {host}; there are {', '.join(self.state.hosts)}"
+                f"there is no host {host}; known hosts: {', '.join(self.state.hosts)}"
             )
         del self.state.hosts[host]
         self.state.addresses.pop(host, None)
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
-        self._write(hosts=[])  # first: what follows is of no consequence to who is let in
+        self._write(hosts=[])  # first: the rest does not affect access
         for name in host_folder.FILES:
             (self.path / host / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it was moved to its host, or has a file of somebody's
+        with contextlib.suppress(OSError):  # the folder was moved, or has other files
             (self.path / host).rmdir()
 
     # ---- renewal
 
     def age_s(self) -> float:
-        """Since it was written."""
+        """Seconds since the state was written."""
         return max(0.0, time.time() - (self.path / FOLDER / STATE).stat().st_mtime)
 
     def rotate(self, days: float = DAYS) -> str:
-        """Take the next step, and say which it was."""
+        """Take the next step of a renewal; returns its name."""
         step, state = self.state.next_step, self.state
         if step == "prepare":
             self._add_generation(state.used + 1)
@@ -196,7 +200,7 @@ class Authority:
     # ---- the folders of the hosts
 
     def _write(self, days: float = DAYS, hosts: list[str] | None = None) -> None:
-        """The state, and everybody's folder; certificates of `hosts` (None: of all)."""
+        """Write the state and all hosts' folders; new certificates for `hosts` (None: all)."""
         raw = msgspec.json.format(msgspec.json.encode(self.state))
         _write(self.path / FOLDER / STATE, raw, is_private=True)
         numbers = [each.number for each in self.state.generations]
@@ -230,10 +234,10 @@ class Authority:
         )
 
     def _certify(self, host: str, days: float) -> None:
-        """A key and a certificate for it, by the authority in use.
+        """Make a key and a certificate of a host, signed by the authority in use.
 
-        Its names: MEMBER, for which all of ours ask, and the host's address, for which members of
-        etcd ask each other.
+        The certificate names MEMBER, which all mooncake processes check, and the host's address,
+        which members of etcd check.
         """
         authority = x509.load_pem_x509_certificate(self._authority(self.state.used).read_bytes())
         signing = serialization.load_pem_private_key(
@@ -268,7 +272,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _general_name(address: str) -> x509.GeneralName:
-    """Of a host, in a certificate."""
+    """The address of a host in the form of a certificate's name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(address))
     except ValueError:
@@ -289,7 +293,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # One that is made expired, as tests do, must still begin before it ends.
+        # A certificate that is made expired (in tests) must still start before it ends.
         .not_valid_before(
             now - BACKDATED + min(datetime.timedelta(days=days), datetime.timedelta())
         )
@@ -320,7 +324,7 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, is_private: bool = False) -> None:
-    """Whole or not at all, and never readable by others for a moment."""
+    """Write a file atomically, and never readable by other users, even for a moment."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -1,6 +1,6 @@
-"""`mooncake keys`: make a cluster's keys, add hosts, renew them, look whether a folder is usable.
+"""`mooncake keys`: make a cluster's keys, add hosts, renew keys, check folders.
 
-No command prints what is private.
+No command prints private data.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import typer
 from mooncake_store.errors import RequestInvalid, StoreError
 
 WARN_DAYS = 30
-STEP_S_MIN = 120.0  # between two steps of a renewal
+STEP_S_MIN = 120.0  # minimum time between two steps of a renewal
 NEXT = {
-    "prepare": "The next generation is believed, the one of now is used.",
-    "switch": "The next generation is used, the old one is still believed.",
-    "retire": "The old generation is believed no more.",
+    "prepare": "The next generation is trusted, the current one is used.",
+    "switch": "The next generation is used, the old one is still trusted.",
+    "retire": "The old generation is no longer trusted.",
 }
 COPY = (
-    "Copy to each host its folder ({folder}/HOST). All of it is read again by itself; workers' "
-    "Tritons are drained and started again for it, one after the other"
+    "Copy to each host its folder ({folder}/HOST). Processes read the files again by themselves; "
+    "workers' Tritons are drained and restarted for it, one after the other"
 )
 
 app = typer.Typer(
     name="keys",
-    help="Keys and certificates by which the hosts of a cluster know each other.",
+    help="Keys and certificates for authentication between the hosts of a cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Folder = Annotated[Path, typer.Argument(help="where keys are made, as `keys`")]
-Days = Annotated[int, typer.Option(min=1, help="its certificate is valid for so long")]
+Folder = Annotated[Path, typer.Argument(help="folder of the authority, for example `keys`")]
+Days = Annotated[int, typer.Option(min=1, help="validity of its certificate in days")]
 
 
 @contextmanager
@@ -54,11 +54,11 @@ def init(
         list[str] | None,
         typer.Option(
             help="a host and its address, both as in the cluster file: NAME=ADDRESS; "
-            "NAME alone where no member of etcd runs; repeatable"
+            "NAME alone for a host without a member of etcd; repeatable"
         ),
     ] = None,
 ) -> None:
-    """Begin a cluster's keys, with these hosts."""
+    """Create a cluster's keys, with these hosts."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
@@ -67,38 +67,38 @@ def init(
             name, _, address = each.partition("=")
             authority.add_host(name, address=address)
         typer.echo(f"made keys of {len(host or [])} hosts in {folder}")
-        typer.echo(f"Keep {folder}/authority where it is; copy {folder}/HOST to each host.")
+        typer.echo(f"Keep {folder}/authority on this machine; copy {folder}/HOST to each host.")
 
 
 @app.command("add-host")
 def add_host(
     folder: Folder,
     host: Annotated[
-        str, typer.Argument(help="its name in the cluster file, or NAME=ADDRESS (as for init)")
+        str, typer.Argument(help="name in the cluster file, or NAME=ADDRESS (as for init)")
     ],
     days: Days = 365,
     directory: Annotated[
         bool | None,
         typer.Option(
             "--directory/--no-directory",
-            help="whether a directory may run there: it gets the directory's key "
-            "(as it is; yes for a new host)",
+            help="whether a directory may run on the host, which then gets the directory's key "
+            "(default: unchanged; yes for a new host)",
         ),
     ] = None,
 ) -> None:
-    """Keys for one more host, or a fresh certificate for one that is there."""
+    """Make keys for a new host, or a new certificate for a known host."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
         name, _, address = host.partition("=")
         Authority.read(folder).add_host(name, directory, days, address)
         typer.echo(f"made keys of host {name} in {folder / name}")
-        typer.echo(COPY.format(folder=folder) + ", if its certificate changed.")
+        typer.echo(COPY.format(folder=folder) + ", if the certificate changed.")
 
 
 @app.command("remove-host")
 def remove_host(folder: Folder, host: str) -> None:
-    """Let a host in no more. Its folder may have been copied: renew the keys afterwards."""
+    """Remove a host. Its folder may have been copied: renew the keys afterwards."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
@@ -106,9 +106,9 @@ def remove_host(folder: Folder, host: str) -> None:
         authority.remove_host(host)
         typer.echo(f"removed host {host}. {COPY.format(folder=folder)}.")
         typer.echo(
-            "It still has a valid certificate and the cluster's keys: rotate "
+            "The host still has a valid certificate and the cluster's keys: rotate "
             f"{authority.state.steps_to_forget} times, and copy the folders after each. Only the "
-            "cluster's secret stays, which opens no door without these."
+            "cluster's secret stays, which gives no access without these."
         )
 
 
@@ -117,7 +117,7 @@ def rotate(
     folder: Folder,
     days: Days = 365,
     now: Annotated[
-        bool, typer.Option("--now", help="however short ago the step before was")
+        bool, typer.Option("--now", help="without the minimum time since the last step")
     ] = False,
 ) -> None:
     """Renew all keys, in three steps that overlap: prepare, switch, retire."""
@@ -128,41 +128,41 @@ def rotate(
         pause_s = authority.age_s()
         if authority.state.next_step != "prepare" and pause_s < STEP_S_MIN and not now:
             raise RequestInvalid(
-                f"keys were written {pause_s:.0f} s ago, and hosts need minutes to begin anew: a "
-                "worker that still has what two steps before was believed is called by nobody. "
-                "Look at `mooncake cluster status`; --now goes on all the same"
+                f"keys were written {pause_s:.0f} s ago, and hosts need minutes to restart: no "
+                "frontend calls a worker that still has the keys of two steps before. "
+                "Check `mooncake cluster status`; --now skips this check"
             )
         step = authority.rotate(days)
         typer.echo(f"{step}: {NEXT[step]}")
         typer.echo(f"{COPY.format(folder=folder)}.")
         if step != "retire":
             typer.echo(
-                "When every worker has begun anew (`mooncake cluster status`), "
+                "When every worker has restarted (`mooncake cluster status`), "
                 f"`mooncake keys rotate {folder}` again: it will {authority.state.next_step}."
             )
 
 
 @app.command()
 def show(folder: Folder) -> None:
-    """The hosts, the generations and how long certificates are valid."""
+    """Show the hosts, the generations, and the validity of certificates."""
     from mooncake_store.keys.authority import Authority
     from mooncake_store.keys.tls import certificate_facts
 
     with _refusals():
         state = Authority.read(folder).state
         numbers = ", ".join(str(each.number) for each in state.generations)
-        typer.echo(f"generations believed: {numbers}; used: {state.used}")
+        typer.echo(f"generations trusted: {numbers}; used: {state.used}")
         typer.echo(f"`mooncake keys rotate` would {state.next_step}")
         for host, may_direct in sorted(state.hosts.items()):
             until = certificate_facts(folder / host).until
-            role = "" if may_direct else ", no directory may run there"
+            role = "" if may_direct else ", without the directory's key"
             named = f" of {state.addresses[host]}" if host in state.addresses else ""
             typer.echo(f"{host}: certificate{named} until {until:%Y-%m-%d}{role}")
 
 
 @app.command()
 def check(folder: Folder) -> None:
-    """Every problem of a host's folder, or of all hosts' folders; ends with 1 if there is one."""
+    """Print every problem of a host's folder, or of all hosts' folders; exits with 1 if any."""
     from mooncake_store.keys.folder import ZEROMQ, Keys
     from mooncake_store.keys.tls import certificate_problems
 

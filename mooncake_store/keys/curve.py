@@ -1,15 +1,15 @@
-"""CURVE on ZeroMQ's sockets: which addresses need it, whose keys they take, who was refused.
+"""CURVE encryption of ZeroMQ sockets: its addresses, its keys, and rejected connections.
 
-Only tcp:// has it: ipc:// and Unix sockets are guarded by the file system and stay as fast as they
-are. The directory has the cluster's key, because its address is all that a client begins with. Who
-is found through the directory (a node, an inbox) makes a key of its own at each start and says it
-with its address,
+Only tcp:// addresses use CURVE. The file system guards ipc:// and Unix sockets, which keep their
+speed. The directory has a key of the cluster, because a client initially has only its address. A
+process found through the directory (a node, an inbox) makes its own key at each start and publishes
+it with its address,
 
     tcp://10.77.0.1:41234#<public key, 64 hex digits>
 
-so that nothing has to be renewed there, and a process that took over a port is not believed.
+so these keys need no renewal, and a process that took over a port is rejected.
 
-Not here: which clients are let in (gate.py), what follows from a refusal (wire/).
+Not here: the admission of clients (gate.py), the handling of a rejection (wire/).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mooncake_store.keys.gate import DOMAIN, guard
 
 INSECURE_VARIABLE = "MOONCAKE_INSECURE"
 log = logging.getLogger(__name__)
-RENEW_S_MAX = 3.0  # until the port that a socket let go of can be had again
-RENEW_NOTE_S = 60.0  # between two lines about one that cannot
-HANDSHAKE_MS = 5_000  # who connects and says nothing
-SILENT_FAILURES_MAX = 3  # a server that ends breaks off a handshake or two as well
-LOST_FAILURES = 10  # between two looks at a connection that nobody uses
+RENEW_S_MAX = 3.0  # wait until a socket can bind its released port again
+RENEW_NOTE_S = 60.0  # time between log lines about a port that cannot be bound
+HANDSHAKE_MS = 5_000  # timeout for clients that connect and send nothing
+SILENT_FAILURES_MAX = 3  # a server that exits also breaks off one or two handshakes
+LOST_FAILURES = 10  # failures between two checks that mark an unused connection as lost
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -48,7 +48,7 @@ EVENTS = (
 
 
 class AddressUnguarded(RequestInvalid):
-    """Others than this host reach the address, and there are no keys."""
+    """Other hosts can reach the address, and there are no keys."""
 
 
 def is_tcp(address: str) -> bool:
@@ -56,29 +56,29 @@ def is_tcp(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Does only this host reach tcp://HOST:PORT, or HOST:PORT?"""
+    """Whether only this host can reach tcp://HOST:PORT, or HOST:PORT."""
     host = address.removeprefix("tcp://").partition("#")[0].rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # "*", or a name that may be anybody's
+        return False  # "*", or a name of any host
 
 
 def refuse_unguarded(address: str, keys: Keys | None) -> None:
-    """AddressUnguarded when other hosts reach this address and nothing asks who they are."""
+    """Raise AddressUnguarded when other hosts reach this address without authentication."""
     if keys is not None or is_loopback(address) or os.environ.get(INSECURE_VARIABLE) == "1":
         return
     raise AddressUnguarded(
-        f"{address} can be reached from other hosts, and there are no keys: whoever reaches it "
+        f"{address} can be reached from other hosts, and there are no keys: every such host "
         f"could read and change everything. Name a folder of keys ({folder.VARIABLE}, made by "
-        "`mooncake keys init`), listen on a loopback address, or write insecure (--insecure, "
-        "`insecure: true` in the cluster file) if that is what you want"
+        "`mooncake keys init`), listen on a loopback address, or allow it with --insecure "
+        "(`insecure: true` in the cluster file)"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client needs of one generation; no repr, as it has a secret."""
+    """A client's keys of one generation; without a repr, because they are secret."""
 
     server_public: bytes
     own_public: bytes
@@ -91,9 +91,9 @@ class ClientKeys:
 def secured_server(
     socket: zmq.Socket[Any], context: zmq.Context[Any], address: str, is_directory: bool = False
 ) -> str:
-    """Before bind(): what the folder of this process asks for at such an address.
+    """Set up CURVE before bind(), as the folder of this process requires for the address.
 
-    What an address is to be followed by when it is told to others: "" or "#KEY". AddressUnguarded.
+    Returns the suffix of the published address: "" or "#KEY". AddressUnguarded without keys.
     """
     if not is_tcp(address):
         return ""
@@ -104,7 +104,7 @@ def secured_server(
         return ""
     guard(context, keys)
     socket.zap_domain = DOMAIN
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its gate nobody comes in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its gate, every client is rejected
     socket.curve_server = 1
     if is_directory:
         set_directory_key(socket, keys)
@@ -115,7 +115,7 @@ def secured_server(
 
 
 def set_directory_key(socket: zmq.Socket[Any], keys: Keys) -> int:
-    """The directory's key of the active generation, for the next bind(); that one's number."""
+    """Set the directory's key of the active generation for the next bind(); its number."""
     active = keys.curve.ordered()[0]
     if not active.directory_secret:
         raise AddressUnguarded(
@@ -128,19 +128,19 @@ def set_directory_key(socket: zmq.Socket[Any], keys: Keys) -> int:
 
 
 def with_key_of(bound: str, advertised: str) -> str:
-    """The address as others see it, with the key of the one that is bound."""
+    """The published address, with the public key of the bound address."""
     return advertised.partition("#")[0] + "".join(bound.partition("#")[1:])
 
 
 class DirectoryKey:
-    """Keeps the directory's sockets at the active generation of its key, while they are open.
+    """Keeps the directory's sockets at the active generation of its key.
 
-    A socket keeps the key that it was bound with, so it is bound anew. That breaks its connections:
-    clients come back by themselves, with the other key (PeerAccess), and ask again.
+    A socket keeps the key of its bind(), so a new key needs a new bind(), which breaks all
+    connections. Clients reconnect with the other key (PeerAccess) and repeat their requests.
     """
 
     def __init__(self, sockets: list[zmq.Socket[Any]]) -> None:
-        """These are bound, with the key of now."""
+        """The sockets are bound, with the current key."""
         self._keys = folder.of_process()
         endpoints = [(each, each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in sockets]
         self._bound = [each for each in endpoints if is_tcp(each[1])] if self._keys else []
@@ -150,27 +150,27 @@ class DirectoryKey:
 
     @property
     def silent(self) -> list[str]:
-        """Where the directory does not listen, since it let go of them to renew its key."""
+        """Addresses where the directory does not listen after it released them to renew its key."""
         return [address for _, address in self._unbound]
 
     def renew(self, now_s: float) -> None:
-        """Call it often: it looks whether the folder has another active generation."""
+        """Check for a new active generation; call it often."""
         if not self._bound or self._keys is None:
             return
         if self._number != self._keys.curve.active:
             for socket, endpoint in self._bound:
                 if (socket, endpoint) not in self._unbound:
-                    with contextlib.suppress(zmq.ZMQError):  # it is not bound any more
+                    with contextlib.suppress(zmq.ZMQError):  # the socket is no longer bound
                         socket.unbind(endpoint)
                     self._unbound.append((socket, endpoint))
                 self._number = set_directory_key(socket, self._keys)
-            log.info("the directory's key is of generation %d now", self._number)
+            log.info("the directory now uses the key of generation %d", self._number)
             self._note_due_s = now_s + RENEW_S_MAX
         why: zmq.ZMQError | None = None
         for socket, endpoint in list(self._unbound):
             try:
                 socket.bind(endpoint)
-            except zmq.ZMQError as error:  # not closed yet, or taken: again at the next call
+            except zmq.ZMQError as error:  # not closed yet, or taken: retry at the next call
                 why = error
                 continue
             self._unbound.remove((socket, endpoint))
@@ -178,15 +178,15 @@ class DirectoryKey:
         if self._unbound and now_s >= self._note_due_s:
             self._note_due_s = now_s + RENEW_NOTE_S
             log.error(
-                "the directory does not listen at %s, which it let go of to renew its key: %s. It "
-                "tries again each second; end what has taken the port",
+                "the directory does not listen at %s, which it released to renew its key: %s. It "
+                "retries each second; stop the process that has taken the port",
                 ", ".join(self.silent),
                 why,
             )
 
 
 def client_keys(address: str) -> list[ClientKeys]:
-    """With which keys to try there, in this order; [] to speak in plain."""
+    """The keys to try at this address, in order; [] for a connection without keys."""
     keys = folder.of_process() if is_tcp(address) else None
     if keys is None:
         return []
@@ -202,33 +202,34 @@ def client_keys(address: str) -> list[ClientKeys]:
 
 
 _MONITORS = itertools.count()
-# Who reads them must last as long as the socket: without a reader its I/O thread waits for one.
+# A reader must live as long as its socket: without a reader, the socket's I/O thread blocks.
 _READERS: weakref.WeakKeyDictionary[zmq.Socket[Any], zmq.Socket[bytes]]
 _READERS = weakref.WeakKeyDictionary()
 
 
 class PeerAccess:
-    """A client's way in at one address: which keys it tries next, and when it gives up.
+    """A client's authentication at one address: the keys to try next, and the end of attempts.
 
-    While two generations overlap a server may have either: a client tries one after the other.
+    While two generations overlap, a server may use either. The client then tries one after the
+    other.
     """
 
     def __init__(self, address: str, who: str = "") -> None:
-        """`who`: the other side, as a refusal names it."""
+        """`who`: the name of the server in error messages."""
         self._address, self._who = address, who or address
-        self._failures = 0  # in a row
-        self._turn = 0  # of the keys
+        self._failures = 0  # consecutive failed attempts
+        self._turn = 0  # index of the keys to try, modulo their number
         self._used: ClientKeys | None = None
         self._watched: zmq.Socket[Any] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
 
     @property
     def monitor(self) -> zmq.Socket[bytes] | None:
-        """Readable when there is something for `must_redial`; None where nobody is refused."""
+        """Readable when `must_redial` has something to do; None for addresses without CURVE."""
         return self._monitor
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
-        """With the keys whose turn it is, or in plain. zmq.ZMQError for what is no address."""
+        """Connect with the next keys, or without keys. zmq.ZMQError for an invalid address."""
         known = client_keys(self._address)
         self._used = known[self._turn % len(known)] if known else None
         if self._used is not None:
@@ -236,15 +237,15 @@ class PeerAccess:
             socket.curve_secretkey = self._used.own_secret
             socket.curve_serverkey = self._used.server_public
         if is_tcp(self._address) and self._watched is not socket:
-            # A name of its own: that of a socket is free again only a while after `close`.
+            # A unique name, because the name of a closed monitor becomes free only after a while.
             self._monitor = _monitor(socket, f"inproc://peer-access-{next(_MONITORS)}")
             self._watched = socket
         socket.connect(self._address.partition("#")[0])
 
     def must_redial(self) -> bool:
-        """Refused, and there are other keys to try: connect() again, best with a fresh socket.
+        """True: rejected, and other keys remain: connect() again, best with a new socket.
 
-        AccessRefused when all have been tried.
+        AccessRefused when all keys have been tried.
         """
         failure = self._newest_failure()
         if failure is None:
@@ -260,10 +261,10 @@ class PeerAccess:
         return not is_known or len(known) > 1
 
     def _newest_failure(self) -> int | None:
-        """The event; None when nothing failed, or something has worked since.
+        """The event of the newest failure; None when nothing failed or a handshake succeeded since.
 
-        However often ZeroMQ has tried these keys by itself since the last look counts as once: the
-        others that this host has are still to be tried.
+        All attempts of ZeroMQ with the same keys since the last call count as one failure, because
+        the other keys of this host must still be tried.
         """
         events = self._events()
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
@@ -274,14 +275,15 @@ class PeerAccess:
         return events[-1]
 
     def is_lost(self) -> bool:
-        """Has nothing but failed many times since the last look? For a connection in no use: what
-        has happened to it is forgotten, so that it does not pile up.
+        """Whether many handshakes failed and none succeeded since the last call.
+
+        For unused connections: the call discards their events, which would otherwise accumulate.
         """
         events = self._events()
         return len(events) >= LOST_FAILURES and zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
 
     def _events(self) -> list[int]:
-        """What has happened since the last look, oldest first."""
+        """The events since the last call, oldest first."""
         events: list[int] = []
         while self._monitor is not None and self._monitor.poll(0):
             events.append(recv_monitor_message(self._monitor)["event"])
@@ -294,7 +296,7 @@ class PeerAccess:
         return found[self._used is not None]
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Close the monitor; call it before the socket is closed."""
         if self._monitor is not None and self._watched is not None:
             self._watched.disable_monitor()
             self._monitor.close(linger=0)
@@ -302,11 +304,11 @@ class PeerAccess:
 
 
 def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
-    """Where the socket's handshakes are told.
+    """A reader of the socket's handshake events.
 
-    Without a limit: ZeroMQ waits for room in it, and so its I/O thread would stop, with every
-    socket of the context, as soon as a connection has failed often and nobody has read why. Idle
-    ones are looked at by wire/idle_look.py.
+    The reader has no limit. With a limit, ZeroMQ would wait for room when a connection fails often
+    and no thread reads the events, which blocks the I/O thread and every socket of the context.
+    wire/idle_look.py reads the events of idle connections.
     """
     socket.monitor(name, EVENTS)
     reader: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
@@ -322,15 +324,15 @@ _UNKNOWN_CLIENT = (
     "keys that were renewed since?"
 )
 _OTHER_MECHANISM = {
-    False: f"it asks for keys, and this process has none. Set {folder.VARIABLE} to the folder of "
-    "this host's keys (mooncake keys add-host); or no mooncake listens there at all",
-    True: f"it speaks without keys, and this process has some. Give it {folder.VARIABLE} and start "
-    "it again; or no mooncake listens there at all",
+    False: f"it requires keys, and this process has none. Set {folder.VARIABLE} to the folder of "
+    "this host's keys (mooncake keys add-host); or no mooncake listens there",
+    True: f"it uses no keys, and this process has some. Set {folder.VARIABLE} for it and restart "
+    "it; or no mooncake listens there",
 }
 _SILENT = {
-    False: f"it closes it during the handshake. It may ask for keys ({folder.VARIABLE} is not set "
-    "here), or no mooncake listens there",
-    True: "it closes it during the handshake. Its key is another than this host expects: the "
-    "folders of keys are of different clusters or generations (copy them anew, `mooncake keys "
+    False: f"it closed it during the handshake. It may require keys ({folder.VARIABLE} is not "
+    "set here), or no mooncake listens there",
+    True: "it closed it during the handshake. Its key is another than this host expects: the "
+    "folders of keys are of different clusters or generations (copy them again, `mooncake keys "
     "check`), it has no keys at all, or no mooncake listens there",
 }

@@ -1,16 +1,16 @@
-"""A host's folder of keys: what is in it, and what a process reads of it, live.
+"""A host's folder of keys: its files, and live access to them by a process.
 
     zeromq.json  CURVE keys: the directory's, this host's own, the public ones of all hosts
     host.pem     the certificate of this host, for gRPC and for KV over TCP;   host.key  its key
-    ca.pem       the authorities whose certificates are believed: one, or two while they overlap
-    secret       by what the processes of the cluster know calls and messages of each other
+    ca.pem       the trusted authorities: one, or two during a renewal
+    secret       shared secret that authenticates calls and messages of the cluster's processes
 
-`zeromq.json`, `host.key` and `secret` are private: a folder in which others may read them is
-refused. `MOONCAKE_KEYS` names the folder; the environment never has what is in it.
+`zeromq.json`, `host.key` and `secret` are private. A folder in which other users may read them is
+rejected. `MOONCAKE_KEYS` names the folder; the environment never contains keys.
 
-The files are read again when they change, so that keys can be renewed under a running process. A
-folder that is being copied is half old and half new for a moment: what cannot be read then is not
-taken, and the process goes on with what it has.
+The files are read again when they change, so that keys can be renewed in a running process. A
+folder that is being copied is inconsistent for a moment. Unreadable files are then ignored, and the
+process continues with its current keys.
 
 Not here: making keys (authority.py), CURVE on sockets (curve.py), TLS contexts (tls.py).
 """
@@ -31,8 +31,8 @@ from mooncake_store.errors import StoreError
 VARIABLE = "MOONCAKE_KEYS"
 ZEROMQ, CERTIFICATE, PRIVATE_KEY = "zeromq.json", "host.pem", "host.key"
 AUTHORITIES, SECRET = "ca.pem", "secret"
-# Every certificate of a cluster has this name, and clients ask for it: it says that a host takes
-# part, not which one, so that addresses may change and elastic hosts may share a folder.
+# Every certificate of a cluster has this name, and clients check it. The name proves membership,
+# not identity, so addresses may change and elastic hosts may share a folder.
 MEMBER = "member.mooncake"
 FILES = (ZEROMQ, CERTIFICATE, PRIVATE_KEY, AUTHORITIES, SECRET)
 PRIVATE_FILES = (ZEROMQ, PRIVATE_KEY, SECRET)
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class KeysInvalid(StoreError):
-    """The folder of keys cannot be used: the message says which file, and what to do."""
+    """The folder of keys cannot be used: the message names the file and the remedy."""
 
 
 class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,15 +52,15 @@ class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory_public: str
     own_public: str
     own_secret: str
-    hosts: dict[str, str]  # the public key of each host
-    directory_secret: str = ""  # "": no directory may run on this host
+    hosts: dict[str, str]  # host -> public key
+    directory_secret: str = ""  # "" if no directory may run on this host
 
-    def __repr__(self) -> str:  # a secret must not come into a log by way of its holder
+    def __repr__(self) -> str:  # without secrets, for logs
         return f"CurveGeneration({self.number}, {len(self.hosts)} hosts)"
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All generations that are valid now; `active` is the number of the one that servers use."""
+    """All valid generations; `active` is the number of the one that servers use."""
 
     host: str
     active: int
@@ -70,11 +70,11 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"CurveKeys({self.host}, {self.active} of {len(self.generations)})"
 
     def ordered(self) -> list[CurveGeneration]:
-        """The active one, then the others."""
+        """The active generation, then the others."""
         return sorted(self.generations, key=lambda each: each.number != self.active)
 
     def host_of(self, public: str) -> str:
-        """Whose public key that is; "" for a stranger's."""
+        """The host with this public key; "" for an unknown key."""
         for generation in self.generations:
             for host, known in generation.hosts.items():
                 if known == public:
@@ -83,15 +83,15 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LiveFiles(Generic[T]):
-    """What `read` makes of some files, made anew when they change. For several threads."""
+    """The result of `read` for some files, updated when they change. Thread-safe."""
 
     def __init__(self, paths: list[Path], read: Callable[[], T]) -> None:
         self._paths, self._read = paths, read
         self._held: tuple[object, T] | None = None
-        self._said = ""
+        self._logged = ""
 
     def get(self) -> T:
-        """KeysInvalid only when they could never be read; else the last that were whole."""
+        """The latest valid result. KeysInvalid only before the first one."""
         held = self._held
         try:
             stamp = [_stamp(path) for path in self._paths]
@@ -103,9 +103,9 @@ class LiveFiles(Generic[T]):
                 if isinstance(error, StoreError):
                     raise
                 raise KeysInvalid(f"cannot read {self._paths[0]}: {error}") from error
-            if str(error) != self._said:
+            if str(error) != self._logged:
                 log.warning("keys are not read again: %s", error)
-                self._said = str(error)
+                self._logged = str(error)
             return held[1]
         self._held = (stamp, value)
         return value
@@ -120,8 +120,9 @@ class Keys:
     """The keys of one host, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """KeysInvalid when something is missing in it, or others may read what is private."""
-        self.folder = folder
+        """KeysInvalid when a file is missing, or when other users may read private files."""
+        self.folder, self.certificate = folder, folder / CERTIFICATE
+        self.private_key, self.authorities = folder / PRIVATE_KEY, folder / AUTHORITIES
         if found := problems(folder):
             raise KeysInvalid("; ".join(found))
         self._curve = LiveFiles([folder / ZEROMQ], self._read_curve)
@@ -138,18 +139,6 @@ class Keys:
     def secret(self) -> str:
         return (self.folder / SECRET).read_text().strip()
 
-    @property
-    def certificate(self) -> Path:
-        return self.folder / CERTIFICATE
-
-    @property
-    def private_key(self) -> Path:
-        return self.folder / PRIVATE_KEY
-
-    @property
-    def authorities(self) -> Path:
-        return self.folder / AUTHORITIES
-
     def _read_curve(self) -> CurveKeys:
         path = self.folder / ZEROMQ
         try:
@@ -165,7 +154,7 @@ _made: dict[str, Keys] = {}
 
 
 def of_process() -> Keys | None:
-    """The keys of this process; None where it has none. KeysInvalid when they cannot be used."""
+    """The keys of this process; None without keys. KeysInvalid when they cannot be used."""
     named = os.environ.get(VARIABLE, "")
     if not named:
         return None
@@ -175,11 +164,11 @@ def of_process() -> Keys | None:
 
 
 def problems(folder: Path) -> list[str]:
-    """Why this folder cannot be used."""
+    """The reasons why this folder cannot be used."""
     if not folder.is_dir():
         return [
             f"there is no folder of keys at {folder}: make keys with `mooncake keys init`, copy "
-            "this host's folder here, and name it"
+            "this host's folder here, and set the variable to it"
         ]
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         hosts = sorted(each.parent.name for each in folder.glob(f"*/{ZEROMQ}"))
@@ -188,13 +177,15 @@ def problems(folder: Path) -> list[str]:
     return [
         f"others may read {folder / name}: chmod 600 {folder / name}"
         for name in PRIVATE_FILES
-        # A group may read them: so does Kubernetes mount secrets for one that is no root.
+        # A group may read them: Kubernetes mounts secrets this way for users other than root.
         if (folder / name).stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO)
     ]
 
 
 def folder_of_host(folder: Path, host: str) -> Path:
-    """Where the keys of `host` are: in its folder inside of this one, or, as on a host to which
-    nothing else was copied, here."""
+    """The folder with the keys of `host`: its subfolder, or the given folder without one.
+
+    On a host to which only its own folder was copied, there is no subfolder.
+    """
     inside = folder / host
     return inside if inside.is_dir() else folder

@@ -1,9 +1,8 @@
-"""Lets known keys in: the answer to ZeroMQ's question whose client key it is (ZAP, RFC 27).
+"""Admission of known client keys: the handler of ZeroMQ's authentication requests (ZAP, RFC 27).
 
-ZeroMQ asks at the first handshake step at which the key of a client is proven, before any byte of a
-message is read. A thread per context answers from the folder of keys as it is at that moment, so a
-host that was added or removed is known without a restart. Connections that stand are not asked
-again.
+ZeroMQ sends an authentication request once a client has proven its key, before it reads any byte of
+a message. One thread per context answers from the current state of the folder of keys, so an added
+or removed host takes effect without a restart. Established connections are not checked again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mooncake_store.keys.folder import Keys
 
 ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"mooncake"
-LOG_PAUSE_S = 10.0  # between two lines about refusals: a stranger must not fill the log
+LOG_PAUSE_S = 10.0  # minimum time between log lines: unknown clients must not fill the log
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -31,17 +30,17 @@ _gates: weakref.WeakKeyDictionary[zmq.Context[Any], KeyGate] = weakref.WeakKeyDi
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
-    """From here on the CURVE sockets of this context let known hosts in, and nobody else.
+    """From now on, the CURVE sockets of this context accept only known hosts.
 
-    Ends by itself with the context. A second call gives it other keys.
+    The gate ends with the context. A second call replaces the keys.
     """
     with _lock:
         if context in _gates:
             _gates[context].keys = keys
             return
         gate = KeyGate(keys)
-        # A shadow: whoever destroys the context closes the sockets that it made, and this one is
-        # another thread's.
+        # A shadow context, because destroying a context closes the sockets that it made, and this
+        # socket belongs to another thread.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
         questions = shadow.socket(zmq.REP)
         questions.linger = 0
@@ -52,13 +51,13 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
 
 
 class RefusalLog:
-    """Says who was refused, in a line every LOG_PAUSE_S at most. Thread-safe."""
+    """Logs rejected clients, at most one line per LOG_PAUSE_S. Thread-safe."""
 
     def __init__(self, into: logging.Logger) -> None:
         self._log = into
         self._lock = threading.Lock()
         self._logged_s = float("-inf")
-        self._refused = 0  # since that line
+        self._refused = 0  # rejections since that line
 
     def note(self, peer: str, why: str) -> None:
         now_s = time.monotonic()
@@ -73,7 +72,7 @@ class RefusalLog:
 
 
 class KeyGate:
-    """Who comes in, by the keys of one folder."""
+    """Accepts or rejects clients by the keys of one folder."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -104,5 +103,5 @@ class KeyGate:
             return ""
         try:
             return self.keys.curve.host_of(z85.encode(frames[6]).decode())
-        except StoreError:  # the folder went away before it was ever read: let nobody in
+        except StoreError:  # the folder was removed before its first read: reject all
             return ""

@@ -1,7 +1,7 @@
-"""Mutual TLS from a folder of keys: contexts of Python's ssl, and what is wrong with a certificate.
+"""Mutual TLS from a folder of keys: ssl contexts, and checks of a certificate.
 
-Both sides show the certificate of their host, and believe the authorities in the folder. Contexts
-are made again when the files change: new connections have the new certificate, open ones go on.
+Both sides present the certificate of their host and trust the authorities in the folder. Contexts
+are rebuilt when the files change: new connections use the new certificate, open ones continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake_store.keys.folder import (
 
 
 class TlsContexts:
-    """Of one host. The server's asks clients for a certificate."""
+    """TLS contexts of one host. The server context requires a certificate from clients."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -45,7 +45,7 @@ class TlsContexts:
 
     @property
     def http_client(self) -> ssl.SSLContext:
-        """As `client`, for a library that changes the context which it is given, as urllib3."""
+        """Like `client`, for libraries that change the given context, such as urllib3."""
         return self._contexts.get()[2]
 
     def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
@@ -62,7 +62,7 @@ class TlsContexts:
                     f"the certificate in {self._keys.folder} cannot be used ({error.reason}): "
                     "copy the whole folder again"
                 ) from error
-        server.num_tickets = 0  # a client connects seldom, and each time shows who it is
+        server.num_tickets = 0  # clients connect rarely, each time with a certificate
         return server, client, http_client
 
 
@@ -70,7 +70,7 @@ _contexts: dict[Keys, TlsContexts] = {}
 
 
 def contexts_of_process() -> TlsContexts | None:
-    """None where this process has no keys: then connections are plain."""
+    """The TLS contexts of this process; None without keys: connections are then plain."""
     keys = of_process()
     if keys is None:
         return None
@@ -80,18 +80,17 @@ def contexts_of_process() -> TlsContexts | None:
 
 
 def refusal_words(who: str, error: ssl.SSLError) -> str:
-    """What a failed handshake means, from the client's side."""
+    """Error text for a failed handshake, from the client's side."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
-            f"{who} is not believed: {error.verify_message}. Its host's certificate is of another "
+            f"{who} is not trusted: {error.verify_message}. Its host's certificate is of another "
             "cluster or generation, or has expired (`mooncake keys check` there), or a clock is "
             "wrong"
         )
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "wrong version number" in reason or "record layer failure" in reason:
         return (
-            f"{who} speaks plain TCP, and this process has keys: give it {VARIABLE} too and start "
-            "it again"
+            f"{who} uses plain TCP, and this process has keys: set {VARIABLE} for it and restart it"
         )
     return (
         f"{who} refuses this host's certificate ({reason}). It is of another cluster or "
@@ -118,9 +117,9 @@ def certificate_facts(folder: Path) -> CertificateFacts:
 def certificate_problems(
     keys: Keys, warn_before: datetime.timedelta = datetime.timedelta(), address: str = ""
 ) -> list[str]:
-    """Why others do not believe this host, or will not in less than that time.
+    """Reasons why peers reject this host's certificate now, or will within `warn_before`.
 
-    `address`: which its certificate must name; "": none.
+    `address`: an address that the certificate must name; "": none.
     """
     try:
         facts = certificate_facts(keys.folder)
@@ -132,8 +131,8 @@ def certificate_problems(
     found = []
     if address and not _is_named(certificate, address):
         found.append(
-            f"{keys.certificate} does not name {address}, and members of etcd ask each other for "
-            f"it: `mooncake keys add-host FOLDER {facts.host}={address}` where keys are made, and "
+            f"{keys.certificate} does not name {address}, which members of etcd check: run "
+            f"`mooncake keys add-host FOLDER {facts.host}={address}` where keys are made, and "
             "copy the folder"
         )
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -148,11 +147,13 @@ def certificate_problems(
     if private.public_key().public_bytes(*encoded) != certificate.public_key().public_bytes(
         *encoded
     ):
-        found.append(f"{keys.folder / PRIVATE_KEY} is not the key of its certificate: copy again")
+        found.append(
+            f"{keys.folder / PRIVATE_KEY} is not its certificate's key: copy the folder again"
+        )
     if not any(_has_signed(authority, certificate) for authority in authorities):
         found.append(
-            f"{keys.certificate} is by none of the authorities in {AUTHORITIES}: copy the whole "
-            "folder again"
+            f"{keys.certificate} is signed by none of the authorities in {AUTHORITIES}: copy the "
+            "whole folder again"
         )
     return found
 
@@ -175,6 +176,6 @@ def _certificate(path: Path) -> x509.Certificate:
 def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except Exception:  # cryptography names several: not of this issuer, or a wrong signature
+    except Exception:  # several classes: another issuer, or a wrong signature
         return False
     return True

@@ -215,7 +215,7 @@ def test_a_member_with_keys_serves_hosts_of_the_cluster(member: Members) -> None
     ("folder", "cause"),
     [
         ("other/stranger", "of another cluster"),
-        ("", "asks for a certificate, and this process has none: set MOONCAKE_KEYS"),
+        ("", "requires a certificate, and this process has none: set MOONCAKE_KEYS"),
     ],
 )
 def test_a_stranger_is_refused_by_name_with_the_likely_causes(
@@ -263,7 +263,7 @@ def test_an_expired_certificate_is_refused_until_it_is_renewed(
     authority.add_host("outside")
     member.client.get("key")
     authority.add_host("a", days=-1)
-    with pytest.raises(EtcdAccessRefused, match="is not believed: certificate has expired"):
+    with pytest.raises(EtcdAccessRefused, match="is not trusted: certificate has expired"):
         member.alone("a").get("key")
     authority.add_host("a")
     member.alone("a").get("key")
@@ -279,7 +279,7 @@ def test_a_process_with_keys_is_told_that_etcd_speaks_in_plain(
             members.start("a")
             wait_until(members.can_decide, "it to serve")
             monkeypatch.setenv(VARIABLE, str(authority.path / "outside"))
-            with pytest.raises(EtcdAccessRefused, match="speaks plain HTTP, and this process has"):
+            with pytest.raises(EtcdAccessRefused, match="uses plain HTTP, and this process has"):
                 members.alone("a").get("key")
         finally:
             members.end()

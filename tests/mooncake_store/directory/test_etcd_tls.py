@@ -69,6 +69,6 @@ def test_a_certificate_of_another_name_is_not_believed(
         patched.setattr(authority, "MEMBER", f"not.{folder.MEMBER}")
         hosts.authority.add_host("a")
     url = serve(member, TlsContexts(hosts.keys("a")).server)
-    with pytest.raises(EtcdAccessRefused, match="is not believed"):
+    with pytest.raises(EtcdAccessRefused, match="is not trusted"):
         EtcdClient([url], timeout_s=30.0).get("key")
     member.shutdown()

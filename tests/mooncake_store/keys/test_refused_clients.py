@@ -30,7 +30,7 @@ from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
 PATIENCE_S = 30.0  # far more than a refusal takes: what needs it all is a mere timeout
-WHO = {"stranger": "does not know the key of this host|key is another", "": "asks? for keys"}
+WHO = {"stranger": "does not know the key of this host|key is another", "": "requires? keys"}
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_a_server_in_plain_is_not_believed(hosts: Hosts, memory: np.ndarray) -> 
     server = TcpServer(memory, "127.0.0.1", token=b"n1")
     hosts.be("b")
     transport = TcpTransport()
-    with pytest.raises(TransferRefused, match="speaks plain TCP, and this process has keys"):
+    with pytest.raises(TransferRefused, match="uses plain TCP, and this process has keys"):
         read_all(transport, server)
     transport.close()
     server.close()
