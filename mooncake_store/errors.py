@@ -84,10 +84,6 @@ class WriteGivenUp(TransferTimeout):
     """One of several network paths stalled during a write: write again, into new slots."""
 
 
-class BlockMissing(StoreError):
-    """The copy no longer exists: a miss, never a failure of the request."""
-
-
 def _tree(root: type[StoreError]) -> dict[str, type[StoreError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():

@@ -63,7 +63,10 @@ def _elected_address(address: str) -> ElectedAddress | None:
 
 
 class DirectoryClient:
-    """Verbs of `Directory` over ZeroMQ. One request at a time; threads may share a client."""
+    """Verbs of `Directory` (core/directory.py) over ZeroMQ; thread-safe, one request at a time.
+
+    Verbs without a docstring behave as documented there.
+    """
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
         assert timeout_s > 0
@@ -81,11 +84,9 @@ class DirectoryClient:
     # ---- storage nodes
 
     def register_node(self, info: NodeInfo) -> int:
-        """Register a node; returns the epoch of the directory."""
         return self._ask(protocol.RegisterNode(info), _INT)
 
     def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
-        """False, or EpochPassed: this incarnation is not registered; register again."""
         return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
 
     def deregister_node(self, node_id: str, incarnation: str) -> bool:
@@ -95,7 +96,6 @@ class DirectoryClient:
         return self._ask(protocol.Nodes(), _NODES)
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        """The geometry of the node's slots. Call it again after NodeNotAttached."""
         return self._ask(protocol.Attach(node_id, fingerprint, block_bytes), _GEOMETRY)
 
     # ---- blocks
@@ -110,7 +110,6 @@ class DirectoryClient:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """A new slot for each key that this node neither stores nor has in writing."""
         request = protocol.Allocate(
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
@@ -180,21 +179,17 @@ class DirectoryClient:
         return self._ask(request, _RESERVED_COMMIT)
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> int:
-        """Free slots that will not be committed and have no transfer in flight."""
         return self._ask(protocol.Abandon(list(slots), owner), _INT)
 
     def lookup(
         self, keys: Sequence[bytes], owner: str, lease_s: float, prefix_only: bool = True
     ) -> list[tuple[Copy, ...]]:
-        """The ready copies of each key up to the first key without one, leased to `owner`."""
         return self._ask(protocol.Lookup(list(keys), owner, lease_s, prefix_only), _PLACES)
 
     def drop_copy(self, key: bytes, node_id: str, generation: int) -> bool:
-        """Report a missing or corrupt copy."""
         return self._ask(protocol.DropCopy(key, node_id, generation), _BOOL)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each of these keys has a copy. Neither a lease nor a use of the block."""
         check_keys(keys)
         packed = b"".join(keys)
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
@@ -207,11 +202,9 @@ class DirectoryClient:
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
-        """Remove the copies of these keys (or those on one node); False where a copy is leased."""
         return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
-        """ "soft" (for ttl_s), "hard" or "none"; False where a hard pin has no room."""
         return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
 
     # ---- admin
@@ -224,42 +217,34 @@ class DirectoryClient:
         is_last: bool,
         epoch: int = 0,
     ) -> int:
-        """Send an inventory: (key, slot, generation, checksum, size_bytes, state) of each block."""
         return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch), _INT)
 
     def take_spills(
         self, node_id: str, owner: str, blocks_max: int, lease_s: float, epoch: int = 0
     ) -> list[Spill]:
-        """The blocks that this node should copy to its SSD next, with their SSD slots."""
         request = protocol.TakeSpills(node_id, owner, blocks_max, lease_s, epoch)
         return self._ask(request, _SPILLS)
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
-        """Switch draining: a draining node gets no new blocks."""
         self._ask(protocol.DrainNode(node_id, is_on), _NONE)
 
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool = False
     ) -> list[tuple[bytes, Copy]]:
-        """Ready blocks of a node; `only_here`: those without a copy on another node of its tier."""
         return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here), _BLOCKS)
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
-        """The node for each key, the first of a chain; "" when no node takes blocks."""
         return self._ask(protocol.PlaceKeys(list(keys), list(excluded)), _NAMES)
 
     def set_quota(self, tenant: str, quota_bytes: int) -> None:
-        """Set the quota of a tenant; 0 removes it."""
         self._ask(protocol.SetQuota(tenant, quota_bytes), _NONE)
 
     # ---- leases
 
     def renew(self, owner: str, lease_s: float, epoch: int = 0) -> bool:
-        """Extend the leases. False: this owner has no leases (any more)."""
         return self._ask(protocol.Renew(owner, lease_s, epoch), _BOOL)
 
     def release(self, owner: str) -> bool:
-        """End all leases of `owner`."""
         return self._ask(protocol.Release(owner), _BOOL)
 
     def release_later(self, owner: str) -> None:
@@ -273,7 +258,6 @@ class DirectoryClient:
         self._ask(protocol.RegisterWorker(info), _NONE)
 
     def worker_report(self, report: WorkerReport) -> bool:
-        """False: this incarnation is not registered; register again."""
         return self._ask(protocol.ReportWorker(report), _BOOL)
 
     def deregister_worker(self, worker_id: str, incarnation: str) -> bool:
@@ -285,7 +269,6 @@ class DirectoryClient:
     # ---- frontends
 
     def note_routed(self, frontend: str, number: int, notes: bytes) -> None:
-        """Send the routes of this frontend to all subscribers of the events."""
         self._ask(protocol.NoteRouted(frontend, number, notes), _NONE)
 
     # ---- the outside view

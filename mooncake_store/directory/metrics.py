@@ -16,35 +16,39 @@ from mooncake_store.records.status import DirectoryStats, HolderStats
 
 HOLDER = ("node_id", "tier")
 _PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
-    ("bytes_max", "Memory that the holder offers.", lambda node: node.segment_bytes),
+    ("bytes_max", "Memory of the holder.", lambda node: node.segment_bytes),
     (
         "used_bytes",
-        "Memory that blocks take, rounding up to units included.",
+        "Memory used by blocks, including rounding up to units.",
         lambda node: node.used_units * node.unit_bytes,
     ),
-    ("block_bytes", "Bytes of these blocks themselves.", lambda node: node.used_bytes),
+    (
+        "block_bytes",
+        "Bytes of the blocks, without rounding up to units.",
+        lambda node: node.used_bytes,
+    ),
     (
         "quarantined_bytes",
-        "Memory that rests because a transfer may still touch it.",
+        "Memory in quarantine, because a transfer may still write to it.",
         lambda node: node.quarantined_units * node.unit_bytes,
     ),
     (
         "pinned_bytes",
-        "Memory of blocks that are pinned hard.",
+        "Memory of hard-pinned blocks.",
         lambda node: node.pinned_units * node.unit_bytes,
     ),
     (
         "is_open",
-        "1 when blocks may be stored here, 0 while its inventory is awaited.",
+        "1 when the holder takes blocks, 0 before its inventory is complete.",
         lambda node: node.is_open,
     ),
-    ("is_draining", "1 while its blocks are moved away.", lambda node: node.is_draining),
+    ("is_draining", "1 while the holder is drained.", lambda node: node.is_draining),
 )
 _COUNTED_PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
-    ("evictions", "Copies dropped here for room.", lambda node: node.evictions),
+    ("evictions", "Copies evicted from the holder.", lambda node: node.evictions),
     (
         "adopted_blocks",
-        "Blocks taken over from before this directory began.",
+        "Blocks adopted from before this directory's start.",
         lambda node: node.adopted,
     ),
 )
@@ -66,7 +70,7 @@ class DirectoryCollector(Collector):
         yield from directory_families(self._stats)
         yield gauge(
             "mooncake_directory_silent_addresses",
-            "Addresses that it cannot listen at again since its key was renewed; its log says why.",
+            "Addresses that could not be bound again after the key was renewed; see the log.",
             self._silent_addresses,
         )
 
@@ -74,19 +78,23 @@ class DirectoryCollector(Collector):
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     """All metrics of a directory, from its stats alone."""
     at = "mooncake_directory_"
-    yield gauge(at + "epoch", "Which incarnation of the directory this is.", stats.epoch)
-    yield counter(at + "events", "Changes that were announced.", stats.sequence)
-    yield gauge(at + "blocks", "Distinct keys that can be found.", stats.blocks)
-    yield gauge(at + "copies", "Their copies, over all holders.", stats.copies)
-    yield gauge(at + "ephemeral_copies", "Copies that end with their last lease.", stats.ephemeral)
+    yield gauge(
+        at + "epoch", "Epoch of the directory, which identifies its incarnation.", stats.epoch
+    )
+    yield counter(at + "events", "Events published.", stats.sequence)
+    yield gauge(at + "blocks", "Distinct block keys with a ready copy.", stats.blocks)
+    yield gauge(at + "copies", "Ready copies, over all holders.", stats.copies)
+    yield gauge(
+        at + "ephemeral_copies", "Copies that are freed with their last lease.", stats.ephemeral
+    )
     yield gauge(at + "leases", "Leased copies.", stats.leases)
     yield gauge(at + "lease_owners", "Requests that hold leases.", stats.owners)
     yield gauge(at + "pinned_keys", "Keys with a pin, soft or hard.", stats.pins)
-    yield gauge(at + "workers", "Prefill and decode workers that are registered.", stats.workers)
+    yield gauge(at + "workers", "Registered prefill and decode workers.", stats.workers)
     yield counter(at + "lookups", "Lookups answered.", stats.lookups)
     yield counters(
         at + "lookup_blocks",
-        "Blocks that lookups asked for: in memory, on SSDs only, nowhere.",
+        "Blocks looked up, by result: in DRAM, on SSDs only, missing.",
         ["result"],
         [
             (["dram"], stats.hit_blocks - stats.hit_ssd_blocks),
@@ -94,9 +102,9 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
             (["miss"], stats.lookup_blocks - stats.hit_blocks),
         ],
     )
-    yield counter(at + "commits", "Blocks that were stored.", stats.commits)
-    yield counter(at + "evictions", "Copies dropped for room.", stats.evictions)
-    yield counter(at + "spills", "Copies handed to nodes to be written to SSDs.", stats.spills)
+    yield counter(at + "commits", "Blocks committed.", stats.commits)
+    yield counter(at + "evictions", "Copies evicted.", stats.evictions)
+    yield counter(at + "spills", "Copies committed to SSDs.", stats.spills)
     yield counter(
         at + "bad_copies",
         "Copies that readers found missing or corrupt (checksums).",
@@ -110,7 +118,7 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
     )
     yield gauges(
         at + "tenant_quota_bytes",
-        "The most it may use; none is shown where there is no limit.",
+        "Quota of a tenant; not shown without a quota.",
         ["tenant"],
         [([name], quota) for name, _, quota in stats.tenants if quota],
     )
@@ -125,7 +133,7 @@ def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
         yield gauges(at + name, meaning, HOLDER, rows)
     yield gauges(
         at + "blocks",
-        "Blocks by state; idle ones are ready, not leased, and may be evicted.",
+        "Blocks by state; idle blocks are ready, without leases, and may be evicted.",
         [*HOLDER, "state"],
         [
             ((node.node_id, node.tier, state), count)

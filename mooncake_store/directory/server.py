@@ -126,7 +126,7 @@ class DirectoryServer:
         """Serve this directory's metrics to Prometheus, updated once a second."""
         self._collector = DirectoryCollector()
         self._latencies = Latencies(
-            "mooncake_directory_request_seconds", "From a request read to its answer."
+            "mooncake_directory_request_seconds", "Seconds from reading a request to its answer."
         )
         return MetricsPage(port, [self._collector, self._latencies], host)
 
@@ -263,8 +263,8 @@ def log_members(events: list[Event]) -> None:
                 info.incarnation,
             )
         elif isinstance(event, WorkerUp):
-            who = event.info
-            log.info("worker %s up on node %s, %s", who.worker_id, who.node_id, who.incarnation)
+            up = event.info
+            log.info("worker %s up on node %s, %s", up.worker_id, up.node_id, up.incarnation)
         elif isinstance(event, NodeDown):
             log.info("node %s down, %s", event.node_id, event.incarnation)
         elif isinstance(event, WorkerDown):

@@ -279,15 +279,15 @@ def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float
         is_announced = False
         try:
             while True:
-                is_heard = node.report()
-                if is_heard and not is_announced:
+                is_answered = node.report()
+                if is_answered and not is_announced:
                     is_announced = True
                     print(
                         f"ready node_id={node_id} incarnation={node.info.incarnation} "
                         f"segment_bytes={node.info.segment_bytes}",
                         flush=True,
                     )
-                if stop.wait(REPORT_S if is_heard else SILENT_RETRY_S):
+                if stop.wait(REPORT_S if is_answered else SILENT_RETRY_S):
                     return 0
         except RequestInvalid as error:
             log.error("node_id=%s exits: %s", node_id, error)

@@ -107,8 +107,8 @@ class NodeControl:
             return
         self._pool.submit(self._work, sender, rest, time.monotonic())
 
-    def _work(self, sender: bytes, frames: list[bytes], came_s: float) -> None:
-        answer = self._responder.reply(frames, lambda request: self._answer(request, came_s))
+    def _work(self, sender: bytes, frames: list[bytes], arrived_s: float) -> None:
+        answer = self._responder.reply(frames, lambda request: self._answer(request, arrived_s))
         self._answers.append([sender, *answer])
         with self._lock:
             self._waiting -= 1
@@ -158,18 +158,18 @@ class NodeVerbs:
         self._stats, self._leave = stats, leave
         self.restores_missed = 0
 
-    def answer(self, request: AnyControl, came_s: float) -> object:
-        """The reply to a request that arrived at `came_s` (monotonic)."""
+    def answer(self, request: AnyControl, arrived_s: float) -> object:
+        """The reply to a request that arrived at `arrived_s` (monotonic)."""
         if isinstance(request, protocol.Ping):
             return self._info.incarnation
         if isinstance(request, protocol.LoadBlocks):
-            return self._load(request.blocks, came_s + request.deadline_s, request.epoch)
+            return self._load(request.blocks, arrived_s + request.deadline_s, request.epoch)
         if isinstance(request, protocol.AskNodeStats):
             return self._stats()
         if isinstance(request, protocol.Leave):
             self._leave()
             return None
-        return self._fetch(request, came_s + request.deadline_s)
+        return self._fetch(request, arrived_s + request.deadline_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
         if epoch not in (0, self._epoch()):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from mooncake_store.process.metrics_page import Latencies, counter, counters, gauge, gauges
+from mooncake_store.process.metrics_page import Latencies, Rows, counter, counters, gauge, gauges
 from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.nixl_transport import frozen_agents
 from mooncake_store.transports.paths.nic_paths import NicCounters
@@ -65,65 +65,56 @@ class ReaderCollector(Collector):
             if route.bytes_per_s:
                 rates.append((path, route.bytes_per_s))
         labels = ["node_id", "transport", "distance"]
-        yield counters("mooncake_reader_path_bytes", "Bytes asked of each node.", labels, rows)
+        yield counters(
+            "mooncake_reader_path_bytes", "Bytes requested from each node.", labels, rows
+        )
         yield gauges(
-            "mooncake_reader_path_bytes_per_second", "Its rate, as measured last.", labels, rates
+            "mooncake_reader_path_bytes_per_second",
+            "Latest measured rate of each path.",
+            labels,
+            rates,
         )
 
 
 def timed(answer: Answer, latencies: Latencies) -> Answer:
     """`answer`, with the latency of each request from its arrival, by verb."""
 
-    def answer_timed(request: AnyControl, came_s: float) -> object:
+    def answer_timed(request: AnyControl, arrived_s: float) -> object:
         try:
-            return answer(request, came_s)
+            return answer(request, arrived_s)
         finally:
             verb = str(request.__struct_config__.tag)
-            latencies.observe(verb, time.monotonic() - came_s)
+            latencies.observe(verb, time.monotonic() - arrived_s)
 
     return answer_timed
 
 
 def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> Iterator[Metric]:
     """Bytes, transfers, seconds and failures by transport."""
-    items = sorted(counted.items())
     both = ["transport", "direction"]
-    yield counters(
-        prefix + "bytes",
-        "Bytes moved.",
-        both,
-        [
-            ((name, way), value)
-            for name, c in items
-            for way, value in (("read", c.read_bytes), ("write", c.write_bytes))
-        ],
-    )
-    yield counters(
-        prefix + "transfers",
-        "Transfers that ended well.",
-        both,
-        [
-            ((name, way), value)
-            for name, c in items
-            for way, value in (("read", c.reads), ("write", c.writes))
-        ],
-    )
+    moved = _rows(counted, read="read_bytes", write="write_bytes")
+    yield counters(prefix + "bytes", "Bytes moved.", both, moved)
+    ended = _rows(counted, read="reads", write="writes")
+    yield counters(prefix + "transfers", "Successful transfers.", both, ended)
     yield counters(
         prefix + "transfer_seconds",
-        "Their seconds; those of concurrent ones add up.",
+        "Seconds of transfers; concurrent transfers add up.",
         ["transport"],
-        [((name,), c.seconds) for name, c in items],
+        [((name,), c.seconds) for name, c in sorted(counted.items())],
     )
     yield counters(
         prefix + "transfer_failures",
         "Transfers that failed, or missed their deadline.",
         ["transport", "kind"],
-        [
-            ((name, kind), value)
-            for name, c in items
-            for kind, value in (("failed", c.failures), ("timeout", c.timeouts))
-        ],
+        _rows(counted, failed="failures", timeout="timeouts"),
     )
+
+
+def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
+    """Rows of ((name, label), value) for each label=attribute of each named object."""
+    for name, each in sorted(counted.items()):
+        for label, attribute in attributes.items():
+            yield (name, label), getattr(each, attribute)
 
 
 def nic_families(
@@ -137,31 +128,23 @@ def nic_families(
         prefix + "nic_bytes",
         "Bytes moved to and from other hosts.",
         ["nic", "direction"],
-        [
-            ((name, way), value)
-            for name, c in items
-            for way, value in (("read", c.read_bytes), ("write", c.write_bytes))
-        ],
+        _rows(counted, read="read_bytes", write="write_bytes"),
     )
     yield counters(
         prefix + "nic_failures",
-        "Parts that failed, or were overdue and moved elsewhere.",
+        "Parts that failed, or were overdue and moved to another path.",
         ["nic", "kind"],
-        [
-            ((name, kind), value)
-            for name, c in items
-            for kind, value in (("failed", c.failures), ("given_up", c.given_up))
-        ],
+        _rows(counted, failed="failures", given_up="given_up"),
     )
     yield counters(
         prefix + "nic_rests",
-        "Times that a path of this card began to rest.",
+        "Times that a path of this card was suspended.",
         ["nic"],
         [((name,), c.rests) for name, c in items],
     )
     yield gauges(
         prefix + "nic_resting_paths",
-        "Paths of this card that rest now.",
+        "Paths of this card that are suspended now.",
         ["nic"],
         [((name,), c.resting) for name, c in items],
     )
@@ -172,42 +155,37 @@ def nic_families(
     )
 
 
+# Field of NodeStats -> help text of its metric.
+_GAUGES = {
+    "segment_bytes": "Size of the memory segment.",
+    "requests_waiting": "Requests waiting at the control socket.",
+    "ssd_bytes": "Size of the SSD file.",
+    "ssd_blocks": "Blocks on the SSD, from its manifest.",
+    "index_blocks": "Entries of the host's index replica; 0 if another node writes it.",
+}
+_COUNTERS = {
+    "spilled_blocks": "Blocks copied to the SSD.",
+    "spilled_bytes": "Bytes copied to the SSD.",
+    "spills_given_up": "Blocks evicted during their write to the SSD, or not written.",
+    "restored_blocks": "Blocks read back from the SSD.",
+    "restored_bytes": "Bytes read back from the SSD.",
+    "restores_missed": "Blocks not restored: missing, late or unreadable.",
+    "checksum_failures": "Blocks on the SSD with a wrong checksum.",
+    "disk_errors": "Errors of the disk.",
+    "fetched_blocks": "Blocks pulled from other nodes.",
+}
+
+
 def node_families(stats: NodeStats) -> Iterator[Metric]:
     """All metrics of a storage node, from its stats alone."""
     at = "mooncake_node_"
     yield gauges(
         at + "info",
-        "Who this is: always 1.",
+        "Identity of the node; always 1.",
         ["node_id", "incarnation", "pages", "ssd"],
         [((stats.node_id, stats.incarnation, stats.segment_pages, stats.ssd), 1)],
     )
-    yield gauge(at + "segment_bytes", "DRAM that it offers.", stats.segment_bytes)
-    yield gauge(at + "requests_waiting", "Requests on its control socket.", stats.requests_waiting)
-    yield gauge(at + "ssd_bytes", "Size of its file of blocks.", stats.ssd_bytes)
-    yield gauge(at + "ssd_blocks", "Blocks that its manifest lists.", stats.ssd_blocks)
-    yield counter(at + "spilled_blocks", "Blocks copied to the SSD.", stats.spilled_blocks)
-    yield counter(at + "spilled_bytes", "Their bytes.", stats.spilled_bytes)
-    yield counter(
-        at + "spills_given_up",
-        "Evicted while they were written, or not written.",
-        stats.spills_given_up,
-    )
-    yield counter(at + "restored_blocks", "Blocks read back from the SSD.", stats.restored_blocks)
-    yield counter(at + "restored_bytes", "Their bytes.", stats.restored_bytes)
-    yield counter(
-        at + "restores_missed",
-        "Not there any more, too late, or not readable.",
-        stats.restores_missed,
-    )
-    yield counter(
-        at + "checksum_failures",
-        "Blocks whose bytes on the SSD were not theirs.",
-        stats.checksum_failures,
-    )
-    yield counter(at + "disk_errors", "Errors of the disk.", stats.disk_errors)
-    yield gauge(
-        at + "index_blocks",
-        "In the index replica of its host, if it writes that.",
-        stats.index_blocks,
-    )
-    yield counter(at + "fetched_blocks", "Blocks pulled from other nodes.", stats.fetched_blocks)
+    for name, meaning in _GAUGES.items():
+        yield gauge(at + name, meaning, getattr(stats, name))
+    for name, meaning in _COUNTERS.items():
+        yield counter(at + name, meaning, getattr(stats, name))

@@ -106,7 +106,7 @@ class StorageNode:
         self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
         self._tier_retry_s = 0.0  # monotonic time of the next attempt to open the tier
-        self._is_unheard = False  # whether the last report had no answer
+        self._is_unanswered = False  # whether the last report had no answer
         self._index: IndexWriter | None = None
         try:
             self._open(leave)
@@ -127,7 +127,7 @@ class StorageNode:
         self._open_tier()
         self.info = self._describe()
         self._spiller = Spiller(
-            options.node_id, self._incarnation, clients.background, self._memory, self._find_tier
+            options.node_id, self._incarnation, clients.background, self._memory, lambda: self._tier
         )
         self._puller = Puller(self.info, self._memory, clients.background)
         self._closers.append(self._puller.close)
@@ -135,7 +135,7 @@ class StorageNode:
             self.info,
             self._memory,
             clients.background,
-            self._find_tier,
+            lambda: self._tier,
             self._puller,
             self.stats,
             leave,
@@ -148,7 +148,8 @@ class StorageNode:
         if self._tier is not None:
             self._join_ssd(self._tier)
         latencies = Latencies(
-            "mooncake_node_request_seconds", "From a request on the control socket to its answer."
+            "mooncake_node_request_seconds",
+            "Seconds from a request on the control socket to its answer.",
         )
         if self._control is not None:
             self._control.serve(timed(self._verbs.answer, latencies))
@@ -241,9 +242,6 @@ class StorageNode:
 
     # ---- the SSD
 
-    def _find_tier(self) -> SsdTier | None:
-        return self._tier
-
     def _open_tier(self) -> None:
         """Open the SSD tier if configured. SsdRefused when the options must change."""
         options = self.options
@@ -318,13 +316,15 @@ class StorageNode:
         except RequestInvalid:
             raise
         except StoreError as error:
-            level = logging.DEBUG if self._is_unheard else logging.WARNING  # warn once per outage
+            level = (
+                logging.DEBUG if self._is_unanswered else logging.WARNING
+            )  # warn once per outage
             log.log(level, "node_id=%s directory silent: %s", self.info.node_id, error)
-            self._is_unheard = True
+            self._is_unanswered = True
             return False
-        if self._is_unheard:
+        if self._is_unanswered:
             log.info("node_id=%s the directory answers again", self.info.node_id)
-            self._is_unheard = False
+            self._is_unanswered = False
         return True
 
     def stats(self) -> NodeStats:

@@ -163,17 +163,18 @@ class HolderNumbers:
             self.take_blocks(holder, bitmaps)
 
     def number(self, name: str) -> int:
-        """The number of a holder; -1 without blocks."""
+        """The number of a holder, from 0; -1 without blocks."""
         holder = self.holders.get(name)
         return -1 if holder is None else holder.number
 
     def name(self, number: int) -> str:
+        """The name of the holder with this number."""
         holder = self._by_number[number] if 0 <= number < len(self._by_number) else None
         assert holder is not None and self.live & holder.bit, f"no holder has number {number}"
         return holder.name
 
     def blocks_by_number(self, found: Sequence[Segment]) -> BlockCounts:
-        """PrefixIndex.blocks_by_number."""
+        """PrefixIndex.find as an array: leading blocks by number of the holder."""
         if not found:
             return np.zeros(self._size, np.int64)
         blocks = self._starts[found[0]].copy()
@@ -199,14 +200,13 @@ class HolderNumbers:
         self._starts = _Starts(self._masks)
 
     def check(self) -> None:
-        """Prove the invariants."""
-        everyone = {holder.bit: holder for holder in self.holders.values()}
-        assert self.live == sum(everyone) and not everyone.keys() & self.dropped.keys()
+        numbered = {holder.bit: holder for holder in self.holders.values()}
+        assert self.live == sum(numbered) and not numbered.keys() & self.dropped.keys()
         assert all(name == holder.name for name, holder in self.holders.items())
-        everyone |= self.dropped
+        numbered |= self.dropped
         listed = {h.bit: h for n, h in enumerate(self._by_number) if h and h.number == n}
-        assert listed == everyone, "a free number has a holder"
-        assert all(holder.blocks > 0 for holder in everyone.values()), "a number without blocks"
+        assert listed == numbered, "a free number has a holder"
+        assert all(holder.blocks > 0 for holder in numbered.values()), "a number without blocks"
         assert not self._by_number or self._by_number[-1] is not None, "bitmaps are too long"
 
 
@@ -267,7 +267,6 @@ class KeyPages:
         return asked
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert all(0 < len(page) <= PAGE_KEYS for page in self._pages), "a page has a wrong length"
         keys = list(self)
         assert len(set(keys)) == len(keys), "a key is in two pages"
@@ -281,6 +280,7 @@ class PrefixIndex:
         # `find` as an array: element n is the number of leading blocks of holder number n. The
         # array is longer than the highest number, so index -1 (a holder without blocks) reads 0.
         self.blocks_by_number = self._holders.blocks_by_number
+        self.number, self.name = self._holders.number, self._holders.name
         self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # freed in parts
         self._start_over()
 
@@ -417,14 +417,6 @@ class PrefixIndex:
             found.append((depth, alive))
         return found
 
-    def number(self, holder: str) -> int:
-        """The number of a holder, from 0, below the length of the arrays; -1 without blocks."""
-        return self._holders.number(holder)
-
-    def name(self, number: int) -> str:
-        """The name of the holder with this number."""
-        return self._holders.name(number)
-
     def names(self, bitmap: int) -> list[str]:
         """The names of the holders in a bitmap, in order of their numbers."""
         return [self._holders.name(number) for number in numbers_in(bitmap)]
@@ -494,7 +486,6 @@ class PrefixIndex:
         return kept
 
     def check(self) -> None:
-        """Prove the invariants."""
         self._pages.check()
         assert set(self._pages) == set(self._bitmaps), "the pages and the index have different keys"
         assert len(self._bitmaps) <= self.blocks_max

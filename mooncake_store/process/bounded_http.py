@@ -65,8 +65,8 @@ class BoundedHttpServer(ThreadingHTTPServer):
     def service_actions(self) -> None:
         with self._lock:
             too_old_s = time.monotonic() - REQUEST_S_MAX
-            for connection, (_, came_s) in list(self._connections.items()):
-                if came_s > too_old_s:
+            for connection, (_, connected_s) in list(self._connections.items()):
+                if connected_s > too_old_s:
                     break
                 self._end(connection)
 

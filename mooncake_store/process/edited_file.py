@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def _ignore() -> None:
-    pass
-
-
 @contextlib.contextmanager
-def sole_writer(folder: Path, on_wait: Callable[[], None] = _ignore) -> Iterator[None]:
+def sole_writer(folder: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Exclude other writers of this folder, so that a read and a later write lose no other edit.
 
     `on_wait` is called when another process holds the lock. OSError when the folder cannot be

@@ -154,7 +154,6 @@ class EventLog:
         return latest
 
     def check(self) -> None:
-        """Prove the invariants."""
         maxlen = self._events.maxlen
         assert maxlen is not None
         first = self._sequence - len(self._events) + 1

@@ -167,7 +167,6 @@ class BlockIndex:
             yield from copies_of(held)
 
     def check(self) -> None:
-        """Prove the invariants."""
         for key, held in self.held.items():
             copies = copies_of(held)
             assert copies, f"{key.hex()} is indexed without a copy"

@@ -46,7 +46,7 @@ from mooncake_store.records.blocks import (
 )
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 
-# # Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's
+# Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's
 # epoch is its start time in milliseconds, so a restarted directory grants new generations as long
 # as it grants fewer than 10**9 per second. If the clock was set back, the generations that nodes
 # report in their inventories move the counter forward (outgrow).
@@ -98,33 +98,24 @@ class CopyTable:
         is_ephemeral: bool = False,
         tenant: str = "",
     ) -> HeldCopy | None:
-        """Reserve a slot for `key`, with an eviction if necessary; None when none is possible.
+        """`reserve_chain` for one key that counts for `tenant`; None without room.
 
-        Raises QuotaExceeded when the tenant's quota is full and its own blocks cannot be evicted.
+        QuotaExceeded when the quota is full and the tenant's own blocks cannot be evicted.
         """
         self.make_tenant_room(tenant, size_bytes)
-        units = holder.pool.units_for(size_bytes)
-        slot = self._slot(holder, units)
-        if slot is None:
-            return None
-        copy = holder.hold(key, owner, slot, self._generation(), size_bytes, units, is_ephemeral)
-        if tenant:
-            self.tenants.charge(tenant, copy)
-        return copy
+        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
+        copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
+        if copies and tenant:
+            self.tenants.charge(tenant, copies[0])
+        return copies[0] if copies else None
 
     def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
         """Evict the tenant's own blocks until `size_bytes` fit; QuotaExceeded when they cannot."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 
-    def _generation(self) -> int:
-        generation, self.next_generation = self.next_generation, self.next_generation + 1
-        return generation
-
     def _slot(self, holder: Holder, units: int) -> int | None:
         slot = holder.pool.take(units)
-        if slot is None and holder.pool.end_quarantines(self.now_s):
-            slot = holder.pool.take(units)
         if slot is None and self._make_room(holder, units):
             slot = holder.pool.take(units)
         return slot
@@ -168,7 +159,7 @@ class CopyTable:
         for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
             copy = made.pop(key, None)
             if copy is not None:
-                self.leases.write(owner, depth, copy, until_s)
+                self.leases.write_chain(owner, depth, (copy,), until_s)
                 slots.append(copy.use(epoch))
             elif held is not None or key in writing:
                 slots.append(None)
@@ -179,9 +170,9 @@ class CopyTable:
     def reserve_chain(
         self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, kind: CopyKind
     ) -> list[HeldCopy]:
-        """`reserve` for as many of these keys as there is room for; each copy has one lease.
+        """Reserve slots for as many of these keys as there is room for, counting for no tenant.
 
-        Slots reserved ahead have no key yet and count for no tenant.
+        The copies count one lease each, which the caller enters in the lease table.
         """
         pool, units = holder.pool, holder.pool.units_for(size_bytes)
         size_class = holder.size_class(units)
@@ -198,10 +189,11 @@ class CopyTable:
             more = keys[len(copies) :]
             copies += self._take_over(size_class, more, owner, size_bytes, kind)
         while len(copies) < len(keys) and (slot := self._slot(holder, units)) is not None:
-            generation = self._generation()
+            key = keys[len(copies)]
             copies += holder.hold_chain(
-                size_class, keys[len(copies) :][:1], owner, [slot], generation, size_bytes, kind
+                size_class, [key], owner, [slot], self.next_generation, size_bytes, kind
             )
+            self.next_generation += 1
         return copies
 
     def _take_over(
@@ -277,7 +269,7 @@ class CopyTable:
                 break
             if copy is None:
                 break
-            self.leases.write(owner, depth, copy, until_s)
+            self.leases.write_chain(owner, depth, (copy,), until_s)
             slots.append(copy.use(self.epoch))
         return slots
 
@@ -307,13 +299,19 @@ class CopyTable:
             return False
         if not holder.pool.adopt(block.slot, units):
             return False
-        copy = holder.hold(
-            block.key, "", block.slot, block.generation, block.size_bytes, units, is_ephemeral=False
+        (copy,) = holder.hold_chain(
+            holder.size_class(units),
+            [block.key],
+            "",
+            [block.slot],
+            block.generation,
+            block.size_bytes,
+            CopyKind.ADOPTED,
         )
-        copy.kind = CopyKind.ADOPTED
+        copy.leases = 0
         holder.adopted += 1
         self.publish(copy, block.checksum)
-        copy.become_idle()
+        become_idle((copy,))
         return True
 
     def outgrow(self, generation: int) -> None:
@@ -410,7 +408,7 @@ class CopyTable:
             )
             if target is None:
                 break
-            self.leases.write(owner, depth, target, until_s)
+            self.leases.write_chain(owner, depth, (target,), until_s)
             spills.append(
                 Spill(
                     key=copy.key,
@@ -429,7 +427,7 @@ class CopyTable:
         if dram.pool.used_units < self.config.spill_fraction * dram.pool.units:
             return []
         found: list[HeldCopy] = []
-        # # More blocks than this would evict each other from the SSD and be written repeatedly.
+        # More blocks than this would evict each other from the SSD and be written repeatedly.
         left_units = ssd.pool.units // 2
         for size_class in dram.size_classes.values():
             for key in size_class.idle.coldest_keys(SPILLS_LOOKED_AT_MAX):

@@ -196,8 +196,7 @@ class Directory:
         if lease_s > 0 and committed:
             table.leases.renew(owner, table.leases.deadline_s(now_s, lease_s))
         elif committed:
-            for copy in committed:
-                table.leases.drop(owner, copy)
+            table.leases.drop_all(owner, committed)
             table.unleased(reversed(committed))
         table.totals.commits += len(committed)
         if holder is not None and holder.info.is_ssd:
@@ -277,8 +276,8 @@ class Directory:
             for copy in self._copies.leases.held(owner)
             if copy.state is CopyState.WRITING and copy.use()[:3] in abandoned
         ]
+        self._copies.leases.drop_all(owner, writing)
         for copy in writing:
-            self._copies.leases.drop(owner, copy)
             self._copies.remove(copy)
         return len(writing)
 
@@ -493,15 +492,15 @@ class Directory:
             )
         if not is_last:
             return 0
-        said, holder.inventory = inventory.sound(holder.inventory, holder.pool), []
-        table.outgrow(max((block.generation for block in said), default=0))
+        reported, holder.inventory = inventory.sound(holder.inventory, holder.pool), []
+        table.outgrow(max((block.generation for block in reported), default=0))
         adopted = 0
-        for block in inventory.consistent(said, holder.pool):
+        for block in inventory.consistent(reported, holder.pool):
             if block.state == STATE_READY:
                 adopted += table.adopt(holder, block)
             elif holder.pool.adopt(block.slot, holder.pool.units_for(block.size_bytes)):
-                rest_s = inventory.writers_lease_s(block, table.config.lease_s_max)
-                holder.pool.quarantine(block.slot, now_s + rest_s + table.config.quarantine_s)
+                lease_s = inventory.writers_lease_s(block, table.config.lease_s_max)
+                holder.pool.quarantine(block.slot, now_s + lease_s + table.config.quarantine_s)
         holder.is_open = True
         return adopted
 

@@ -138,7 +138,6 @@ class DurableLog:
         self.entries += entries
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert self.entries == sum(self._entries.values()), "the keys are miscounted"
         assert all(number < self.next_number for number in self._entries)
 

@@ -92,7 +92,6 @@ class ColumnStore:
         self._free.append(row)
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert len(self.slot) == len(self.generation) == len(self.checksum)
         assert len(set(self._free)) == len(self._free), "a row is free twice"
         assert all(row < len(self.slot) for row in self._free)
@@ -168,20 +167,6 @@ class HeldCopy:
         columns, row = self.size_class.columns, self.row
         return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row], epoch)
 
-    def leave_idle(self) -> None:
-        """Remove a copy that is leased or gone from the candidates for eviction."""
-        if self.pin is Pin.NONE:
-            self.size_class.idle.discard(self.key)
-        elif self.pin is Pin.SOFT:
-            self.size_class.soft.discard(self.key)
-
-    def become_idle(self) -> None:
-        """Make a copy without leases a candidate for eviction, unless it is hard-pinned."""
-        if self.pin is Pin.NONE:
-            self.size_class.idle.add(self.key)
-        elif self.pin is Pin.SOFT:
-            self.size_class.soft.add(self.key)
-
     def touch(self) -> None:
         """Record a use without a lease. Only for idle copies."""
         if self.pin is Pin.NONE:
@@ -211,13 +196,13 @@ def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[
 
 
 def leave_idle(copies: Iterable[HeldCopy]) -> None:
-    """`HeldCopy.leave_idle` for each of them."""
+    """Remove copies that are leased or gone from the candidates for eviction."""
     for order, keys in _by_order(copies):
         order.discard_many(keys)
 
 
 def become_idle(copies: Iterable[HeldCopy]) -> None:
-    """`HeldCopy.become_idle` for each of them, in this order."""
+    """Make copies without leases candidates for eviction, in this order."""
     for order, keys in _by_order(copies):
         order.add_many(keys)
 
@@ -278,26 +263,6 @@ class Holder:
             yield from size_class.idle.keys()
             yield from size_class.soft.keys()
 
-    def hold(
-        self,
-        key: bytes,
-        owner: str,
-        slot: int,
-        generation: int,
-        size_bytes: int,
-        units: int,
-        is_ephemeral: bool,
-    ) -> HeldCopy:
-        """Create a copy in state writing, in a slot of `units` units taken from the pool."""
-        assert key not in self.writing, f"{key.hex()} is being written already"
-        size_class = self.size_classes.get(units) or self.size_class(units)
-        copy = HeldCopy(key, size_class, self.columns.take(slot, generation), size_bytes)
-        if is_ephemeral:
-            copy.kind = CopyKind.EPHEMERAL
-        self.writing[key] = copy, owner
-        self.used_bytes += size_bytes
-        return copy
-
     def hold_chain(
         self,
         size_class: SizeClass,
@@ -308,7 +273,10 @@ class Holder:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """`hold` for several keys, each leased once; generations count up from `generation`."""
+        """Create copies in state writing, each leased once, in slots taken from the pool.
+
+        Their generations count up from `generation`.
+        """
         take = self.columns.take
         held = [
             HeldCopy(
@@ -382,10 +350,10 @@ class Holder:
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
         """Change the pin of a ready copy."""
         if copy.leases == 0:
-            copy.leave_idle()
+            leave_idle((copy,))
         self.mark_pin(copy, pin)
         if copy.leases == 0:
-            copy.become_idle()
+            become_idle((copy,))
 
     def mark_pin(self, copy: HeldCopy, pin: Pin) -> None:
         """Change the pin of a copy that is in no order of eviction."""

@@ -96,21 +96,13 @@ class LeaseTable:
     def write_chain(
         self, owner: str, first: int, copies: Sequence[HeldCopy], until_s: float
     ) -> None:
-        """`write` for new copies of consecutive blocks; `first` is the depth of the first one."""
+        """Lease newly reserved copies of consecutive blocks; `first` is the depth of the first."""
         if not copies:
             return
         holding = self._extended(owner, until_s)
         holding.copies.update(zip(copies, range(first, first + len(copies)), strict=False))
         holding.next_depth = max(holding.next_depth, first + len(copies))
         self._leases += len(copies)
-
-    def write(self, owner: str, depth: int, copy: HeldCopy, until_s: float) -> None:
-        """Lease a newly reserved copy to its writer: `hold` for a copy that is not idle."""
-        holding = self._extended(owner, until_s)
-        holding.copies[copy] = depth
-        holding.next_depth = max(holding.next_depth, depth + 1)
-        copy.leases = 1
-        self._leases += 1
 
     def copies(self) -> Iterable[HeldCopy]:
         """Every leased copy, once; removed copies may be included."""
@@ -129,12 +121,8 @@ class LeaseTable:
         self._extended(owner, until_s)
         return True
 
-    def drop(self, owner: str, copy: HeldCopy) -> None:
-        """End one lease. An owner is forgotten with its last lease."""
-        self.drop_all(owner, (copy,))
-
     def drop_all(self, owner: str, copies: Sequence[HeldCopy]) -> None:
-        """End these leases of `owner`."""
+        """End these leases of `owner`. An owner is forgotten with its last lease."""
         if not copies:
             return
         holding = self._owners[owner]
@@ -194,7 +182,6 @@ class LeaseTable:
         return found
 
     def check(self) -> None:
-        """Prove the invariants."""
         counts = self.counts()
         assert sum(counts.values()) == self._leases, "the number of leases is wrong"
         assert all(copy.leases == count for copy, count in counts.items())
@@ -283,7 +270,6 @@ class PinTable:
         return ended
 
     def check(self) -> None:
-        """Prove the invariants."""
         soft = {(until_s, key) for key, (pin, until_s) in self._pins.items() if pin is Pin.SOFT}
         assert soft <= set(self._heap), "a soft pin would never end"
         assert len(self._heap) <= 2 * len(self._pins) + 65, "the heap grows without bound"

@@ -163,7 +163,6 @@ class NodeTable:
         return best
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert len(self) <= self._config.nodes_max >= len(self._replaced)
         for node_id, holder in self._holders.items():
             assert holder.info.node_id == node_id

@@ -283,7 +283,6 @@ class SlotPool:
             yield from (slot for slot in ever if slot not in freed)
 
     def check(self) -> None:
-        """Prove the invariants."""
         pieces = sorted(
             [*self._runs.runs, *((s.start, s.slots * s.units) for s in self._slabs.values())]
         )
@@ -295,11 +294,11 @@ class SlotPool:
         joined = zip(self._runs.runs, self._runs.runs[1:], strict=False)
         assert all(sum(left) < right[0] for left, right in joined), "free neighbours are apart"
         assert self._starts == sorted(self._slabs)
-        resting = [slot for _, slot in self._quarantine]
-        assert len(resting) == len(set(resting)), "a slot is quarantined twice"
-        assert set(resting) <= set(self.used_slots()), "a quarantined slot is free"
-        resting_units = sum(self.slab_of(slot).units for slot in resting)
-        assert resting_units == self.quarantined_units
+        quarantined = [slot for _, slot in self._quarantine]
+        assert len(quarantined) == len(set(quarantined)), "a slot is quarantined twice"
+        assert set(quarantined) <= set(self.used_slots()), "a quarantined slot is free"
+        quarantined_units = sum(self.slab_of(slot).units for slot in quarantined)
+        assert quarantined_units == self.quarantined_units
         times = list(self._late_until_s.values())
         assert times == sorted(times), "late units are out of order"
         busy = sum(slab.used * slab.units for slab in self._slabs.values())

@@ -119,7 +119,6 @@ class TenantTable:
             tenant.used_bytes -= copy.size_bytes
 
     def check(self) -> None:
-        """Prove the invariants."""
         charged = 0
         for tenant in self._tenants.values():
             assert tenant.used_bytes == sum(copy.size_bytes for copy in tenant.copies)

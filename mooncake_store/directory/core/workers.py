@@ -98,7 +98,6 @@ class WorkerTable:
                 )
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert len(self._workers) <= self._config.workers_max
         for (worker_id, incarnation), worker in self._workers.items():
             assert (worker.info.worker_id, worker.info.incarnation) == (worker_id, incarnation)

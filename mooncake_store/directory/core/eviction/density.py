@@ -57,7 +57,7 @@ MEMORY = 8  # uses, per block of the cache, for which a block stays in the sampl
 WAIT = 3  # uses, per block of the cache, before measured values are used
 KEPT_PER_LESSON = 0.9  # factor on all counts at each call of learn
 LESSON_USES_MIN = 1_000
-# # Before any measurement: the value falls with age for both kinds, which is LRU.
+# Before any measurement: the value falls with age for both kinds, which is LRU.
 NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUCKETS)]] * 2
 
 
@@ -139,7 +139,6 @@ class Ghosts:
         return bucket, (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")
 
     def check(self) -> None:
-        """Prove the invariants."""
         entries = ENTRIES * self._buckets
         assert len(self._marks) == MARK_BYTES * entries and len(self._stamps) == entries
         assert len(self._next) == self._buckets
@@ -254,7 +253,6 @@ class ReuseTimes:
             self._lost[seen & 1][bucket_of(clock - (seen >> 1))] += 1
 
     def check(self) -> None:
-        """Prove the invariants."""
         clocks = [seen >> 1 for seen in self._seen.values()]
         assert clocks == sorted(clocks), "the sampled keys are not in order of their last use"
         assert all(key[-1] < self.sampled for key in self._seen)

@@ -90,7 +90,6 @@ class RecencyQueue:
             self._left = 0
 
     def check(self) -> None:
-        """Prove the invariants."""
         assert not self._coldest.keys() & self._rest.keys(), "a key is in both parts"
         assert len(set(self)) == len(self)
         assert self._left >= 0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from mooncake_store.directory.core.config import DirectoryConfig
-from mooncake_store.directory.core.holder import CopyState, HeldCopy
+from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy
 from mooncake_store.directory.core.leases import LeaseTable
 from tests.mooncake_store.makers import chain, holder
 
 
 def copies(count: int) -> list[HeldCopy]:
     home = holder(slots=count)
-    return [home.hold(key, "w", slot, 5, 4096, 1, False) for slot, key in enumerate(chain(count))]
+    kind = CopyKind.COMMITTED
+    made = home.hold_chain(home.size_class(1), chain(count), "w", range(count), 5, 4096, kind)
+    for copy in made:
+        copy.leases = 0
+    return made
 
 
 def test_a_release_gives_copies_back_from_the_end_of_the_chain() -> None:
