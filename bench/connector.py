@@ -1,21 +1,21 @@
-"""What our connector costs inside a step of TensorRT-LLM, and how fast its copies are.
+"""The cost of our connector inside a step of TensorRT-LLM, and the speed of its copies.
 
     python -m bench.connector
 
-TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree, and
-`build_connector_meta` in every step, for which it first describes the step (how much of that we
-replace: backends/engine/trtllm/connector.py); each call gets a list of tokens that nobody has
-seen yet, as the real one does. Beside them stand what a call cannot avoid (reading the list once)
-and what it would cost to hash the keys instead.
+TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree. It
+calls `build_connector_meta` in every step, after describing the step (the part of the description
+that we replace: backends/engine/trtllm/connector.py). Each call gets a fresh list of tokens, as in
+the real engine. The rows compare them with the unavoidable cost (reading the list once) and with
+hashing the block keys instead.
 
-Copies, on a GPU: 1 GiB of pages of 32 tokens, in no order, between the GPU and a segment whose
-pages are locked (how long that takes is shown), in one call and one by one, against one copy of
-1 GiB; both while a product of matrices runs on another stream, whose speed is measured with and
-without. Without a GPU they are a memcpy, which is only shown, and the targets say why they have no
-value. torch is imported only for them. Beside them, anywhere: blocks that are verified in their
-slots, and the same that are copied out of them into a pool meanwhile, as they were before.
+Copies on a GPU move 1 GiB of pages of 32 tokens in random order between the GPU and a segment with
+locked pages. They run in one call and one by one, and are compared with one copy of 1 GiB. Both
+also run beside a matrix product on another stream, whose speed is measured with and without copies.
+Without a GPU the copies are a memcpy; its rows are shown, and the targets have a reason instead of
+a value. torch is imported for copies only. On any machine, blocks are verified in their slots, and
+compared with verifying them while copying them to a pool.
 
-Not here: the copies' correctness (tests), a whole engine (nobody has one without a GPU).
+Not here: the correctness of copies (tests), a whole engine, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ PAGE_BYTES = LAYERS * 2 * FLAT * 2
 COPY_ROUNDS, COPIED_BYTES = 7, 2**30
 VERIFIED_BYTES, VERIFIED_BLOCK_BYTES = 2**28, (384 * 1024, 3 * 2**20)
 PRODUCT = 8192  # rows and columns of the matrices
-PRODUCT_S = 2.0  # how long products are counted
+PRODUCT_S = 2.0  # seconds in which products are counted
 
 
 @dataclass
 class PromptRequest:
-    """A request as the scheduler sees it; its list of tokens is made when the test is ready."""
+    """A request as the scheduler sees it; the test makes its list of tokens before the measured
+    call."""
 
     request_id: int
     tokens: list[int]
@@ -81,7 +82,7 @@ class PromptRequest:
 
 @dataclass(slots=True)
 class ComputedRequest:
-    """What TensorRT-LLM says of one request in one step."""
+    """TensorRT-LLM's description of one request in one step."""
 
     request_id: int
     new_tokens: list[int]
@@ -193,14 +194,14 @@ class ConnectorCalls:
         )
 
     def described(self, tokens: int, is_lean: bool) -> float:
-        """What TensorRT-LLM builds of 64 decoding requests for a connector, in each step."""
+        """TensorRT-LLM's description of 64 decoding requests for a connector, in each step."""
         requests = [DecodingRequest(number, self.prompt(tokens)) for number in range(REQUESTS)]
         made = connector.lean_request(LIKE_UPSTREAM) if is_lean else WholeLists
         described = [made() for _ in requests]
 
         def prepare(number: int) -> Callable[[], object]:
             for each, request in zip(described, requests, strict=True):
-                each.update_and_build_data(request, request)  # the first time is the prompt's
+                each.update_and_build_data(request, request)  # the first call is for the prompt
                 request.length += 1
 
             def call() -> None:
@@ -236,7 +237,7 @@ class ConnectorCalls:
             if is_new:
                 return lambda: scheduler.orders(new, [])
             scheduler.orders(new, [])
-            # Two of 64 fill a page in a step: there are 32 tokens in a page.
+            # Two of 64 requests fill a page in a step, because a page has 32 tokens.
             steps = [
                 ComputedRequest(llm_id, [1], [9000], tokens + 31 - (llm_id % 32), 1)
                 for llm_id in range(REQUESTS)
@@ -249,7 +250,7 @@ class ConnectorCalls:
 
 
 class DecodingRequest:
-    """A request and its pages as TensorRT-LLM hands them to Python: a new list for each call."""
+    """A request and its pages as TensorRT-LLM passes them to Python: a new list for each call."""
 
     def __init__(self, number: int, prompt: np.ndarray) -> None:
         self.request_id, self.length, self.state = number, len(prompt), "generating"
@@ -268,7 +269,7 @@ class DecodingRequest:
 
 
 class WholeLists:
-    """As TensorRT-LLM does it: all tokens and pages, compared by length with a copy of its own."""
+    """TensorRT-LLM's own way: all tokens and pages, compared by length with a copy of its own."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -292,7 +293,7 @@ LIKE_UPSTREAM = SimpleNamespace(
 
 
 class DeafListener:
-    """A listener that needs nothing."""
+    """A listener that ignores all events."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
     def loaded(self, request_id: str) -> None: ...
@@ -306,14 +307,14 @@ def read_once(token_ids: list[int]) -> bytes:
 
 @dataclass
 class CopyRates:
-    """GB/s of copies of so many bytes."""
+    """GB/s of copies of `size_bytes`."""
 
     size_bytes: int
     rows: list[dict[str, Cell]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
     def best(self, what: str, copy: Callable[[], object], limit: float | None = None) -> float:
-        """Of several rounds; `limit` is the rate that it is compared with."""
+        """The best of several rounds; `limit` is the rate to compare with."""
         return self.add(what, best_s(copy, COPY_ROUNDS), limit)
 
     def add(self, what: str, seconds: float, limit: float | None) -> float:
@@ -345,11 +346,11 @@ class PageCopies:
         self.copier = make_copier(self.kv, small)
         self.lock_s = timed_s(lambda: self.copier.add(1, self.segment.view))
         geometry = BlockPages.of(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
-        chance = random.Random(2)
-        block_ids = chance.sample(range(pages), pages)
+        rng = random.Random(2)
+        block_ids = rng.sample(range(pages), pages)
         places = [
             place_of(1, block * PAGE_BYTES * PAGES_PER_BLOCK)
-            for block in chance.sample(range(blocks), blocks)
+            for block in rng.sample(range(blocks), blocks)
         ]
         self.runs: list[PageRun] = geometry.runs([Move("a", 1, 0, block_ids, places)])
 
@@ -363,7 +364,7 @@ class PageCopies:
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[bool]:
-        """Without batches. False: the driver has none."""
+        """Copies without batches. False: the driver has none."""
         driver = self.copier._driver
         batch, driver._batch = driver._batch, None
         try:
@@ -390,18 +391,19 @@ def measure_copies(size_bytes: int = COPIED_BYTES) -> CopyRates:
 
 
 def measure_verifying(size_bytes: int, block_bytes: int, layers: int) -> CopyRates:
-    """Blocks in slots, in no order: verified there, or copied to a pool and verified on the way."""
+    """Blocks in slots, in random order: verified there, or copied to a pool and verified on the
+    way."""
     count = size_bytes // block_bytes
     rates = CopyRates(count * block_bytes)
-    chance = np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mooncake-bench-") as folder:
         needed = memory_bytes_for(count, block_bytes, block_bytes)
         with Segment.create(f"{folder}/segment", needed) as segment:
             memory = SlotMemory(segment.view, geometry(needed, block_bytes))
             copies = []
-            for slot in chance.permutation(count).tolist():
+            for slot in rng.permutation(count).tolist():
                 block = memory.payload(slot, block_bytes)
-                block[:] = chance.integers(0, 256, block_bytes, np.uint8)
+                block[:] = rng.integers(0, 256, block_bytes, np.uint8)
                 digest = memory.checksum(slot, block_bytes, layers)
                 header = SlotHeader(STATE_READY, 7, bytes(16), digest, block_bytes, False, layers)
                 memory.write_header(slot, header)
@@ -481,7 +483,7 @@ def _on_gpu(folder: Path, size_bytes: int) -> CopyRates:
 
 
 def _beside(products: MatrixProducts, action: Callable[[], None]) -> tuple[float, float]:
-    """(seconds of the median copy, products per second) while both go on."""
+    """(seconds of the median copy, products per second) while both run."""
     is_over = threading.Event()
     copied: list[float] = []
 

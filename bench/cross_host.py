@@ -2,16 +2,16 @@
 
     python -m bench.cross_host [--links 1] [--pairs 5] [--block-mib 1]
 
-Two hosts are network namespaces of this machine with as many links; a directory and a node serve on
-one, and a process on the other reads TOTAL_MIB of blocks of that node, in turns:
+Two hosts are network namespaces of this machine with that many links. A directory and a node serve
+on one. A process on the other reads TOTAL_MIB of blocks of that node, in turns:
 
 * `store`: StoreClient.get_into: looked up, read and verified (xxh3), into registered memory;
-* `raw nixl`: as many agents on the same cards as the store has, each with its share of the blocks
-  as one transfer, posted together and polled by as many threads as the store has;
-* `raw nixl in batches`: the same, but BATCH_MIB at once for each agent, often faster over TCP.
+* `raw nixl`: one agent on each card, as in the store, each with its share of the blocks as one
+  transfer, posted together and polled by as many threads as the store has;
+* `raw nixl in batches`: the same with BATCH_MIB at once for each agent, often faster over TCP.
 
-All go over TCP. The ratio of a pair is the rate of the store over that of the faster of the other
-two; the target is the median of pairs.
+All use TCP. The ratio of a pair is the rate of the store over that of the faster NIXL way; the
+target is the median of the pairs.
 
 Not here: links with faults (harness/fleet/), one host (transports.py, store/).
 """
@@ -48,8 +48,8 @@ from mooncake_store.transports.nixl_agent import AgentDevices, make_agent
 from mooncake_store.transports.paths.nic_choice import Interface, nic_pairs
 
 MB = 2**20
-TOTAL_MIB = 64  # of one read
-HELD_MIB = 256  # blocks are chosen from so much, so that no cache holds them
+TOTAL_MIB = 64  # bytes of one read
+HELD_MIB = 256  # blocks are chosen from so much memory that no cache holds it
 THREADS = 2  # of the store's client, its default
 BATCH_MIB = 8
 WARM_ROUNDS = 2
@@ -58,7 +58,7 @@ TARGET, TARGET_MIN = "handover_cross_host_over_raw_nixl_tcp", 0.7
 
 
 class RawAgents:
-    """NIXL with nothing around it: `THREADS` agents on each pair of cards."""
+    """NIXL without the store: `THREADS` agents on each pair of cards."""
 
     def __init__(self, node: NodeInfo, local: ByteArray, block_bytes: int) -> None:
         self._local, self._block_bytes = local, block_bytes
@@ -81,7 +81,8 @@ class RawAgents:
         return agent, peer
 
     def read(self, offsets_bytes: list[int], targets_bytes: list[int], batch: int) -> float:
-        """Blocks at these offsets of the payload, to these of the local memory; so many at once."""
+        """Read blocks at these payload offsets to these offsets of the local memory, `batch` at
+        once."""
         count = len(self.agents)
         shares = [
             (
@@ -113,7 +114,7 @@ class RawAgents:
 
 
 def _read_all(shares: list[tuple[Any, str, np.ndarray, np.ndarray]], batch: int) -> None:
-    """`batch` blocks of each share at once; the next ones as soon as these are here."""
+    """Read `batch` blocks of each share at once; the next batch begins when a batch has arrived."""
     waiting = [_posted(*share, batch) for share in shares]
     under_way = [steps for steps in waiting if next(steps, None) is not None]
     while under_way:
@@ -122,7 +123,7 @@ def _read_all(shares: list[tuple[Any, str, np.ndarray, np.ndarray]], batch: int)
 
 
 def _posted(agent: Any, peer: str, near: np.ndarray, far: np.ndarray, batch: int) -> Iterator[str]:
-    """Yields while something is under way."""
+    """Yields while a transfer is under way."""
     for start in range(0, len(near), batch):
         chosen = slice(start, start + batch)
         handle = agent.initialize_xfer(
@@ -139,8 +140,8 @@ def _posted(agent: Any, peer: str, near: np.ndarray, far: np.ndarray, batch: int
 
 
 def measure_here(directory: str, node_id: str, block_bytes: int, pairs: int, seed: int) -> Any:
-    """In the process on the other host: seconds of each way, pair by pair."""
-    chance = np.random.default_rng(seed)
+    """On the other host: seconds of each way, pair by pair."""
+    rng = np.random.default_rng(seed)
     held, wanted = HELD_MIB * MB // block_bytes, TOTAL_MIB * MB // block_bytes
     local = np.ones(TOTAL_MIB * MB, np.uint8)
     positions = [local[at * block_bytes :][:block_bytes] for at in range(wanted)]
@@ -149,9 +150,9 @@ def measure_here(directory: str, node_id: str, block_bytes: int, pairs: int, see
         client.register(local)
         for start in range(0, held, wanted):
             chosen = keys[start : start + wanted]
-            content = [chance.integers(0, 256, block_bytes, dtype=np.uint8) for _ in chosen]
+            content = [rng.integers(0, 256, block_bytes, dtype=np.uint8) for _ in chosen]
             if not all(client.put(chosen, content, node_id, 60.0)):
-                raise CannotMeasure(f"{node_id} does not take the blocks")
+                raise CannotMeasure(f"{node_id} did not store the blocks")
         node = next(each for each in client.directory.nodes() if each.node_id == node_id)
         raw = RawAgents(node, local, block_bytes)
         slots = [copies[0].slot for copies in client.stat(keys)]
@@ -161,12 +162,12 @@ def measure_here(directory: str, node_id: str, block_bytes: int, pairs: int, see
         batches = {"raw nixl": wanted, "raw nixl in batches": BATCH_MIB * MB // block_bytes}
         seconds: dict[str, list[float]] = {name: [] for name in ("store", *batches)}
         for turn in range(WARM_ROUNDS + pairs):
-            picked = chance.choice(held, wanted, replace=False).tolist()
+            picked = rng.choice(held, wanted, replace=False).tolist()
             started_s = time.perf_counter()
             came = client.get_into([keys[at] for at in picked], positions)
             store_s = time.perf_counter() - started_s
             if not all(came):
-                raise CannotMeasure(f"{came.count(False)} of {wanted} blocks did not come")
+                raise CannotMeasure(f"{came.count(False)} of {wanted} blocks did not arrive")
             expected = local.copy()
             took_s = {"store": store_s}
             for name, batch in batches.items():
@@ -188,7 +189,7 @@ def measure_here(directory: str, node_id: str, block_bytes: int, pairs: int, see
 
 
 def measure(links: int, pairs: int, block_bytes: int, seed: int) -> dict[str, Any]:
-    """Both ways between two namespaces with that many links."""
+    """All ways between two namespaces with that many links."""
     if why := why_no_namespaces():
         raise CannotMeasure(why)
     with contextlib.ExitStack() as stack:
@@ -252,7 +253,7 @@ def measure(links: int, pairs: int, block_bytes: int, seed: int) -> dict[str, An
 
 
 def _line(process: subprocess.Popen[str], folder: Path) -> str:
-    """Its first line. CannotMeasure with its last words when it ends instead."""
+    """The first line of a process. CannotMeasure with its last output when it ends instead."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

@@ -2,12 +2,11 @@
 
     python -m bench.directory [--keys 10000000] [--few 100000] [--eviction density]
 
-Two real directory processes, one with a few keys and one with many, filled over the wire as a node
-and its clients do (allocate, commit). Then both are asked in turns: `exist` and `lookup` of 1,000
-random keys that are there, the time a client waits. Blocks are only named here, nobody stores their
-bytes.
+Two real directory processes, one with few block keys and one with many, are filled over the wire as
+by a node and its clients (allocate, commit). Then `exist` and `lookup` of 1,000 random present keys
+are sent to both in turns; the client's waiting time is measured. The blocks have no bytes.
 
-Not here: what a block's bytes cost (store/).
+Not here: the cost of a block's bytes (store/).
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from mooncake_store.layout import memory_bytes_for
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
 KEYS_GOAL, GIB_MAX, RATIO_MAX = 10_000_000, 4.0, 2.5
-ASKED = 1_000  # keys in one question
-BATCH = 8_192  # keys in one allocate
+ASKED = 1_000  # block keys in one question
+BATCH = 8_192  # block keys in one allocate
 FOREVER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class FilledDirectory:
-    """One directory process, and what is in it."""
+    """One directory process, and its block keys."""
 
     client: DirectoryClient
     process: psutil.Process
-    keys: np.ndarray[tuple[int], np.dtype[np.void]]  # of KEY_BYTES each
+    keys: np.ndarray[tuple[int], np.dtype[np.void]]  # KEY_BYTES each
     fill_s: float
     empty_gib: float
 
@@ -52,15 +51,15 @@ class FilledDirectory:
     def gib(self) -> float:
         return float(self.process.memory_info().rss) / 2**30
 
-    def some(self, chance: np.random.Generator) -> list[bytes]:
-        """ASKED different keys, in random order."""
-        chosen = chance.choice(len(self.keys), ASKED, replace=False)
+    def some(self, rng: np.random.Generator) -> list[bytes]:
+        """ASKED different block keys, in random order."""
+        chosen = rng.choice(len(self.keys), ASKED, replace=False)
         return [self.keys[index].tobytes() for index in chosen]
 
 
 @contextlib.contextmanager
-def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[FilledDirectory]:
-    """A directory with so many keys on one node, until the block ends."""
+def filled(keys: int, eviction: str, rng: np.random.Generator) -> Iterator[FilledDirectory]:
+    """A directory with that many block keys on one node, until the block ends."""
     with contextlib.ExitStack() as stack:
         store = BenchStore(
             stack, "--node-ttl-s", str(FOREVER_S), "--eviction", eviction, "--log-level", "WARNING"
@@ -73,7 +72,7 @@ def filled(keys: int, eviction: str, chance: np.random.Generator) -> Iterator[Fi
             NodeInfo("n", "incarnation", "host", "none", segment_bytes, "", b"", 0)
         )
         client.attach("n", "bench", UNIT_BYTES)
-        names = np.frombuffer(chance.bytes(keys * KEY_BYTES), f"V{KEY_BYTES}")
+        names = np.frombuffer(rng.bytes(keys * KEY_BYTES), f"V{KEY_BYTES}")
         started_s = time.perf_counter()
         for start in range(0, keys, BATCH):
             fill(client, [name.tobytes() for name in names[start : start + BATCH]])
@@ -113,12 +112,12 @@ WAYS: dict[str, Callable[[FilledDirectory, list[bytes]], None]] = {
 
 
 def ask(
-    both: Sequence[FilledDirectory], rounds: int, chance: np.random.Generator
+    both: Sequence[FilledDirectory], rounds: int, rng: np.random.Generator
 ) -> list[dict[str, float]]:
     """For each directory the median milliseconds of each way; they take turns."""
 
     def asked(way: str, one: FilledDirectory) -> float:
-        keys = one.some(chance)
+        keys = one.some(rng)
         return timed_s(lambda: WAYS[way](one, keys))
 
     turns = {(way, at): partial(asked, way, one) for way in WAYS for at, one in enumerate(both)}
@@ -129,10 +128,10 @@ def ask(
 def measure(
     few: int, many: int, rounds: int, eviction: str, seed: int
 ) -> tuple[list[dict[str, Cell]], list[Target]]:
-    chance = np.random.default_rng(seed)
-    with filled(few, eviction, chance) as small, filled(many, eviction, chance) as large:
+    rng = np.random.default_rng(seed)
+    with filled(few, eviction, rng) as small, filled(many, eviction, rng) as large:
         both = (small, large)
-        found = ask(both, rounds, chance)
+        found = ask(both, rounds, rng)
         rows = [row(one, eviction, times) for one, times in zip(both, found, strict=True)]
         gib = large.gib
     why = "" if many >= KEYS_GOAL else f"promised for {KEYS_GOAL:,} keys, here are {many:,}"

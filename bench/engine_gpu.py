@@ -1,26 +1,26 @@
-"""The torch engine on one GPU beside what the GPU can do: its memory, its products, its bus.
+"""The torch engine on one GPU, compared with the GPU's memory, products and bus.
 
     python -m bench.engine_gpu [--device cuda:0]
 
-It wants torch, numpy and the checkout, nothing else, and some minutes. A Llama-3-8B of random
-numbers, bfloat16, made on the device, so nothing is read from a disk or a network. Beside what the
-same run measures of the device (reading memory, a large product, copying from pinned memory):
+It needs torch, numpy, the checkout and some minutes. The model is a Llama-3-8B of random numbers,
+bfloat16, made on the device, so nothing is read from a disk or a network. The rates to compare with
+are measured in the same run (reading memory, a large product, copying from pinned memory):
 
-    decode    a step of batch 1, 16 and 64 with 512 tokens of context: the bytes that it cannot but
-              read (every matrix once, the KV of every sequence) over its time
-    prefill   8k tokens in chunks: the products that it cannot but do over its time; and once more
-              with each layer's KV copied out to host memory
+    decode    a step of batch 1, 16 and 64 with 512 tokens of context: the bytes that must be read
+              (every matrix once, the KV of every sequence) over its time
+    prefill   8k tokens in chunks: the necessary products over its time; and once more with each
+              layer's KV copied out to host memory
     load      the KV of a 32k prefix from host memory into pages
     ttft      32k tokens of which 95 % are cached in host memory, over computing all of them
 
-Decoding and prefill are measured in every way that works here: steps recorded as CUDA graphs or
-launched, pages read in place by each kernel or gathered. The targets are of what the engine takes
-by itself, which the row `device` names; why it does not take another is on standard error.
+Decode and prefill are measured in every way that works here: steps recorded as CUDA graphs or
+launched, pages read in place by each kernel or gathered. The targets are of the way that the engine
+chooses, which the row `device` names. Standard error has the reasons against the other ways.
 
-`--shape tiny --device cpu` runs the same on a CPU in seconds, to see that the script works; its
-numbers say nothing.
+`--shape tiny --device cpu` runs the same on a CPU in seconds as a test of the script; its numbers
+mean nothing.
 
-Not here: transformers beside the engine, on a CPU (bench/engine).
+Not here: the engine beside transformers on a CPU (bench/engine).
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class GpuModelShape(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuWorkload:
-    """What is measured, and of how much of the device."""
+    """The measured sizes, and the sizes of the probes of the device."""
 
     config: ModelConfig
     prefill_tokens: int
     prefix_tokens: int
-    probed_bytes: int  # that are read and copied to learn the device's rates
-    probed_rows: int  # of the square matrices that are multiplied
+    probed_bytes: int  # bytes that are read and copied to measure the device's rates
+    probed_rows: int  # rows of the square matrices that are multiplied
 
 
 def llama(
@@ -108,7 +108,7 @@ WORKLOADS = {
 
 
 def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtype) -> Weights:
-    """Of numbers that keep activations finite."""
+    """Weights of numbers that keep activations finite."""
 
     def made(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, dtype=scalar, device=device).mul_(columns**-0.5)
@@ -135,9 +135,9 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the engine may compute here."""
+    """One way of computing a step."""
 
-    attention: str  # which kernel reads the pages, or that they are gathered
+    attention: str  # the kernel that reads the pages, or "gathered"
     kernels: PagedKernels | None
     is_recorded: bool
 
@@ -160,12 +160,12 @@ class DeviceEngine:
             config.rope, config.head_dim, config.context_tokens_max, scalar, device
         )
         self._weights = random_weights(config, device, scalar)
-        self._memory.pool.normal_()  # of steps that are timed over pages that no prompt has filled
+        self._memory.pool.normal_()  # for steps over pages that no prompt has filled
         self.ways = self._ways()
         self.take(self.ways[0])
 
     def _ways(self) -> list[Way]:
-        """The first is what the engine takes by itself."""
+        """All ways; the first is the one that the engine chooses."""
         kernels: list[tuple[str, PagedKernels | None]] = []
         if self.device.type == "cuda":
             heads = self.config.heads
@@ -198,7 +198,7 @@ class DeviceEngine:
         )
 
     def pages(self, count: int, first: int = 0) -> list[int]:
-        """Of nobody: nothing runs beside a measurement."""
+        """Pages without an owner: nothing else runs during a measurement."""
         assert first + count <= self.engine.pages.pages_max, (first, count)
         return list(range(first, first + count))
 
@@ -220,13 +220,13 @@ class DeviceEngine:
             self.engine.forward([Work(ids, at, pages)], on_layer)
 
     def load(self, tokens: int) -> int:
-        """KV of so many tokens from host memory; how many bytes that is."""
+        """Load the KV of that many tokens from host memory; returns its bytes."""
         pages = self.pages(tokens // BLOCK_TOKENS)
         self.engine.import_pages(pages)
         return len(pages) * self.layout.block_bytes
 
     def prompt_flops(self, tokens: int) -> float:
-        """Products with matrices, and of queries with keys and values that each may see."""
+        """Products with matrices, and of queries with the keys and values that each may see."""
         config = self.config
         attention = 2 * tokens**2 * config.heads * config.head_dim * config.layers
         return 2.0 * layers_scalars(config) * tokens + attention
@@ -240,7 +240,7 @@ class DeviceRates:
 
 
 def seconds(action: Callable[[], object], device: torch.device, times: int) -> float:
-    """Median, each until the device has done it."""
+    """Median seconds, each until the device has finished."""
     found = []
     for _ in range(WARM_TIMES + times):
         started_s = time.perf_counter()
@@ -251,7 +251,7 @@ def seconds(action: Callable[[], object], device: torch.device, times: int) -> f
 
 
 def readable(ratio: float) -> float:
-    """Three digits, also of one that is nearly nothing."""
+    """Three digits, also of a ratio near 0."""
     return float(f"{ratio:.3g}")
 
 
@@ -304,7 +304,7 @@ def measure(load: GpuWorkload, device: torch.device, chunk: int, times: int) -> 
         own.take(way)
         measure_decode(found, own, way, rates, times)
     for way in own.ways:
-        if not way.is_recorded:  # prompts never are
+        if not way.is_recorded:  # prompts are never recorded
             progress(f"prefill, {way.attention}")
             own.take(way)
             measure_prefill(found, own, way, load, rates, chunk, times)
@@ -373,7 +373,7 @@ def measure_prefill(
 
 
 def _unread(layer: int) -> None:
-    """Whoever would read a layer's KV out of host memory."""
+    """Stands for a reader of a layer's KV in host memory."""
 
 
 def measure_prefix(
@@ -414,7 +414,7 @@ def name_of(device: torch.device) -> str:
 
 
 def checked(name: str) -> torch.device:
-    """Ends the command where it is not there."""
+    """The device; exits when it is missing."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

@@ -1,11 +1,11 @@
-"""Seconds without a directory: kill -9 of the one that leads, until a cached block is found again.
+"""Seconds without a directory: from kill -9 of the leader until a cached block is found again.
 
     python -m bench.leader_change [--rounds 5] [--blocks 1000]
 
-Starts an etcd, directories that are elected through it, and two storage nodes with some blocks. In
-every round the leader is killed, at a random moment of its renewals; a client asks for a prefix
-again and again until all of it is found, while an event feed listens as a frontend does. Rows tell
-when the next one answered, when the blocks were found, and when the feed had them.
+It starts an etcd, directories that are elected through it, and two storage nodes with some blocks.
+In every round the leader is killed at a random moment of its renewals. A client looks up a prefix
+repeatedly until all of it is found, while an event feed listens as in a frontend. Rows have the
+times at which the next leader answered, the blocks were found, and the feed had them.
 
 Not here: the same with requests that are routed to workers on other hosts (fleet.py).
 """
@@ -123,7 +123,7 @@ class ElectedSite:
 
 
 class FollowedKeys:
-    """What an event feed knows, as a frontend's index does."""
+    """The block keys of an event feed, as in a frontend's index."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
@@ -143,7 +143,8 @@ class FollowedKeys:
 def until_found(
     client: DirectoryClient, keys: Sequence[bytes], old_epoch: int
 ) -> tuple[float, ...]:
-    """When (time.monotonic) another directory answered, and when it knew all of these keys."""
+    """Times (time.monotonic) at which another directory answered, and at which it had all of these
+    keys."""
     answered_s = 0.0
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
@@ -153,11 +154,11 @@ def until_found(
             if answered_s and len(client.lookup(keys, "", 0.0)) == len(keys):
                 return answered_s, time.monotonic()
         time.sleep(POLL_S)
-    raise CannotMeasure(f"no directory knew the blocks within {PATIENCE_S:g} s")
+    raise CannotMeasure(f"no directory had the blocks within {PATIENCE_S:g} s")
 
 
 def measure(rounds: int, blocks: int, ttl_s: int, seed: int) -> list[dict[str, Cell]]:
-    chance, rows = random.Random(seed), list[dict[str, Cell]]()
+    rng, rows = random.Random(seed), list[dict[str, Cell]]()
     keys = [key_of(f"block {number}") for number in range(blocks)]
     with contextlib.ExitStack() as stack:
         site = ElectedSite(stack, ttl_s)
@@ -171,9 +172,9 @@ def measure(rounds: int, blocks: int, ttl_s: int, seed: int) -> list[dict[str, C
         feed = EventFeed(site.address, "", followed.on_snapshot, followed.on_events)
         stack.callback(feed.close)
         for _ in range(rounds):
-            site.directory()  # one waits in the place of the one that was killed
+            site.directory()  # it stands by in the place of the killed one
             feed.wait_ready(PATIENCE_S)
-            time.sleep(chance.uniform(2.0, 3.0))  # somewhere between two renewals
+            time.sleep(rng.uniform(2.0, 3.0))  # a random moment between two renewals
             epoch = client.stats().epoch
             site.kill_leader(client)
             killed_s = time.monotonic()
@@ -217,7 +218,7 @@ def main(
     ttl_s: Annotated[int, typer.Option(min=1, help="Of the election.")] = 3,
     seed: Annotated[int, typer.Option(help="When they are killed.")] = 0,
 ) -> None:
-    """Kill leaders, and see how long a cached prefix cannot be found."""
+    """Kill leaders, and measure how long a cached prefix cannot be found."""
     with benchmark("leader_change") as run:
         run.rows = measure(rounds, blocks, ttl_s, seed)
         found = [float(str(row["found_s"])) for row in run.rows]

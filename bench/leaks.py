@@ -3,20 +3,20 @@
     python -m bench.leaks [--seconds 300] [--users 20] [--mixed 1000]
     python -m bench.leaks --seconds 3600 --capacity-share 0.8
 
-Starts its own server with `--self-check`: every process proves its invariants each second, and ends
-when one is broken. What fills slowly by design is small, so that it is full after a minute: storage
-nodes, and the blocks whose hits the conductor counts. Then
+It starts its own server with `--self-check`: every process checks its invariants each second, and
+exits when one is broken. Storage nodes, and the blocks whose hits the conductor counts, are small
+so that they are full after a minute. Then
 
     warm_up  mixed requests, more at once than later: they fill thread pools and open connections.
-    pace     with `--capacity-share` only: how many requests are answered when no user thinks, then
-             how long they must think so that this share of it is asked for. After the load the
-             first is measured again: a machine that others use as well gets slower and faster.
+    pace     with `--capacity-share` only: the requests answered per second without think time, and
+             the think time at which users request this share of it. The rate is measured again
+             after the load, because the speed of a shared machine changes.
     load     Locust's users of the default mix for `--seconds`. Of each process the medians of the
              last minute are compared with those of the second minute (the first one fills the
              store): resident memory, threads, file descriptors.
     mixed    good, wrong and abandoned requests in random order, over gRPC and HTTP; threads and
-             descriptors at rest are compared, before and after. Each ends as it should or is
-             unexpected, with the reason.
+             descriptors of the idle server are compared before and after. Each request ends as
+             expected, or it is unexpected, with the reason.
 
 After each phase no request, page, slot or lease may be held, by the server's own metrics.
 
@@ -59,8 +59,8 @@ from loadtest.harness.server import PROJECT, CannotMeasure, own_repository, star
 RSS_RATIO_GOAL = 1.03
 WINDOW_S = 60.0
 REST_S_MAX = 20.0
-PACE_S = 90.0  # of users, to see what they get answered
-PACE_SLACK = 0.95  # of the rate asked for must have been answered: users and machine are random
+PACE_S = 90.0  # seconds of users, to measure their rate of answers
+PACE_SLACK = 0.95  # least answered share of the requested rate: users and machine are random
 IN_FLIGHT_MAX = 24
 REST, MINUTES = ("before", "after"), ("second", "last")
 SELF_CHECKS = "mooncake_self_checks_total"
@@ -84,7 +84,7 @@ WAYS_TO_BE_WRONG = (
 
 @dataclass(frozen=True, slots=True)
 class ComparedMinutes:
-    """The two minutes that are compared, by the clock of the looks."""
+    """The two compared minutes, by the clock of the looks."""
 
     second: tuple[float, float]
     last: tuple[float, float]
@@ -114,19 +114,19 @@ def _rss(looks: Sequence[Look]) -> float:
 
 
 def rest_rows(phase: str, before: Looks, after: Looks) -> list[dict[str, Cell]]:
-    """Around a phase; each process looked at once, at rest."""
+    """Rows around a phase; each idle process is looked at once."""
     return list(rows_of(phase, before, after, REST, ("threads", "descriptors")).values())
 
 
 def rows_of(
     phase: str, before: Looks, after: Looks, when: tuple[str, str], columns: Sequence[str]
 ) -> dict[tuple[str, int], dict[str, Cell]]:
-    """By process: the medians of what was seen of it in either window."""
+    """By process: the medians of its looks in either window."""
     rows: dict[tuple[str, int], dict[str, Cell]] = {}
     for process in sorted(before.keys() | after.keys()):
         windows = {when[0]: before.get(process, ()), when[1]: after.get(process, ())}
         if not any(windows.values()):
-            continue  # older or younger than what is compared: a helper that came and went
+            continue  # a helper process that exists in neither window
         row: dict[str, Cell] = {"phase": phase, "process": process[0], "pid": process[1]}
         for column in columns:
             for name, seen in windows.items():
@@ -137,21 +137,23 @@ def rows_of(
 
 
 def _doubt(rows: Sequence[Mapping[str, Cell]], *columns: str) -> str:
-    """Why the rows do not show growth: a process came or went meanwhile. Empty when they do."""
+    """Why the rows do not prove growth: a process started or ended in between. Empty when they
+    do.
+    """
     if not rows:
-        return "no process was looked at"
+        return "no process was found"
     short = [
         f"{row['process']} ({row['pid']})"
         for row in rows
         if any(row[column] is None for column in columns)
     ]
-    return f"came or went meanwhile: {', '.join(short)}" if short else ""
+    return f"started or ended in between: {', '.join(short)}" if short else ""
 
 
 def growth_targets(
     phase: str, rows: Sequence[Mapping[str, Cell]], first: str, then: str
 ) -> list[Target]:
-    """The process that grew most between two looks; null when one came or went meanwhile."""
+    """The process that grew most between two looks; null when one started or ended in between."""
     targets = []
     for what in ("threads", "descriptors"):
         before, after = f"{what}_{first}", f"{what}_{then}"
@@ -182,21 +184,21 @@ def _number(value: Cell) -> float:
 
 
 def in_use(page: str) -> dict[str, float]:
-    """Series of the metrics page that should be 0 at rest, and are not."""
+    """Series of the metrics page that should be 0 on an idle server, and are not."""
     names = tuple(name for name, metric in METRICS.items() if metric.is_use)
     lines = [line for line in page.splitlines() if line.startswith(names)]
-    assert lines, "the metrics page shows none of the gauges that tell use"
+    assert lines, "the metrics page has none of the gauges of use"
     return {series_key(s): s.value for s in series_of(lines) if s.name in names and s.value != 0}
 
 
 def self_checks(page: str) -> dict[str, float]:
-    """Model -> self-checks that passed."""
+    """Model -> number of passed self-checks."""
     lines = [line for line in page.splitlines() if line.startswith(SELF_CHECKS)]
     return {series.labels["model"]: series.value for series in series_of(lines)}
 
 
 def wait_rest(addresses: Addresses) -> dict[str, float]:
-    """What is still in use after REST_S_MAX; empty as soon as nothing is."""
+    """Poll for REST_S_MAX until nothing is in use; returns what still is."""
     give_up_s = time.monotonic() + REST_S_MAX
     while (used := in_use(fetch_page(addresses.metrics_url))) and time.monotonic() < give_up_s:
         time.sleep(0.5)
@@ -205,7 +207,7 @@ def wait_rest(addresses: Addresses) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class UserLoad:
-    """Locust's users of the default mix. `think_s`: their mean pause; None is Locust's default."""
+    """Locust's users of the default mix. `think_s`: their mean pause; None: Locust's default."""
 
     users: int
     seconds: float
@@ -214,7 +216,7 @@ class UserLoad:
 
 
 def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
-    """Its exit status: 1 for failures; rejections and slow answers are not judged here."""
+    """Locust's exit status: 1 for failures; rejections and slow answers are not judged here."""
     think = [] if load.think_s is None else ["--think-s", f"{load.think_s:.3f}"]
     command = [
         sys.executable,
@@ -249,13 +251,13 @@ def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
 
 
 def ended(page: str, outcome: str) -> float:
-    """Requests that ended so since the server started."""
+    """Requests with this outcome since the server started."""
     return counter_sum(page, "mooncake_requests_total", {"outcome": outcome}) or 0.0
 
 
 def think_s_for(requests_per_s: float, users: int, answer_s: float) -> float:
-    """How long users think who together ask for so much, when an answer takes `answer_s`: each
-    of them asks once in thinking and waiting (Little's law)."""
+    """The think time of users that together send `requests_per_s`, when an answer takes `answer_s`:
+    each sends once per think time and answer (Little's law)."""
     return max(0.0, users / requests_per_s - answer_s)
 
 
@@ -267,7 +269,7 @@ def one_look(pid: int) -> Looks:
 
 @dataclass(slots=True)
 class MixedEndings:
-    """What came of them: counts by kind, and messages of those that ended as they should not."""
+    """Counts by kind, and messages of the requests with an unexpected end."""
 
     ended: Counter[str] = field(default_factory=Counter)
     unexpected: list[str] = field(default_factory=list)
@@ -277,22 +279,22 @@ class MixedEndings:
 class MixedSender:
     client: TritonClient
     addresses: Addresses
-    chance: random.Random
+    rng: random.Random
     vocabulary_tokens: int
 
     def request(self, number: int) -> GenerateRequest:
-        """Half of them begin like others, so that prefixes are shared and fetched."""
-        chance = self.chance
-        stem = random.Random(chance.randrange(8))
-        ids = [stem.randrange(16, self.vocabulary_tokens) for _ in range(chance.choice((0, 256)))]
-        ids += [chance.randrange(16, self.vocabulary_tokens) for _ in range(chance.randint(1, 200))]
-        output_tokens = chance.randint(1, 24)
+        """Half of the prompts share a beginning, so that prefixes are shared and fetched."""
+        rng = self.rng
+        stem = random.Random(rng.randrange(8))
+        ids = [stem.randrange(16, self.vocabulary_tokens) for _ in range(rng.choice((0, 256)))]
+        ids += [rng.randrange(16, self.vocabulary_tokens) for _ in range(rng.randint(1, 200))]
+        output_tokens = rng.randint(1, 24)
         return GenerateRequest(
             request_id=f"mixed-{number}",
             input_ids=np.array(ids, np.int32),
             max_tokens=output_tokens,
             end_id=-1,
-            stream=chance.random() < 0.8,
+            stream=rng.random() < 0.8,
         )
 
     async def good(self, number: int) -> str:
@@ -302,7 +304,7 @@ class MixedSender:
         return "unexpected: no finish reason"
 
     async def bad(self, number: int) -> str:
-        wrong = self.chance.choice(WAYS_TO_BE_WRONG)
+        wrong = self.rng.choice(WAYS_TO_BE_WRONG)
         try:
             async for _ in self.client.generate(replace(self.request(number), **wrong)):
                 pass
@@ -313,9 +315,9 @@ class MixedSender:
         return f"unexpected: {wrong} was answered"
 
     async def left(self, number: int) -> str:
-        """Goes away before the first token or after some."""
+        """Leaves before the first token or after some."""
         request = replace(self.request(number), max_tokens=200, stream=True)
-        patience_s = self.chance.random() * 0.3
+        patience_s = self.rng.random() * 0.3
 
         async def read() -> None:
             async for _ in self.client.generate(request):
@@ -334,7 +336,7 @@ class MixedSender:
 
     async def left_http(self, number: int) -> str:
         body = self._body(self.request(number), is_stream=True) | {"max_tokens": 200}
-        events = self.chance.randint(1, 8)
+        events = self.rng.randint(1, 8)
         await asyncio.to_thread(self._leave_http, body, events)
         return "left http"
 
@@ -356,7 +358,7 @@ class MixedSender:
 
 
 def posted(url: str, body: dict[str, object], is_stream: bool) -> requests.Response:
-    """The server runs on this machine, so the proxies of the environment are not asked."""
+    """POST without the proxies of the environment: the server runs on this machine."""
     with requests.Session() as session:
         session.trust_env = False
         return session.post(url, json=body, stream=is_stream, timeout=HTTP_S_MAX)
@@ -366,12 +368,12 @@ async def send_mixed(
     addresses: Addresses, count: int, seed: int, in_flight_max: int
 ) -> MixedEndings:
     """Send `count` requests; returns when the last has ended."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     mixed, slots = MixedEndings(), asyncio.Semaphore(in_flight_max)
-    kinds = chance.choices(list(SHARES), list(SHARES.values()), k=count)
+    kinds = rng.choices(list(SHARES), list(SHARES.values()), k=count)
     async with TritonClient(addresses.grpc) as client:
         server = await describe_server(client, {})
-        sender = MixedSender(client, addresses, chance, server.vocabulary_tokens)
+        sender = MixedSender(client, addresses, rng, server.vocabulary_tokens)
 
         async def send(number: int, kind: str) -> None:
             async with slots:
@@ -390,10 +392,10 @@ async def send_mixed(
 
 
 def run_mixed(addresses: Addresses, count: int, seed: int, in_flight_max: int) -> MixedEndings:
-    """`send_mixed` for a process that does nothing else."""
+    """`send_mixed` for a process of its own."""
     try:
         return asyncio.run(send_mixed(addresses, count, seed, in_flight_max))
-    except ServerError as error:  # it cannot be handed from one process to another
+    except ServerError as error:  # a ServerError cannot be pickled
         raise CannotMeasure(str(error)) from None
 
 
@@ -409,7 +411,7 @@ class LeakTest:
     capacities_per_s: list[float] = field(default_factory=list)
 
     def pace(self, users: int, share: float) -> UserLoad:
-        """Users who ask for this share of the capacity."""
+        """The users that request this share of the capacity."""
         capacity_per_s = self.capacity(users)
         think_s = think_s_for(capacity_per_s * share, users, users / capacity_per_s)
         tried = UserLoad(users, PACE_S, self.seed, think_s)
@@ -417,7 +419,7 @@ class LeakTest:
         return replace(tried, think_s=think_s_for(capacity_per_s * share, users, answer_s))
 
     def capacity(self, users: int) -> float:
-        """Requests answered in a second when nobody thinks."""
+        """Requests answered per second without think time."""
         rate = self._answered_per_s("capacity", UserLoad(users, PACE_S, self.seed, think_s=0.0))
         self.capacities_per_s.append(rate)
         return rate
@@ -446,14 +448,14 @@ class LeakTest:
         return counts["answered"], status
 
     def load(self, load: UserLoad) -> float:
-        """Requests answered in a second."""
+        """Requests answered per second."""
         watch = ProcessWatch(self.pid)
         watch.start()
         started_s = time.perf_counter()
         answered, status = self._send_users("load", load)
         ended_s = time.perf_counter()
         watch.stop()
-        # Locust measures unloaded requests first and lets the last ones end: both are outside.
+        # Locust's unloaded requests before and the last answers after the load are outside.
         begin_s = max(started_s, ended_s - load.seconds)
         windows = ComparedMinutes(
             (begin_s + WINDOW_S, begin_s + 2 * WINDOW_S), (ended_s - WINDOW_S, ended_s)
@@ -467,7 +469,7 @@ class LeakTest:
         return answered / load.seconds
 
     def soak(self, users: int, seconds: float, share: float) -> None:
-        """The load, with users who ask for this share of the capacity."""
+        """The load, with users that request this share of the capacity."""
         answered_per_s = self.load(replace(self.pace(users, share), seconds=seconds))
         self.capacity(users)
         found = answered_per_s / statistics.mean(self.capacities_per_s)
@@ -475,7 +477,7 @@ class LeakTest:
         self.targets.append(Target("load_share_of_capacity", found, ">=", share * PACE_SLACK, why))
 
     def checks(self) -> None:
-        """A failed one would have ended its process, which the other targets tell."""
+        """A failed check would have ended its process, which the other targets show."""
         passed = self_checks(fetch_page(self.addresses.metrics_url))
         fewest = min(passed, key=lambda model: passed[model], default=None)
         why = "no model shows any" if fewest is None else f"{fewest}, of {len(passed)} models"
@@ -492,7 +494,7 @@ class LeakTest:
         self._rest("mixed", before)
 
     def _send(self, phase: str, count: int, in_flight_max: int) -> None:
-        """In a process of its own: gRPC closes the last connections of one when it ends."""
+        """Send in a process of its own: gRPC closes its last connections when that process ends."""
         self.seed += 1
         with (
             console.status(f"{phase}: {count} mixed requests ..."),
@@ -505,7 +507,7 @@ class LeakTest:
         self.targets.append(Target(f"{phase}_unexpected", len(mixed.unexpected), "<=", 0, why))
 
     def _rest(self, phase: str, before: Looks | None) -> None:
-        """At the end of a phase: nothing is in use, and no process has more than `before` it."""
+        """At the end of a phase: nothing is in use, and no process has more than in `before`."""
         left = wait_rest(self.addresses)
         why = ", ".join(f"{name} {value:g}" for name, value in left.items())
         self.targets.append(Target(f"{phase}_left_in_use", len(left), "<=", 0, why))

@@ -1,21 +1,21 @@
-"""What a pipeline group of prefill workers makes of one long prompt, and of a short one.
+"""A pipeline group of prefill workers with one long prompt, and with a short one.
 
     python -m bench.pipeline
 
-Makes a random Llama of 12 layers and 16,640 positions, starts a directory, a storage node, two
-whole prefill workers and one group, each stage a process with one thread. In every round, in turns:
+It makes a random Llama of 12 layers and 16,640 positions, and starts a directory, a storage node,
+two whole prefill workers and one group, each stage a process with one thread. In every round, in
+turns:
 
     alone      the long prompt at one whole worker: T1
     two        a long prompt at each whole worker, at the same time: the gain g = 2 T1 / their time
     pipeline   the long prompt at the group, cut into chunks
     one chunk  a prompt of one chunk, alone and at the group
 
-All times are those to the first token, as a frontend hears of it; prompts are fresh. With S stages
-whose work is equal and costs nothing to pass on, the pipeline would take T1 / g x (1 + 1 / chunks)
-for S = 2: that is `ideal`. g says what the machine has for a second worker: cores, and the memory
-bandwidth behind them.
+All times end with the first token at a frontend; prompts are fresh. With S stages of equal work and
+free hand-over, the pipeline would take T1 / g x (1 + 1 / chunks) for S = 2: that is `ideal`. g is
+the machine's capacity for a second worker: cores and memory bandwidth.
 
-Not here: Triton and the frontend, which a group meets as every worker does (bench/overhead).
+Not here: Triton and the frontend, whose cost is the same for a group and a worker (bench/overhead).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PipelineShape:
         return -(-self.prompt_tokens // self.chunk_tokens)
 
     def segment_bytes(self) -> int:
-        """Room for the blocks of four long prompts."""
+        """Bytes for the blocks of four long prompts."""
         model = self.model
         head_dim = model.hidden // model.heads
         token_bytes = model.layers * 2 * model.kv_heads * head_dim * 4
@@ -118,7 +118,8 @@ class PipelineSite:
                 time.sleep(BEGIN_AGAIN_S)
 
     def ttfts_s(self, workers: list[PrefillProcess], prompt_tokens: int) -> list[float]:
-        """Of fresh prompts, one at each worker, all at once; when all is in the store too."""
+        """TTFTs of fresh prompts, one at each worker, all at once; returns when all blocks are
+        stored too."""
         model = self._shape.model
         prompts = [
             self._chance.integers(3, model.vocabulary_tokens, prompt_tokens, dtype=np.int32)

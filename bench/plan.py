@@ -3,18 +3,17 @@
     python -m bench.plan [--trace conversation_trace.jsonl]
 
 One prefill and one decode worker of one thread each are profiled (`mooncake profile`), alone and
-beside a second one of their role. From that profile the same fleets are planned that are then
-served: 1P+1D, 2P+1D and 1P+2D, each from the model repository that the plan writes. The first
-requests of a trace at a scale are sent to each at their times, with fresh tokens, and goodput is
-counted on both sides: requests within both limits per second.
+beside a second one of their role. From that profile the fleets 1P+1D, 2P+1D and 1P+2D are planned,
+and then served from the model repository that the plan writes. The first requests of a trace at a
+scale are sent to each at their times, with fresh tokens. Goodput is counted on both sides: requests
+within both limits per second.
 
-The limits are the paper's way of having some: 10x of the TTFT and 5x of the TBT that requests have
-alone, as planned. How
-fast the trace is sent is chosen by the plan before anything is served: where it says that the three
-differ most.
+The limits follow the paper: 10x of the TTFT and 5x of the TBT that requests have alone, as planned.
+The plan chooses the speed of the trace before anything is served: the one at which the planned
+goodputs differ most.
 
-A target for each pair of fleets: 1 if the plan ranks it as the server does. Where the server's
-differ by no more than MARGIN, chance decides, and there is no value.
+Each pair of fleets has a target: 1 if the plan ranks it as the server does. If the server's
+goodputs differ by MARGIN or less, noise would decide, and there is no value.
 
 Not here: planning (planner/), sending (overload/load.py).
 """
@@ -55,15 +54,16 @@ SHAPES = ((1, 1), (2, 1), (1, 2))
 MARGIN = 1.15
 STORE_BYTES = 2**28  # of each node
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0  # of the unloaded times: the paper's limits
-ALONE_S, ALONE_REQUESTS = 60.0, 60  # between requests that come alone, and how many
+ALONE_S, ALONE_REQUESTS = 60.0, 60  # seconds between requests that come alone, and their number
 SPEEDS = tuple(round(0.5 * 1.3**step, 3) for step in range(12))
-SHARE_MIN = 0.3  # of requests that the best fleet serves within: below, nothing is planned
+# share of requests within the limits at the best fleet; below it, nothing is planned
+SHARE_MIN = 0.3
 START_OF_TRACE = PROJECT / "tests" / "data" / "conversation_start.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetCount:
-    """What became of the requests, on one side."""
+    """The outcomes of the requests, on one side."""
 
     offered: int
     within: int
@@ -106,7 +106,7 @@ def p90(values: Sequence[float]) -> float:
 
 
 def unloaded_limits(offered: Sequence[Offered], engine: MeasuredEngine) -> ServiceLevels:
-    """Multiples of what the median request takes when each comes alone."""
+    """Multiples of the median request's times when each request comes alone."""
     apart = [replace(one, at_s=ALONE_S * number) for number, one in enumerate(offered)]
     settings = replace(engine.settings(), prefills=1, decodes=1)
     config = ConductorConfig(admission="none", advisory=True)
@@ -131,7 +131,7 @@ def planned_runs(
 
 
 def spread_of(runs: Mapping[tuple[int, int], FleetRun]) -> float:
-    """The best fleet's goodput over the worst's, as planned; 0 where even the best serves few."""
+    """The best fleet's planned goodput over the worst's; 0 if even the best serves few requests."""
     if max(run.share for run in runs.values()) < SHARE_MIN:
         return 0.0
     counts = [max(1, run.within) for run in runs.values()]

@@ -8,8 +8,9 @@ Each fresh prompt of random tokens is sent three times, alone, with its workers 
     cached   prefill_0 again: finds them in its own node
     fetched  prefill_1: its node s1 has nothing, so the blocks come from s0 over NIXL
 
-A ratio compares medians over the prompts. That the third one moved bytes is checked on the server's
-own counter `mooncake_transfer_bytes_total{transport="nixl"}`: without a rise there is no value.
+A ratio compares medians over the prompts. The server's counter
+`mooncake_transfer_bytes_total{transport="nixl"}` must rise with each fetch; otherwise the target
+has no value.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COUNTER_S, COUNTER_S_MAX = 1.2, 10.0  # workers publish their counters every sec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One way to send a prompt: which workers, and what it is called in the rows."""
+    """One way to send a prompt: its workers, and its name in the rows."""
 
     name: str
     prefill_worker: str
@@ -56,7 +57,7 @@ STEPS = (
 
 
 def settled_nixl_bytes(addresses: Addresses) -> float | None:
-    """The counter once it has stopped moving; None when the server has no such counter."""
+    """The counter once it has stopped changing; None when the server has no such counter."""
 
     def read() -> float | None:
         return counter_sum(fetch_page(addresses.metrics_url), COUNTER, {"transport": "nixl"})
@@ -65,7 +66,7 @@ def settled_nixl_bytes(addresses: Addresses) -> float | None:
 
 
 async def send(client: TritonClient, step: Step, prompt: TokenIds) -> dict[str, Cell]:
-    """One request, alone; what it took and what the server says of it."""
+    """Send one request, alone; returns its times and the server's counts."""
     answer = ReceivedAnswer()
     request = GenerateRequest(
         request_id=f"reuse-{step.name}",
@@ -112,7 +113,7 @@ async def measure(
 
 
 def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
-    """Ratios of medians, each null with a reason when its step was not what it should be."""
+    """Ratios of medians, each null with a reason when its step was not as expected."""
     cold_ms = median_ms(rows, "cold")
     found = []
     for step in ("cached", "fetched"):
@@ -123,7 +124,7 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
 
 
 def doubt(rows: Sequence[dict[str, Cell]], step: str) -> str:
-    """Why the rows of `step` do not show what they should; empty when they do."""
+    """Why the rows of `step` are not as expected; empty when they are."""
     if any(row["cached_tokens"] for row in rows if row["step"] == "cold"):
         return "a cold prompt was cached already"
     of_step = [row for row in rows if row["step"] == step]

@@ -1,12 +1,13 @@
-"""What huge pages are worth: one segment in each of some folders, read at random.
+"""The gain of huge pages: one segment in each of the given folders, read at random.
 
     mount -t tmpfs -o size=2g,huge=advise none /mnt/huge
     python -m bench.segment_pages /dev/shm /mnt/huge
 
 `mapped` copies random blocks out of a second mapping of the segment, as a worker of the same node
-does; `cma` asks the kernel for them (process_vm_readv), as NIXL does between processes of one host.
+does; `cma` lets the kernel copy them (process_vm_readv), as NIXL does between processes of one
+host.
 
-Not here: the server around it, RDMA (whose cards have page tables of their own).
+Not here: the server, RDMA (whose cards have page tables of their own).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class IoVector(ctypes.Structure):
 
 
 class FolderSegment:
-    """A segment in one folder, mapped twice: by its owner and as a guest does it."""
+    """A segment in one folder, mapped twice: by its owner and by a guest."""
 
     def __init__(self, stack: ExitStack, folder: Path, size_bytes: int) -> None:
         path = str(folder / f"mooncake-bench-{os.getpid()}-{secrets.token_hex(3)}")
@@ -73,18 +74,18 @@ def read_s(
     starts: Iterator[list[int]],
     target: ByteArray,
 ) -> float:
-    """The blocks of the next round."""
+    """Read the blocks of the next round."""
     chosen = next(starts)
     return timed_s(lambda: getattr(subject, way)(chosen, block_bytes, target))
 
 
 def measure(subjects: list[FolderSegment], size_bytes: int, rounds: int) -> list[dict[str, Cell]]:
-    chance, target = np.random.default_rng(2), np.zeros(16 * 2**20, np.uint8)
+    rng, target = np.random.default_rng(2), np.zeros(16 * 2**20, np.uint8)
     rows: list[dict[str, Cell]] = []
     for block_bytes, blocks in BATCHES:
         # All folders and ways read the same blocks in a round.
         starts = [
-            (chance.choice(size_bytes // block_bytes, blocks, replace=False) * block_bytes).tolist()
+            (rng.choice(size_bytes // block_bytes, blocks, replace=False) * block_bytes).tolist()
             for _ in range(rounds)
         ]
         turns = {

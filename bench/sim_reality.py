@@ -1,17 +1,17 @@
-"""The simulator against the real server: the same requests, the same decisions, how far apart?
+"""The simulator against the real server: the same requests and decisions, and the difference.
 
     python -m bench.sim_reality [--trace conversation_trace.jsonl] [--case ssd]
 
-A server of our own with one prefill and one decode worker of one thread each. In every turn it is
-profiled (`mooncake profile`), alone; then the first requests of a trace at a scale are sent to it
-at their times, with fresh tokens; and the simulator serves requests with the very same blocks with
-that profile (simulator/profiled.py): the real Conductor, Directory and batching, steps and gaps as
-long as the profile says. Three cases, medians over the turns of each:
+The server has one prefill and one decode worker of one thread each. In every turn it is profiled
+alone (`mooncake profile`). Then the first requests of a trace at a scale are sent to it at their
+times, with fresh tokens. The simulator serves requests with the same blocks with that profile
+(simulator/profiled.py): the real Conductor, Directory and batching, with the profile's step times
+and gaps. There are three cases, with medians over the turns of each:
 
     recorded   the trace at its own speed
     doubled    twice as fast
-    ssd        on a server with little memory and an SSD: all prompts, then all of them again, when
-               they have been pushed out to the SSD
+    ssd        on a server with little memory and an SSD: all prompts, then all of them again after
+               they were evicted to the SSD
 
     TTFT   as the client sees it
     TBT    mean interval between the tokens of a request, its first one (prefill to decode) included
@@ -56,12 +56,12 @@ from mooncake_store.block_keys import block_keys, chain_seed
 WORKERS = ("prefill_0", "decode_1")
 ERROR_GOAL = 0.25
 START_OF_TRACE = PROJECT / "tests" / "data" / "conversation_start.jsonl"
-AGAIN_MS = 3_000.0  # from the last prompt to the first that is asked again
+AGAIN_MS = 3_000.0  # from the last prompt to the first repeated one
 
 
 @dataclass(frozen=True, slots=True)
 class RealityCase:
-    """What is sent, and to what a server."""
+    """The requests of a case, and the server's memory."""
 
     name: str
     speed: float
@@ -88,7 +88,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class RealityOptions:
-    """How it is measured."""
+    """The options of the measurement."""
 
     scale: float
     turns: int
@@ -98,12 +98,12 @@ class RealityOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestMeans:
-    """Over all requests, in seconds; `hit_share` of the prompt tokens."""
+    """Means over all requests, in seconds; `hit_share` of the prompt tokens."""
 
     ttft_s: float
     tbt_s: float
     longest_s: float
-    first_s: float  # of the intervals: from prefill's token to the first of decode
+    first_s: float  # first interval: from prefill's token to the first of decode
     hit_share: float
 
     def row(self, case: str, turn: int, where: str) -> dict[str, Cell]:
@@ -170,7 +170,7 @@ def of_jobs(jobs: Sequence[SimulatedJob]) -> RequestMeans:
 def simulate(
     planned: Sequence[PlannedRequest], profile: Profile, case: RealityCase, seed: int
 ) -> list[SimulatedJob]:
-    """The same requests, sharing the very blocks that their prompts share."""
+    """The same requests, sharing the same blocks as their prompts."""
     block_tokens = int(profile.settings["block_tokens"])
     seed_key = chain_seed("simulated")
     offered = [
@@ -205,7 +205,7 @@ async def take_turns(
     cases: Sequence[RealityCase],
     asked: RealityOptions,
 ) -> list[CaseMeans]:
-    """Every case in every turn, behind a profile of that turn."""
+    """Every case in every turn, after a profile of that turn."""
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
     refuse_too_long(rows, asked.scale, server)
@@ -249,7 +249,7 @@ def targets(found: Sequence[CaseMeans]) -> list[Target]:
 
 
 def row_of(found: CaseMeans) -> dict[str, Cell]:
-    """What the turn's profile said of what is hardest to foresee."""
+    """The turn's profile of the quantities that are hardest to predict."""
     burst, sharing = found.profile.burst, found.profile.sharing
     return {
         "case": found.case,
@@ -304,7 +304,7 @@ def main(
 def turns_on_a_server(
     repository: Path, rows: Sequence[TraceRow], cases: Sequence[RealityCase], asked: RealityOptions
 ) -> list[CaseMeans]:
-    """All cases are of one size of memory and SSD."""
+    """All cases need one size of memory and SSD."""
     size = cases[0]
     arguments = ["--model-repository", str(repository), "--store-bytes", str(size.store_bytes)]
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-") as folder:

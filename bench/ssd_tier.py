@@ -2,15 +2,15 @@
 
     python -m bench.ssd_tier [--folder FOLDER] [--rounds 25]
 
-The tier alone: `raw` is NIXL's POSIX plugin asked for the whole batch at once, polled without a
-pause, nothing verified: the most that the disk gives. `nixl` and `threads` are SsdTier.load with
-either way of asking the disk, xxh3 of every block included; their CPU is what a second of reading
-takes.
+The tier alone: `raw` reads the whole batch at once through NIXL's POSIX plugin, polled without a
+pause and not verified, which is the disk's maximum. `nixl` and `threads` are SsdTier.load with
+either way of reading the disk, xxh3 of every block included; their CPU is that of one second of
+reading.
 
-Behind a node, which `bench.store` measures: the node has 128 MiB of DRAM and is given
-several times that, so what is cold is spilled, then evicted. Each get restores its blocks into DRAM
-(evicting others) and reads them from there. `raw` reads as many random blocks that were written
-there with O_DIRECT into aligned memory, by threads of preadv.
+After a node, which `bench.store` measures: the node has 128 MiB of DRAM and gets several times
+that, so cold blocks are spilled and then evicted. Each get restores its blocks into DRAM (evicting
+others) and reads them from there. `raw` reads as many random blocks of that file with O_DIRECT into
+aligned memory, by threads of preadv.
 
 Not here: the tier itself (mooncake_store/ssd/), a client's other ways (store/ways.py).
 """
@@ -58,7 +58,7 @@ class TierPair:
 
     def __init__(self, folder: Path, memory: ByteArray, block_bytes: int, seed: int) -> None:
         self.block_bytes, self.memory = block_bytes, memory
-        self.chance = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(seed)
         shape = SsdShape(UNIT_BYTES, FILE_BYTES)
         self.tiers = {way: SsdTier(str(folder), way, shape, memory, True, way) for way in WAYS}
         self.jobs: list[BlockJob] = []
@@ -79,8 +79,8 @@ class TierPair:
         return [
             self.jobs[block]._replace(memory_bytes=int(position) * self.block_bytes)
             for block, position in zip(
-                self.chance.choice(len(self.jobs), blocks, replace=False),
-                self.chance.choice(positions, blocks, replace=False),
+                self.rng.choice(len(self.jobs), blocks, replace=False),
+                self.rng.choice(positions, blocks, replace=False),
                 strict=True,
             )
         ]
@@ -134,7 +134,7 @@ def measure(tiers: TierPair, blocks: int, rounds: int) -> list[dict[str, Cell]]:
 
 
 def known_memory() -> ByteArray:
-    """Shared memory of known bytes, as a segment is."""
+    """Shared memory of known bytes, like a segment."""
     view = np.frombuffer(mmap.mmap(-1, MEMORY_BYTES), np.uint8)
     view[:] = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, np.uint8)
     return view
@@ -142,7 +142,7 @@ def known_memory() -> ByteArray:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder for an SSD tier, removed with what is in it when the block ends."""
+    """A folder for an SSD tier, removed with its content when the block ends."""
     path.mkdir(parents=True, exist_ok=False)
     try:
         yield path.resolve()
@@ -154,23 +154,23 @@ def measure_node(
     address: str, node_id: str, folder: Path, block_bytes: int, rounds: int
 ) -> dict[str, float]:
     """Behind a node whose SSD is in `folder`: median seconds per batch, `get` and `raw`."""
-    chance = np.random.default_rng(2)
-    local = pages(NODE_FILLED_BYTES, chance)
-    pattern = Pattern(block_bytes, NODE_FILLED_BYTES // block_bytes, local, chance)
+    rng = np.random.default_rng(2)
+    local = pages(NODE_FILLED_BYTES, rng)
+    pattern = Pattern(block_bytes, NODE_FILLED_BYTES // block_bytes, local, rng)
     with StoreClient(address, node_id) as client, raw_reader(folder, block_bytes) as read_s:
         client.register(local)
         put_all(client, pattern, node_id)
 
         def get() -> float:
             cold = cold_blocks(client, pattern, node_id, BATCH)
-            chosen = chance.choice(cold, BATCH, replace=False).tolist()
+            chosen = rng.choice(cold, BATCH, replace=False).tolist()
             targets = [np.ascontiguousarray(pattern.position(i)) for i in chosen]
             for target in targets:
-                target[:1] ^= 1  # what arrives must come from the disk
+                target[:1] ^= 1  # the bytes must come from the disk
             return get_s(client, [pattern.keys[i] for i in chosen], targets)
 
         def raw() -> float:
-            return read_s(offsets(client, pattern, node_id, chance))
+            return read_s(offsets(client, pattern, node_id, rng))
 
         return median_s({"get": get, "raw": raw}, rounds, warm_rounds=2)
 
@@ -184,8 +184,8 @@ def on_ssd_only(client: StoreClient, pattern: Pattern, node_id: str) -> list[int
 
 
 def cold_blocks(client: StoreClient, pattern: Pattern, node_id: str, blocks_min: int) -> list[int]:
-    """So many at least that are on the SSD alone: what is read comes into memory, and others leave
-    it a moment later."""
+    """At least `blocks_min` blocks that are on the SSD alone. A read restores blocks into memory,
+    and others are evicted a moment later."""
     until_s = time.monotonic() + SPILLED_S_MAX
     while len(cold := on_ssd_only(client, pattern, node_id)) < blocks_min:
         if time.monotonic() > until_s:
@@ -198,7 +198,7 @@ def cold_blocks(client: StoreClient, pattern: Pattern, node_id: str, blocks_min:
 
 
 def put_all(client: StoreClient, pattern: Pattern, node_id: str) -> None:
-    """Put every block, no faster than the SSD takes them, until most are there."""
+    """Put every block, no faster than the SSD writes them, until most are there."""
     for start in range(0, pattern.blocks, BATCH):
         chosen = range(start, min(start + BATCH, pattern.blocks))
         client.put(
@@ -209,12 +209,13 @@ def put_all(client: StoreClient, pattern: Pattern, node_id: str) -> None:
 
 
 def offsets(
-    client: StoreClient, pattern: Pattern, node_id: str, chance: np.random.Generator
+    client: StoreClient, pattern: Pattern, node_id: str, rng: np.random.Generator
 ) -> list[int]:
-    """Where BATCH random blocks lie in the file. What was never written costs no disk."""
+    """File offsets of BATCH random blocks. Reading blocks that were never written would cost no
+    disk time."""
     found = client.stat(pattern.keys)
     slots = [copy.slot for copies in found for copy in copies if copy.node_id == f"{node_id}/ssd"]
-    return [slot * UNIT_BYTES for slot in chance.choice(slots, BATCH, replace=False).tolist()]
+    return [slot * UNIT_BYTES for slot in rng.choice(slots, BATCH, replace=False).tolist()]
 
 
 @contextlib.contextmanager

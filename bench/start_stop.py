@@ -1,10 +1,10 @@
-"""How long `mooncake serve` takes to start and to stop, and what it is made of when it is idle.
+"""How long `mooncake serve` takes to start and to stop, and its processes when it is idle.
 
     python -m bench.start_stop [--rounds 5]
 
-Each round starts a server on free ports, waits until every model is ready, adds up its processes
-at rest (memory as PSS, so that shared pages count once), and stops it by SIGINT. Rows are rounds;
-the first start on a machine measures its speed and takes some seconds longer.
+Each round starts a server on free ports, waits until every model is ready, adds up its idle
+processes (memory as PSS, so that shared pages count once), and stops it by SIGINT. Rows are rounds.
+The first start on a machine measures the machine's speed and takes some seconds longer.
 
 Not here: memory over time (leaks.py).
 """
@@ -43,7 +43,7 @@ def measure(arguments: Sequence[str]) -> dict[str, Cell]:
 
 
 def at_rest(pid: int) -> dict[str, Cell]:
-    """The launcher and everything below it."""
+    """Sums over the launcher and its descendants."""
     pss_bytes = dict.fromkeys(("all", "tritons", "launcher"), 0)
     processes = threads = triton_threads = 0
     for process in process_tree(pid):

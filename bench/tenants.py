@@ -1,15 +1,14 @@
-"""Can one tenant find out, by its cached tokens or by time, what another one has asked?
+"""Can a tenant find out, by its cached tokens or by time, which prompts another tenant has sent?
 
     python -m bench.tenants [--pairs 200]
 
 A server with API keys and the tenants a and b. For each pair tenant a sends a fresh prompt. Then b
-sends that prompt and another one that nobody has asked, in an order drawn by chance. Nothing may
-tell the two apart: b's `cached_tokens` is 0 of both, and the medians of its times to the first
-token differ by less than 5 %. As a proof that there is something to be seen, a sends its prompt
-again and finds it cached.
+sends that prompt and another fresh one, in random order. The two must be indistinguishable: b's
+`cached_tokens` is 0 for both, and the medians of its TTFT differ by less than 5 %. As a proof that
+caching is visible, a sends its prompt again and gets cached tokens.
 
-This plays the gateway: it proves who asks with the secret of the launch, read out of the
-environment of the server's process, which only its own user may.
+The benchmark acts as the gateway: it proves the tenant with the secret of the launch. It reads the
+secret from the environment of the server's process, which only the same user may read.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ WARM_PAIRS = 5
 
 @dataclass(frozen=True, slots=True)
 class TenantProbe:
-    """What tenant b, or a, sees of one request."""
+    """A tenant's result of one request."""
 
     ttft_s: float
     cached_tokens: int
@@ -56,13 +55,13 @@ class TenantProbe:
 
 @dataclass(frozen=True, slots=True)
 class ProbedPair:
-    asked_before: TenantProbe  # by b, of a prompt that a has cached
-    fresh: TenantProbe  # by b, of one that nobody has asked
-    own: TenantProbe  # by a, of its own prompt, once more
+    asked_before: TenantProbe  # by b, a prompt that a has cached
+    fresh: TenantProbe  # by b, a fresh prompt
+    own: TenantProbe  # by a, its own prompt again
 
 
 class ProvingClient:
-    """Asks as one tenant or the other, as the gateway does."""
+    """Sends requests for either tenant, as the gateway does."""
 
     def __init__(self, client: TritonClient, secret: str) -> None:
         self._client, self._secret = client, secret
@@ -87,7 +86,7 @@ class ProvingClient:
 async def probe(
     grpc: str, secret: str, pairs: int, prompt_tokens: int, seed: int
 ) -> list[ProbedPair]:
-    chance, found = random.Random(seed), []
+    rng, found = random.Random(seed), []
     async with TritonClient(grpc, "conductor", channels=1) as triton:
         server = await describe_server(triton, {})
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
@@ -96,7 +95,7 @@ async def probe(
             theirs, fresh = (source.fresh(2 * index + i, prompt_tokens) for i in range(2))
             await client.ask("a", theirs)
             asked = [("asked_before", theirs), ("fresh", fresh)]
-            chance.shuffle(asked)
+            rng.shuffle(asked)
             seen = {name: await client.ask("b", prompt) for name, prompt in asked}
             seen["own"] = await client.ask("a", theirs)
             if index >= WARM_PAIRS:
@@ -105,11 +104,11 @@ async def probe(
 
 
 def secret_of(grpc: str) -> str:
-    """Of the launch that listens there."""
+    """The secret of the launch that listens there."""
     for process in server_processes(grpc):
         if found := process.environ().get(SECRET_VARIABLE):
             return found
-    raise CannotMeasure(f"the server at {grpc} is no process of this user on this host")
+    raise CannotMeasure(f"the server at {grpc} is not a process of this user on this host")
 
 
 def main(
@@ -117,7 +116,7 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=65)] = 520,
     seed: FreshSeed = None,
 ) -> None:
-    """Measure; the server is our own, because only its tenants may be believed."""
+    """Measure on a server of our own, the only one whose tenants can be proven."""
     used_seed = secrets.randbits(31) if seed is None else seed
     with benchmark("tenants") as run, tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.json"

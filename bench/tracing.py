@@ -1,10 +1,10 @@
-"""What noting and sending the spans of a request costs, without a server.
+"""The cost of noting and sending the spans of a request, without a server.
 
     python -m bench.tracing
 
-CPU time in microseconds, the best of several rounds: of a request that nobody traces, of one that
-is not sampled, of one that is, and of sending its spans to a receiver in this process. The notes
-are those of a request with one attempt (14 spans). Messages of a stream take no notes.
+CPU time in microseconds, the best of several rounds: of an untraced request, of one that is not
+sampled, of a sampled one, and of sending its spans to a receiver in this process. The notes are
+those of a request with one attempt (14 spans). Messages of a stream make no notes.
 
 Not here: the real path (tests/e2e/test_traces.py).
 """
@@ -38,7 +38,7 @@ DECISION: dict[str, Any] = {
 
 
 class Discarding:
-    """A collector that takes everything at once, and keeps it for the next measurement."""
+    """A collector that accepts all spans at once and keeps the last ones."""
 
     def __init__(self) -> None:
         self.kept: list[SpanRecord] = []
@@ -56,7 +56,7 @@ class TakingAll(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def noted(tracing: Tracing | None) -> None:
-    """The notes that a request with one attempt takes."""
+    """The notes of a request with one attempt."""
     trace = begin_trace(tracing, {}, 1.0)
     trace.read(1.1, {"gen_ai.usage.input_tokens": 200})
     trace.attempt_began(1, 1.1)
@@ -80,7 +80,7 @@ def best_us(act: Callable[[], None], times: int, clock: Callable[[], float]) -> 
 
 
 def main() -> None:
-    """Print what traces cost, as one line of JSON."""
+    """Print the cost of traces, as one line of JSON."""
     collector = Discarding()
     unsampled = Tracing(SpanExport(collector), 0.0)
     sampled = Tracing(SpanExport(collector, waiting_max=10**9), 1.0)
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _send(sender: OtlpSender, spans: Sequence[SpanRecord]) -> None:
-    assert sender.send(spans), "the receiver did not take them"
+    assert sender.send(spans), "the receiver did not accept them"
 
 
 if __name__ == "__main__":

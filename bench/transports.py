@@ -2,12 +2,12 @@
 
     python -m bench.transports [--block-kib 128] [--blocks 64] [--segment-mib 256]
 
-Starts a directory and two storage nodes as processes, fills one, and reads random blocks of it into
-a pool, as a worker of the other node does: looked up, copied and verified (xxh3). The blocks are
-spread over the whole segment, so the CPU's cache does not help. memcpy copies the same pattern from
-the same segment and verifies nothing; it is the most that one core can do.
+It starts a directory and two storage nodes as processes, fills one, and reads random blocks of it
+into a pool, as a worker of the other node does. They are looked up, copied and verified (xxh3). The
+blocks are spread over the whole segment, so the CPU's cache does not help. The way memcpy copies
+the same pattern from the same segment without verifying, which is the maximum of one core.
 
-Not here: the server around it (reuse.py), what other programs use of the store (store/).
+Not here: the server (reuse.py), other users of the store (store/).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DEADLINE_S = 10.0
 LEASE_S = 600.0
 
 
-def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
+def fill(store: Store, blocks: int, rng: np.random.Generator) -> list[Copy]:
     """Put that many random blocks into the store's own node."""
     keys = [secrets.token_bytes(16) for _ in range(blocks)]
     given = store.allocate(keys, "bench", LEASE_S)
     rows = []
     for key, slot in zip(keys, given.slots, strict=True):
         assert slot is not None, "the segment is too small for its own blocks"
-        block = chance.integers(0, 256, store.layout.block_bytes, dtype=np.uint8)
+        block = rng.integers(0, 256, store.layout.block_bytes, dtype=np.uint8)
         [digests] = store.write([slot], block, [0], DEADLINE_S)
         assert digests is not None
         rows.append((key, slot, digests))
@@ -53,7 +53,7 @@ def fill(store: Store, blocks: int, chance: np.random.Generator) -> list[Copy]:
 def measure(
     layout: KvLayout, blocks: int, total_blocks: int, rounds: int, seed: int
 ) -> list[dict[str, Cell]]:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     block_bytes = layout.block_bytes
     full_bytes = memory_bytes_for(total_blocks, block_bytes, UNIT_BYTES)
     own_bytes = memory_bytes_for(8, block_bytes, UNIT_BYTES)
@@ -68,7 +68,7 @@ def measure(
             stack.callback(made.close)
             return made
 
-        copies = fill(store("full", "mapped"), total_blocks, chance)
+        copies = fill(store("full", "mapped"), total_blocks, rng)
         info = next(info for info in directory.nodes() if info.node_id == "full")
         shape = directory.attach("full", "bench", block_bytes)
         source = stack.enter_context(Segment.open(info.segment_path))
@@ -78,8 +78,8 @@ def measure(
             reader.register_buffer(pool)
 
         def pattern() -> tuple[list[Copy], list[int]]:
-            chosen = chance.choice(total_blocks, blocks, replace=False).tolist()
-            pages = chance.choice(POOL_BLOCKS, blocks, replace=False).tolist()
+            chosen = rng.choice(total_blocks, blocks, replace=False).tolist()
+            pages = rng.choice(POOL_BLOCKS, blocks, replace=False).tolist()
             return [copies[index] for index in chosen], [page * block_bytes for page in pages]
 
         def copy() -> float:

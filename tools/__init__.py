@@ -1,1 +1,1 @@
-"""What makes data and pages of this repository: the demo model, generated docs. In no wheel."""
+"""Makes data and pages of this repository: the demo model, generated docs. In no wheel."""

@@ -1,7 +1,7 @@
 """Prints docs/metrics.md: `python -m tools.metric_docs > docs/metrics.md`.
 
-The table of metrics as people read it, and queries to begin with. A test holds the file against
-this (tests/backends/metrics/test_table.py). Not here: the metrics (backends/metrics/table.py).
+The table of metrics for people, and queries to begin with. A test compares the file with this
+output (tests/backends/metrics/test_table.py). Not here: the metrics (backends/metrics/table.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prints docs/reference/parameters.md: `python -m tools.parameter_docs`.
 
-Types, defaults and choices come from the classes that read a config.pbtxt, what we ship from the
-model repository; a test holds the page against this.
+Types, defaults and choices come from the classes that read a config.pbtxt, shipped values from the
+model repository; a test compares the page with this output.
 
-Not here: what parameters mean (parameter_meanings.py), keys of a cluster file
+Not here: the meanings of parameters (parameter_meanings.py), keys of a cluster file
 (docs/reference/cluster.md).
 """
 
@@ -159,7 +159,7 @@ def _row(section: ReferenceSection, row: ParameterMeaning, files: list[ModelFile
 
 
 def _other_values(kind: str, default: object, shipped: Mapping[str, str]) -> Iterator[str]:
-    """Values that we ship and that are not the default, with the models that have them."""
+    """Shipped values that differ from the default, with the models that have them."""
     models: dict[str, list[str]] = {}
     for model, text in shipped.items():
         if read(kind, text) != default:
@@ -175,7 +175,7 @@ def _value(default: object) -> str:
 
 
 def limits_of(name: str, kind: str) -> str:
-    """Of the conductor's parameters: as ConductorConfig.problems judges them."""
+    """Limits of the conductor's parameters, as ConductorConfig.problems checks them."""
     if kind == "bool":
         return "`true`, `false`"
     if name in CHOICES:

@@ -1,1 +1,1 @@
-"""Do public load generators, unchanged, see the TTFT that the server says it has?"""
+"""Do unchanged public load generators report the same TTFT as the server?"""

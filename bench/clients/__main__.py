@@ -1,9 +1,10 @@
 """`python -m bench.clients`: public load generators, unchanged, against a server.
 
-Installs each into an environment of its own, runs it, prints its own table, and compares its TTFT
-with the server's.
+It installs each client into an environment of its own, runs it, prints its table, and compares its
+TTFT with the server's.
 
-Not here: what each is asked (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py, replay.py).
+Not here: the requests of each client (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py,
+replay.py).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def runs_of(
 
 
 def chats_of_aiperf(binaries: Path, load: ClientLoad, out: Path) -> list[ClientRun]:
-    """Once as it counts tokens itself, once by the server's counts with more requests at a time."""
+    """Once with aiperf's own token counts, once with the server's and more requests at a time."""
     if load.gateway is None:
         return []
     many = replace(load, concurrency=max(CHATS_AT_A_TIME, load.concurrency))
@@ -142,7 +143,7 @@ def measure(
 def chosen_clients(
     clients: Sequence[str] | None, url: str | None, openai_url: str | None
 ) -> list[str]:
-    """Of a running server whose gateway nobody named, those that need none."""
+    """The chosen clients; with a running server without a named gateway, those that need none."""
     chosen = list(dict.fromkeys(clients or REQUIREMENTS))
     if unknown := set(chosen) - set(REQUIREMENTS):
         names = ", ".join(sorted(unknown))

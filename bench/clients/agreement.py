@@ -1,12 +1,12 @@
-"""What a client is asked to send, what it reports, and whether its TTFT agrees with the server's.
+"""A client's load, its report, and whether its TTFT agrees with the server's.
 
-The frontend's histogram gives the exact mean of the very same requests (`_sum` / `_count`; there is
-no exact median in a histogram): how its counters rose around the run. A request to the ensemble
-passes two models more, one before the frontend's clock starts and one after it stopped: Triton's
-own statistics have their times. What lies between the two figures: the way through Triton's front
-end and its Python stub, and how soon the client reads.
+The frontend's histogram gives the exact mean of the same requests (`_sum` / `_count`), from the
+rise of its counters during the run; a histogram has no exact median. A request to the ensemble
+passes two more models, one before the frontend's clock starts and one after it stops. Triton's
+statistics have their times. The difference between the two figures is the way through Triton's
+front end and its Python stub, and the client's delay in reading.
 
-Not here: how a client is asked (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py, replay.py).
+Not here: running a client (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py, replay.py).
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from loadtest.replay.prompts import TokenSource
 DISAGREEMENT_GOAL = 0.15
 SPECIAL_TOKEN_IDS = range(16)  # the demo's are 0, 1 and 2
 HISTOGRAM = "mooncake_ttft_seconds"
-GATEWAY = "gateway"  # of a report, in place of the model: OpenAI's interface
+GATEWAY = "gateway"  # in a report in place of the model: OpenAI's interface
 FRONTEND = "conductor"  # every request passes it, also through the ensemble
 ENSEMBLE_ONLY = ("preprocessing", "postprocessing")
-SETTLED_S = 1.5  # the server renews its page at least every second
+SETTLED_S = 1.5  # the server updates its page at least every second
 SETTLE_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """The same for every client: fresh prompts, some requests at a time, answers of one length."""
+    """The same for every client: fresh prompts, a number of requests at a time, answers of one
+    length."""
 
     addresses: Addresses
     tokenizer: Path  # a Hugging Face folder; the clients count tokens with it
@@ -47,7 +48,7 @@ class ClientLoad:
     concurrency: int
     input_tokens: int
     output_tokens: int
-    gateway: CalledServer | None = None  # None: the server has none, or nobody said where
+    gateway: CalledServer | None = None  # None: there is none, or its address is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ClientReport:
     def of_export(
         cls, client: str, model: str, workload: str, found: Mapping[str, Any], table: str
     ) -> ClientReport:
-        """Of the JSON that aiperf and genai-perf write."""
+        """From the JSON that aiperf and genai-perf write."""
         ttft, requests = found["time_to_first_token"], int(found["request_count"]["avg"])
         return cls(client, model, workload, requests, ttft["avg"], ttft["p50"], table)
 
@@ -74,10 +75,10 @@ class ClientReport:
 def one_after_another(
     client: str, load: ClientLoad, model: str, ttft_s: Callable[[str], float], what: str
 ) -> ClientReport:
-    """For clients that have no load generator of their own: `ttft_s` sends one prompt.
+    """For clients without a load generator of their own: `ttft_s` sends one prompt.
 
-    The prompts are random tokens written out, which no server has seen; read again as text they
-    are some 15 % more.
+    The prompts are random tokens decoded to text, which no server has cached. Encoded again, the
+    text has about 15 % more tokens.
     """
     tokenizer = Tokenizer.from_file(str(load.tokenizer / "tokenizer.json"))
     source = TokenSource(tokenizer.get_vocab_size(), SPECIAL_TOKEN_IDS, secrets.randbits(62))
@@ -92,7 +93,7 @@ def one_after_another(
 
 @dataclass(frozen=True, slots=True)
 class EventSum:
-    """So many events, and the seconds that they took together."""
+    """A number of events, and their total seconds."""
 
     count: float = 0.0
     total_s: float = 0.0
@@ -101,13 +102,13 @@ class EventSum:
         return EventSum(self.count - before.count, self.total_s - before.total_s)
 
 
-Totals = Mapping[str, EventSum]  # by model, what the server has counted so far
+Totals = Mapping[str, EventSum]  # by model, the server's counters so far
 
 
 def totals(page: str) -> Totals:
-    """What the counters of a metrics page say.
+    """The counters of a metrics page.
 
-    Of the conductor the frontend's TTFT, of the ensemble's other two models how long each took:
+    For the conductor the frontend's TTFT; for the ensemble's other two models their own times:
     preprocessing once a request, postprocessing once a response.
     """
 
@@ -126,20 +127,20 @@ def settled_totals(metrics_url: str) -> Totals:
 
 
 def risen(before: Totals, after: Totals) -> Totals:
-    """What was counted in between."""
+    """The counts in between."""
     return {model: after[model] - before[model] for model in after}
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A client's figures beside what the server counted during its run."""
+    """A client's figures beside the server's counters of its run."""
 
     report: ClientReport
     server: Totals
 
     @property
     def doubt(self) -> str:
-        """Why the two are not about the same requests; empty when they are."""
+        """Why the two are not of the same requests; empty when they are."""
         counted = self.server[FRONTEND].count
         if counted == self.report.requests:
             return ""
@@ -150,7 +151,7 @@ class Agreement:
 
     @property
     def server_ttft_ms(self) -> float | None:
-        """None when a model that the requests would have passed counted nothing."""
+        """None when a model that the requests should have passed counted nothing."""
         models = (FRONTEND, *ENSEMBLE_ONLY) if self.report.model == "ensemble" else (FRONTEND,)
         passed = [self.server[model] for model in models]
         if not all(each.count for each in passed):

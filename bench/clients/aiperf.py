@@ -1,10 +1,10 @@
 """NVIDIA aiperf: Triton's `generate_stream`, trace replay, and the gateway's chat.
 
-aiperf speaks HTTP only and has no endpoint type for Triton; its `template` endpoint sends whatever
-JSON a template makes. For OpenAI's interface it has one. Version 0.13 cannot use a tokenizer's
-folder with traces of ten requests or more: its decoding processes go offline and then take every
-name for one of the hub (its pull request 1339). A name that is in the Hugging Face cache works with
-no network, so the folder is laid out as the cache would hold it after a download.
+aiperf supports HTTP only and has no endpoint type for Triton; its `template` endpoint sends any
+JSON that a template makes. It has an endpoint type for OpenAI's interface. Version 0.13 cannot use
+a tokenizer's folder with traces of ten or more requests: its decoding processes go offline and then
+take every name for one of the hub (its pull request 1339). A name in the Hugging Face cache works
+offline, so the folder is laid out as in the cache after a download.
 
 Not here: installing (environment.py), scaling a trace (replay.py).
 """
@@ -21,7 +21,7 @@ from bench.clients.replay import ScaledTrace
 
 NAME = "aiperf"
 REQUIREMENTS = ("aiperf==0.13.0",)
-# min_tokens makes answers as long as they were asked to be, whatever is generated.
+# min_tokens makes answers as long as requested, whatever is generated.
 TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens or 16 }}, '
     '"min_tokens": {{ max_tokens or 16 }}, "stream": true}'
@@ -34,7 +34,7 @@ REVISION = "0" * 40  # the cache names a snapshot by its commit
 
 
 def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) -> list[str]:
-    """Of `aiperf profile`; with `trace`, prompts and times are the trace's."""
+    """Arguments of `aiperf profile`; with `trace`, prompts and times are the trace's."""
     asked = [
         "profile",
         "--model",
@@ -65,7 +65,7 @@ def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) ->
 
 
 def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> list[str]:
-    """Through the gateway, by its endpoint type for OpenAI's chat."""
+    """Arguments for the gateway, with the endpoint type for OpenAI's chat."""
     server = load.gateway
     assert server is not None, "no gateway was named"
     found = [
@@ -97,13 +97,13 @@ def common(load: ClientLoad, folder: Path) -> list[str]:
         "none",
         "--no-gpu-telemetry",
         "--no-server-metrics",
-        # It starts a process per core and kind otherwise, on cores that the server wants too, and
-        # each begins with a slow request: its own imports and connection.
+        # It would start a process per core and kind, on the server's cores, and each begins with a
+        # slow request because of its imports and connection.
         "--workers-max",
         str(1 if load.concurrency == 1 else 2),
         "--record-processor-service-count",
         "1",
-        # Without one, a hash id is the same text in every run: the second run would be cached.
+        # Without it, a hash id is the same text in every run: the second run would be cached.
         "--random-seed",
         str(secrets.randbits(31)),
     ]
@@ -152,7 +152,9 @@ def run(
 
 
 def lay_out_cache(tokenizer: Path, home: Path) -> dict[str, str]:
-    """Makes the cache in `home`; the variables under which CACHED_TOKENIZER is `tokenizer`."""
+    """Makes the cache in `home`; returns the variables under which CACHED_TOKENIZER is
+    `tokenizer`.
+    """
     repository = home / "hub" / f"models--{CACHED_TOKENIZER.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(REVISION)
@@ -162,7 +164,7 @@ def lay_out_cache(tokenizer: Path, home: Path) -> dict[str, str]:
 
 
 def read_report(folder: Path, model: str, workload: str) -> ClientReport:
-    """aiperf's own export; requests that failed are an error, not a smaller number."""
+    """aiperf's own export; failed requests are an error, not a smaller number."""
     found = json.loads((folder / EXPORT).read_text())
     if errors := found.get("error_summary"):
         raise ClientFailed(f"aiperf had errors: {json.dumps(errors)[:1_000]}")
@@ -171,7 +173,7 @@ def read_report(folder: Path, model: str, workload: str) -> ClientReport:
 
 
 def last_table(console: str) -> str:
-    """The table of latencies; before it stand two of throughput over time."""
+    """The table of latencies; two tables of throughput over time come before it."""
     _, _, after = console.rpartition(TABLE_TITLE + " ")
     table, _, _ = after.partition("╭")
     return f"{TABLE_TITLE}\n{table.strip()}"

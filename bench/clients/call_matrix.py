@@ -1,10 +1,10 @@
-"""The calls of a library against a gateway, one after the other, each with what came back.
+"""The calls of a library against a gateway, one after the other, each with its result.
 
     PYTHONPATH=CHECKOUT python -m bench.clients.openai_calls
 
-It runs in the library's own environment, so here and in the modules with the calls is nothing of
-the project but this. Whom to call says the variable CALLED_SERVER, because keys do not belong into
-a command line; each call is a JSON line of the output.
+It runs in the library's own environment, so it and the modules with the calls import nothing else
+of the project. The variable CALLED_SERVER has the server, because a command line must not contain
+API keys. Each call is a JSON line of the output.
 
 Not here: starting it and reading its lines (libraries.py).
 """
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "CALLED_SERVER"
-LONG_ANSWER_TOKENS = 7_000  # nothing of that length ends by itself while a call looks at it
+LONG_ANSWER_TOKENS = 7_000  # long enough not to end by itself during a call
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
 CALL_S_MAX = 60.0
-RETRIES = 10  # of a library's own, where it is to come again until it is served
+RETRIES = 10  # of a library's own retries, until it is served
 
 
 @dataclass(frozen=True, slots=True)
 class CalledServer:
     url: str  # with /v1
     model: str
-    key: str = "none"  # libraries want one, also where the server has no keys
+    key: str = "none"  # libraries require one, even if the server has no keys
     single_key: str = ""  # of a tenant that may have one request in flight; "": the server has none
-    metered_key: str = ""  # of a tenant that may have one request a minute; likewise
+    metered_key: str = ""  # of a tenant that may have one request a minute; "": the server has none
 
     @property
     def has_keys(self) -> bool:
@@ -44,8 +44,8 @@ Call = Callable[[CalledServer], str]
 
 
 def run_calls(client: str, calls: Sequence[Call], calls_with_keys: Sequence[Call]) -> None:
-    """The first line names the client with its version. `calls_with_keys` are about API keys and
-    what tenants may have."""
+    """The first line names the client with its version. `calls_with_keys` need API keys and
+    tenants' limits."""
     server = CalledServer(**json.loads(os.environ[VARIABLE]))
     print(json.dumps({"client": client}), flush=True)
     for call in (*calls, *calls_with_keys):
@@ -55,13 +55,13 @@ def run_calls(client: str, calls: Sequence[Call], calls_with_keys: Sequence[Call
         else:
             try:
                 said["came"] = call(server)
-            except Exception:  # edge: the other calls are of interest all the same
+            except Exception:  # edge: the other calls run anyway
                 said["failure"] = traceback.format_exc(limit=-3)
         print(json.dumps(said), flush=True)
 
 
 def raised(kind: type[BaseException], call: Callable[[], object]) -> BaseException:
-    """What `call` raises, which is exactly of that class."""
+    """The exception of `call`, which must be exactly of that class."""
     try:
         found = call()
     except kind as error:
@@ -71,12 +71,14 @@ def raised(kind: type[BaseException], call: Callable[[], object]) -> BaseExcepti
 
 
 class BackOff:
-    """Notes what a client is answered, and lets the first rejection end what it has to wait for."""
+    """Records a client's responses; the first rejection ends the request that it has to wait
+    for.
+    """
 
     def __init__(self, first: Any) -> None:
         self._first = first
         self.statuses: list[int] = []
-        self.waited_s: list[tuple[float, float]] = []  # what it was told, what it waited
+        self.waited_s: list[tuple[float, float]] = []  # (Retry-After, actual pause)
         self._rejected: tuple[float, float] | None = None
 
     def sent(self, _: Any) -> None:
@@ -98,7 +100,7 @@ class BackOff:
         self.answered(response)
 
     def check(self) -> str:
-        """Without the header the package would come back within half a second."""
+        """Without the header the package would retry within half a second."""
         assert self.statuses[0] == 429 and self.statuses[-1] == 200, self.statuses
         assert len(self.waited_s) == self.statuses.count(429)
         assert all(waited_s >= said_s >= 1.0 for said_s, waited_s in self.waited_s), self.waited_s
@@ -109,5 +111,5 @@ class BackOff:
 
 
 def text_of(chunks: list[Any]) -> str:
-    """Of a streamed chat, as both libraries show its events."""
+    """The text of a streamed chat, as both libraries show its events."""
     return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)

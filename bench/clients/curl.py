@@ -1,7 +1,7 @@
-"""What `curl` sends: one answer, a stream, vLLM's way of asking, an error; and its own TTFT.
+"""`curl` requests: one answer, a stream, vLLM's form, an error; and curl's own TTFT.
 
 The end-to-end tests send the same calls and read the answers. curl's `time_starttransfer` is its
-TTFT: Triton sends no byte of a stream before the first message. Not here: OpenAI's
+TTFT, because Triton sends no byte of a stream before the first message. Not here: OpenAI's
 interface (curl_gateway.py).
 """
 
@@ -27,7 +27,7 @@ class CurlCall:
     title: str
     path: str
     body: Mapping[str, Any] | None = None
-    statuses: tuple[int, ...] = (200,)  # one of them is right
+    statuses: tuple[int, ...] = (200,)  # expected statuses
     key: str = ""
     options: tuple[str, ...] = ()
     input: str = ""  # a body that is too long for a command line
@@ -87,9 +87,9 @@ def command(call: CurlCall, base: str) -> list[str]:
 
 
 def send(call: CurlCall, base: str) -> CurlAnswer:
-    """Raises ClientFailed when curl is not there or had no answer."""
+    """Raises ClientFailed when curl is missing or got no answer."""
     if shutil.which(NAME) is None:
-        raise ClientFailed("there is no curl on the PATH; install it (apt-get install curl)")
+        raise ClientFailed("curl is not on the PATH; install it (apt-get install curl)")
     options = ["--max-time", str(CALL_S_MAX), "--write-out", "\n%{http_code} %{time_starttransfer}"]
     done = subprocess.run(
         [*command(call, base), *options],

@@ -1,4 +1,4 @@
-"""What `curl` sends to the gateway: each route, and a request for each status that it refuses with.
+"""`curl` requests to the gateway: each route, and a request for each status of a refusal.
 
 Not here: running curl (curl.py).
 """
@@ -20,7 +20,7 @@ def chat(prompt: str = PROMPT, **more: Any) -> dict[str, Any]:
 
 
 def calls(server: CalledServer) -> list[CurlCall]:
-    """Those about keys only where they are known."""
+    """All calls; those about API keys only where keys are known."""
     key, seed = server.key, {"seed": 1}
     streamed = {"stream": True, "max_tokens": 3, "stream_options": {"include_usage": True}}
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}

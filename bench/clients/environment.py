@@ -1,16 +1,14 @@
-"""Where a client is installed and how it is run to its end.
+"""Installing a client, and running it to its end.
 
-It has a Python environment of its own, made at its first use, with exact versions.
+Each client has a Python environment of its own, made at its first use, with exact versions. It is
+never the project's own: aiperf and genai-perf need other versions of numpy and transformers than
+the server. The environment records its packages, so another version makes it anew, and an
+interrupted installation is not taken for a complete one.
 
-Never the project's own: aiperf and genai-perf want other versions of numpy and transformers than
-the server does. What is installed is written into the environment, so that another version makes
-it anew and an installation that was interrupted is not taken for a complete one.
+A client runs in its own session, with its output in a file and a deadline. Load generators start
+processes of their own, so the whole group is ended at the deadline or on Ctrl-C.
 
-It runs in its own session, with its output in a file and a deadline, and leaves nothing behind:
-load generators start processes of their own, so the whole group is ended when time is up or Ctrl-C
-comes.
-
-Not here: which versions, what a client is asked and what it says (aiperf.py, genai_perf.py).
+Not here: versions, requests and reports of a client (aiperf.py, genai_perf.py).
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ COLUMNS = "100"  # of the tables that clients print
 
 
 class ClientFailed(CannotMeasure):
-    """A client could not be installed or did not do its work; the message says what to do."""
+    """A client could not be installed or failed; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientEnvironment:
     folder: Path
-    install_s: float  # 0.0: it was there
+    install_s: float  # 0.0: it was installed already
 
     @property
     def bin(self) -> Path:
@@ -89,7 +87,7 @@ def run_client(
     variables: Mapping[str, str] | None = None,
     run_s_max: float = RUN_S_MAX,
 ) -> str:
-    """What the client printed, also in `folder/output.txt`; raises ClientFailed."""
+    """The client's output, also in `folder/output.txt`; raises ClientFailed."""
     name, log = Path(command[0]).name, folder / "output.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(

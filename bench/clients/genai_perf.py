@@ -1,8 +1,8 @@
 """NVIDIA genai-perf over KServe gRPC, as for TensorRT-LLM's ensemble and as for vLLM's backend.
 
-genai-perf makes the requests and the table; `perf_analyzer` sends. Its wheel on PyPI is empty, the
-real binary came with `tritonclient` up to 2.60 (2.51 is the last whose glibc Debian 12 has). It
-wants two libraries that nvidia-pytriton carries: they are lent to it by links.
+genai-perf makes the requests and the table; `perf_analyzer` sends. Its wheel on PyPI is empty; the
+real binary came with `tritonclient` up to 2.60 (2.51 is the last for the glibc of Debian 12). It
+needs two libraries of nvidia-pytriton, which it gets by links.
 
 Not here: installing (environment.py).
 """
@@ -25,7 +25,7 @@ BACKENDS = ("tensorrtllm", "vllm")
 PROBE_S_MAX = 30.0
 EXPORT = "*/profile_export_genai_perf.json"
 TABLE_TITLE = "NVIDIA GenAI-Perf | LLM Metrics"
-# name that perf_analyzer asks for -> what nvidia-pytriton calls it
+# name that perf_analyzer loads -> its name in nvidia-pytriton
 LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 
 
@@ -71,7 +71,7 @@ def bundled_libraries() -> Path:
 
 
 def arguments(load: ClientLoad, model: str, backend: str, folder: Path) -> list[str]:
-    """Of `genai-perf profile`."""
+    """Arguments of `genai-perf profile`."""
     return [
         "profile",
         "--model",

@@ -1,7 +1,7 @@
 """A server with a gateway, for public clients.
 
-One of our own, with keys of some tenants; or one that runs, whose keys we do not know: if it wants
-one, the variable OPENAI_API_KEY has it, and what is about keys is left out.
+Either one of our own, with API keys of some tenants, or a running one with unknown keys. If that
+one requires a key, the variable OPENAI_API_KEY has it, and calls about keys are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.clients.call_matrix import CalledServer
 from loadtest.client.server import Addresses
 from loadtest.harness.server import own_ports, serving
 
-# For a server of one's own on loopback only: they are no secret.
+# No secrets: only for a server of our own on loopback.
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
 OPERATORS_KEY = "mk-of-ops"
 TENANTS = {
@@ -36,7 +36,7 @@ ANSWER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KeyedGateway:
-    """What a server of one's own is started with, and how it is called then."""
+    """The start options of a server of our own, and its call parameters."""
 
     arguments: tuple[str, ...]
     called: CalledServer
@@ -45,7 +45,7 @@ class KeyedGateway:
 @dataclass(frozen=True, slots=True)
 class PublicServer:
     addresses: Addresses
-    gateway: CalledServer | None  # None: it has none, or nobody said where
+    gateway: CalledServer | None  # None: there is none, or its address is unknown
 
 
 def keyed_gateway(folder: Path) -> KeyedGateway:
@@ -83,7 +83,7 @@ def public_server(url: str | None, openai_url: str | None) -> Iterator[PublicSer
 
 
 def running_gateway(openai_url: str) -> CalledServer:
-    """By what it serves; OSError when it does not answer."""
+    """The gateway and its first model; OSError when it does not answer."""
     base, key = f"{openai_url.rstrip('/').removesuffix('/v1')}/v1", os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{base}/models", headers=headers)

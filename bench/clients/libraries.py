@@ -1,9 +1,9 @@
-"""Libraries that speak OpenAI's interface: all calls of each, in an environment of its own.
+"""Libraries for OpenAI's interface: all calls of each, in an environment of its own.
 
-Each version has exactly these packages, whatever the project's environment has. LiteLLM is the
-newest that the package index had all requirements of; it wants `openai` 2.
+Each environment has exactly these packages, whatever the project's own has. LiteLLM is the newest
+whose requirements the package index had; it needs `openai` 2.
 
-Not here: what is called (openai_calls.py, litellm_calls.py), installing (environment.py).
+Not here: the calls (openai_calls.py, litellm_calls.py), installing (environment.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LIBRARIES = {
 class CallOutcome:
     call: str
     came: str
-    failure: str  # "": it did what it should
-    left_out: str  # why it was not made
+    failure: str  # "": it succeeded
+    left_out: str  # why it was not made; "": it was
 
     @property
     def shown(self) -> str:
@@ -74,7 +74,7 @@ class LibraryRun:
 
 
 def run(library: Library, binaries: Path, server: CalledServer, folder: Path) -> LibraryRun:
-    """Its output in `folder`; ClientFailed when it did not get to its end."""
+    """Run the calls with output in `folder`; ClientFailed when they do not get to their end."""
     folder.mkdir(parents=True)
     variables = {VARIABLE: json.dumps(dataclasses.asdict(server)), "PYTHONPATH": str(SOURCE)}
     command = [str(binaries / "python"), "-m", library.calls]
@@ -82,7 +82,7 @@ def run(library: Library, binaries: Path, server: CalledServer, folder: Path) ->
 
 
 def read_run(said: str) -> LibraryRun:
-    """Libraries may print something of their own between the lines."""
+    """Libraries may print lines of their own in between."""
     client, outcomes = "", []
     for line in said.splitlines():
         if line.startswith('{"client": '):
@@ -90,5 +90,5 @@ def read_run(said: str) -> LibraryRun:
         elif line.startswith('{"call": '):
             outcomes.append(CallOutcome(**json.loads(line)))
     if not client or not outcomes:
-        raise ClientFailed(f"the client made no call; it said: {said[-500:]}")
+        raise ClientFailed(f"the client made no call; its output: {said[-500:]}")
     return LibraryRun(client, tuple(outcomes))

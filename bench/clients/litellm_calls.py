@@ -1,4 +1,4 @@
-"""What LiteLLM is asked to do as a library: `completion`, `acompletion` and their exceptions.
+"""The calls of LiteLLM as a library: `completion`, `acompletion` and their exceptions.
 
 Run as a program in LiteLLM's environment (call_matrix.py): the project's own has no LiteLLM.
 """
@@ -27,7 +27,7 @@ from bench.clients.call_matrix import (
     text_of,
 )
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices from GitHub
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it would fetch prices from GitHub
 litellm: Any = importlib.import_module("litellm")
 httpx: Any = importlib.import_module("httpx")
 litellm.suppress_debug_info = True
@@ -90,7 +90,7 @@ def text_completion(server: CalledServer) -> str:
 
 
 def a_second_turn(server: CalledServer) -> str:
-    """Its message has fields of its own when it goes back."""
+    """A returned message has additional fields."""
     said = litellm.completion(**asked(server)).choices[0].message
     turns = [*MESSAGES, said, {"role": "user", "content": "Go on."}]
     as_objects = litellm.completion(**asked(server, messages=turns))
@@ -148,7 +148,8 @@ def wrong_fields(server: CalledServer) -> str:
 
 
 def a_deadline(server: CalledServer) -> str:
-    """Its own, of which the server hears nothing but that the client has left; and the server's."""
+    """The client's own deadline, which the server notices only as a client that left; and the
+    server's."""
     body = {"ignore_eos": True}
     own = asked(server, max_tokens=LONG_ANSWER_TOKENS, timeout=0.5, extra_body=body)
     late = raised(litellm.Timeout, lambda: litellm.completion(**own))
@@ -162,7 +163,8 @@ def keys(server: CalledServer) -> str:
     foreign = asked(server, extra_body={"tenant": "of-somebody-else"})
     errors: list[Any] = [
         raised(litellm.AuthenticationError, lambda: litellm.completion(**wrong)),
-        raised(litellm.APIError, lambda: litellm.completion(**foreign)),  # it has no word for 403
+        # LiteLLM has no exception for 403
+        raised(litellm.APIError, lambda: litellm.completion(**foreign)),
     ]
     assert [each.status_code for each in errors] == [401, 403]
     return "\n".join(f"{type(each).__name__}: {each}" for each in errors)
@@ -170,7 +172,7 @@ def keys(server: CalledServer) -> str:
 
 @contextmanager
 def one_in_flight(server: CalledServer) -> Iterator[Any]:
-    """All that its tenant may have."""
+    """The one request that its tenant may have in flight."""
     stream = litellm.completion(
         **asked(
             server,
@@ -197,8 +199,9 @@ def a_rejection(server: CalledServer) -> str:
 
 
 def its_own_back_off(server: CalledServer) -> str:
-    """`max_retries` is for the package `openai` below it, which heeds Retry-After."""
-    # It keeps a client for each key and number of retries: this number makes one with the hooks.
+    """`max_retries` is for the package `openai` below it, which obeys Retry-After."""
+    # LiteLLM keeps a client for each key and number of retries: this number makes one with the
+    # hooks.
     more = asked(server, api_key=server.single_key, max_retries=RETRIES + 1)
     with one_in_flight(server) as first:
         noted = BackOff(first.completion_stream)

@@ -1,7 +1,7 @@
-"""What the package `openai` is asked to do, the same in each of its versions.
+"""The calls of the package `openai`, the same in each of its versions.
 
 Run as a program in an environment of that version (call_matrix.py); the end-to-end tests call the
-functions with the version that they have. Each returns what came back, as the documents show it.
+functions with the version that they have. Each returns its result, as the documents show it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.clients.call_matrix import (
     text_of,
 )
 
-# Fields of OpenAI's interface that change nothing here, and those whose value asks for nothing.
+# Fields of OpenAI's interface that change nothing here, and those with a neutral value.
 HARMLESS: dict[str, Any] = {
     "user": "somebody",
     "metadata": {"team": "a"},
@@ -64,7 +64,7 @@ def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
 
 
 def endless(server: CalledServer, **more: Any) -> dict[str, Any]:
-    """A stream that goes on until somebody closes it."""
+    """A stream that continues until the client closes it."""
     body = {"ignore_eos": True} | more
     return {
         "model": server.model,
@@ -121,7 +121,7 @@ def an_answer_as_an_object(server: CalledServer) -> str:
 
 
 def streamed_by_its_helper(server: CalledServer) -> str:
-    """Which puts the answer together, and reads it as an object of the class."""
+    """The helper assembles the answer and parses it as an object of the class."""
     kinds: list[str] = []
     more = asked(server, max_tokens=60, response_format=Verdict)
     with synchronous(server).chat.completions.stream(**more) as stream:
@@ -154,7 +154,7 @@ def completion(server: CalledServer) -> str:
 
 
 def tokens_in_and_out(server: CalledServer) -> str:
-    """A prompt of token ids; logprobs of what comes."""
+    """A prompt of token ids; logprobs of the generated tokens."""
     choice = (
         synchronous(server)
         .completions.create(
@@ -196,7 +196,7 @@ def asynchronous(server: CalledServer) -> str:
 
 
 def a_second_turn(server: CalledServer) -> str:
-    """The message of an answer goes back as the package gave it."""
+    """The message of an answer goes back as the package returned it."""
     client = synchronous(server)
     said = client.chat.completions.create(**asked(server)).choices[0].message
     turns = [*MESSAGES, said, {"role": "user", "content": [{"type": "text", "text": "Go on."}]}]
@@ -290,12 +290,12 @@ def a_deadline(server: CalledServer) -> str:
 
 
 def a_deadline_in_a_stream(server: CalledServer) -> str:
-    """Behind its first event there is no status: the package raises what the event says."""
+    """After the first event there is no status: the package raises the event's error."""
     for timeout_s in (3.0, 10.0):
         try:
             stream = synchronous(server).completions.create(**endless(server, timeout=timeout_s))
             break
-        except openai.InternalServerError:  # a busy server: not even the first token came
+        except openai.InternalServerError:  # a busy server: not even the first token arrived
             if timeout_s == 10.0:
                 raise
     came: list[Any] = []
@@ -305,7 +305,7 @@ def a_deadline_in_a_stream(server: CalledServer) -> str:
 
 
 def its_own_timeout(server: CalledServer) -> str:
-    """Who does not wait is gone for the server too."""
+    """A client that stops waiting leaves the server too."""
     more = endless(server) | {"stream": False}
     client = synchronous(server, timeout=0.5)
     error = raised(openai.APITimeoutError, lambda: client.completions.create(**more))
@@ -313,7 +313,7 @@ def its_own_timeout(server: CalledServer) -> str:
 
 
 def nobody_there(server: CalledServer) -> str:
-    with socket.socket() as bound:  # and nobody listens
+    with socket.socket() as bound:  # bound, but not listening
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -342,7 +342,7 @@ def keys(server: CalledServer) -> str:
 
 @contextmanager
 def one_in_flight(server: CalledServer) -> Iterator[Any]:
-    """All that its tenant may have."""
+    """The one request that its tenant may have in flight."""
     client = synchronous(server, server.single_key, max_retries=RETRIES)
     stream = client.completions.create(**endless(server))
     next(iter(stream))
@@ -365,7 +365,7 @@ def a_rejection(server: CalledServer) -> str:
 
 
 def a_quota(server: CalledServer) -> str:
-    """One request a minute: of two at least the second is one too many."""
+    """One request a minute: of two, at least the second is one too many."""
     client = synchronous(server, server.metered_key)
 
     def twice() -> None:

@@ -1,8 +1,8 @@
-"""A published trace at another scale: by our own `mooncake replay`, and as a file for clients that
-cannot scale.
+"""A published trace at another scale: by `mooncake replay`, and as a file for clients that cannot
+scale.
 
 Lengths and times of the file are those of `mooncake replay --length-scale X --speed Y`, by the same
-function. Hash ids stay: a client is given the tokens that each stands for.
+function. Hash ids stay: a client receives the number of tokens of each id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "mooncake replay"
 
 @dataclass(frozen=True, slots=True)
 class ScaledTrace:
-    """Which trace, and its scale as `mooncake replay` takes it."""
+    """Which trace, and its scale as in `mooncake replay`."""
 
     path: Path
     length_scale: float
@@ -30,7 +30,7 @@ class ScaledTrace:
     requests_max: int | None = None
 
     def write(self, path: Path) -> int:
-        """In the trace's own format; returns the tokens that a hash id stands for."""
+        """Write it in the trace's own format; returns the tokens of a hash id."""
         rows = read_trace(self.path, self.requests_max)
         assert rows and self.speed > 0, "an empty trace or no speed"
         with path.open("w", encoding="utf-8") as file:
@@ -74,6 +74,6 @@ def run(load: ClientLoad, model: str, folder: Path, trace: ScaledTrace) -> Clien
 
 
 def tables_of(lines: list[str]) -> str:
-    """What it printed after its progress: from the line "N of N requests completed" on."""
+    """Its output after the progress: from the line "N of N requests completed" on."""
     first = next((at for at, line in enumerate(lines) if "requests completed" in line), 0)
     return "\n".join(line.rstrip() for line in lines[first:])

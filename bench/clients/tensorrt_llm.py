@@ -1,4 +1,4 @@
-"""tritonclient with the requests that NVIDIA's clients of TensorRT-LLM's ensemble send.
+"""tritonclient with the requests of NVIDIA's clients of TensorRT-LLM's ensemble.
 
 Names, types, shapes [1, 1] and requested outputs are those of `end_to_end_grpc_client.py`
 (tensorrtllm_backend 0.19); so is one stream for each request, closed by `stop_stream`. The
@@ -32,7 +32,7 @@ class TimedResponse:
 
 
 def request(prompt: str, max_tokens: int, stream: bool) -> dict[str, npt.NDArray[Any]]:
-    """What that client sends when it is given nothing but a prompt and a length."""
+    """That client's request for a prompt and a length without other options."""
     return {
         "text_input": np.array([[prompt]], object),
         "max_tokens": np.array([[max_tokens]], np.int32),
@@ -61,7 +61,7 @@ def send(
     def take(result: triton.InferResult, error: Exception | None) -> None:
         if error is not None:
             errors.append(error)
-        elif result.get_response().outputs:  # the last one may only say that it is the last
+        elif result.get_response().outputs:  # the last response may be empty
             arrivals.append(TimedResponse(time.perf_counter(), result))
 
     client.start_stream(take)
@@ -78,7 +78,7 @@ def send(
 
 
 def text_of(arrivals: Sequence[TimedResponse]) -> str:
-    """As that client reads it: the tensor has one dimension."""
+    """The text as that client reads it: the tensor has one dimension."""
     return "".join(each.result.as_numpy("text_output")[0].decode("utf-8") for each in arrivals)
 
 

@@ -1,1 +1,1 @@
-"""What becomes of requests whose workers are killed, frozen or reloaded?"""
+"""Do requests end whose workers are killed, frozen or reloaded?"""

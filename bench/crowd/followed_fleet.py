@@ -1,21 +1,21 @@
-"""A simulated fleet whose processes break, and whose requests the frontend's real machine follows.
+"""A simulated fleet with failing processes, whose requests use the frontend's real state machine.
 
-Directory, Conductor, workers and network are those of SimulatedFleet. What becomes of a request is
-decided by the state machine of the real frontend (backends/frontend/lifecycle): every call that
-fails, every worker that is gone and every timeout is an event to it, and what it says is done. What
-breaks is a process, at its time:
+Directory, Conductor, workers and network are those of SimulatedFleet. The state machine of the real
+frontend (backends/frontend/lifecycle) decides about a request: every failed call, lost worker and
+timeout is an event to it, and its actions are carried out. A fault affects a process at its time:
 
-    kill     it ends. Calls that it has fail at once, later ones find nobody; the directory misses
-             its reports after the TTL. Nobody starts it again
-    freeze   nothing happens in it for a while. Its calls stay open; the directory misses it if that
-             lasts longer than the TTL. Then it goes on, registers again, and answers calls that the
-             frontend has given up
-    reload   another process of the same name takes new calls; the old one ends what it has and goes
+    kill     it ends. Its open calls fail at once, later calls find no process; the directory misses
+             its reports after the TTL. It is not restarted
+    freeze   nothing happens in it for a while. Its calls stay open; the directory misses it if the
+             freeze lasts longer than the TTL. Then it continues, registers again, and answers calls
+             that the frontend has given up
+    reload   a new process of the same name takes new calls; the old one ends its calls and exits
 
-Storage nodes are processes of their own and stay. Each client names a timeout: when it has passed
-the frontend stops the request at its workers, and it ends when their call has.
+Storage nodes are processes of their own and stay. Each client has a timeout: when it has passed the
+frontend stops the request at its workers, and the request ends with their call.
 
-Not here: which processes break (bench/paper/experiments/crowd.py), a request (followed_request.py).
+Not here: choosing the failing processes (bench/paper/experiments/crowd.py), a request
+(followed_request.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from loadtest.simulator.cluster.site import ClusterSettings, SimulatedSite
 from mooncake_store.records.events import Event, WorkerDown
 from mooncake_store.records.membership import WorkerInfo
 
-CALL_S = 0.001  # until a call or a message is at the other end
+CALL_S = 0.001  # latency of a call or a message
 Kind = Literal["kill", "freeze", "reload"]
 Node = PrefillNode | DecodeNode
 WorkerKey = tuple[str, str]
@@ -57,7 +57,7 @@ WorkerKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Breakage:
-    """What happens to a process."""
+    """A fault of a process."""
 
     at_s: float
     worker_id: str
@@ -71,7 +71,7 @@ class BreakableProcess:
     clock: ProcessClock
     info: WorkerInfo
     last_report_s: float = 0.0
-    is_leaving: bool = False  # another one of its name takes new calls
+    is_leaving: bool = False  # a new process of its name takes new calls
 
     @property
     def key(self) -> WorkerKey:
@@ -83,7 +83,7 @@ class BreakableProcess:
 
 
 class FollowedFleet(SimulatedFleet):
-    """`give_up_s`: a request without an end by then is hung."""
+    """`give_up_s`: a request that has not ended by then is hung."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class FollowedFleet(SimulatedFleet):
         self._clocks: dict[str, ProcessClock] = {}
         self.requests: dict[int, FollowedRequest] = {}
         self.processes: dict[WorkerKey, BreakableProcess] = {}
-        self._decoding: dict[str, WorkerKey] = {}  # the process that has the call of an attempt
+        self._decoding: dict[str, WorkerKey] = {}  # the process with the call of an attempt
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._counted_max = FrontendConfig(checkpoint="demo").attempts_max
         super().__init__(config, settings, gpu)
@@ -117,7 +117,7 @@ class FollowedFleet(SimulatedFleet):
         self._clocks[worker_id] = site.clock
         return site
 
-    # -- requests come, and what the machine says is done
+    # -- arrivals, and the actions of the state machine
 
     def _arrive(self, came: Sequence[Offered]) -> None:
         now_s = self.clock.now_s
@@ -140,7 +140,7 @@ class FollowedFleet(SimulatedFleet):
         self.DO[type(action)](self, request, action)
 
     def _nothing(self, request: FollowedRequest, action: LifecycleAction) -> None:
-        """Messages to the client, lines of the log, and calls that only their worker ends."""
+        """Messages to the client, log lines, and calls that only their worker ends."""
 
     def _paused(self, request: FollowedRequest, action: events.Pause) -> None:
         def over() -> None:
@@ -195,7 +195,7 @@ class FollowedFleet(SimulatedFleet):
         self.conductor.on_worker_refused(*action.worker, self.clock.now_s)
 
     def _stop_workers(self, request: FollowedRequest, action: events.StopWorkers) -> None:
-        """To every process of the two names."""
+        """Stop the request at every process of the two names."""
         job = request.attempts[action.attempt]
         for process in list(self.processes.values()):
             if process.node.worker_id in (job.prefill, job.decode):
@@ -235,7 +235,7 @@ class FollowedFleet(SimulatedFleet):
         events.AbandonCall: _nothing,
     }
 
-    # -- calls, and what comes back
+    # -- calls and their results
 
     def _call(
         self,
@@ -244,7 +244,7 @@ class FollowedFleet(SimulatedFleet):
         worker_id: str,
         there: Callable[[BreakableProcess, SimulatedJob], None],
     ) -> None:
-        """Whoever has the name now gets it, whichever process was routed to."""
+        """The current process of that name receives the call, even if another one was routed to."""
 
         def arrives() -> None:
             process = self._newest[worker_id]
@@ -266,7 +266,7 @@ class FollowedFleet(SimulatedFleet):
         node, request = process.node, self.requests[job.number]
         assert isinstance(node, DecodeNode) and job.route is not None
         self._decoding[job.request_id] = process.key
-        if not node.expects(job.request_id):  # another process heard of its layers
+        if not node.expects(job.request_id):  # another process received its layers
             node.expect(job, job.route.prefill.node_id, 0.0)
         if not node.submit(job, self.config.arrival_tbt_slo_s):
             self._fail(request, job, Overloaded(job.refused, "this worker is full", 1.0))
@@ -275,7 +275,7 @@ class FollowedFleet(SimulatedFleet):
         process.node.stop(job.request_id)
 
     def _begun(self, job: SimulatedJob) -> None:
-        if self._newest[job.decode].speaks:  # a message: nobody waits for one that is lost
+        if self._newest[job.decode].speaks:  # a message: no sender waits for it
             super()._begun(job)
 
     def _prefilled(self, job: SimulatedJob) -> None:
@@ -286,14 +286,14 @@ class FollowedFleet(SimulatedFleet):
             request.prefilled(job, now_s)
 
     def _over(self, job: SimulatedJob) -> None:
-        """Of a decode worker: all its tokens are there, or it was stopped."""
+        """A decode worker has generated all tokens, or was stopped."""
         request = self.requests[job.number]
         if job.refused:
             self._fail(request, job, _error_of(job))
         else:
             request.replied(job, self._decoding[job.request_id], self.clock.now_s)
 
-    # -- processes break
+    # -- faults of processes
 
     def _break(self, breakage: Breakage) -> None:
         process = self._newest[breakage.worker_id]
@@ -309,7 +309,7 @@ class FollowedFleet(SimulatedFleet):
             self._reload(process)
 
     def _bring_tokens(self, process: BreakableProcess) -> None:
-        """What it has sent so far is with the frontend."""
+        """Deliver the tokens that the process has sent so far to the frontend."""
         if isinstance(process.node, DecodeNode):
             for job in process.node.jobs:
                 tokens = process.node.decoded_tokens(job.request_id)
@@ -322,7 +322,7 @@ class FollowedFleet(SimulatedFleet):
             self._fail(self.requests[job.number], job, WorkerUnavailable("the call was closed"))
 
     def _thaw(self, process: BreakableProcess) -> None:
-        """It registers again if it was missed, before anything else."""
+        """A process that the directory has dropped registers again before it does anything else."""
         self.site.store.add_worker(process.info)
         process.clock.thaw()
 
@@ -336,11 +336,11 @@ class FollowedFleet(SimulatedFleet):
         self.processes[process.key] = self._newest[name] = process
         old.is_leaving = True
 
-    # -- what goes on beside
+    # -- periodic actions
 
     @property
     def _workers(self) -> list[Node]:
-        """Of all processes, those of a former incarnation too."""
+        """Workers of all processes, including those of a former incarnation."""
         return [process.node for process in self.processes.values()]
 
     def _speaks(self, worker: Node) -> bool:
@@ -363,7 +363,7 @@ class FollowedFleet(SimulatedFleet):
                 self._lost_worker((event.worker_id, event.incarnation))
 
     def _lost_worker(self, key: WorkerKey) -> None:
-        """Every request hears of it."""
+        """Report the lost worker to every request."""
         heard_s = self.processes[key].last_report_s
         for request in self.requests.values():
             if not request.is_done:
@@ -377,14 +377,14 @@ class FollowedFleet(SimulatedFleet):
         return [request for request in self.requests.values() if not request.is_over]
 
     def check(self) -> None:
-        """That nothing is left of any request; of one that hangs, something is."""
+        """Assert that requests left nothing behind; a hung request leaves something."""
         if not self.hung:
             self.jobs = [request.summed_up() for request in self.requests.values()]
             super().check()
 
 
 def incarnation_after(incarnation: str) -> str:
-    """Of the next process of that name."""
+    """The incarnation of the next process of that name."""
     word = incarnation.rstrip("0123456789")
     return f"{word}{int(incarnation.removeprefix(word)) + 1}"
 

@@ -1,11 +1,11 @@
-"""One request of a simulated crowd, followed by the frontend's own state machine.
+"""One request of a simulated crowd, with the frontend's own state machine.
 
-What a real frontend's mailbox does (backends/frontend/live_request.py), on the virtual clock:
-events in by `post`, one after the other; the machine says what to do, and a `LifecycleCarrier`
-does it. Tokens come in lumps, when a worker ends, is lost or is frozen, and not one message a
-step: the machine takes them as they come.
+It does what a real frontend's mailbox does (backends/frontend/live_request.py), on the virtual
+clock. `post` handles events one after the other; the machine returns actions, and a
+`LifecycleCarrier` carries them out. Tokens arrive in batches, when a worker ends, is lost or is
+frozen, instead of one message per step; the machine handles both.
 
-Not here: what follows from an event (backends/frontend/lifecycle), workers (followed_fleet.py).
+Not here: the state machine (backends/frontend/lifecycle), workers (followed_fleet.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from conductor.messages import Request
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 
 WorkerKey = tuple[str, str]
-LENGTH = "length"  # why an answer ends
+LENGTH = "length"  # finish reason
 
 
 class LifecycleCarrier(Protocol):
-    """What carries out the actions that are not the request's own."""
+    """Carries out the actions that concern other objects than the request."""
 
     def carry_out(self, request: FollowedRequest, action: LifecycleAction) -> None: ...
 
@@ -53,14 +53,15 @@ class FollowedRequest:
         self.error: Exception | None = None
         self.first_token_s: float | None = None
         self._frontend, self._offered, self._tokens_max = frontend, offered, output_tokens_max
-        self._brought: Counter[int] = Counter()  # decoded tokens of each attempt, by messages
+        # decoded tokens of each attempt that messages delivered
+        self._brought: Counter[int] = Counter()
         self._events: deque[LifecycleEvent] = deque()
         self._is_owned = False
         self.post(events.Understood(attempts, False, now_s))
 
     @property
     def deadline_s(self) -> float:
-        """Until which it is attempted."""
+        """Time until which the request is retried."""
         return self.state.attempts.deadline_s
 
     @property
@@ -69,7 +70,7 @@ class FollowedRequest:
 
     @property
     def kind(self) -> str:
-        """How it ended: "finished", or the kind of its error."""
+        """ "finished", or the kind of its error."""
         if self.error is None:
             return "finished"
         if isinstance(self.error, Overloaded):
@@ -92,7 +93,7 @@ class FollowedRequest:
         self.ended_s, self.error = now_s, error
 
     def new_attempt(self, action: events.Decide, now_s: float) -> SimulatedJob:
-        """The rest of the request, as a job of its own."""
+        """The remaining part of the request, as a job of its own."""
         sent, offered = self.state.sent_tokens, self._offered
         request = Request(
             request_id=f"r{self.number}-{action.attempt}",
@@ -103,12 +104,12 @@ class FollowedRequest:
             is_resumed=action.is_resumed,
         )
         left = offered.output_tokens - sent
-        assert left > 0, f"request {self.number} has all its tokens and goes on"
+        assert left > 0, f"request {self.number} has all its tokens and continues"
         job = SimulatedJob(self.number, request, left, now_s, attempts=action.attempt)
         self.attempts[action.attempt] = job
         return job
 
-    # -- what workers say, as events
+    # -- reports of workers, as events
 
     def prefilled(self, job: SimulatedJob, now_s: float) -> None:
         self.first_token_s = self.first_token_s or now_s
@@ -117,7 +118,7 @@ class FollowedRequest:
         self.post(events.PrefillReplied(job.attempts, first, job.compute_s, {}, now_s))
 
     def decoded(self, job: SimulatedJob, worker: WorkerKey, count: int, now_s: float) -> None:
-        """So many tokens were made there so far; the new ones are read."""
+        """Read the new ones of the `count` tokens that were generated there so far."""
         before = self._brought[job.attempts]
         if count > before:
             self._brought[job.attempts] = count
@@ -125,7 +126,7 @@ class FollowedRequest:
             self.post(events.TokensArrived(job.attempts, worker[1], updates, now_s, 0.0))
 
     def replied(self, job: SimulatedJob, worker: WorkerKey, now_s: float) -> None:
-        """Decode has made all of them."""
+        """Decode has generated all tokens."""
         self.decoded(job, worker, job.output_tokens - 1, now_s)
         self.post(
             events.DecodeReplied(job.attempts, job.output_tokens - 1, _tokens(0), LENGTH, {}, now_s)
@@ -135,7 +136,7 @@ class FollowedRequest:
         self.post(events.CallFailed(job.attempts, error, now_s))
 
     def summed_up(self) -> SimulatedJob:
-        """All of it as one job, for outcome_of (loadtest/simulator/cluster/outcome.py)."""
+        """All attempts as one job, for outcome_of (loadtest/simulator/cluster/outcome.py)."""
         assert self.is_over
         jobs = list(self.attempts.values())
         last = jobs[-1]

@@ -1,11 +1,11 @@
-"""A worker's process on the virtual clock: frozen, nothing happens in it.
+"""A worker's process on the virtual clock, which can be frozen.
 
-A frozen process (SIGSTOP, a machine without memory) is not a dead one: its connections stay open,
-what others send it waits, and when it goes on it goes on with all of it, as if no time had passed.
-So whatever happens in a process passes through here: its own timers, calls and messages to it, and
-the ends of transfers that it waits for. One-sided transfers go on meanwhile, as with RDMA.
+A frozen process (SIGSTOP, a machine without memory) is not a dead one. Its connections stay open
+and messages to it wait. When it continues it handles all of them, as if no time had passed. So all
+events in a process pass through here: its timers, calls and messages to it, and the ends of
+transfers that it waits for. One-sided transfers continue while it is frozen, as with RDMA.
 
-Not here: what a worker does (cluster/), who freezes it (followed_fleet.py).
+Not here: a worker's work (cluster/), freezing (followed_fleet.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ProcessClock(VirtualClock):
         self._clock.at(due_s, self.reach, action, *arguments)
 
     def reach(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Something comes to the process: now, or when it goes on."""
+        """Deliver an event to the process: now, or after the freeze."""
         if self.is_frozen:
             self._waiting.append((action, arguments))
         else:
             action(*arguments)
 
     def thaw(self) -> None:
-        """It goes on, with what waited, in order."""
+        """Continue, and handle the waiting events in order."""
         self.is_frozen = False
         waiting, self._waiting = self._waiting, []
         for action, arguments in waiting:
@@ -50,7 +50,7 @@ class ProcessClock(VirtualClock):
 
 
 class ProcessNetwork(Network):
-    """The cluster's network; the end of a transfer is something that comes to the process."""
+    """The cluster's network; the end of a transfer is an event of the process."""
 
     def __init__(self, network: Network, process: ProcessClock) -> None:
         self._network, self._process = network, process

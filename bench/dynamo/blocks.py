@@ -1,12 +1,12 @@
 """The KV blocks of one worker of Dynamo's engine: physical copies, held or idle, LRU.
 
-A full block of a prompt carries a key (its tokens and its whole prefix) and can be hit while it is
-held and, after release, until its room is needed. Two prompts that compute the same block at the
-same time make two copies. A held block is never evicted. Released full blocks queue for eviction
-behind all others, the deepest first; partial blocks are free at once.
+A full block of a prompt has a block key (its tokens and its whole prefix). It can be hit while it
+is held and, after release, until its memory is needed. Two prompts that compute the same block at
+the same time make two copies. A held block is never evicted. Released full blocks join the end of
+the eviction queue, the deepest first; partial blocks are free at once.
 
-Blocks that were generated get a number as their key, of the sequence that generated them: only that
-one asks for them, after it was preempted, and for all others they only take room.
+Generated blocks get a unique number as their key. Only the sequence that generated them looks them
+up, after it was preempted; for all others they only occupy memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 PARTIAL = -1  # no key: freed on release
 
-Key = bytes | int  # of a block of a prompt, or a number that no other block has
-# (key, is_there): the first copy of a key came, or its last one went
+Key = bytes | int  # key of a prompt's block, or a unique number
+# (key, is_there): the first copy of a key was added, or its last one removed
 Watcher = Callable[[Key, bool], None]
 
 
 class BlockPool:
-    """`blocks` physical blocks; a block is known by its number."""
+    """`blocks` physical blocks; each has a number."""
 
     def __init__(self, blocks: int, watcher: Watcher | None = None) -> None:
         assert blocks > 0
@@ -36,11 +36,11 @@ class BlockPool:
 
     @property
     def room(self) -> int:
-        """Blocks that nobody holds: free ones, and idle ones that can be evicted."""
+        """Blocks without a holder: free ones, and idle ones that can be evicted."""
         return len(self._free) + len(self._idle)
 
     def hits(self, keys: Sequence[Key]) -> list[int]:
-        """One block for each leading key that is there."""
+        """One cached block for each leading key that has one."""
         found = []
         for key in keys:
             copies = self._copies.get(key)
@@ -50,7 +50,7 @@ class BlockPool:
         return found
 
     def held(self, blocks: Iterable[int]) -> int:
-        """How many of these somebody holds already."""
+        """How many of these blocks are held already."""
         return sum(self._holds[block] > 0 for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -60,7 +60,7 @@ class BlockPool:
             self._holds[block] += 1
 
     def take(self, key: Key) -> int:
-        """A block for new contents, held once; the least recently released one goes for it."""
+        """A block for new contents, held once; evicts the least recently released one if needed."""
         if self._free:
             block = self._free.pop()
         else:
@@ -71,12 +71,12 @@ class BlockPool:
         return block
 
     def fill(self, block: int, key: Key) -> None:
-        """A held partial block has become full, and can be found by its key."""
+        """A held partial block became full, and can be found by its key."""
         assert self._holds[block] and self._keys[block] == PARTIAL
         self._name(block, key)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of a chain, root first in `blocks`; its deepest block will be evicted first."""
+        """Release a chain, root first in `blocks`; its deepest block will be evicted first."""
         for block in reversed(blocks):
             self._holds[block] -= 1
             assert self._holds[block] >= 0, f"block {block} was released too often"
@@ -111,7 +111,7 @@ class BlockPool:
                 self._watcher(key, False)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Check the invariants."""
         held = {block for block, holds in enumerate(self._holds) if holds}
         groups = (held, set(self._idle), set(self._free))
         assert sum(map(len, groups)) == self.blocks == len(set().union(*groups))

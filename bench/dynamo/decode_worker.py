@@ -1,24 +1,24 @@
 """A decode worker of Dynamo's engine: one batch, a step at a time, many steps at once.
 
-At each boundary between two steps it takes over pending prompts, first come first served, while
-there are fewer than 256 sequences and all blocks of the next prompt fit (what it holds of the
-prompt's prefix already counts). Taking over is free. Each step then gives every sequence a token,
-the first one included. A sequence takes one more block for each 512 tokens, before the step that
-computes the first of them.
+At each boundary between two steps it admits pending prompts in FIFO order, while there are fewer
+than 256 sequences and all blocks of the next prompt fit (held blocks of the prompt's prefix already
+count). Admission takes no time. Each step then gives every sequence a token, the first one
+included. A sequence takes one more block for each 512 tokens, before the step that computes the
+first of them.
 
-A sequence that finds no block to grow into preempts the one that joined the batch last, itself if
-need be (lifo, as Dynamo's mocker has it by default), until there is one. What is preempted loses
-its blocks to the cache, keeps the tokens that it has generated, and waits before all others; nobody
-joins in that step. It comes back when all its blocks fit, less those that somebody holds, and
-computes again what is no more in the cache, 8,192 tokens in one step with the batch: this takes no
-time of its own in Dynamo's model, but sequences behind it in the batch get no token while it uses
-up the step's tokens. While prompts are pending it stays out; while it waits, those that were taken
-over wait behind it with their blocks. Both as in `lib/mocker/src/scheduler/vllm/core.rs` of Dynamo.
+A sequence that finds no block to grow into preempts the sequence that joined last, perhaps itself,
+until there is one (lifo, the default of Dynamo's mocker). A preempted sequence releases its blocks
+to the cache, keeps its generated tokens, and waits before all others; no sequence joins in that
+step. It rejoins when all its blocks fit, less those that are held, and recomputes the blocks that
+left the cache, 8,192 tokens in one step with the batch. This takes no time of its own in Dynamo's
+model, but later sequences of the batch get no token while it uses up the step's tokens. It stays
+out while prompts are pending; while it waits, admitted prompts wait after it with their blocks.
+Both as in `lib/mocker/src/scheduler/vllm/core.rs` of Dynamo.
 
-Between two changes nothing but the context grows, so the worker plans a *span*: all steps until
-the first sequence ends or no block is left. A prompt that arrives cuts it at the next boundary.
+Between two changes only the context grows. So the worker plans a *span*: all steps until the first
+sequence ends or no block is left. An arriving prompt cuts the span at the next boundary.
 
-Not here: time (fleet.py), how long steps take (timing.py).
+Not here: time (fleet.py), the time of a step (timing.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEQUENCE_BLOCKS_MAX = 2**20  # blocks of one sequence
 
 
 class OutOfBlocks(Exception):
-    """Nothing can run and nothing can end: here Dynamo's own replay ends with an error as well."""
+    """Nothing can run and nothing can end: Dynamo's own replay also ends with an error here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,17 +50,17 @@ class EngineSequence:
     """A request from the moment that its prompt's blocks are here."""
 
     job: SimulatedJob
-    number: int  # among those that this worker took over
+    number: int  # order in which this worker admitted it
     prompt_tokens: int
     output_tokens: int
     keys: Sequence[bytes]  # of the full blocks of its prompt
     blocks: list[int]
-    kv_tokens: int  # of prompt and answer, whose KV is here
+    kv_tokens: int  # tokens of prompt and answer with KV here
     generated_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        """Of the prompt and what was generated; the KV of the last one need not be there yet."""
+        """Tokens of the prompt and the answer; the KV of the last one may be missing."""
         return self.prompt_tokens + self.generated_tokens
 
 
@@ -70,16 +70,17 @@ class DynamoDecodeWorker:
         self.pool = BlockPool(blocks)
         self.room_tokens = blocks * BLOCK_TOKENS
         self.pending: deque[SimulatedJob] = deque()  # their prompts are still at prefill
-        # To join the batch, first those that were preempted.
+        # To join the batch, preempted sequences first.
         self.waiting: deque[EngineSequence] = deque()
         self.batch: dict[EngineSequence, None] = {}  # in order of joining
-        self.context_tokens = 0  # KV of the sequences that decode, at the start of the span
-        self._ready: list[EngineSequence] = []  # get a token in each step of the span
+        self.context_tokens = 0  # KV of the decoding sequences, at the start of the span
+        # sequences that get a token in each step of the span
+        self._ready: list[EngineSequence] = []
         self._numbers = itertools.count()
         self._steps: Steps | None = None
         self._planned = 0  # steps of the span
         self._since_s = 0.0
-        self.span = 0  # number of the plan: an event of an older plan means nothing
+        self.span = 0  # number of the plan: events of an older plan are ignored
 
     @property
     def is_idle(self) -> bool:
@@ -87,11 +88,12 @@ class DynamoDecodeWorker:
 
     @property
     def step_s(self) -> float:
-        """The first step of the span; 0 when idle."""
+        """Time of the first step of the span; 0 when idle."""
         return 0.0 if self._steps is None else self._steps.first_s
 
     def plan(self, now_s: float) -> tuple[list[SimulatedJob], float | None]:
-        """At a boundary: take over what fits, then plan. Who came, and when the span ends."""
+        """At a boundary: admit prompts that fit, then plan. Returns the admitted jobs and the
+        span's end."""
         came: list[SimulatedJob] = []
         self.span += 1
         while True:
@@ -99,7 +101,7 @@ class DynamoDecodeWorker:
             budget, is_tight = self._schedule_batch()
             if not is_tight:
                 self._admit(budget)
-            # A step that only computes again what was lost takes no time: on to the next one.
+            # A step that only recomputes lost blocks takes no time: continue with the next one.
             self._ready = [each for each in self.batch if each.kv_tokens == each.tokens]
             if self._ready or not self.batch:
                 break
@@ -119,14 +121,14 @@ class DynamoDecodeWorker:
         return came, now_s + steps.seconds(self._planned)
 
     def cut(self, now_s: float) -> float:
-        """Somebody came: end the span at the first boundary from now on; when that is."""
+        """A prompt arrived: end the span at the next boundary; returns its time."""
         assert self._steps is not None
         self._planned = min(self._planned, self._steps.until(now_s - self._since_s))
         self.span += 1
         return self._since_s + self._steps.seconds(self._planned)
 
     def end_span(self, now_s: float) -> list[SimulatedJob]:
-        """The steps that were planned have been made; the requests that have ended."""
+        """The planned steps have been made; returns the jobs that ended."""
         done = []
         for sequence in self._ready:
             sequence.generated_tokens += self._planned
@@ -140,14 +142,14 @@ class DynamoDecodeWorker:
         return [sequence.job for sequence in done]
 
     def context_at(self, now_s: float) -> int:
-        """KV tokens of the sequences that decode, some way into a span."""
+        """KV tokens of the decoding sequences at a time within the span."""
         if self._steps is None:
             return 0
         steps = self._steps.until(now_s - self._since_s) if now_s > self._since_s else 0
         return self.context_tokens + min(steps, self._planned) * len(self._ready)
 
     def _take_over(self, now_s: float) -> list[SimulatedJob]:
-        """Pending prompts whose blocks all fit: they have them from now on."""
+        """Admit pending prompts whose blocks all fit; they hold their blocks from now on."""
         came: list[SimulatedJob] = []
         # An idle worker reserves for all of them before the first one's blocks can be found.
         found = (
@@ -178,7 +180,7 @@ class DynamoDecodeWorker:
         return came
 
     def _take(self, job: SimulatedJob, hits: list[int]) -> list[int] | None:
-        """Hold all blocks of its prompt, of which `hits` are there; None when they do not fit."""
+        """Hold all blocks of its prompt, of which `hits` are cached; None when they do not fit."""
         wanted = blocks_of(job.prompt_tokens)
         if wanted - self.pool.held(hits) > self.pool.room:
             return None
@@ -189,8 +191,8 @@ class DynamoDecodeWorker:
         return hits
 
     def _schedule_batch(self) -> tuple[int, bool]:
-        """Blocks for what this step computes; the tokens that it has left, and whether somebody
-        was preempted."""
+        """Take blocks for this step; returns its remaining tokens, and whether a sequence was
+        preempted."""
         budget, is_tight = PASS_TOKENS_MAX, False
         for sequence in list(self.batch):
             if not budget:
@@ -215,7 +217,7 @@ class DynamoDecodeWorker:
         self.waiting.appendleft(sequence)
 
     def _admit(self, budget: int) -> None:
-        """Those that wait join the batch, in their order, as long as they fit."""
+        """Waiting sequences join the batch, in their order, as long as they fit."""
         is_pending = bool(self.pending)
         while self.waiting and len(self.batch) < SEQUENCES_MAX:
             chosen = (each for each in self.waiting if each.kv_tokens or not is_pending)
@@ -231,7 +233,7 @@ class DynamoDecodeWorker:
             self.batch[sequence] = None
 
     def _come_back(self, sequence: EngineSequence, budget: int) -> int:
-        """What a step computes again of a preempted sequence; 0 when it does not fit."""
+        """The tokens that a step recomputes of a preempted sequence; 0 when it does not fit."""
         full = (sequence.tokens - 1) // BLOCK_TOKENS
         full = max(full, len(sequence.keys))
         hits = self.pool.hits([_key(sequence, number) for number in range(full)])
@@ -246,7 +248,7 @@ class DynamoDecodeWorker:
         return tokens
 
     def _steps_that_fit(self) -> int:
-        """Until the first sequence ends, or as many as find blocks to grow into."""
+        """Steps until the first sequence ends, or as many as find blocks to grow into."""
         fit = min(sequence.output_tokens - sequence.generated_tokens for sequence in self._ready)
         if self._missing_after(fit) <= self.pool.room:
             return fit
@@ -263,11 +265,11 @@ class DynamoDecodeWorker:
         return sum(self._missing(sequence, sequence.tokens + steps - 1) for sequence in self._ready)
 
     def _missing(self, sequence: EngineSequence, tokens: int) -> int:
-        """Blocks that it has yet to take before it has the KV of its first `tokens`."""
+        """Blocks that it still needs for the KV of its first `tokens`."""
         return blocks_of(tokens) - len(sequence.blocks)
 
     def _hold(self, sequence: EngineSequence, tokens: int) -> None:
-        """It has the KV of its first `tokens`; what is full now can be found."""
+        """It has the KV of its first `tokens`; blocks that became full can be found."""
         blocks, full = sequence.blocks, sequence.kv_tokens // BLOCK_TOKENS
         blocks += [self.pool.take(PARTIAL) for _ in range(blocks_of(tokens) - len(blocks))]
         for number in range(full, tokens // BLOCK_TOKENS):
@@ -285,13 +287,13 @@ class DynamoDecodeWorker:
 
 
 def _common(hits: list[int], others: list[int]) -> list[int]:
-    """What both begin with."""
+    """The common beginning of both."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(hits, others, strict=False))
     return [block for block, _ in pairs]
 
 
 def _key(sequence: EngineSequence, number: int) -> Key:
-    """Names a full block of it: by the prompt, or by a number where it ends in the answer."""
+    """Key of a full block: by the prompt, or by a number where the block ends in the answer."""
     if number < len(sequence.keys):
         return sequence.keys[number]
     return sequence.number * SEQUENCE_BLOCKS_MAX + number

@@ -1,21 +1,20 @@
 """NVIDIA Dynamo's engine as another kind of workers of the simulated cluster.
 
-`DynamoFleet` puts the real Conductor in front of it. It hears what it hears in production: the
-blocks that come to and go from each prefill worker's cache, a report of every worker each second,
-and when a prefill starts and ends and an answer ends. It is asked about each request when it
-arrives, and its route names both workers and the position in the queue. `RoundRobinFleet` has
-Dynamo's round robin instead and nothing of ours: it is what the gate compares with Dynamo.
+`DynamoFleet` puts the real Conductor in front of it, with the events of production: blocks added to
+and removed from each prefill worker's cache, a report of every worker each second, and the start
+and end of a prefill and the end of an answer. The Conductor decides on each request when it
+arrives; its route names both workers and the queue position. `RoundRobinFleet` has Dynamo's round
+robin instead and no part of ours: the gate compares it with Dynamo.
 
-What the engine has not, the conductor must not count on. The hand-over is free, so decode workers
-measured a link of RATE_FREE from everywhere. There is nothing to fetch with (Dynamo's workers have
-their own cache and no other), so prefill workers measured a link of RATE_NONE from each other: with
-it no fetch is ever predicted to pay, under any policy.
+The conductor must not count on what the engine lacks. The hand-over is free, so decode workers
+report a link of RATE_FREE from everywhere. Dynamo's workers have no cache but their own, so prefill
+workers report a link of RATE_NONE from each other: no policy predicts a gain from a fetch.
 
 The coefficients are fitted, by the conductor's own fit, to the times of single prompts and of some
 batches, as `mooncake profile` would measure them on an idle worker.
 
-Not here: the engine's rules (prefill_worker.py, decode_worker.py, blocks.py, timing.py), which
-policy and limits (bench/paper/experiments/dynamo_replay.py).
+Not here: the engine's rules (prefill_worker.py, decode_worker.py, blocks.py, timing.py), policies
+and limits (bench/paper/experiments/dynamo_replay.py).
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 RATE_FREE, RATE_NONE = 1e18, 1e-3  # bytes/s
 BLOCK_BYTES = BLOCK_TOKENS * 327_680  # LLaMA3-70B in bf16; only ratios to the rates above matter
 REPORT_S = 1.0
-MAX_TOKENS = 2_000  # what clients ask for; the longest answer of the conversation trace
+MAX_TOKENS = 2_000  # output limit that clients send; the longest answer of the conversation trace
 LENGTHS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def profile_prefill() -> Fit[PrefillEstimate]:
-    """Alone and behind a prefix that is cached; this engine computes as if there were none."""
+    """Alone and after a cached prefix; this engine computes as if there were none."""
     return fit_prefill(
         [
             PrefillSample(new_tokens, prefix, alone_s(new_tokens))
@@ -95,7 +94,7 @@ class DynamoFleet(SimulatedCluster):
     ) -> None:
         super().__init__(MAX_TOKENS, config)
         self._blocks = blocks
-        self._events: list[Event] = []  # of the caches, that the conductor has not heard of
+        self._events: list[Event] = []  # events of the caches that the conductor has not received
         self.prefills = {
             name: DynamoPrefillWorker(name, blocks, self._watcher(name), overhead_tokens)
             for name in (f"p{number}" for number in range(prefills))
@@ -110,10 +109,10 @@ class DynamoFleet(SimulatedCluster):
         workers = self.prefills.values(), self.decodes.values()
         return [worker.pool for of_role in workers for worker in of_role]
 
-    # -- a request's way
+    # -- the path of a request
 
     def _arrive(self, came: Sequence[Offered]) -> None:
-        """All that arrive at one moment are in their queues before a pass starts."""
+        """All requests of one moment are queued before a pass starts."""
         super()._arrive(came)
         for worker in self.prefills.values():
             self._start_pass(worker)
@@ -133,7 +132,7 @@ class DynamoFleet(SimulatedCluster):
             self.clock.after(seconds, self._end_pass, worker)
 
     def _end_pass(self, worker: DynamoPrefillWorker) -> None:
-        # What ends at one moment is pending before a decode worker plans.
+        # Prompts that end at one moment are pending before a decode worker plans.
         chosen: dict[DynamoDecodeWorker, None] = {}
         for job in worker.end_pass():
             job.prefilled_s = self.clock.now_s
@@ -149,7 +148,7 @@ class DynamoFleet(SimulatedCluster):
         self._start_pass(worker)
 
     def _plan_span(self, worker: DynamoDecodeWorker) -> None:
-        """At a boundary: take over, free the sources, and plan the next steps."""
+        """At a boundary: admit, free the sources, and plan the next steps."""
         came, end_s = worker.plan(self.clock.now_s)
         for job in came:
             source = self.prefills[job.prefill]
@@ -163,13 +162,13 @@ class DynamoFleet(SimulatedCluster):
 
     def _end_span(self, worker: DynamoDecodeWorker, span: int) -> None:
         if span != worker.span:
-            return  # it was cut
+            return  # the span was cut
         for job in worker.end_span(self.clock.now_s):
             self._finished(job)
             self._count_over()
         self._plan_span(worker)
 
-    # -- what the conductor hears
+    # -- events for the conductor
 
     def _prefilled(self, job: SimulatedJob) -> None:
         assert job.started_s is not None
@@ -181,7 +180,7 @@ class DynamoFleet(SimulatedCluster):
         self.conductor.on_finished(job.request_id, self.clock.now_s, job.output_tokens)
 
     def _watcher(self, node_id: str) -> Watcher | None:
-        """Hears of the blocks of this prefill worker's cache."""
+        """Records the blocks of this prefill worker's cache."""
 
         def watch(key: Key, is_there: bool) -> None:
             assert isinstance(key, bytes), "a prefill worker has blocks of prompts only"
@@ -191,7 +190,7 @@ class DynamoFleet(SimulatedCluster):
         return watch
 
     def flush(self) -> None:
-        """Tell the conductor what the caches did since the last time."""
+        """Send the caches' events since the last call to the conductor."""
         if self._events:
             events, self._events = self._events, []
             self.conductor.on_events(events, self.clock.now_s)
@@ -244,7 +243,7 @@ class DynamoFleet(SimulatedCluster):
             self.clock.after(REPORT_S, self._report)
 
     def check(self) -> None:
-        """Every request ended exactly once; prove the invariants of every worker's blocks."""
+        """Assert that every request ended exactly once, and check every worker's blocks."""
         super().check()
         for pool in self.pools:
             pool.check()
@@ -268,13 +267,13 @@ class RoundRobinFleet(DynamoFleet):
         job.decode = next(self._next_decode)
 
     def _finished(self, job: SimulatedJob) -> None:
-        """Nobody wants to know."""
+        """No conductor needs it."""
 
     def _watcher(self, node_id: str) -> Watcher | None:
         return None
 
     def _begin_reports(self) -> None:
-        """Nobody listens."""
+        """No conductor needs reports."""
 
 
 def _node(name: str) -> NodeInfo:

@@ -1,19 +1,18 @@
 """Dynamo's own replay of the same trace: run live in its own Python, or recorded.
 
 `recorded.json` has the figures of every run of RUNS on the published conversation trace, with the
-version of Dynamo, the digest of the trace and the command. The code that counts our requests also
-counts Dynamo's, from the times of each (loadtest/simulator/cluster/outcome.py). So the comparison
-needs no installed peer, and refuses another trace. `recorded_times.xz` beside it has the times
-themselves of the runs at recorded and at four times the speed, for figures of later days. Both are
-written by
+version of Dynamo, the digest of the trace and the command. The same code counts our requests and
+Dynamo's, from the times of each (loadtest/simulator/cluster/outcome.py). So the comparison needs no
+installed peer, and refuses another trace. `recorded_times.xz` beside it has the times of the runs
+at recorded and at four times the speed, for later figures. Both are written by
 
     python -m bench.dynamo.peer TRACE --peer-python DIR/bin/python
 
-Times are whole milliseconds, rounded up, so that a bound of whole milliseconds is kept by the same
-requests. Their file holds, for run after run, the bytes of all TTFTs, lowest bytes first, then one
-byte a request for its mean time between tokens.
+Times are whole milliseconds, rounded up, so that the same requests keep a bound of whole
+milliseconds. For each run the file holds the bytes of all TTFTs, lowest bytes first, then one byte
+a request for its mean time between tokens.
 
-Not here: what the peer runs (peer_replay.py), our side (fleet.py).
+Not here: the code that the peer runs (peer_replay.py), our side (fleet.py).
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from loadtest.simulator.cluster.outcome import (
 RECORDED = Path(__file__).with_name("recorded.json")
 SCRIPT = Path(__file__).with_name("peer_replay.py")
 TTFT_BYTES = 4
-NOT_SERVED = 2 ** (8 * TTFT_BYTES) - 1  # ms: of a request that was turned away
+NOT_SERVED = 2 ** (8 * TTFT_BYTES) - 1  # ms: of a rejected request
 ITL_MS_MAX = 255
 BLOCKS = (2_048, 16_384)
 SPEEDS = (1.0, 2.0, 4.0)
 
-# Its default router; what its documentation offers for overload; and the best that a sweep of its
-# queue (threshold 0 to 4, first come first served and WSPT) found for mean TTFT at speed 1.
+# Its default router; the router that its documentation offers for overload; and the best that a
+# sweep of its queue (threshold 0 to 4, FIFO and WSPT) found for mean TTFT at speed 1.
 ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "round_robin": {},
     "kv_router": {},
@@ -66,7 +65,7 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class PeerFailed(Exception):
-    """The peer's replay did not run, or is not understood; the message says what it said."""
+    """The peer's replay did not run, or its output is unknown; the message has the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class PeerRun:
 
     @property
     def keeps_times(self) -> bool:
-        """Of what is recorded: the runs that the tables of bench/RESULTS.md show."""
+        """Whether the recording keeps its times: the runs in the tables of bench/RESULTS.md."""
         return self.speed in (1.0, 4.0) and not self.is_spread
 
 
@@ -108,7 +107,7 @@ class ReplayTimes:
 class PeerResult:
     version: str
     outcome: SimulationOutcome
-    times: ReplayTimes | None = None  # of every request, where they are known
+    times: ReplayTimes | None = None  # of every request; None: not recorded
 
 
 RUNS = tuple(
@@ -176,7 +175,7 @@ def run_live(
 
 
 def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:
-    """Counted as ours is, after a look at whether that comes to what Dynamo says itself."""
+    """Counted as our runs are, after a check against Dynamo's own figures."""
     jobs = _jobs(rows, said["requests"])
     outcome, summary = outcome_of(jobs, alone_s), said["summary"]
     pairs = (
@@ -186,13 +185,13 @@ def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:
         (outcome.good, summary["goodput_completed_requests"]),
     )
     if any(abs(ours - theirs) > 1e-6 * max(1.0, theirs) for ours, theirs in pairs):
-        raise PeerFailed(f"its times do not come to its own figures: {pairs}")
+        raise PeerFailed(f"its times contradict its own figures: {pairs}")
     return PeerResult(said["version"], outcome, ReplayTimes.of(jobs))
 
 
 def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[SimulatedJob]:
-    """In order of the trace. Dynamo names no line: it is found by arrival and lengths; requests
-    that are equal in these may stand for each other."""
+    """Jobs in order of the trace. Dynamo names no line, so lines are matched by arrival and
+    lengths; equal requests may be exchanged."""
     if len(rows) != len(requests):
         raise PeerFailed(f"{len(requests)} of {len(rows)} requests have times")
     positions = sorted(
@@ -220,7 +219,7 @@ def _jobs(rows: Sequence[TraceRow], requests: Sequence[Sequence[Any]]) -> list[S
 
 
 def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]]:
-    """The digest of the trace that was recorded, and what Dynamo found on it."""
+    """The digest of the recorded trace, and Dynamo's results on it."""
     said = json.loads(path.read_text("utf-8"))
     times = iter(read_times(_times_path(path), said["requests"]))
     found = {}
@@ -232,7 +231,7 @@ def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]
 
 
 def _figures(outcome: SimulationOutcome) -> dict[str, Any]:
-    """What is recorded of an outcome."""
+    """The recorded figures of an outcome."""
     ttft = outcome.ttft_s
     return {
         "requests": outcome.offered,
@@ -277,7 +276,7 @@ def write_times(path: Path, runs: Sequence[ReplayTimes]) -> None:
 
 
 def read_times(path: Path, requests: int) -> list[ReplayTimes]:
-    """As many runs as there are, each of so many requests."""
+    """All runs of the file, each of `requests` requests."""
     content = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
     assert content.size % (requests * (TTFT_BYTES + 1)) == 0, f"{path} is of other requests"
     return [
@@ -294,7 +293,7 @@ def _times_path(path: Path) -> Path:
 
 
 def digest(rows: Sequence[TraceRow]) -> str:
-    """Of what a replay takes from a trace, however the file is written."""
+    """Digest of the part of a trace that a replay uses, independent of the file's format."""
     hashed = hashlib.sha256()
     for row in rows:
         fields = (row.timestamp_ms, row.input_tokens, row.output_tokens, row.hash_ids)
@@ -303,7 +302,7 @@ def digest(rows: Sequence[TraceRow]) -> str:
 
 
 def record(path: Path, rows: Sequence[TraceRow], results: Mapping[PeerRun, PeerResult]) -> None:
-    """Write what `read_recorded` reads; one run a line, so that changes show."""
+    """Write the file of `read_recorded`; one run a line, so that diffs are readable."""
     (version,) = {result.version for result in results.values()}
     lines = [
         json.dumps({"run": asdict(run), "outcome": _rounded(_figures(result.outcome))})

@@ -1,12 +1,12 @@
-"""Run by a peer's Python: Dynamo's own replay, one JSON line for each run that stdin asks for.
+"""Dynamo's own replay, run by a peer's Python: one JSON line for each run in stdin.
 
     python -m venv DIR && DIR/bin/pip install ai-dynamo-runtime==1.6.1
     echo '[{"trace": FILE, "blocks": 2048, "speed": 1.0, "mode": "round_robin",
             "prefills": 2, "decodes": 2}]' | DIR/bin/python peer_replay.py
 
-`router` in a run holds arguments of Dynamo's KvRouterConfig. All else as the mocker has it by
-default. A line has every request with its times, and the figures that Dynamo gives, so that the
-reader can prove that it reads them as they are meant. It imports nothing of this project.
+`router` in a run holds arguments of Dynamo's KvRouterConfig. All other settings are the mocker's
+defaults. A line has every request with its times, and Dynamo's own figures, with which the reader
+checks its interpretation. It imports nothing of this project.
 """
 
 from __future__ import annotations

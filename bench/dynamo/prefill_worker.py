@@ -1,19 +1,18 @@
 """A prefill worker of Dynamo's engine: passes of at most 8,192 new tokens.
 
-A pass takes prompts in the order of their keys until its tokens are spent; the last one gets what
-is left and continues later. A waiting prompt that does not fit blocks those that wait behind it:
-it needs its blocks less those of its cached prefix that somebody holds. Its first chunk pins what
-is cached. Blocks are taken chunk by chunk, and can be hit from then on, within the same pass too.
-A finished prompt keeps its blocks until the decode worker has taken it over.
+A pass takes prompts in the order of their order keys until its tokens are spent; the last one gets
+the remaining tokens and continues later. A waiting prompt that does not fit blocks those after it:
+it needs its blocks less those of its cached prefix that are held. Its first chunk pins its cached
+blocks. Blocks are taken chunk by chunk, and can be hit from then on, within the same pass too. A
+finished prompt keeps its blocks until the decode worker has admitted it.
 
-First come, first served, this is Dynamo's engine: the prompt that is partly computed came first.
-With other keys a short prompt overtakes a long one between two chunks, as in our own workers
-(backends/engine/batching/batching.py); so there may be several partly computed prompts, and the
-blocks that they have yet to take count as taken. With `overhead_tokens` a pass may end before its
-tokens are spent, so that short prompts need not wait for others to be computed
-(conductor/queue_order.py).
+With FIFO order keys this is Dynamo's engine: the partly computed prompt came first. With other
+order keys a short prompt overtakes a long one between two chunks, as in our own workers
+(backends/engine/batching/batching.py). So there may be several partly computed prompts, and the
+blocks that they still need count as taken. With `overhead_tokens` a pass may end before its tokens
+are spent, so that short prompts need not wait for others (conductor/queue_order.py).
 
-Not here: time (fleet.py), the order of the queue (the key that comes with a job).
+Not here: time (fleet.py), the order of the queue (the order key of a job).
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from loadtest.simulator.cluster.job import SimulatedJob
 
 @dataclass(slots=True, eq=False)
 class EnginePrompt:
-    """A prompt while it is here, and the blocks that it has."""
+    """A prompt at this worker, and its blocks."""
 
     job: SimulatedJob
     prompt_tokens: int
     keys: Sequence[bytes]  # of its full blocks
-    computed_tokens: int = 0  # the cached ones included
+    computed_tokens: int = 0  # including the cached ones
     blocks: list[int] = field(default_factory=list)
 
     @property
     def hittable(self) -> Sequence[bytes]:
-        """The keys that may be found cached: the last token of a prompt is always computed."""
+        """Keys that may be cached: the last token of a prompt is always computed."""
         return self.keys[: (self.prompt_tokens - 1) // BLOCK_TOKENS]
 
 
-Queued = tuple[float, int, EnginePrompt]  # key, how many came before: the least is next
+Queued = tuple[float, int, EnginePrompt]  # (order key, sequence number, prompt): the least is next
 
 
 class DynamoPrefillWorker:
-    """`overhead_tokens`: when prompts share a pass; by default a pass is filled, as Dynamo does."""
+    """`overhead_tokens`: when prompts share a pass; by default a pass is filled, as in Dynamo."""
 
     def __init__(
         self,
@@ -70,24 +69,25 @@ class DynamoPrefillWorker:
         self._reserved = 0  # blocks that partial prompts will still take
         self._arrivals = 0
         self._pass: list[EnginePrompt] = []  # prompts that end with the running pass
-        self._computed: dict[SimulatedJob, list[int]] = {}  # their blocks, until decode has them
+        # their blocks, until decode has admitted them
+        self._computed: dict[SimulatedJob, list[int]] = {}
         self.pass_tokens = 0
         self.is_busy = False
 
     @property
     def requests(self) -> int:
-        """Waiting or being computed."""
+        """Number of waiting and running prompts."""
         return len(self._waiting) + len(self._partial) + len(self._pass)
 
     @property
     def queue_tokens(self) -> int:
-        """Still to compute; what was not looked up yet counts as uncached."""
+        """Tokens to compute; a prompt before its lookup counts as uncached."""
         waiting = sum(each.prompt_tokens for _, _, each in self._waiting)
         partial = sum(each.prompt_tokens - each.computed_tokens for _, _, each in self._partial)
         return waiting + partial + self.pass_tokens
 
     def add(self, job: SimulatedJob, order_key_s: float = 0.0) -> None:
-        """Queue it: the least key first, of equal ones the one that came first."""
+        """Queue it: the least order key first, equal ones in order of arrival."""
         self._arrivals += 1
         prompt = EnginePrompt(job, job.prompt_tokens, job.keys)
         heappush(self._waiting, (order_key_s, self._arrivals, prompt))
@@ -131,7 +131,7 @@ class DynamoPrefillWorker:
         return shares_step(sharing, behind, whole, self.overhead_tokens)
 
     def _next(self, is_blocked: bool) -> Queued | None:
-        """The least key of those that may be computed now."""
+        """The prompt with the least order key that may be computed now."""
         waiting = None if is_blocked or not self._waiting else self._waiting[0]
         partial = self._partial[0] if self._partial else None
         if waiting is None or (partial is not None and partial < waiting):
@@ -139,7 +139,7 @@ class DynamoPrefillWorker:
         return waiting
 
     def _admit(self, prompt: EnginePrompt) -> bool:
-        """Pin what is cached and reserve the rest, if it fits."""
+        """Pin its cached blocks and reserve the others, if they fit."""
         hits = self.pool.hits(prompt.hittable)
         wanted = blocks_of(prompt.prompt_tokens)
         if wanted - self.pool.held(hits) > self.pool.room - self._reserved:

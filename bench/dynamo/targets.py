@@ -1,4 +1,4 @@
-"""What was promised of the conductor in Dynamo's engine, beside what was found."""
+"""The targets of the conductor in Dynamo's engine, with the values found."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from loadtest.harness.result import Target
 from loadtest.simulator.cluster.outcome import SimulationOutcome
 
 GATE_PERCENT = 1.0  # mean, p50, p90, p99 TTFT and reuse under round robin
-LENGTH_SHARE_MIN = 0.5  # the conductor's default floor for each class of prompt length
+LENGTH_SHARE_MIN = 0.5  # the conductor's default minimum for each class of prompt length
 
 Figure = Callable[[SimulationOutcome], float]
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoCase:
-    """One replay: who schedules, and what it is given."""
+    """One replay: its scheduler, and its settings."""
 
     policy: str  # of the conductor, or round_robin
     queue_order: str
@@ -46,7 +46,7 @@ class DynamoCase:
 
     @property
     def is_usual(self) -> bool:
-        """As many workers as everything was promised of."""
+        """Whether it has the number of workers of the targets."""
         return (self.prefills, self.decodes) == (2, 2)
 
     def of_peer(self, router: str) -> PeerRun:
@@ -82,14 +82,14 @@ class Promise:
     figure: Figure
     op: str
     goals: tuple[float, float]
-    says_filled: bool = False  # beside it: the same where every pass is filled
+    says_filled: bool = False  # report the same figure with filled passes beside it
 
 
 CENTRIC = DynamoCase("kvcache_centric", "fifo", "shared", BLOCKS[0], 1.0)
 ADAPTIVE = replace(CENTRIC, policy="adaptive", queue_order="shortest_first")
 SPREAD = replace(ADAPTIVE, is_spread=True)
 OVERLOAD = replace(ADAPTIVE, speed=4.0)
-# With a lower floor for each class of prompt length, since Dynamo's routers have none.
+# With a lower minimum for each class of prompt length, since Dynamo's routers have none.
 LOW_SHARE = replace(OVERLOAD, length_share_min=0.25)
 AT_RECORDED_SPEED = (
     Promise("kvcache_centric, FIFO, mean TTFT, ms", CENTRIC, _mean_ms, "<=", (765.0, 535.0), True),
@@ -137,7 +137,7 @@ def gate_percent(outcome: SimulationOutcome, result: SimulationOutcome) -> dict[
 
 
 class _Found:
-    """Looks runs up, and makes a target without a value where one is missing."""
+    """Finds runs, and makes a target without a value where one is missing."""
 
     def __init__(
         self,
@@ -170,12 +170,12 @@ class _Found:
         return Target(name, round(float(promise.figure(run.outcome)), 3), promise.op, goal, why)
 
     def _of_peer(self, case: DynamoCase) -> dict[str, PeerResult]:
-        """By router."""
+        """Dynamo's results by router."""
         runs = {router: self._peer.get(case.of_peer(router)) for router in ROUTERS}
         return {router: result for router, result in runs.items() if result is not None}
 
     def beside_the_best(self, name: str, case: DynamoCase, figure: Figure) -> Target:
-        """A figure over that of the router of Dynamo's that has most of it."""
+        """A figure over that of Dynamo's router with the highest value."""
         run, peer = self.run(case), self._of_peer(case)
         if run is None or not peer:
             return Target(name, None, ">=", 1.0, self._why_none(run))
@@ -204,7 +204,8 @@ def targets_of(
     why_not: str = "",
     why_no_peer: str = "",
 ) -> list[Target]:
-    """`why_not`: what was promised of the whole trace was not run; `why_no_peer`: no gate."""
+    """`why_not`: why the targets of the whole trace do not apply; `why_no_peer`: why there is no
+    gate."""
     found = _Found(runs, peer, why_not, why_no_peer)
     targets = _gate(runs, peer, why_no_peer)
     for blocks in BLOCKS:
@@ -240,7 +241,7 @@ def _gate(
 
 
 def round_robin(blocks: int, speed: float) -> DynamoCase:
-    """Dynamo's engine with nothing of ours: what the gate compares."""
+    """Dynamo's engine without any part of ours, for the gate."""
     return DynamoCase("round_robin", "fifo", "filled", blocks, speed)
 
 

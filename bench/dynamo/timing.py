@@ -4,10 +4,10 @@ The two polynomials are those built into the mocker of ai-dynamo-runtime 1.6.1 (
 polynomial`). They depend on tokens only; there is no term for the context that a prefill reads.
 
     prefill pass   4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms     t new tokens
-    decode step    5.74 + 54.01 p - 25.74 p^2 ms                     p share of the KV room in use
+    decode step    5.74 + 54.01 p - 25.74 p^2 ms                     p share of the KV memory in use
 
 Between two changes of a batch each step adds one token to every sequence, so p grows by a fixed
-amount a step, and the time of m steps is a cubic in m: it is evaluated, not summed.
+amount a step. The time of m steps is then a cubic in m, which is evaluated instead of summed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECODE_BASE_S, DECODE_SHARE_S, DECODE_SHARE2_S = 5.74e-3, 54.01e-3, -25.74e-3
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold `tokens`, the last one perhaps in part."""
+    """Blocks that hold `tokens`; the last one may be partial."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -35,7 +35,7 @@ def prefill_pass_s(new_tokens: int) -> float:
 
 
 def alone_s(new_tokens: int) -> float:
-    """Prefill time of one prompt on an idle worker, in as few passes as it takes."""
+    """Prefill time of one prompt on an idle worker, in the fewest passes."""
     full, rest = divmod(new_tokens, PASS_TOKENS_MAX)
     return full * prefill_pass_s(PASS_TOKENS_MAX) + prefill_pass_s(rest)
 
@@ -45,7 +45,7 @@ class Steps:
     """Decode steps of one unchanging batch: time of the first m steps, and the inverse."""
 
     first_s: float  # the first step
-    slope_s: float  # how much longer the second one is
+    slope_s: float  # second step less the first
     bend_s: float  # second difference of the steps' times, negative
 
     @classmethod
@@ -66,8 +66,8 @@ class Steps:
     def until(self, seconds: float) -> int:
         """The least number of steps (at least 1) that take `seconds` or more.
 
-        A step takes between first_s and first_s plus what the batch grows by, so a few secant
-        moves from below find it; the loop ends at the exact whole number.
+        A step takes between first_s and first_s plus the batch's growth, so a few secant steps from
+        below find the number; the loop ends at the exact whole number.
         """
         steps = max(1, int(seconds / self.first_s))
         while self.seconds(steps) >= seconds and steps > 1:

@@ -2,20 +2,20 @@
 
     python -m bench.engine [--only prefill|decode|shares|demo|fp8]
 
-Makes a random Llama of 100 million parameters (hidden 768, 12 layers, 12 heads, 4 KV heads,
+It makes a random Llama of 100 million parameters (hidden 768, 12 layers, 12 heads, 4 KV heads,
 intermediate 2,048, vocabulary 32,000, tied), bfloat16, two threads. In every round, in turns:
 
     prefill   prompts of 512, 2k and 8k tokens: ours in chunks of 512, transformers whole
     decode    from token to token, batch 1 and 16 from 512 tokens of context: ours with sampling,
               `generate` and continuous batching (`generate_batch`) of transformers, greedy
-    shares    a step of ours, its linear layers alone (the same packed matrices, the same rows), and
-              reading as many bytes as it cannot but read
+    shares    our step, its linear layers alone (the same packed matrices, the same rows), and
+              reading the bytes that a step must read
     demo      the demo checkpoint, float32, one thread: a decode step beside reading its bytes
-    fp8       decode steps and a prompt with KV kept as fp8, beside the same with KV in bfloat16;
-              how near the demo checkpoint's tokens are to those with KV in float32
+    fp8       decode steps and a prompt with KV in fp8, beside the same with KV in bfloat16; how
+              near the demo checkpoint's tokens are to those with KV in float32
 
-Medians of the rounds are compared. Not here: how each is run (own_engine.py, transformers_peer.py),
-how near answers are (kv_quality.py).
+Medians of the rounds are compared. Not here: running each (own_engine.py, transformers_peer.py),
+the distance of answers (kv_quality.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LIMIT_GOAL, PREFILL_SHARE_GOAL = 1.6, 0.6
 SHARED_PROMPT_TOKENS = 2_048
 STEPS = 10  # of a way in a round
 FP8_STEPS = ((1, 4_096), (16, 512), (16, 4_096))
-FP8_GOAL = 1.0  # times as long as with bfloat16, at the longest context
+FP8_GOAL = 1.0  # most times as long as with bfloat16, at the longest context
 DEMO, DEMO_CONTEXT_TOKENS, DEMO_BLOCK_TOKENS, DEMO_GOAL = (16, 512), 512, 64, 1.8
 DEMO_FOLDER = Path("backends/demo_checkpoint")
 

@@ -1,7 +1,7 @@
-"""How far the demo checkpoint with KV as fp8 is from the same with KV in float32.
+"""The distance of the demo checkpoint with KV in fp8 from the same with KV in float32.
 
-Texts are the model's own, drawn from a few words with float32. Then both read the same texts token
-by token; and both go on greedily by themselves, where one other token makes another text.
+Texts are the model's own, sampled after a few words with float32. Then both read the same texts
+token by token, and both generate greedily, where one different token changes the remaining text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _drawn(engine: TorchEngine, ids: list[int], seed: int) -> list[int]:
 
 
 def _logprobs(engine: TorchEngine, texts: list[list[int]]) -> NDArray[np.float32]:
-    """[tokens, texts, vocabulary] of what comes behind each token."""
+    """[tokens, texts, vocabulary] of the token after each token."""
     need = -(-TEXT_TOKENS // BLOCK_TOKENS)
     tables = [list(range(at * need, (at + 1) * need)) for at in range(len(texts))]
     found = []

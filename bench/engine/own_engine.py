@@ -1,6 +1,6 @@
 """The torch engine as the benchmark runs it: prompts in chunks, decoding, its linear layers alone.
 
-Not here: what is compared (__main__.py).
+Not here: the comparisons (__main__.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bench.engine.step_costs import step_bytes
 from bench.harness.generate import generate_tokens
 from loadtest.harness.benchmark import median_of
 
-CHUNK_TOKENS = 512  # of a prefill worker, by default
-READ_BYTES_MAX = 256 * 2**20  # more than any CPU cache: reading more of it is as fast
+CHUNK_TOKENS = 512  # default of a prefill worker
+READ_BYTES_MAX = 256 * 2**20  # larger than any CPU cache: reading more has the same rate
 
 
 class OwnEngine:
@@ -55,7 +55,7 @@ class OwnEngine:
         transformer = Transformer(config, self.weights, memory, rope)
         self.engine = TorchEngine(config, layout, memory, transformer, "bench", positions)
         self._config, self._dtype = config, scalar
-        # Numbers as a model's own: steps are timed over pages that no prompt has filled.
+        # Numbers like a model's own, because steps are timed over pages that no prompt has filled.
         memory.pool.copy_(
             torch.randn(1 << 20)
             .to(memory.pool.dtype)
@@ -77,7 +77,7 @@ class OwnEngine:
         return time.perf_counter() - started_s
 
     def generate_s(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
-        """Seconds from token to token, sampling included, once all prompts are in."""
+        """Seconds from token to token, sampling included, once all prompts are computed."""
         params = SamplingParams(max_tokens=steps + len(prompts))
         times_s: dict[int, list[float]] = {index: [] for index in range(len(prompts))}
         for index, _ in generate_tokens(self.engine, prompts, params, CHUNK_TOKENS):
@@ -86,7 +86,7 @@ class OwnEngine:
         return statistics.median(np.diff(last[1 : steps + 1]))
 
     def step_s(self, batch: int, context_tokens: int, steps: int) -> float:
-        """Median of decode steps of so many sequences with this context."""
+        """Median of decode steps of `batch` sequences with this context."""
         need = -(-context_tokens // self.engine.layout.block_tokens)
         pages = self._pages(batch * need * self.engine.layout.block_tokens)
         works = [
@@ -97,9 +97,9 @@ class OwnEngine:
 
     @torch.inference_mode()
     def linears_s(self, rows: int, last_rows: int, times: int) -> float:
-        """Median seconds of all linear layers of a step, and of nothing else.
+        """Median seconds of all linear layers of a step alone.
 
-        The last layer goes on with `last_rows` after its K and V, as the engine does it.
+        After K and V, the last layer continues with `last_rows` only, as in the engine.
         """
         config, weights = self._config, self.weights
         assert weights.logits is not None
@@ -131,7 +131,7 @@ class OwnEngine:
         )
 
     def _pages(self, tokens: int) -> list[int]:
-        """Of nobody: nothing runs beside a measurement."""
+        """Pages without an owner: nothing else runs during a measurement."""
         need = -(-tokens // self.engine.layout.block_tokens)
         assert need <= self.engine.pages.pages_max, (need, self.engine.pages.pages_max)
         return list(range(need))
@@ -139,7 +139,7 @@ class OwnEngine:
 
 @torch.inference_mode()
 def bytes_per_s(size_bytes: int, times: int) -> float:
-    """How fast these threads read so many bytes again and again: the better of two ways.
+    """How fast these threads read that many bytes repeatedly: the better of two ways.
 
     A sum, and a product of one row with a packed matrix (both read everything once).
     """

@@ -1,6 +1,6 @@
-"""What a step cannot but read and multiply, of any engine for a model.
+"""The least bytes and products of a step, for any engine of a model.
 
-Not here: what is measured (own_engine.py, bench/engine_gpu).
+Not here: measuring (own_engine.py, bench/engine_gpu).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from mooncake_store.layout import DTYPE_BYTES, KvLayout
 
 
 def layers_scalars(config: ModelConfig) -> int:
-    """Of the matrices of all layers."""
+    """Scalars of the matrices of all layers."""
     heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
     return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
 
@@ -20,9 +20,9 @@ def step_bytes(
     layout: KvLayout,
     batch: int,
     context_tokens: int,
-    weight_bytes: int | None = None,  # of one; None: as of a number of KV
+    weight_bytes: int | None = None,  # bytes of one weight; None: as of a KV scalar
 ) -> int:
-    """What a decode step cannot but read: every matrix once, the KV of every sequence."""
+    """Bytes that a decode step must read: every matrix once, the KV of every sequence."""
     scalars = layers_scalars(config) + config.vocabulary_tokens * config.hidden
     weight_bytes = weight_bytes or DTYPE_BYTES[layout.dtype]
     return scalars * weight_bytes + batch * context_tokens * layout.token_bytes

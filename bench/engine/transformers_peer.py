@@ -1,9 +1,9 @@
 """transformers with the same checkpoint, dtype and threads: prefill, `generate`, `generate_batch`.
 
-Each as its users have it: attention by torch's fused function, a cache that grows, greedy tokens.
-Times between tokens are medians of one call's steps, so that a prompt's own time is not in them.
+Each runs with its usual settings: attention by torch's fused function, a growing cache, greedy
+tokens. Times between tokens are medians of one call's steps, without the prompt's own time.
 
-Not here: what is compared (__main__.py).
+Not here: the comparisons (__main__.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from loadtest.harness.server import CannotMeasure
 
 PAGE_TOKENS = 256
-BATCH_TOKENS_MAX = 2_048  # of a step of continuous batching: only its prompts feel it
+BATCH_TOKENS_MAX = 2_048  # of a step of continuous batching: it affects prompts only
 
 
 class Transformers:
@@ -68,7 +68,7 @@ class Transformers:
         return statistics.median(np.diff(times_s))
 
     def generate_batch_s(self, prompts: list[list[int]], steps: int) -> float:
-        """Seconds from token to token of continuous batching, once all prompts are in."""
+        """Seconds from token to token of continuous batching, once all prompts are computed."""
         pages = sum(-(-(len(prompt) + steps) // PAGE_TOKENS) for prompt in prompts)
         config = self._library.ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
@@ -83,7 +83,7 @@ class Transformers:
                 continuous_batching_config=config,
                 record_timestamps=True,
             )
-        # The prompt that came in last knows no step without all the others.
+        # All steps of the prompt that came last are with all the others.
         last = max(outputs.values(), key=lambda output: output.timestamps[0])
         return statistics.median(np.diff(last.timestamps[1 : steps + 1]))
 

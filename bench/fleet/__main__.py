@@ -1,16 +1,16 @@
-"""What does it cost to be several hosts, and what does it cost to lose some?
+"""The cost of several hosts, and the cost of losing some.
 
     python -m bench.fleet [--traces FOLDER] [--chaos-seconds 60] [--only leader]
 
-Hosts are network namespaces of this machine (needs root), three of them for what needs a whole
-deployment:
+Hosts are network namespaces of this machine (needs root); parts that need a whole deployment have
+three:
 
     frontends_ttft_4_over_1                  simulated: mean TTFT with four frontends, over one
     leader_change_s, leader_change_s_worst   leader.py: `kill -9` of the leading directory
     handover_cross_host_over_raw_nixl_tcp    bench/cross_host.py: 64 MiB from host to host
     chaos_finished_share, chaos_wrong_tokens of `python -m tests.chaos_serve`, as a process
 
-What cannot be measured here is null and says why; the others are measured all the same.
+A number that cannot be measured here is null with a reason; the others are still measured.
 
 Not here: the fleet (bench/harness/fleet/), the attack (tests/chaos_serve/).
 """
@@ -43,7 +43,7 @@ from loadtest.simulator.options import SimulationRefused, progress_bar
 from mooncake_store.errors import StoreError
 
 PAIRS, MIB = 5, 2**20  # of the hand-over
-CHAOS_MARGIN_S = 400.0  # beside its faults: start, undisturbed run, recovery, stop
+CHAOS_MARGIN_S = 400.0  # besides the faults: start, undisturbed run, recovery, stop
 CANNOT = (
     CannotMeasure,
     SimulationRefused,
@@ -72,14 +72,14 @@ class FleetPart(str, Enum):
 
 @dataclass(slots=True)
 class FleetNumbers:
-    """What was found so far."""
+    """The numbers so far."""
 
     rows: list[dict[str, Cell]] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
     def measure(self, names: tuple[str, ...], way: Callable[[], None]) -> None:
-        """What keeps one number from being measured keeps none of the others."""
+        """A number that cannot be measured does not prevent the others."""
         try:
             way()
         except CANNOT as error:

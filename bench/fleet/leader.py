@@ -1,12 +1,12 @@
-"""How long after `kill -9` of the leading directory is a cached prefix found again?
+"""The time from `kill -9` of the leading directory until a cached prefix is found again.
 
-A whole fleet. A prompt is cached; then the leader dies, and every ASK_S a request with that prefix
-is sent to the frontend of the other host. What counts is the first token of the first request that
-found its prefix cached: by then a leader is elected, the nodes have said what they hold, and the
-frontend and a prefill worker have found the new directory. Requests before that are rejected, or
-computed in full, which is counted too.
+A whole fleet runs. A prompt is cached; then the leader is killed, and every ASK_S a request with
+that prefix is sent to the frontend of the other host. The time ends with the first token of the
+first request whose prefix was cached. By then a leader is elected, the nodes have reported their
+blocks, and the frontend and a prefill worker have found the new directory. Earlier requests are
+rejected or computed in full, which is counted too.
 
-Not here: what else a fleet costs (__main__.py).
+Not here: the other costs of a fleet (__main__.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ VOCABULARY = range(16, 2_048)
 class LeaderChange:
     """One kill."""
 
-    host: str  # of the leader that was killed
+    host: str  # of the killed leader
     found_s: float | None = None  # from the kill to the first token
-    others: Counter[str] = field(default_factory=Counter)  # what came of requests before
+    others: Counter[str] = field(default_factory=Counter)  # results of the requests before
 
     def row(self) -> dict[str, Cell]:
         others = ", ".join(f"{name} {count}" for name, count in sorted(self.others.items()))
@@ -47,23 +47,23 @@ class LeaderChange:
 
 
 def leader_changes(fleet: ServedFleet, rounds: int, seed: int) -> list[LeaderChange]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     found = []
     for _ in range(rounds):
-        found.append(asyncio.run(_one(fleet, chance)))
+        found.append(asyncio.run(_one(fleet, rng)))
         _wait_whole(fleet)
     return found
 
 
-async def _one(fleet: ServedFleet, chance: random.Random) -> LeaderChange:
+async def _one(fleet: ServedFleet, rng: random.Random) -> LeaderChange:
     assert fleet.directory is not None
-    prefix = [chance.choice(VOCABULARY) for _ in range(PREFIX_TOKENS)]
+    prefix = [rng.choice(VOCABULARY) for _ in range(PREFIX_TOKENS)]
     address = fleet.directory.leader().address
     (host,) = (name for name, each in fleet.hosts.items() if f"//{each.address}:" in address)
     (other, *_) = (name for name in fleet.frontends if name != host)
     async with TritonClient(fleet.frontends[other]) as client:
         give_up_s = time.monotonic() + CHANGE_S_MAX
-        while not await _is_cached(client, prefix, chance):
+        while not await _is_cached(client, prefix, rng):
             if time.monotonic() > give_up_s:
                 raise CannotMeasure("a prompt that was just computed is not found in the store")
         change = LeaderChange(host)
@@ -71,7 +71,7 @@ async def _one(fleet: ServedFleet, chance: random.Random) -> LeaderChange:
         killed_s = time.monotonic()
         asked: list[asyncio.Task[None]] = []
         while change.found_s is None and time.monotonic() - killed_s < CHANGE_S_MAX:
-            asked.append(asyncio.create_task(_ask(change, client, prefix, chance, killed_s)))
+            asked.append(asyncio.create_task(_ask(change, client, prefix, rng, killed_s)))
             await asyncio.sleep(ASK_S)
         for each in asked:
             each.cancel()
@@ -83,11 +83,11 @@ async def _ask(
     change: LeaderChange,
     client: TritonClient,
     prefix: list[int],
-    chance: random.Random,
+    rng: random.Random,
     killed_s: float,
 ) -> None:
     try:
-        cached_tokens = await _cached_tokens(client, prefix, chance)
+        cached_tokens = await _cached_tokens(client, prefix, rng)
     except ServerError as error:
         change.others[error.kind] += 1
         return
@@ -97,18 +97,18 @@ async def _ask(
         change.found_s = time.monotonic() - killed_s
 
 
-async def _is_cached(client: TritonClient, prefix: list[int], chance: random.Random) -> bool:
+async def _is_cached(client: TritonClient, prefix: list[int], rng: random.Random) -> bool:
     try:
-        return await _cached_tokens(client, prefix, chance) >= CACHED_TOKENS_MIN
-    except ServerError:  # not all have found the last leader yet
+        return await _cached_tokens(client, prefix, rng) >= CACHED_TOKENS_MIN
+    except ServerError:  # some processes have not found the last leader yet
         await asyncio.sleep(ASK_S)
         return False
 
 
-async def _cached_tokens(client: TritonClient, prefix: list[int], chance: random.Random) -> int:
-    tail = [chance.choice(VOCABULARY) for _ in range(TAIL_TOKENS)]
+async def _cached_tokens(client: TritonClient, prefix: list[int], rng: random.Random) -> int:
+    tail = [rng.choice(VOCABULARY) for _ in range(TAIL_TOKENS)]
     request = GenerateRequest(
-        request_id=f"leader-{chance.randrange(2**31)}",
+        request_id=f"leader-{rng.randrange(2**31)}",
         max_tokens=1,
         end_id=-1,
         input_ids=np.array([*prefix, *tail], np.int32),

@@ -1,1 +1,1 @@
-"""What does OpenAI's interface cost on top of Triton's own?"""
+"""How much does OpenAI's interface cost on top of Triton's own?"""

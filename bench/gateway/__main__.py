@@ -1,17 +1,17 @@
-"""What the gateway costs: time to first token, throughput, CPU, memory.
+"""The cost of the gateway: time to first token, throughput, CPU, memory.
 
     python -m bench.gateway                  the last line is JSON
-    python -m bench.gateway --soak-s 0       without the five minutes of users who leave
+    python -m bench.gateway --soak-s 0       without the five minutes of users that leave
 
-Beside the real server, with API keys, in turns: pairs of the same request over Triton's gRPC and
-over the gateway (`ttft_added_ms`, its median), and many streams at once over one and the other
-(`stream_throughput_over_direct`), while the CPU time of the gateway's process is read, and that of
-this process while it does nothing but read the direct streams: what one message costs on this
-machine before a gateway does anything with it. Prompts are fresh tokens, so nothing is cached for
-the one that comes second. Then users come for minutes, a tenth of them goes away early, and the
-memory of the gateway's process is watched.
+With the real server and API keys, in turns: pairs of the same request over Triton's gRPC and over
+the gateway (`ttft_added_ms`, its median), and many streams at once over either
+(`stream_throughput_over_direct`). The CPU time of the gateway's process is compared with that of
+this process while it only reads the direct streams: the cost of one message on this machine without
+a gateway. Prompts are fresh tokens, so the second of a pair finds nothing cached. Then users send
+requests for minutes, a tenth of them leaves early, and the memory of the gateway's process is
+sampled.
 
-In front of a frontend that replays: messages that one process passes on in a second.
+With a frontend that replays: messages per second through one gateway process.
 
 Not here: sending (loads.py).
 """
@@ -104,13 +104,13 @@ def measure_pairs(run: BenchmarkRun, routes: AskedWays, pairs: int, seed: int) -
 
 def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, seed: int) -> None:
     processes = {"direct": psutil.Process(), "gateway": gateway_process(server.pid)}
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     rates: dict[str, list[float]] = {"direct": [], "gateway": []}
     cpu_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
     for turn in range(WARM_ROUNDS + ROUNDS):
         for name, route in (("direct", routes.direct), ("gateway", routes.gateway)):
             before_s = cpu_of(processes[name])
-            load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, chance))
+            load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, rng))
             if turn < WARM_ROUNDS:
                 continue
             rates[name].append(load.tokens / load.seconds)
@@ -161,10 +161,10 @@ def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Proc
 
 
 def measure_burst(run: BenchmarkRun, seed: int) -> None:
-    chance, rates = random.Random(seed), []
+    rng, rates = random.Random(seed), []
     with before_a_replay(0.0) as (route, _):
         for _ in range(WARM_ROUNDS + 3):
-            load = asyncio.run(loads.streams(route, BURST_STREAMS, 4, BURST_TOKENS, chance))
+            load = asyncio.run(loads.streams(route, BURST_STREAMS, 4, BURST_TOKENS, rng))
             rates.append(load.messages / load.seconds)
     rate = statistics.median(rates[WARM_ROUNDS:])
     run.targets.append(Target("messages_per_s", rate, ">=", 2500, "one process, a replayed stream"))

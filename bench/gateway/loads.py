@@ -1,4 +1,4 @@
-"""What is sent to a gateway, or past it, and what came: pairs, streams at once, users who leave."""
+"""The loads of a gateway, or of Triton directly: pairs, streams at once, users that leave."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ REJECTED = 429
 
 
 class AskedWay(Protocol):
-    """One way to ask for a stream."""
+    """One way to request a stream."""
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
-        """When it was sent, and when each message came."""
+        """Times of the sending, and of each message's arrival."""
         ...
 
 
@@ -43,7 +43,8 @@ class DirectWay:
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
         async with TritonClient(self.grpc, channels=1) as client:
-            await client.model_parameters()  # connects: the other way's connection costs no time
+            # connects: the other way connects outside the measured time too
+            await client.model_parameters()
             request = GenerateRequest(
                 "pair", np.array(prompt, np.int32), max_tokens=tokens, end_id=-1, temperature=0.0
             )
@@ -89,7 +90,7 @@ class StreamLoad:
 class SoakRun:
     answered: int = 0
     left: int = 0
-    refused: int = 0  # with 429, and came again
+    refused: int = 0  # rejected with 429, and retried
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)  # (since its start, value)
 
     def between(self, from_s: float, to_s: float) -> float:
@@ -97,30 +98,32 @@ class SoakRun:
         return float(np.median([value for at_s, value in self.rss_bytes if from_s <= at_s <= to_s]))
 
 
-def fresh(chance: random.Random, tokens: int) -> list[int]:
-    return [chance.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
+def fresh(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
 
 
 async def pairs(
-    routes: AskedWays, count: int, prompt_tokens: int, chance: random.Random
+    routes: AskedWays, count: int, prompt_tokens: int, rng: random.Random
 ) -> list[tuple[float, float]]:
-    """Seconds to the first token, direct and through the gateway; who begins alternates."""
+    """Seconds to the first token, direct and through the gateway; the first of a pair
+    alternates.
+    """
     found = []
     for number in range(count):
         ttfts_s: dict[bool, float] = {}
         for is_direct in (number % 2 == 0, number % 2 == 1):
             route: AskedWay = routes.direct if is_direct else routes.gateway
-            sent_s, times_s = await route.times_s(fresh(chance, prompt_tokens), PAIR_TOKENS)
+            sent_s, times_s = await route.times_s(fresh(rng, prompt_tokens), PAIR_TOKENS)
             ttfts_s[is_direct] = times_s[0] - sent_s
         found.append((ttfts_s[True], ttfts_s[False]))
     return found
 
 
 async def streams(
-    route: AskedWay, count: int, prompt_tokens: int, tokens: int, chance: random.Random
+    route: AskedWay, count: int, prompt_tokens: int, tokens: int, rng: random.Random
 ) -> StreamLoad:
-    """So many at once; the clock runs from the first that is sent to the last token."""
-    asked = [route.times_s(fresh(chance, prompt_tokens), tokens) for _ in range(count)]
+    """`count` streams at once; the clock runs from the first request to the last token."""
+    asked = [route.times_s(fresh(rng, prompt_tokens), tokens) for _ in range(count)]
     found = await asyncio.gather(*asked)
     begin_s = min(sent_s for sent_s, _ in found)
     end_s = max(times_s[-1] for _, times_s in found)
@@ -143,25 +146,25 @@ async def soak(
     users: int,
     seconds: float,
     rss_bytes: Callable[[], int],
-    chance: random.Random,
+    rng: random.Random,
 ) -> SoakRun:
-    """Users ask one after the other; some go away in the middle of their answer."""
+    """Users send one request after the other; some leave in the middle of their answer."""
     found, begin_s = SoakRun(), time.monotonic()
 
     async def user() -> None:
         while time.monotonic() - begin_s < seconds:
             body = {
                 "prompt": "hi",
-                "max_tokens": chance.randint(2, 2 * USER_TOKENS),
+                "max_tokens": rng.randint(2, 2 * USER_TOKENS),
                 "stream": True,
             }
-            if chance.random() < LEAVING_SHARE:
+            if rng.random() < LEAVING_SHARE:
                 answer = await sse_client.ask(
                     route.address,
                     PATH,
                     body | {"max_tokens": 1000},
                     route.key,
-                    events_max=chance.randint(1, USER_TOKENS),
+                    events_max=rng.randint(1, USER_TOKENS),
                 )
                 if answer.status == REJECTED:
                     await turned_away()
@@ -180,7 +183,7 @@ async def soak(
 
     async def turned_away() -> None:
         found.refused += 1
-        await asyncio.sleep(1.0)  # the least that Retry-After says
+        await asyncio.sleep(1.0)  # the least Retry-After
 
     async def look() -> None:
         while True:

@@ -1,19 +1,19 @@
-"""What does a client that goes away cost, by which interface, and how soon is it free?
+"""The cost of a client that leaves, by interface, and the time until its resources are free.
 
     python -m bench.gateway.lost_clients [--times 50] [--lost 8]
 
-A server of our own. First one client of the gateway leaves, `--times` times for each row: while its
-answer streams, in its prefill, and while most of eight long prompts still wait in the queue; over
-a connection that has served before; by closing only its sending side; with a second request already
-sent. From the close until the metrics show no request, page, slot or lease, nor a request in the
-gateway's hands; they are brought up to date five times a second, so a fifth of a second of it may
-be the looking.
+It starts a server. First one client of the gateway leaves, `--times` times for each row: while its
+answer streams, in its prefill, and while most of eight long prompts still wait in the queue; over a
+reused connection; by closing only its sending side; with a second request already sent. The time
+runs from the close until the metrics show no request, page, slot or lease, nor a request in the
+gateway. The metrics are updated five times a second, which adds up to a fifth of a second.
 
-Then `--lost` clients at once leave after a moment of an answer of 1,500 tokens: what is computed
-for nobody, how long pages and slots are held, and what somebody else notices who asks meanwhile.
-`ensemble` has no cancellation: Triton tells none of its models that a client has gone.
+Then `--lost` clients at once leave after a moment of an answer of 1,500 tokens. Measured are the
+tokens computed for no client, how long pages and slots are held, and the TTFT of another client in
+that time. `ensemble` has no cancellation: Triton does not report to its models that a client has
+left.
 
-Not here: what grows over minutes (leaks.py).
+Not here: growth over minutes (leaks.py).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ ENSEMBLE, CONDUCTOR = "/v2/models/ensemble/generate", "/v2/models/conductor/gene
 LONG_TOKENS, SHORT_TOKENS = 3_000, 64
 QUEUED = 8
 ANSWER_TOKENS = 1_500
-MOMENT_S = 0.5  # that a client stays: answers of all have begun
+MOMENT_S = 0.5  # seconds that a client stays: all answers have begun
 LOOK_S = 0.05
 FREE_S_MAX = 60.0
 FREE_S_GOAL = 1.0
-WATCHED_S = 4.0  # in which somebody else asks, one request after the other
+WATCHED_S = 4.0  # seconds in which another client sends one request after the other
 OTHERS_TOKENS = 16
 TOKENS, PAGES, RUNNING = (
     "mooncake_output_tokens_total",
@@ -61,7 +61,7 @@ TOKENS, PAGES, RUNNING = (
 
 
 class LeavingClient:
-    """One HTTP connection. Its end is a close as of a process that is killed."""
+    """One HTTP connection. It closes like that of a killed process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -103,7 +103,7 @@ class LeavingClient:
 
 @dataclass(slots=True)
 class UseIntegral:
-    """What was held from a moment on, over time."""
+    """Held resources, integrated over time since a moment."""
 
     page_s: float = 0.0
     slot_s: float = 0.0
@@ -122,13 +122,13 @@ class LostBench:
     addresses: Addresses
     gateway: str
     key: str
-    chance: random.Random
+    rng: random.Random
 
     def page(self) -> str:
         return fetch_page(self.addresses.metrics_url)
 
     async def until_free(self) -> UseIntegral:
-        """Looks until nothing is in use; CannotMeasure if that does not come."""
+        """Poll until nothing is in use; CannotMeasure after FREE_S_MAX."""
         found, begin_s = UseIntegral(), time.monotonic()
         tokens, last_s = counter_sum(await asyncio.to_thread(self.page), TOKENS) or 0.0, begin_s
         while True:
@@ -157,7 +157,7 @@ class LostBench:
 
     def body(self, tokens: int, is_stream: bool = True) -> dict[str, Any]:
         return {
-            "prompt": fresh(self.chance, tokens),
+            "prompt": fresh(self.rng, tokens),
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -179,7 +179,7 @@ class LostBench:
             each.ask(COMPLETIONS, body, self.key)
         if not is_long:
             await client.events(3)
-        await self.until_used()  # what is not shown yet would be taken for free
+        await self.until_used()  # use that the metrics do not show yet would count as free
         if what == "a second request sent":
             client.send(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
         for each in clients:
@@ -202,7 +202,7 @@ class LostBench:
         if route == "gateway":
             client.ask(COMPLETIONS, self.body(SHORT_TOKENS), self.key)
         else:
-            words = "".join(self.chance.choices("abcdefgh ", k=SHORT_TOKENS))
+            words = "".join(self.rng.choices("abcdefgh ", k=SHORT_TOKENS))
             body = {"text_input": words, "max_tokens": ANSWER_TOKENS, "end_id": -1}
             is_ensemble = route == "ensemble, HTTP"
             path = ENSEMBLE if is_ensemble else CONDUCTOR
@@ -211,7 +211,7 @@ class LostBench:
         client.leave()
 
     async def _stream(self, triton: TritonClient) -> None:
-        prompt = np.array(fresh(self.chance, SHORT_TOKENS), np.int32)
+        prompt = np.array(fresh(self.rng, SHORT_TOKENS), np.int32)
         request = GenerateRequest("lost", prompt, max_tokens=ANSWER_TOKENS, end_id=-1)
         async for _ in triton.generate(request):
             pass
@@ -224,7 +224,7 @@ class LostBench:
             await asyncio.sleep(MOMENT_S)
 
     async def lost(self, route: str, count: int) -> tuple[UseIntegral, OthersTimes]:
-        """Once nobody else is there, and once somebody else asks from then on."""
+        """Once without another client, and once with another client's requests from then on."""
         await self.lose(route, count)
         use, others = await self.until_free(), OthersTimes()
         await self.lose(route, count)
@@ -236,7 +236,7 @@ class LostBench:
         give_up_s = time.monotonic() + WATCHED_S
         async with TritonClient(self.addresses.grpc, channels=1) as triton:
             while time.monotonic() < give_up_s:
-                prompt = np.array(fresh(self.chance, SHORT_TOKENS), np.int32)
+                prompt = np.array(fresh(self.rng, SHORT_TOKENS), np.int32)
                 request = GenerateRequest("other", prompt, max_tokens=OTHERS_TOKENS, end_id=-1)
                 sent_s = time.perf_counter()
                 times_s = [event.time_s async for event in triton.generate(request)]

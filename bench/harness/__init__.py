@@ -1,1 +1,3 @@
-"""What benchmarks start and stop: prefill processes, fleets in namespaces, random checkpoints."""
+"""What do benchmarks start and stop? Prefill processes, fleets in namespaces, random
+checkpoints.
+"""

@@ -30,8 +30,8 @@ def generate(
     slots_max: int = 16,
     guides: Sequence[Guide | None] = (),
 ) -> list[list[int]]:
-    """The output tokens of each prompt. Each is what the prompt alone would get. `guides`: of each
-    prompt, or of none."""
+    """The output tokens of each prompt, equal to those of the prompt alone. `guides`: one for each
+    prompt, or none."""
     outputs: list[list[int]] = [[] for _ in prompts]
     tokens = generate_tokens(engine, prompts, params, chunk_tokens, slots_max, guides)
     for index, token_id in tokens:
@@ -47,7 +47,8 @@ def generate_tokens(
     slots_max: int = 16,
     guides: Sequence[Guide | None] = (),
 ) -> Generator[tuple[int, int], None, None]:
-    """(index of the prompt, token) as they come. Leaving early gives the pages back."""
+    """Yields (index of the prompt, token) in order of generation. Closing it early returns the
+    pages."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     sequences = {
         str(index): TokenSequence(str(index), prompt, own)
@@ -66,7 +67,7 @@ def generate_tokens(
             for admitted in batching.admit():
                 sequences[admitted.request_id].pages = admitted.pages
                 running.append(sequences[admitted.request_id])
-            assert running, "pages are taken by somebody else: nothing can start"
+            assert running, "another user holds the pages: no prompt can start"
             yield from _step(engine, running, chunk_tokens)
             for sequence in [sequence for sequence in running if sequence.is_finished]:
                 running.remove(sequence)
@@ -125,7 +126,8 @@ class TokenSequence:
     pages: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" (an end id, which is the last output), "length", or not yet
+    # "stop" (an end id, which is the last output), "length", or "" while it runs
+    finish_reason: str = ""
     guide: Guide | None = None
 
     @property
@@ -142,7 +144,7 @@ class TokenSequence:
         return bool(self.output_ids) and self.computed_tokens == self.tokens - 1
 
     def work(self, tokens_max: int) -> Work:
-        """The next tokens to compute, at most so many."""
+        """The next tokens to compute, at most `tokens_max`."""
         start, prompt_tokens = self.computed_tokens, len(self.prompt_ids)
         end = min(self.tokens, start + tokens_max)
         assert start < end, f"{self.request_id} has nothing to compute: {start} of {self.tokens}"
@@ -154,12 +156,12 @@ class TokenSequence:
         return Work(token_ids, start, self.pages)
 
     def computed(self, tokens: int) -> None:
-        """The KV of so many more tokens is in the pages."""
+        """The KV of that many more tokens is in the pages."""
         self.computed_tokens += tokens
         assert self.computed_tokens <= self.tokens, (self.computed_tokens, self.tokens)
 
     def append(self, token_id: int) -> None:
-        """A new output token; it may be the last one."""
+        """Append a new output token; it may be the last one."""
         assert not self.is_finished, f"{self.request_id} ended with {self.finish_reason}"
         self.output_ids.append(token_id)
         if token_id in self.params.end_ids and len(self.output_ids) > self.params.min_tokens:

@@ -1,8 +1,8 @@
 """Prefill workers as processes of a benchmark, without a server: the real workers, store, inboxes.
 
-What Triton adds to a request is the same for one worker and for a group of them, so it is left out
-here (bench/overhead measures it). A worker process takes requests through a pipe; the
-first token comes to an inbox, as that of a frontend.
+Triton costs the same for one worker and for a group, so it is left out here (bench/overhead
+measures it). A worker process receives requests through a pipe. The first token goes to an inbox,
+like that of a frontend.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def do_nothing() -> None: ...
 
 
 class PrefillFailed(ValueError):
-    """What a worker said instead of a token."""
+    """A worker's error instead of a token."""
 
 
 class PipeClient:
-    """Who asked, in the worker's process."""
+    """The sender of a request, in the worker's process."""
 
     def __init__(self, pipe: Connection, request_id: str) -> None:
         self._pipe, self._request_id = pipe, request_id
@@ -52,7 +52,7 @@ class PipeClient:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a worker answered."""
+    """A worker's answer."""
 
     request_id: str
     token_id: int
@@ -83,7 +83,7 @@ def run_worker(
             client = PipeClient(pipe, request.request_id)
             try:
                 worker.submit(request, token_ids, client)
-            except Exception as error:  # edge: the benchmark hears of it
+            except Exception as error:  # edge: the error is sent to the benchmark
                 client.fail(error)
 
 
@@ -124,7 +124,7 @@ class PrefillProcess:
         self._pipe.send((request, token_ids))
 
     def wait_answer(self) -> int:
-        """Cached tokens of a request that went well."""
+        """Cached tokens of a successful request; PrefillFailed otherwise."""
         return self.wait_reply().reply.cached_tokens
 
     def wait_reply(self) -> Prefilled:
@@ -134,7 +134,8 @@ class PrefillProcess:
         return Prefilled(request_id, token_id, reply)
 
     def page_seconds(self) -> float:
-        """Taken pages times the seconds that they stayed taken, until now; all answers are in."""
+        """Taken pages times the seconds that they stayed taken, until now; call it without open
+        requests."""
         self._pipe.send(None)
         return float(self._take())
 
@@ -148,7 +149,7 @@ class PrefillProcess:
 
 
 class FirstTokens:
-    """When the first token of each request came, as a frontend hears of it."""
+    """Arrival times of the first token of each request, as at a frontend."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._came_s: dict[str, float] = {}
@@ -174,7 +175,8 @@ class FirstTokens:
     def request(
         self, token_ids: np.ndarray, fetch_blocks: int = 0, fetch_nodes: Sequence[str] = ()
     ) -> PrefillRequest:
-        """One that this inbox hears of; so many blocks may be fetched, from these nodes."""
+        """A request whose token comes to this inbox. Up to `fetch_blocks` blocks may be fetched
+        from `fetch_nodes`."""
         return PrefillRequest(
             request_id=f"bench-{next(self._numbers)}",
             prompt_tokens=len(token_ids),

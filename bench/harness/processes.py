@@ -1,10 +1,10 @@
-"""Processes that a benchmark starts beside a server, and those of a server that it looks at.
+"""Processes that a benchmark starts beside a server, and the observed processes of a server.
 
-A store's own (a directory and nodes) and scripts in another project's Python are ended with the
-stack or the block that started them. Memory, threads, descriptors and CPU time are read through
-psutil; CPU times come in the 10 ms steps of the kernel's accounting, so measure seconds of work.
+A directory, nodes, and scripts in another project's Python end with the stack or block that started
+them. Memory, threads, descriptors and CPU time are read through psutil. CPU times have the kernel's
+10 ms steps, so measure seconds of work.
 
-Not here: what is flat and what leaks (bench/leaks.py), Triton (loadtest/harness/server.py).
+Not here: judging growth and leaks (bench/leaks.py), Triton (loadtest/harness/server.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import psutil
 
 CLIENT = "this client"
 ANSWER_S_MAX = 600.0
-LAST_WORDS = 1_000  # characters of a log that are shown
+LAST_WORDS = 1_000  # shown characters of a log's end
 
 
 class BenchStore:
     """A directory and storage nodes as processes, until the stack ends.
 
-    RuntimeError, with its last words, when one ends instead of getting ready.
+    RuntimeError, with its last output, when one ends before it is ready.
     """
 
     def __init__(self, stack: contextlib.ExitStack, *directory_options: str) -> None:
@@ -82,10 +82,10 @@ class BenchStore:
 
 
 class ModuleProcess:
-    """`python -m MODULE`, which says `ready` in its first line; ended with the stack."""
+    """`python -m MODULE`, which prints `ready` in its first line; ends with the stack."""
 
     def __init__(self, stack: contextlib.ExitStack, module: str, *arguments: str) -> None:
-        """RuntimeError, with its last words, when it ends instead of getting ready."""
+        """RuntimeError, with its last output, when it ends before it is ready."""
         log = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")), "log"
         )
@@ -113,8 +113,8 @@ class ModuleProcess:
 class PeerProcess:
     """A script in a Python that has another project's wheel; it answers in lines of JSON.
 
-    The script is handed over as text: neither this project nor the script's own folder is on the
-    path there. It ends with the stack.
+    The script is passed as text, so neither this project nor the script's own folder is on the path
+    there. It ends with the stack.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PeerProcess:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Its next line of JSON; RuntimeError, with its last words, when none comes."""
+        """Its next line of JSON; RuntimeError, with its last output, when none comes."""
         assert self._process.stdout is not None
         deadline = threading.Timer(ANSWER_S_MAX, self._process.kill)
         deadline.start()
@@ -166,7 +166,7 @@ class PeerProcess:
 class Look:
     """One process at one moment."""
 
-    time_s: float  # time.perf_counter
+    time_s: float  # of time.perf_counter
     rss_bytes: int
     threads: int
     descriptors: int
@@ -180,8 +180,8 @@ Looks = Mapping[tuple[str, int], Sequence[Look]]  # by name and process id
 
 
 def process_name(process: psutil.Process) -> str:
-    """What a person calls it: the Triton model of a stub, whose Triton it is, the module of ours,
-    or the program."""
+    """A readable name: the Triton model of a stub, the owner of a Triton, our module, or the
+    program."""
     arguments = process.cmdline()
     if arguments and arguments[0].endswith("/tritonserver"):
         return f"triton {arguments[1].rpartition('/')[2]}"  # --model-repository=.../decode_0
@@ -197,13 +197,13 @@ def process_name(process: psutil.Process) -> str:
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """The process and everything below it."""
+    """The process and its descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
 
 class ProcessWatch:
-    """Looks at `pid` and everything below it until stopped; keyed by (name, process id)."""
+    """Samples `pid` and its descendants until stopped; keyed by (name, process id)."""
 
     def __init__(self, pid: int, period_s: float = 1.0) -> None:
         self.looks: dict[tuple[str, int], list[Look]] = {}
@@ -240,9 +240,9 @@ class ProcessWatch:
 
 
 def server_processes(address: str) -> list[psutil.Process]:
-    """Of the server that listens on HOST:PORT here: Triton's parent and everything below it.
+    """Processes of the server that listens on HOST:PORT here: Triton's parent and its descendants.
 
-    Empty when it is on another machine or another user's.
+    Empty when the server is on another machine or belongs to another user.
     """
     port = int(address.rpartition(":")[2])
     with contextlib.suppress(psutil.Error):
@@ -255,7 +255,7 @@ def server_processes(address: str) -> list[psutil.Process]:
 
 
 class CpuTime:
-    """Adds up what each process of a server, and this client, spends inside `measuring`."""
+    """CPU seconds of each process of a server, and of this client, inside `measuring`."""
 
     def __init__(self, address: str) -> None:
         found = {process.pid: process for process in server_processes(address)}

@@ -31,7 +31,7 @@ def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
     """Writes the checkpoint into an empty folder."""
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",  # transformers asks for it
+        "model_type": "llama",  # transformers requires it
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
@@ -46,7 +46,7 @@ def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     shapes = expected_shapes(read_model_config(folder))
-    chance, header, at = np.random.default_rng(seed), {}, 0
+    rng, header, at = np.random.default_rng(seed), {}, 0
     for name, sizes in shapes.items():
         length_bytes = 4 * int(np.prod(sizes))
         header[name] = {
@@ -60,7 +60,7 @@ def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
         file.write(struct.pack("<Q", len(packed)) + packed)
         for name, sizes in shapes.items():
             is_norm = name.endswith("norm.weight")
-            numbers = chance.standard_normal(sizes, dtype=np.float32)
+            numbers = rng.standard_normal(sizes, dtype=np.float32)
             values = 1 + 0.1 * numbers if is_norm else numbers / np.float32(np.sqrt(sizes[-1]))
             file.write(values.astype(np.float32).tobytes())
     return folder

@@ -1,10 +1,10 @@
-"""A gRPC server that answers as the model `conductor` does, from what was written down before.
+"""A gRPC server that answers as the model `conductor` does, with prepared tokens.
 
-It lets a gateway be looked at alone: no model computes, so a stream is as fast, or as evenly paced,
-as a test or a measurement wants it. What it does is said by the request's `max_tokens`, and for
-errors by its text (`fail:WORDS` before the first token, `break:WORDS` behind the third one,
-`silent` for ever; behind the last one `late:WORDS`, `abort:` breaks the call off, `linger:` keeps
-it open). The calls whose client went away are counted.
+It isolates a gateway: no model computes, so a stream is as fast, or as evenly paced, as a test or a
+measurement needs. The request's `max_tokens` sets the number of tokens. Its text selects errors:
+`fail:WORDS` before the first token, `break:WORDS` after the third one, `silent` forever; after the
+last one `late:WORDS`, `abort:` aborts the call, `linger:` keeps it open. Calls whose client left
+are counted.
 
     python -m bench.harness.replayed_frontend --address 127.0.0.1:9001
 
@@ -35,19 +35,19 @@ FACTS = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2
 
 
 class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`interval_s`: between tokens of a stream; 0: as fast as they are taken."""
+    """`interval_s`: between tokens of a stream; 0: as fast as the client reads."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
         self.interval_s = interval_s
         self.is_ready = True
-        self.described = "{}"  # of its cluster
-        self.charge = ""  # the error of a charge; "": it is taken
+        self.described = "{}"  # JSON description of its cluster
+        self.charge = ""  # the error of a charge; "": the charge succeeds
         self.cancelled = 0
         self.requests: list[service_pb2.ModelInferRequest] = []
         self._server: grpc.aio.Server | None = None
 
     async def start(self, address: str = "127.0.0.1:0") -> int:
-        """Its port."""
+        """Returns its port."""
         self._server = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
@@ -88,7 +88,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if verb == "late":
                     yield service_pb2.ModelStreamInferResponse(error_message=words)
                 elif verb == "abort":
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "it went away")
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is gone")
                 elif verb == "linger":
                     await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -178,7 +178,7 @@ def main(
     address: Annotated[str, typer.Option(help="HOST:PORT to listen on.")] = "127.0.0.1:9001",
     interval_s: Annotated[float, typer.Option(help="Between tokens; 0: none.")] = 0.0,
 ) -> None:
-    """Answer until it is ended."""
+    """Answer until the process is ended."""
 
     async def run() -> None:
         frontend = ReplayedFrontend(interval_s)

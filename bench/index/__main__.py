@@ -1,19 +1,22 @@
-"""The prefix index, hashing and whole decisions against a clock, beside NVIDIA Dynamo's.
+"""The prefix index, hashing and whole decisions, timed beside NVIDIA Dynamo's.
 
     python -m bench.index --traces FOLDER [--peer-python PATH]
 
-On the conversation trace, at 8, 64 and 1,024 workers and two placements (indexes.py): a lookup
-and what a scorer takes from it, in our index, in `pydict`, and with --peer-python in Dynamo's
-RadixTree (its find_matches and .scores), all in turns; memory per block; hashing prompts into block
-keys, from a numpy int32 array (how a tokenizer's output crosses Triton) and from a list (whose
-integers have to be gathered one by one), beside blake2b alone on the same bytes; and a decision of
-the real conductor from block keys to a booked route, at 32 (64 in all), 64 and 1,024 workers of
-each role, in turns with select_and_reserve of Dynamo's SelectionService at as many.
+It runs on the conversation trace, at 8, 64 and 1,024 workers and two placements (indexes.py), all
+in turns:
 
-PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then
-/tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1.
+- a lookup and the scorer's form of its result, in our index, in `pydict`, and with --peer-python in
+  Dynamo's RadixTree (its find_matches and .scores);
+- memory per block;
+- hashing prompts into block keys, from a numpy int32 array (a tokenizer's output in Triton) and
+  from a list (whose integers are gathered one by one), beside blake2b alone on the same bytes;
+- a decision of the real conductor from block keys to a booked route, at 32 (64 in all), 64 and
+  1,024 workers of each role, in turns with select_and_reserve of Dynamo's SelectionService.
 
-Not here: what is measured how (indexes.py, lookups.py, decision.py).
+PATH is a Python with Dynamo's wheel: python3 -m venv /tmp/dynamo, then /tmp/dynamo/bin/pip install
+ai-dynamo-runtime==1.6.1.
+
+Not here: the measurements (indexes.py, lookups.py, decision.py).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ OVER_PYDICT = {8: 2.0, 64: 2.5, 1024: 5.0}  # by workers
 OVER_DYNAMO = {8: 3.0, 64: 3.0, 1024: 5.0}
 # By workers of each role. "64 workers" can be read in two ways, so there are rows for both.
 DECISION_P50_US = {32: ("64_in_all", 60.0), 64: ("64", 60.0), 1024: ("1024", 250.0)}
-WITH_PEER = (64, 1024)  # as many workers of Dynamo's as of each role of ours
+WITH_PEER = (64, 1024)  # workers of each role of ours; Dynamo gets the same number
 P99_OVER_P50, BYTES_PER_BLOCK = 4.0, 150.0
 PROMPTS_TOKENS, BLOCKS_TOKENS, PROMISED_BLOCKS_TOKENS = (8_192, 131_072), (64, 256, 512), (256, 512)
 HASHED_TOKENS_PER_S = 80e6
@@ -64,7 +67,7 @@ def lookups(
     load: IndexedTrace, peer_python: Path | None, rounds: int
 ) -> tuple[list[LookupTimes], Rows]:
     """All indexes with this load, in turns; RuntimeError when their answers differ. Dynamo's
-    hashing comes along, since its process is there."""
+    hashing is measured here too, since its process is running."""
     made = contenders(load)
     hash_rows: Rows = []
     with contextlib.ExitStack() as stack:
@@ -119,10 +122,10 @@ def lookup_row(load: IndexedTrace, one: LookupTimes) -> dict[str, Cell]:
 
 
 def lookup_targets(by_load: dict[tuple[str, int], list[LookupTimes]]) -> list[Target]:
-    """Of the placement in which we are the least ahead.
+    """The targets, for the placement in which we lead by least.
 
-    The promise is about the keys that Dynamo was first measured with: the trace's ids. What it is
-    with 16-byte keys (against pydict with the same, against Dynamo with its ids) is said beside it.
+    They are for the block keys of Dynamo's first measurement: the trace's ids. The values with
+    16-byte keys (against pydict with the same, against Dynamo with its ids) are in `why`.
     """
     found = []
     for peer, goals in (("pydict", OVER_PYDICT), ("dynamo", OVER_DYNAMO)):
@@ -211,8 +214,8 @@ def hashing_row(
 
 
 def beside_blake2b(rounds: int, seed: int) -> tuple[Rows, Target]:
-    """Keys of blocks of 1 KiB, from tokens, in turns with keyed blake2b of pieces that are cut and
-    packed already."""
+    """Block keys of blocks of 1 KiB, from tokens, in turns with keyed blake2b of pieces that were
+    cut and packed before."""
     rows, ratios, seed_key = [], [], chain_seed("bench")
     for prompt_tokens in PROMPTS_TOKENS:
         array = np.random.default_rng(seed).integers(0, 128_000, prompt_tokens, np.int32)
@@ -275,7 +278,7 @@ def decision_rows(
 def decision_targets(
     workers: int, ours: Sequence[dict[str, Cell]], theirs: dict[str, Cell] | None
 ) -> list[Target]:
-    """Of the policy that is slowest."""
+    """Targets of the slowest policy."""
     name, goal = DECISION_P50_US[workers]
     slowest = max(ours, key=lambda row: float(row["p50_us"] or 0))
     p50_us = float(slowest["p50_us"] or 0)

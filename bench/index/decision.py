@@ -1,18 +1,18 @@
 """How long one decision takes, from block keys to a booked route, in the real Conductor.
 
-N prefill and N decode workers, one of each on every node. The first half of a trace is cached
-around the fleet, request i on node i % N. Then the second half arrives, and the fleet does what was
-predicted: a prefill ends when the conductor said it would, its node announces the new blocks, the
+There are N prefill and N decode workers, one of each on every node. The first half of a trace is
+cached around the fleet, request i on node i % N. Then the second half arrives, and the fleet
+behaves as predicted. A prefill ends at its predicted time, its node announces the new blocks, the
 answer is decoded at the predicted time between tokens, and every worker reports each second. Ends
-and reports come in between, as they do in a frontend; only `on_request` is on the clock. Requests
-come as fast as keeps the prefill workers busy for LOAD of the time, whatever N is.
+and reports come in between, as in a frontend; only `on_request` is timed. The rate of requests
+keeps the prefill workers busy for LOAD of the time, whatever N is.
 
-The fleet's figures are of LLaMA3-70B on 8 x A800: what they are changes routes, not costs.
+The fleet's coefficients are of LLaMA3-70B on 8 x A800; they change routes, not costs.
 
-NVIDIA Dynamo's SelectionService, where its Python is given, routes the same requests to as many
+NVIDIA Dynamo's SelectionService, if its Python is given, routes the same requests to as many
 workers, and its rounds take turns with ours (dynamo_client.py).
 
-Not here: the decision (conductor/), what is looked up (lookups.py).
+Not here: the decision (conductor/), lookups (lookups.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFILL = (0.02, 1.0e-4, 2.0e-9)  # s, s per token, s per pair of tokens
 DECODE = (0.02, 1.0e-4, 2.0e-8)  # s, s per sequence, s per token of context
 BLOCK_BYTES = TRACE_BLOCK_TOKENS * 327_680  # 320 KiB a token
 TRANSFER_BYTES_PER_S = 20e9
-TTFT_SLO_S = 300.0  # every prompt of the trace is taken
+TTFT_SLO_S = 300.0  # every prompt of the trace is admitted
 WARM_UP = 500  # decisions that are not counted
 ROLES = ("prefill", "decode")
 
@@ -52,17 +52,18 @@ class DecisionTime(NamedTuple):
     """One decision, in microseconds."""
 
     wall_us: float
-    cpu_us: float  # of this thread; without what others do on a busy machine
+    cpu_us: float  # of this thread; excludes other work of a busy machine
 
 
 @dataclass(slots=True)
 class PredictedFleet:
-    """Workers that do exactly what was predicted of them."""
+    """Workers that behave exactly as predicted."""
 
     conductor: Conductor
     size: int
     due: list[tuple[float, int, str, Route, Request]] = field(default_factory=list)
-    prefilling: dict[str, dict[str, int]] = field(default_factory=dict)  # worker -> request, tokens
+    # worker -> request -> tokens
+    prefilling: dict[str, dict[str, int]] = field(default_factory=dict)
     decoding: dict[str, dict[str, int]] = field(default_factory=dict)
     _number: int = 0
 
@@ -88,7 +89,7 @@ class PredictedFleet:
         self._at(now_s + said.ttft_s - said.handover_s, "prefilled", route, request)
 
     def advance(self, now_s: float) -> None:
-        """Everything that ends until then, in order."""
+        """Process all ends until then, in order."""
         while self.due and self.due[0][0] <= now_s:
             at_s, _, kind, route, request = heapq.heappop(self.due)
             said, request_id = route.predicted, request.request_id
@@ -146,8 +147,8 @@ def _worker(worker_id: str, role: str, node_id: str) -> WorkerInfo:
 
 
 def gap_s(rows: Sequence[TraceRow], workers: int) -> float:
-    """Seconds between requests at which the prefill workers are busy for LOAD of the time, if
-    nothing of the prompts were cached."""
+    """Seconds between requests that keep the prefill workers busy for LOAD of the time, if nothing
+    of the prompts were cached."""
     base_s, token_s, pair_s = PREFILL
     each_s = (
         base_s + token_s * row.input_tokens + pair_s * row.input_tokens**2 / 2 for row in rows
@@ -224,13 +225,13 @@ class OurDecisions:
 
 
 class DynamoSelections:
-    """NVIDIA Dynamo's SelectionService in a process of the Python that has its wheel, until the
-    stack ends. It gets the same requests, and does not log what it selects."""
+    """NVIDIA Dynamo's SelectionService in a process of the Python with its wheel, until the stack
+    ends. It gets the same requests, and its logging of selections is off."""
 
     def __init__(
         self, stack: ExitStack, python: Path, rows: Sequence[TraceRow], decisions_max: int
     ) -> None:
-        """RuntimeError, with its last words, when it does not run."""
+        """RuntimeError, with its last output, when it does not run."""
         blocks = [row.hash_ids[: row.input_tokens // TRACE_BLOCK_TOKENS] for row in rows]
         began = len(rows) // 2 + WARM_UP
         load = {"before": blocks[:began], "timed": blocks[began : began + decisions_max]}

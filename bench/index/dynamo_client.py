@@ -1,16 +1,15 @@
-"""NVIDIA Dynamo's RadixTree and SelectionService, measured as ours are. Runs in a Python that has
-its wheel.
+"""NVIDIA Dynamo's RadixTree and SelectionService, measured as ours are, in a Python with its wheel.
 
-Standard library and dynamo only: nothing of this project is installed there. Does one round for
-each line on its standard input.
+It imports the standard library and dynamo only, because this project is not installed there. It
+does one round for each line on its standard input.
 
-    index LOAD.json COMPARED    stores a trace (indexes.py) and prints what that took; a round is
+    index LOAD.json COMPARED    stores a trace (indexes.py) and prints the time; a round is
                                 `find_matches` and `.scores` for every request
-    select LOAD.json            a line says how many workers there are; a round is a new service,
-                                which routes the requests that come before those on the clock, and
-                                then `select_and_reserve` for each of these. Its index learns from
-                                its own choices. A prompt counts as computed at once, and the last
-                                RESERVED requests keep their place.
+    select LOAD.json            a line has the number of workers; a round is a new service, which
+                                routes the requests before the timed ones, and then
+                                `select_and_reserve` for each timed one. Its index learns from its
+                                own choices. A prompt counts as computed at once, and the
+                                last RESERVED requests stay reserved.
 
 Not here: starting it, ours (lookups.py, decision.py).
 """
@@ -32,7 +31,7 @@ MODEL = "m"
 
 
 def stored(tree: Any, events: list[tuple[int, int | None, list[int]]]) -> float:
-    """Seconds. The events are written as JSON beforehand; reading it is part of its storing."""
+    """Seconds of storing. The events were written as JSON before; parsing it is part of storing."""
     prepared = []
     for number, (worker, parent, ids) in enumerate(events):
         blocks = [{"block_hash": block, "tokens_hash": block} for block in ids]
@@ -45,7 +44,9 @@ def stored(tree: Any, events: list[tuple[int, int | None, list[int]]]) -> float:
 
 
 def one_round(tree: Any, requests: list[list[int]], best_ns: list[int]) -> dict[str, float]:
-    """Of find_matches and .scores; `best_ns` keeps the least of each request over all rounds."""
+    """Times of find_matches and .scores; `best_ns` keeps the least of each request over all
+    rounds.
+    """
     clock = time.perf_counter_ns
     find_ns, all_ns = [], []
     for ids in requests:

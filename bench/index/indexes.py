@@ -1,32 +1,31 @@
-"""A trace as prefix indexes see it, and the indexes that are compared, behind one interface.
+"""A trace as prefix indexes see it, and the compared indexes behind one interface.
 
-Each request is cached whole on the workers that its placement names, and a worker announces only
-blocks that it did not have: the same rules, and the same random workers, as the script that
-NVIDIA Dynamo's figures were first measured with.
+Each request is cached whole on the workers of its placement, and a worker announces only blocks
+that it did not have. These are the rules, and the random workers, of the script that first measured
+NVIDIA Dynamo's figures.
 
     rr      request i on worker i % workers
     repR    each request on R random workers (rep4: hot prefixes on many of them)
 
-`pydict` is the reference that the targets are promised against: a dictionary of sets of workers, as
-anybody would write it first. `ours` is the production index
-(mooncake_store/prefix_index/prefix_index.py), asked for what the conductor scores with: an array of
-blocks per worker. Both take either kind of key, small integers as in the trace or 16 random bytes
-as in production: integers that count up lie side by side in a dictionary, keys that are hashes do
-not, and a cache line that is not there costs more than everything else in a lookup.
+`pydict` is the reference of the targets: a dictionary of sets of workers, the obvious first
+version. `ours` is the production index (mooncake_store/prefix_index/prefix_index.py) with the
+conductor's form of a result: an array of blocks per worker. Both take either kind of key, small
+integers as in the trace or 16 random bytes as in production. Consecutive integers lie side by side
+in a dictionary, hashed keys do not, and a cache miss costs more than all other parts of a lookup.
 
-`Adapter` has the five methods that the script by which Dynamo was first measured calls.
+`Adapter` has the five methods that the script of the first measurement calls.
 
 Their memory is measured in a process of its own:
 
     python -m bench.index.indexes LOAD.npz WAY        one JSON object
 
-WAY is ours or pydict; keys are 16 bytes. `rss_bytes` is how much the resident set has grown once
-everything is stored: the index with the keys that it keeps, and what the allocator wastes; free
-memory is given back to the system before each look, or the figure would depend on what was there
-before. `counted_bytes` is the same by sys.getsizeof, without the waste. Per block means per
-different block, however many workers have it.
+WAY is ours or pydict; keys are 16 bytes. `rss_bytes` is the growth of the resident set after
+storing: the index with its keys, and the allocator's waste. Free memory is returned to the system
+before each measurement, because the figure would otherwise depend on earlier allocations.
+`counted_bytes` is the same by sys.getsizeof, without the waste. Both are per different block,
+however many workers have it.
 
-Not here: Dynamo's RadixTree, which has a Python of its own (dynamo_client.py); clocks (lookups.py).
+Not here: Dynamo's RadixTree, which has a Python of its own (dynamo_client.py); timing (lookups.py).
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def requests_of(trace: Path, requests_max: int | None = None) -> list[list[int]]
 
 
 def placed(requests: Sequence[Sequence[int]], placement: str, workers: int) -> IndexedTrace:
-    """ValueError for a placement that is none."""
+    """ValueError for an unknown placement."""
     stored: list[Stored] = []
     has: list[set[int]] = [set() for _ in range(workers)]
     homes = _homes(len(requests), placement, workers)
@@ -111,7 +110,9 @@ def _homes(requests: int, placement: str, workers: int) -> list[list[int]]:
 
 
 def block_key(block: int) -> bytes:
-    """16 bytes for a block id of a trace, spread like real block keys; a new object each time."""
+    """16 bytes for a block id of a trace, distributed like real block keys; a new object each
+    time.
+    """
     return hashlib.blake2b(block.to_bytes(8, "little"), digest_size=16).digest()
 
 
@@ -122,7 +123,7 @@ class ComparedIndex(Protocol):
     def find(self, keys: Keys) -> Any: ...
 
     def consumed(self, found: Any) -> Any:
-        """`find`'s answer in the form that a scorer of all workers takes."""
+        """The result of `find` in the form that a scorer of all workers takes."""
 
     def scores(self, found: Any) -> dict[int, int]:
         """Worker -> blocks, to compare answers; not measured."""
@@ -191,8 +192,8 @@ class OurIndex:
 
 
 class Adapter:
-    """For that script. Its `scores` is a dict of all workers, as that script compares them; the
-    array that our scorer takes is `OurIndex.consumed`."""
+    """For that script. Its `scores` is a dict of all workers, which the script compares; our
+    scorer's array is `OurIndex.consumed`."""
 
     name, version = "mooncake-triton", "-"
 

@@ -1,12 +1,11 @@
-"""Times of storing and finding, request by request; what is compared takes turns.
+"""Times of storing and finding, request by request; compared indexes take turns.
 
-A round asks each index for every request of the trace. Other work on the machine only ever adds
-time, and a lookup of two microseconds is short beside what it adds, so indexes are compared by
-`best_us`: for each request the least time of all rounds, then the mean over the requests.
-Keys of 16 bytes are new objects at each lookup, as they come from hashing a prompt: a key that was
-looked up before would carry its hash.
+A round looks up every request of the trace in each index. Other work on the machine can only add
+time, and a lookup takes two microseconds. So indexes are compared by `best_us`: for each request
+the least time of all rounds, then the mean over the requests. Keys of 16 bytes are new objects at
+each lookup, as after hashing a prompt: a reused object would have its hash cached.
 
-Not here: the indexes (indexes.py), what runs in Dynamo's Python (dynamo_client.py).
+Not here: the indexes (indexes.py), the code in Dynamo's Python (dynamo_client.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from bench.index.indexes import (
 )
 
 IDS, BYTES = "trace ids", "16 bytes"  # kinds of keys
-COMPARED = 300  # requests of which answers are compared
+COMPARED = 300  # requests whose answers are compared
 
 
 @dataclass(slots=True)
@@ -38,10 +37,10 @@ class LookupRound:
     """One round of one index, in microseconds per request."""
 
     find_us: float  # mean of `find` alone
-    p50_us: float  # of `find` and what the scorer takes, from here on
+    p50_us: float  # this and the following fields: of `find` and the scorer's form of its result
     p99_us: float
     mean_us: float
-    best_us: float  # mean of the least of each request, in this round and those before it
+    best_us: float  # mean over requests of the least in this and earlier rounds
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ class Contender:
             end = clock()
             find_ns.append(middle - began)
             all_ns.append(end - began)
-        if isinstance(self._index, PyDict):  # its answer is what a scorer takes
+        if isinstance(self._index, PyDict):  # a scorer takes its answer as it is
             all_ns = find_ns
         self._best_ns = list(map(min, all_ns, self._best_ns or all_ns))
         ordered, requests = sorted(all_ns), len(all_ns)
@@ -103,7 +102,7 @@ class Contender:
         )
 
     def answers(self) -> list[dict[int, int]]:
-        """For the requests that are compared."""
+        """The answers for the compared requests."""
         some = self._load.requests[:: max(1, len(self._load.requests) // COMPARED)]
         return [self._index.scores(self._index.find(self._as_keys(ids))) for ids in some]
 
@@ -120,8 +119,8 @@ def contenders(load: IndexedTrace) -> list[Contender]:
 
 
 class DynamoIndex:
-    """NVIDIA Dynamo's RadixTree with the trace in it, in a process of the Python that has its wheel
-    until the stack ends; RuntimeError, with its last words, when it does not run."""
+    """NVIDIA Dynamo's RadixTree with the trace in it, in a process of the Python with its wheel
+    until the stack ends; RuntimeError, with its last output, when it does not run."""
 
     def __init__(self, stack: ExitStack, python: Path, load: IndexedTrace) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))

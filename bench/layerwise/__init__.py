@@ -1,1 +1,1 @@
-"""What does it save to load a prefix layer by layer?"""
+"""How much does it save to load a prefix layer by layer?"""

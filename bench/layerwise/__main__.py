@@ -1,11 +1,11 @@
-"""What layer-wise loading makes of a half-cached prompt, and of a queue that is short of pages.
+"""Layer-wise loading of a half-cached prompt, and of a queue that is short of pages.
 
     python -m bench.layerwise
 
-Makes a random Llama of 12 layers, starts a directory, two storage nodes and prefill workers, each a
-process with one engine thread: one of node s1, which computes the first halves of the prompts, and
-those of node s0, which fetch these halves over NIXL, throttled until loading takes as long as
-computing (link.py). Each is there with `layerwise` on and off. In every round, in turns, with fresh
+It makes a random Llama of 12 layers and starts a directory, two storage nodes and prefill workers,
+each a process with one engine thread. One worker of node s1 computes the first halves of the
+prompts. Those of node s0 fetch these halves over NIXL, throttled until loading takes as long as
+computing (SlowLink). Each exists with `layerwise` on and off. In every round, in turns, with fresh
 prompts:
 
     one      a prompt of 8k: TTFT, over max(load, compute) of the prompt before it, which loads and
@@ -43,7 +43,7 @@ from loadtest.harness.result import Cell, Target
 BLOCK_TOKENS = 256
 CHUNK_TOKENS = 512
 LONG_BLOCKS = 32  # the largest prompt, and all pages of a worker that is short of them
-QUEUE_BLOCKS = (8, 16, 32, 16, 8, 16, 8, 16, 8)  # in all four times as many
+QUEUE_BLOCKS = (8, 16, 32, 16, 8, 16, 8, 16, 8)  # four times as many in all
 SPARE_TOKENS = 2  # of the context, for the output
 TTFT_GOAL, PAGE_SECONDS_GOAL, QUEUE_GOAL = 1.15, 0.60, 0.95
 TRANSFER_S_MAX = 25.0
@@ -52,7 +52,7 @@ PAIRS = 3  # single prompts with and without layers, in each round
 
 @dataclass(frozen=True, slots=True)
 class PrefillWay:
-    """One of the workers that are compared."""
+    """One of the compared workers."""
 
     is_layerwise: bool
     has_all_pages: bool
@@ -121,7 +121,7 @@ class LayerwiseSite:
         self._rate.value = bytes_per_s
 
     def half_cached(self, blocks: int) -> np.ndarray:
-        """A fresh prompt that fits so many blocks; node s1 has the KV of its first half."""
+        """A fresh prompt that fits `blocks` blocks; node s1 has the KV of its first half."""
         prompt = self._chance.integers(
             3, self._model.vocabulary_tokens, blocks * BLOCK_TOKENS - SPARE_TOKENS, dtype=np.int32
         )

@@ -1,6 +1,6 @@
-"""A link between nodes that is as slow as it is told to be, under the real transport.
+"""A link between nodes with a given rate, under the real transport.
 
-Not here: what goes over it (__main__.py).
+Not here: its traffic (__main__.py).
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import Any
 
 
 class SlowLink:
-    """What all reads from other nodes of a process share: bytes follow each other at `rate`."""
+    """A link shared by all reads of a process from other nodes: bytes follow each other at
+    `rate`.
+    """
 
     def __init__(self, rate: Any) -> None:
         self._rate = rate  # bytes per second, in memory that processes share; 0: not throttled
         self._lock = threading.Lock()
-        self._free_s = 0.0  # when what was sent before is over
+        self._free_s = 0.0  # end of the earlier transfers
 
     def passed(self, moved_bytes: int, started_s: float) -> None:
-        """Wait until bytes that were asked for at `started_s` would have passed."""
+        """Wait until bytes that were requested at `started_s` would have passed."""
         if (rate := self._rate.value) <= 0:
             return
         with self._lock:
@@ -29,7 +31,7 @@ class SlowLink:
 
 
 def throttle(rate: Any) -> None:
-    """In a worker's process: NIXL's reads go through a link, and are otherwise what they are."""
+    """In a worker's process: NIXL's reads pass through a link and are otherwise unchanged."""
     from mooncake_store.transports import known_nodes
 
     link = SlowLink(rate)

@@ -1,1 +1,1 @@
-"""What does serving add to the bare engine?"""
+"""How much does serving add to the bare engine?"""

@@ -1,25 +1,25 @@
-"""What Triton, the frontend and the hand-over add to the bare engine, for a user at the client.
+"""The cost of Triton, the frontend and the hand-over on top of the bare engine, at the client.
 
     python -m bench.overhead [--only ttft-tbt|throughput|interference]
 
-One server with one prefill and one decode worker, and the bare engine in this process with as many
-threads as a worker has. What is compared takes turns in each round; medians over the rounds.
+One server has one prefill and one decode worker, and the bare engine runs in this process with as
+many threads as a worker. Compared ways take turns in each round; medians over the rounds.
 
     ttft-tbt      a short prompt whose KV is cached: the client's time to the first token, against
                   the engine computing the same tokens over KV that is in its pages already; and 16
                   streams at once, against the engine with a batch of the same 16 prompts
     throughput    16 answers at once to cached prompts, streamed and whole, by `conductor`,
                   `ensemble` and the gateway, against the same engine decoding that batch
-    interference  how much an 8k prompt that is prefilled raises the 99th percentile of the time
+    interference  how much the prefill of an 8k prompt raises the 99th percentile of the time
                   between the tokens of 4 streams: on another worker, and in the batches of one
                   engine loop, a chunk in each. The workers are pinned to a core each
 
 TBT of a stream is its mean: (last token - first token of the full batch) / tokens between. A token
-counts when its message arrives; a message may carry several, so single intervals would say more
-about the packing than about the speed. How many a message carries is in the rows, and so is the CPU
-time that each process spends for one step of the streams.
+counts when its message arrives. A message may carry several tokens, so single intervals would show
+the packing rather than the speed. The rows have the tokens per message, and each process's CPU time
+for one step of the streams.
 
-Not here: asking (served.py), the bare engine (bare_engine.py).
+Not here: requests (served.py), the bare engine (bare_engine.py).
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, own_rep
 from loadtest.replay.prompts import TokenIds, TokenSource
 
 STREAMS = 16
-BESIDE_STREAMS = 4  # whose time between tokens a long prompt disturbs
-BESIDE_TOKENS_MAX = 5_000  # of them; they are cut off when the long prompt is done
+BESIDE_STREAMS = 4  # streams whose token intervals a long prompt disturbs
+BESIDE_TOKENS_MAX = 5_000  # of each stream; the streams are cancelled when the long prompt is done
 CANCELLED_S = 0.5
-BESIDE_PREFILLS = 4  # in one loop, so many steps are without the long prompt for each with a chunk
+# in one loop, where many steps are without the long prompt for each with a chunk
+BESIDE_PREFILLS = 4
 TTFTS = 11  # in each round
 CPU_MS_SHOWN = 0.05
 P99 = 0.99
-# All requests are the benchmark's own. By default the conductor keeps room for requests like those
-# of the last minute, and may reject the long prompt beside the streams.
+# All requests are the benchmark's own. By default the conductor keeps capacity for requests like
+# those of the last minute, and may reject the long prompt beside the streams.
 CONDUCTOR = {"expected_arrivals_share": "0"}
 WORKER_CORES = {"prefill_0": 0, "decode_0": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class OverheadShape:
-    """How large what is measured is, in tokens."""
+    """Sizes of the measurement, in tokens."""
 
     short_tokens: int
     prompt_tokens: int
@@ -88,7 +89,7 @@ class OverheadShape:
 
     @property
     def kv_tokens(self) -> int:
-        """Of all that the bare engine has in its pages at once, a block for each request's rest."""
+        """KV tokens of the bare engine at once, with a block for each request's last tokens."""
         longest_tokens = max(self.output_tokens, self.answer_tokens)
         streams = STREAMS * (self.prompt_tokens + longest_tokens + 64)
         steps = BESIDE_PREFILLS * self.long_steps
@@ -98,7 +99,7 @@ class OverheadShape:
 
 @dataclass(slots=True)
 class Bench:
-    """What all parts use."""
+    """The objects that all parts use."""
 
     server: OwnServer
     gateway: str  # HOST:PORT
@@ -109,7 +110,7 @@ class Bench:
     _prompts: int = 0
 
     def prompts(self, count: int, tokens: int) -> list[TokenIds]:
-        """That nobody has asked for yet."""
+        """Fresh prompts."""
         first, self._prompts = self._prompts, self._prompts + count
         return [self.source.fresh(first + at, tokens) for at in range(count)]
 
@@ -250,7 +251,7 @@ async def interference(bench: Bench) -> None:
     ]
     loop_ms, served_ms = (statistics.median(each) for each in zip(*raised, strict=True))
     why = f"{loop_ms:.1f} ms in one loop, {served_ms:.1f} ms on another worker"
-    # Where it is raised by nothing that can be measured, a tenth of a millisecond stands for it.
+    # A raise too small to be measured counts as a tenth of a millisecond.
     ratio = round(loop_ms / max(served_ms, 0.1), 2)
     bench.run.targets.append(Target("loop_raise_over_worker_raise", ratio, ">=", 5.0, why))
 
@@ -261,7 +262,7 @@ async def served_intervals(
     """Seconds between the tokens of streams, alone and while a long prompt is computed."""
     arrived = [TokenArrivals() for _ in streams]
     running = asyncio.create_task(together(client, streams, BESIDE_TOKENS_MAX, {}, arrived))
-    await asyncio.sleep(1.0)  # poll: all of them decode, and for a while nothing else happens
+    await asyncio.sleep(1.0)  # poll: all of them decode, and nothing else happens for a while
     prefill = await stream(client, "long", long, 1, {})
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -272,7 +273,7 @@ async def served_intervals(
         )
     if not all(each.times_s for each in arrived):
         raise CannotMeasure("a stream had no token before the long prompt was done")
-    await asyncio.sleep(CANCELLED_S)  # poll: the server has heard of it, and its cores are free
+    await asyncio.sleep(CANCELLED_S)  # poll: the server has cancelled it, and its cores are free
     begin_s = max(each.times_s[0] for each in arrived)
     alone = [s for each in arrived for s in each.intervals_s(begin_s, prefill.sent_s)]
     beside = [s for each in arrived for s in each.intervals_s(prefill.sent_s, prefill.times_s[0])]
@@ -285,7 +286,8 @@ def p99_ms(intervals_s: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def pinned(server: OwnServer) -> Iterator[None]:
-    """The workers on a core each, this process with its engine on that of the decode worker."""
+    """Pin the workers to a core each, and this process with its engine to that of the decode
+    worker."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise CannotMeasure("two cores are needed to keep the workers apart")

@@ -1,6 +1,6 @@
-"""The engine of the workers in this process, and nothing else: what serving is compared with.
+"""The engine of the workers alone in this process: the reference of the benchmark.
 
-Not here: what is asked of a server (served.py).
+Not here: requests to a server (served.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BareEngine:
         self._short_pages: list[int] = []
 
     def ttft_s(self, prompt: TokenIds) -> float:
-        """Of a prompt whose full blocks are in pages; at least one token is computed."""
+        """TTFT of a prompt whose full blocks are in pages; at least one token is computed."""
         cached = min(len(prompt) // self._block_tokens * self._block_tokens, len(prompt) - 1)
         if not self._short_pages:
             self._short_pages = self._engine.pages.take(len(prompt) // self._block_tokens + 1)
@@ -42,7 +42,7 @@ class BareEngine:
         return time.perf_counter() - started_s
 
     def streams_s(self, prompts: Sequence[TokenIds], output_tokens: int) -> list[list[float]]:
-        """When each token of each prompt came, all decoding at once."""
+        """Arrival times of each token of each prompt, all decoding at once."""
         params = SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens)
         times_s: list[list[float]] = [[] for _ in prompts]
         ids = [prompt.tolist() for prompt in prompts]
@@ -54,7 +54,7 @@ class BareEngine:
         self, prompts: Sequence[TokenIds], steps: int, beside: TokenIds | None, chunk_tokens: int
     ) -> list[float]:
         """Between the tokens of streams, one for each step. `beside`: a prompt that is prefilled in
-        the same batches, a chunk in each, and what is returned is from its steps."""
+        the same batches, a chunk in each; then the steps with its chunks are returned."""
         pool = self._engine.pages
         longest = max(len(prompt) for prompt in prompts) + steps
         pages = [pool.take(blocks_touched(longest, self._block_tokens)) for _ in prompts]

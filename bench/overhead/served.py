@@ -1,6 +1,6 @@
-"""Answers of a server: by which interface, streamed or whole, and when their tokens came.
+"""Answers of a server: by interface, streamed or whole, with the arrival times of their tokens.
 
-Not here: what is compared (__main__.py).
+Not here: the comparisons (__main__.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(slots=True)
 class TokenArrivals:
-    """When the tokens of one stream came, and how they were packed."""
+    """Arrival times of the tokens of one stream, and their packing."""
 
     sent_s: float = 0.0
     times_s: list[float] = field(default_factory=list)  # one per token
@@ -34,8 +34,8 @@ class TokenArrivals:
         return self.times_s[0] - self.sent_s
 
     def intervals_s(self, from_s: float, to_s: float) -> list[float]:
-        """Between tokens, in that time. Those that came in one message share the time since the
-        message before, so that packing alone makes no tail."""
+        """Between tokens, in that time. Tokens of one message share the time since the message
+        before, so that packing alone makes no tail."""
         found: list[float] = []
         moments = sorted(set(self.times_s))
         for before_s, after_s in pairwise(moments):
@@ -53,7 +53,7 @@ async def stream(
     parameters: Mapping[str, str],
     arrivals: TokenArrivals | None = None,
 ) -> TokenArrivals:
-    """`arrivals`: what has come so far, for whoever may end it early."""
+    """`arrivals`: filled during the stream, for a caller that may end it early."""
     request = GenerateRequest(
         request_id=name,
         input_ids=prompt,
@@ -79,7 +79,7 @@ async def together(
     parameters: Mapping[str, str],
     arrived: Sequence[TokenArrivals] | None = None,
 ) -> list[TokenArrivals]:
-    """`arrived`, one for each: as in `stream`."""
+    """`arrived`: one for each prompt, as in `stream`."""
     arrived = [TokenArrivals() for _ in prompts] if arrived is None else arrived
     each = [
         stream(client, f"tbt-{i}", prompt, output_tokens, parameters, arrivals)
@@ -89,10 +89,10 @@ async def together(
 
 
 class AnsweredWay(Protocol):
-    """An interface that is asked for whole answers or streams."""
+    """An interface for whole answers or streams."""
 
     async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
-        """Returns with the last token. CannotMeasure where it is not the whole answer."""
+        """Returns with the last token. CannotMeasure when the answer is incomplete."""
         ...
 
 
@@ -136,7 +136,7 @@ class OpenAiWay:
 async def tokens_per_s(
     way: AnsweredWay, texts: Sequence[str], tokens: int, is_streamed: bool
 ) -> float:
-    """Of so many answers at once, from the first that is asked for to the last token."""
+    """Tokens per second of concurrent answers, from the first request to the last token."""
     started_s = time.perf_counter()
     await asyncio.gather(*(way.answer(text, tokens, is_streamed) for text in texts))
     return len(texts) * tokens / (time.perf_counter() - started_s)

@@ -1,1 +1,1 @@
-"""What does admission save when more comes than fits, and what does it cost the others?"""
+"""What does admission save in an overload, and what does it cost the other requests?"""

@@ -1,21 +1,21 @@
-"""More than fits, on the real server, with admission policies and without.
+"""An overload of the real server, with admission policies and without.
 
     python -m bench.overload                  too many prompts (here)
     python -m bench.overload --decode-bound   too many answers (decode_bound.py)
 
-A server of our own and fresh prompts of one length. The policy is changed in config.pbtxt while the
-server runs. Too many prompts are four times what fits through prefill, with admission `predictive`
-and without any:
+It starts a server and sends fresh prompts of one length. The policy is changed in config.pbtxt
+while the server runs. The load is four times the prefill capacity, with admission `predictive` and
+without any:
 
-    unloaded   one request after the other: the TTFT and TBT that the service levels are taken from
-    full       so many at once that the server is never idle: requests per second that it completes
+    unloaded   one request after the other: the service levels are multiples of its TTFT and TBT
+    full       enough at once that the server is never idle: completed requests per second
     none       an open loop at 4x that rate, nothing is rejected
     predictive the same requests, with ttft_slo_s = 10x and tbt_slo_s = 5x the unloaded medians
 
 Two requests at a time are in flight while the policy changes: `policy_change_lost` counts those
 that were not answered. TBT of a request is the mean of its longest 10 % of intervals
 (loadtest/results/metrics.py); a level is kept when the P90 over the admitted is below it. Prompts
-are fresh, so the workers' counter must rise by just the tokens of those that were admitted.
+are fresh, so the workers' counter must rise by exactly the tokens of the admitted ones.
 
 Not here: sending (load.py).
 """
@@ -158,7 +158,7 @@ def repository_served(
 ) -> Iterator[tuple[Addresses, Path]]:
     """A server on a copy of the repository, and that copy."""
     with own_repository(without, {"conductor": begins_with}) as repository:
-        # How fast the workers are is measured anew, not read from another day's profile.
+        # The speed of the workers is measured anew, not read from an earlier profile.
         state = repository.parent / "state"
         arguments = ["--model-repository", str(repository), "--state-dir", str(state)]
         with served(None, arguments) as addresses:

@@ -1,30 +1,30 @@
-"""More than fits through decoding: five admission policies take turns on one server.
+"""An overload of decoding: five admission policies take turns on one server.
 
-Prompts are short and answers long, so what is short is room in the decode workers' steps. Without
-a look at them, prompts are computed for requests that their decode worker then refuses. First
+Prompts are short and answers long, so the decode workers' steps are the bottleneck. Without
+checking them, prompts are computed for requests that their decode worker then refuses. First
 
     unloaded   one request after the other: TTFT, and the step of a batch of one
-    full       so many at once, nothing is rejected: the step of such batches, beside the prefills
-               that go with them, and how many requests per second are completed
+    full       many at once, nothing is rejected: the step of such batches beside their prefills,
+               and completed requests per second
 
-Both are measured anew in each run, on the machine as it is at that time, and everything else
-follows from them: tbt_slo_s is 1.2 x that step, ttft_slo_s is loose, arrivals come at 2.5 x that
-rate, and the first guess of a request's time in decoding is the one that was seen. Then in each
-round
+Both are measured anew in each run, on the machine as it is at that time, and all other numbers
+follow from them: tbt_slo_s is 1.2 x that step, ttft_slo_s is loose, arrivals come at 2.5 x that
+rate, and the first guess of a request's decode time is the measured one. Then in each round
 
     reserved, baseline, early, predictive, predictive_lengths
 
-in turns (every other round backwards), the same arrivals for all of a round. `shedding` is `limit`:
-fair shares would turn requests away before a limit is reached, and hide what is asked here.
+in turns (every other round backwards), with the same arrivals for all of a round. `shedding` is
+`limit`: fair shares would reject requests before a limit is reached, and hide the effect of
+admission.
 
 A request is *within* when it was answered, its TTFT is at most ttft_slo_s and the mean interval
-between its tokens at most tbt_slo_s, which is what the limit is about: a mean step. *Wasted* are
-the prompt tokens that prefill computed, by its own counter, for requests that got no answer. The
-targets compare medians over the rounds of a policy's ratio to the baseline of the same round. While
-the baseline wastes less than a tenth of what it computes there is no overload to judge by.
+between its tokens at most tbt_slo_s; that limit is about a mean step. *Wasted* are the prompt
+tokens that prefill computed, by its own counter, for requests that got no answer. The targets
+compare medians over the rounds of a policy's ratio to the baseline of the same round. While the
+baseline wastes less than a tenth of its computed tokens there is no overload to judge by.
 
-After each overload the policy changes under a light load, two short answers at a time: whoever is
-rejected then is rejected for an overload that is over (`rejected_after_change`).
+After each overload the policy changes under a light load of two short answers at a time. A
+rejection then is due to an overload that has ended (`rejected_after_change`).
 
 Not here: sending (load.py), the policies (conductor/admission/admission.py).
 """
@@ -62,7 +62,7 @@ BEGINS_WITH: Parameters = {
 
 @dataclass(frozen=True, slots=True)
 class PromisedLimits:
-    """What a request is promised."""
+    """The limits of a request."""
 
     ttft_s: float
     tbt_s: float
@@ -192,7 +192,7 @@ def _median(runs: Sequence[PolicyRun], value: Callable[[PolicyRun], float]) -> f
 
 
 def order_of(round_number: int, policies: Sequence[str]) -> Sequence[str]:
-    """Every other round backwards, so that none always comes first."""
+    """Every other round backwards, so that no policy always comes first."""
     return policies if round_number % 2 == 0 else policies[::-1]
 
 
@@ -205,7 +205,7 @@ async def measure(
     rounds: int,
     changed: Mapping[str, str],
 ) -> DecodeBoundRuns:
-    """`changed`: further parameters of the conductor, for whoever looks for the reason why."""
+    """`changed`: further parameters of the conductor, for experiments."""
     load = await OverloadClient.of(addresses, shape, seed)
     with console.status("unloaded ..."):
         await load.unloaded(3)  # warms up
@@ -233,7 +233,7 @@ async def measure(
 def _numbers(
     unloaded: OverloadPhase, full: OverloadPhase, capacity_per_s: float, shape: OverloadShape
 ) -> dict[str, float]:
-    """All that the rest follows from."""
+    """The numbers that all others follow from."""
     unloaded_ttft_s = unloaded.p50_s("ttft_s")
     answered = full.of(COMPLETED)
     steps_s = [step_s for r in answered if (step_s := mean_step_s(r)) is not None]

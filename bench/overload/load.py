@@ -1,10 +1,10 @@
-"""Fresh prompts for one server, sent as each phase of an overload wants, and what became of them.
+"""Fresh prompts for one server, sent as each phase of an overload needs, and their results.
 
-What the prefill workers computed is read off their own counter
-`mooncake_prompt_tokens_total{path="computed"}`, from the end of one phase to the end of the next:
-nothing that they do is counted twice or left out.
+The computed tokens are read from the prefill workers' own counter
+`mooncake_prompt_tokens_total{path="computed"}`, from the end of one phase to the end of the next,
+so no token is counted twice or left out.
 
-Not here: which phases there are (__main__.py, decode_bound.py).
+Not here: the phases (__main__.py, decode_bound.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loadtest.replay.prompts import PlannedRequest, TokenSource
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord, spread
 
 COUNTER = "mooncake_prompt_tokens_total"
-ABORTED = "mooncake_aborted_prefill_tokens_total"  # computed too, and for nothing
+ABORTED = "mooncake_aborted_prefill_tokens_total"  # tokens computed for prefills that were aborted
 COUNTER_S_MAX = 20.0
 COUNTER_POLL_S = 1.2  # workers publish once a second
 RELOAD_S_MAX = 30.0
@@ -39,18 +39,18 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class OverloadShape:
-    """What is sent."""
+    """The load's parameters."""
 
     prompt_tokens: int
-    output_tokens: int  # of each answer; the least, where output_tokens_max is more
+    output_tokens: int  # of each answer; the least, if output_tokens_max is greater
     seconds: float  # of each overload
     at_once: int  # requests in flight when capacity is measured
-    output_tokens_max: int = 0  # evenly spread between both; 0: all alike
+    output_tokens_max: int = 0  # uniform between both; 0: all answers have output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadPhase:
-    """One run, and what the prefill workers computed meanwhile."""
+    """One run, and the tokens that the prefill workers computed in it."""
 
     name: str
     records: Sequence[RequestRecord]
@@ -61,8 +61,8 @@ class OverloadPhase:
 
     @property
     def wasted_tokens(self) -> float:
-        """Computed for requests that got no answer: refused by their decode worker, cancelled, or
-        failed; prompts that were computed in part count as far as that."""
+        """Tokens computed for requests without an answer: refused by their decode worker,
+        cancelled, or failed; of partly computed prompts the computed part."""
         return self.computed_tokens - sum(r.prompt_tokens for r in self.of(COMPLETED))
 
     @property
@@ -102,20 +102,20 @@ class OverloadClient:
         self._addresses = addresses
         self._source = source
         self._shape = shape
-        self._lengths = np.random.default_rng(seed)  # of answers that are part of no arrivals
+        self._lengths = np.random.default_rng(seed)  # of answers outside the overloads
         self._prompts = 0
         self._counted: float | None = None  # the counter at the end of the last phase
 
     @classmethod
     async def of(cls, addresses: Addresses, shape: OverloadShape, seed: int) -> OverloadClient:
-        """For the vocabulary of the server."""
+        """A client with the vocabulary of the server."""
         async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
             server = await describe_server(client, {})
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
         return cls(addresses, source, shape, seed)
 
     async def unloaded(self, requests: int) -> OverloadPhase:
-        """One after the other."""
+        """One request after the other."""
         await self._begin()
         records: list[RequestRecord] = []
         for _ in range(requests):
@@ -123,7 +123,7 @@ class OverloadClient:
         return await self._end("unloaded", records)
 
     async def full(self, seconds: float) -> tuple[OverloadPhase, float]:
-        """`at_once` in flight; and completed requests per second."""
+        """`at_once` requests in flight; and completed requests per second."""
         await self._begin()
         started_s = time.perf_counter()
         records: list[RequestRecord] = []
@@ -140,7 +140,7 @@ class OverloadClient:
 
     async def during(self, change: Callable[[], Awaitable[float]]) -> tuple[OverloadPhase, float]:
         """Two requests at a time with the shortest answers, before, during and after the change;
-        and what that returned."""
+        and its result."""
         await self._begin()
         records: list[RequestRecord] = []
         is_over = asyncio.Event()
@@ -160,28 +160,28 @@ class OverloadClient:
         return await self._end("policy change", records), took_s
 
     async def overload(self, name: str, rate_per_s: float, seed: int) -> OverloadPhase:
-        """Poisson arrivals; they and the lengths of answers are the same for the same seed."""
+        """Poisson arrivals; a seed fixes them and the lengths of answers."""
         await self._begin()
-        chance = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         count = int(rate_per_s * self._shape.seconds)
-        due_s = np.cumsum(chance.exponential(1.0 / rate_per_s, count))
-        return await self._end(name, await self._send(self._planned(due_s.tolist(), chance)))
+        due_s = np.cumsum(rng.exponential(1.0 / rate_per_s, count))
+        return await self._end(name, await self._send(self._planned(due_s.tolist(), rng)))
 
     async def _send_one(self) -> list[RequestRecord]:
         return await self._send(self._planned([0.0], self._lengths))
 
     def _planned(
-        self, due_s: Sequence[float], chance: np.random.Generator | None
+        self, due_s: Sequence[float], rng: np.random.Generator | None
     ) -> list[PlannedRequest]:
-        """`chance`: of the lengths of answers; None: the shortest."""
+        """`rng`: for the lengths of answers; None: the shortest."""
         shape, planned = self._shape, []
         longest = max(shape.output_tokens, shape.output_tokens_max)
         for index, due in enumerate(due_s):
             self._prompts += 1
             prompt = self._source.fresh(self._prompts, shape.prompt_tokens)
             tokens = shape.output_tokens
-            if chance is not None:
-                tokens = int(chance.integers(tokens, longest, endpoint=True))
+            if rng is not None:
+                tokens = int(rng.integers(tokens, longest, endpoint=True))
             planned.append(PlannedRequest(index, index, due, prompt, tokens))
         return planned
 
@@ -200,7 +200,7 @@ class OverloadClient:
         return OverloadPhase(name, records, self._counted - before)
 
     async def _settled(self, due: float) -> float:
-        """The counter; workers publish a moment later, so wait for what must come."""
+        """The counter; workers publish a moment later, so wait until it has reached `due`."""
         give_up_s = time.perf_counter() + COUNTER_S_MAX
         last = -1.0
         while time.perf_counter() < give_up_s:
@@ -215,11 +215,11 @@ class OverloadClient:
 
 
 async def send_planned(url: str, planned: Sequence[PlannedRequest]) -> list[RequestRecord]:
-    """Requests at their times, each with an answer of just the length that was planned."""
+    """Requests at their times, each with an answer of exactly the planned length."""
     run = ReplayRun(planned)
     options = SendOptions(url, "conductor", True, TIMEOUT_S, 4, False)
     await send_all(run, options, WallClock(), lambda _: None)
-    if run.is_interrupted:  # it took the Ctrl-C for itself
+    if run.is_interrupted:  # the run handled the Ctrl-C
         raise KeyboardInterrupt
     return sorted(run.records, key=lambda record: record.index)
 
@@ -233,7 +233,7 @@ async def reload(url: str, repository: Path, values: Parameters, admission: str)
             request = GenerateRequest(
                 "reload", text_input="It is", max_tokens=2, end_id=-1, return_decision=True
             )
-            with contextlib.suppress(Rejected):  # after an overload that is possible: ask again
+            with contextlib.suppress(Rejected):  # possible after an overload: retry
                 async for event in client.generate(request):
                     if event.decision and event.decision.get("admission") == admission:
                         return time.perf_counter() - started_s

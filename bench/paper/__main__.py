@@ -170,7 +170,7 @@ Figures of FAST'25, beside the paper's numbers and with one set of constants: gp
 capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefix (14), pd-ratio
 (15); of the arXiv report: datasets (11), simulated-long (12), real (13), cache-policies (Table 1).
 """
-# What simulates workers of this project and nothing to compare them with.
+# Experiments on workers of this project alone, which a profile can replace.
 OF_ANY_WORKER = (
     PaperExperiment.SCHEDULING,
     PaperExperiment.REJECTION,
@@ -283,7 +283,7 @@ def main(
 
 
 def chosen(experiment: PaperExperiment | None, options: SimulationOptions) -> PaperExperiment:
-    """SimulationRefused for none, and for one whose result these workers cannot change."""
+    """SimulationRefused without an experiment, and for one that fixes its workers."""
     if experiment is None:
         raise SimulationRefused("name the experiment: --experiment NAME, or --all")
     if options.is_any_worker and experiment not in OF_ANY_WORKER:
@@ -297,7 +297,7 @@ def chosen(experiment: PaperExperiment | None, options: SimulationOptions) -> Pa
 def answer(
     experiment: PaperExperiment, options: SimulationOptions, report: Path | None = None
 ) -> Result:
-    """The experiment's result; its picture and page are written when they were asked for."""
+    """The experiment's result; writes its picture and page if requested."""
     started_s = time.monotonic()
     with progress_bar() as begin:
         rows, targets = EXPERIMENTS[experiment](options, begin)
@@ -324,7 +324,7 @@ def chapter_of(result: Result) -> Chapter:
 
 
 def draw(experiment: PaperExperiment, path: Path, rows: Rows) -> None:
-    """The experiment's picture, if it has one."""
+    """Draw the experiment's picture, if it has one."""
     from bench.paper import pictures  # loads matplotlib
     from bench.paper.figures import pictures as of_papers
 
@@ -335,7 +335,9 @@ def draw(experiment: PaperExperiment, path: Path, rows: Rows) -> None:
 def write_all(options: SimulationOptions, path: Path) -> None:
     """Each figure of the papers as a chapter. The page is complete after each chapter."""
     if options.is_any_worker:
-        raise SimulationRefused("--all is about the paper's nodes: no --profile, no scale")
+        raise SimulationRefused(
+            "--all needs the paper's nodes: leave out --profile and --length-scale"
+        )
     from bench.paper.book import write_book  # loads matplotlib
 
     chapters: list[Chapter] = []

@@ -1,6 +1,6 @@
 """All figures of the papers as one HTML page: paper, ours, and why they differ.
 
-An experiment that could not be run has a chapter that says why. Not here: the experiments
+An experiment that could not be run has a chapter with the reason. Not here: the experiments
 (figures/), why they differ (figures/reasons.py), the look of a chapter
 (loadtest/simulator/experiment_page.py).
 """

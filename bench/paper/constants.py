@@ -1,7 +1,8 @@
 """The constants of the papers' experiments, in one place, as each report states them.
 
 The constants of the models are in loadtest/simulator/constants.py. This module has the others: how
-the coupled baselines are run, and what counts as time to the first token and between tokens.
+the coupled baselines are run, and the definitions of the time to the first token and between
+tokens.
 
 No experiment has constants of its own. One constant was fitted to the papers' figures: the cost of
 each sequence in a decode step, fitted to Figures 14 and 15 of FAST'25 and to no other.
@@ -15,19 +16,19 @@ from loadtest.simulator import constants
 from loadtest.simulator.cluster.site import ClusterSettings
 from loadtest.simulator.constants import PAPER_NODES
 
-# The papers do not say how large the chunks of the chunked baseline were: both are run. 512 makes
-# it as good between tokens as it can get, 2,048 is what its curve in Figure 1 looks like.
+# The papers do not give the chunk size of the chunked baseline: both are run. 512 is best between
+# tokens; 2,048 resembles its curve in Figure 1.
 SMALL_CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 512, 2_048
-DISPATCH = "round_robin"  # of the baselines: nor do they say which node a request went to
+DISPATCH = "round_robin"  # of the baselines: the papers do not give it either
 SEQUENCES_MAX = 256  # of a batch, vLLM's default
 NODES = 16  # of each system, 8x A800 each
 
-# Both count, to our disadvantage: a user may have the first token when it is computed, and then
-# the hand-over is only in the first interval. Rows say what would be without either.
+# Both count against us: a user may get the first token when it is computed, and then the hand-over
+# is only in the first interval. Rows also have the values without either.
 HANDOVER_IN_TTFT = True
 FIRST_INTERVAL_IN_TBT = True
 
-REPLAY_SPEED = 1.0  # as recorded, where an experiment is not about other speeds
+REPLAY_SPEED = 1.0  # as recorded, unless an experiment varies the speed
 
 VLLM = CoupledSettings("vllm", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX)
 VLLM_CACHED = CoupledSettings(

@@ -1,22 +1,22 @@
-"""Coupled engines, as the paper compares with: prefill and decode on one node, in one batch.
+"""Coupled engines, the papers' baselines: prefill and decode on one node, in one batch.
 
     vllm      continuous batching: waiting prompts are computed whole, before any decode step
     chunked   steps that carry all decodes and fill up with chunks of prompts
 
-Each with or without a prefix cache in the GPU's own free memory; the paper's "+ prefix cache" is
-`vllm` with it, its "+ chunked prefill" is `chunked` without. A chunk ends at any token, so a step
-is full whatever decodes beside it. A step that carries prompt tokens is charged wholly to them, as
-decodes would not have made it longer than a step of their own.
+Each runs with or without a prefix cache in the GPU's own free memory; the paper's "+ prefix cache"
+is `vllm` with it, its "+ chunked prefill" is `chunked` without. A chunk ends at any token, so a
+step is full whatever decodes beside it. A step with prompt tokens is charged wholly to them,
+because decodes alone would have had a step of their own.
 
-Requests are dispatched to a node when they come (round robin, at random, or to the fewest requests)
-and stay there; each node's waiting line is first come, first served; memory for prompt and longest
-answer is reserved, so nothing is preempted. The cache is the store's LRU order over the blocks that
-no request holds. Only for comparison: none of the project's own scheduling is in it.
+Requests are dispatched to a node on arrival (round robin, at random, or to the fewest requests) and
+stay there. Each node's queue is FIFO. Memory for prompt and longest answer is reserved, so nothing
+is preempted. The cache is the store's LRU order over the blocks that no request holds. These
+engines use none of the project's own scheduling.
 
-Steps that only decode the same sequences are taken at once; whoever comes meanwhile cuts them
-behind the step that is under way. The outcome is that of one step after the other (a test says so).
+Consecutive decode steps of the same sequences are computed at once; an arrival cuts them after the
+step under way. The result equals that of single steps (tested).
 
-Not here: seconds of a step (loadtest/simulator/cluster/gpu.py), what is asked of it (experiments/).
+Not here: seconds of a step (loadtest/simulator/cluster/gpu.py), the experiments (experiments/).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mooncake_store.layout import blocks_touched
 
 ENGINES = ("vllm", "chunked")
 DISPATCHES = ("round_robin", "random", "least_requests")
-TOKEN = 1  # what a chunk is a multiple of
+TOKEN = 1  # a chunk is a multiple of this
 NO_STEPS: Seconds = np.zeros(0)
 
 
@@ -57,14 +57,14 @@ class CoupledSettings:
     max_tokens: int = 2_000
     jitter: float = 0.05
     seed: int = 0
-    steps_at_once: int = 0  # most decode steps taken together; 0: as many as are alike
+    steps_at_once: int = 0  # most decode steps computed together; 0: all steps of the same batch
 
     def __post_init__(self) -> None:
         assert self.engine in ENGINES and self.dispatch in DISPATCHES, self
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """The name in reports."""
         engine = f"chunked {self.chunk_tokens}" if self.engine == "chunked" else "vllm"
         return f"{engine} + prefix cache" if self.has_prefix_cache else engine
 
@@ -82,10 +82,13 @@ class GpuBlocks:
         self._blocks_max, self._has_cache = blocks_max, has_cache
         self._users: dict[bytes, int] = {}
         self._idle = make_eviction("lru")
-        self._private = 0  # blocks that nobody else can use: partial ones, and the answers'
+        # blocks that no other request can use: partial ones, and those of answers
+        self._private = 0
 
     def take(self, keys: Sequence[bytes], blocks: int) -> int | None:
-        """Places for a request of so many blocks; how many leading ones are cached, or None."""
+        """Reserve that many blocks; returns how many leading ones are cached, or None without
+        room.
+        """
         keys = keys if self._has_cache else ()
         new = sum(key not in self._users for key in keys)
         private = blocks - len(keys)
@@ -106,7 +109,7 @@ class GpuBlocks:
         return hits
 
     def give(self, keys: Sequence[bytes], blocks: int) -> None:
-        """The request is over: its full blocks stay as cache, the end of the chain coldest."""
+        """The request ended: its full blocks stay as cache, the end of the chain coldest."""
         keys = keys if self._has_cache else ()
         self._private -= blocks - len(keys)
         for key in reversed(keys):
@@ -121,7 +124,7 @@ class GpuBlocks:
 
 
 class CoupledNode:
-    """One engine. `on_end` hears of each job that has all its tokens."""
+    """One engine. `on_end` receives each job that has all its tokens."""
 
     def __init__(
         self,
@@ -140,12 +143,13 @@ class CoupledNode:
         self._computing: dict[str, Progress] = {}
         self._jobs: dict[str, SimulatedJob] = {}  # admitted
         self._running = 0  # sequences that decode
-        self._ends: list[tuple[int, int, CoupledSequence]] = []  # a heap: after which step
-        self._gaps = StepLog()  # between the ends of one decode step and the next
-        self._decoded_s = 0.0  # when the last one ended
+        # a heap, by the step after which a sequence ends
+        self._ends: list[tuple[int, int, CoupledSequence]] = []
+        self._gaps = StepLog()  # from the end of one decode step to the end of the next
+        self._decoded_s = 0.0  # end of the last decode step
         self._steps = self._context = 0
         self._is_busy = False
-        self._ends_s: Seconds = NO_STEPS  # of the decode steps that are planned
+        self._ends_s: Seconds = NO_STEPS  # of the planned decode steps
         self._plan = 0
 
     @property
@@ -156,7 +160,7 @@ class CoupledNode:
         self._waiting.append(job)
         if not self._is_busy:
             self._begin()
-        elif len(self._waiting) == 1:  # whoever waited before has cut the plan already
+        elif len(self._waiting) == 1:  # earlier waiting requests have cut the plan already
             self._cut_plan()
 
     def _admit(self) -> None:
@@ -176,7 +180,9 @@ class CoupledNode:
         return blocks_touched(tokens, self._settings.block_tokens)
 
     def _begin(self) -> None:
-        """The next step: chunks, decodes, or both; or as many decode steps as are alike."""
+        """The next step: chunks, decodes, or both; or as many decode steps as have the same
+        batch.
+        """
         self._admit()
         chunks = self._chunks() if self._computing else []
         self._is_busy = bool(chunks or self._running)
@@ -215,7 +221,7 @@ class CoupledNode:
         self._clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
     def _cut_plan(self) -> None:
-        """Somebody waits: the decode step under way is the last before it is looked at."""
+        """A request waits: the decode step under way is the last of the plan."""
         steps = int(np.searchsorted(self._ends_s, self._clock.now_s, side="right")) + 1
         if steps < len(self._ends_s):
             self._ends_s = self._ends_s[:steps]
@@ -224,7 +230,7 @@ class CoupledNode:
 
     def _planned(self, plan: int) -> None:
         if plan != self._plan:
-            return  # it was cut
+            return  # the plan was cut
         self._steps += len(self._ends_s)
         ends_s, self._ends_s = self._ends_s, NO_STEPS
         self._decoded(ends_s)
@@ -241,7 +247,7 @@ class CoupledNode:
         self._begin()
 
     def _decoded(self, ends_s: Seconds) -> None:
-        """Every running sequence has a token more at each of these times."""
+        """Every running sequence has one more token at each of these times."""
         self._gaps.append(np.diff(ends_s, prepend=self._decoded_s))
         self._decoded_s = self._clock.now_s
         self._context += self._running * len(ends_s)
@@ -265,7 +271,7 @@ class CoupledNode:
         assert job.prefilled_s is not None
         self._context -= job.prompt_tokens + job.output_tokens
         gaps = self._gaps.slice(running.first, self._gaps.steps).copy()
-        if len(gaps):  # the first one began with its own first token
+        if len(gaps):  # the first gap began with its own first token
             gaps[0] += now_s - float(gaps.sum()) - job.prefilled_s
         job.tbt_s = job.tbt_decode_s = longest_tenth_s(gaps)
         job.finished_s = now_s
@@ -280,7 +286,7 @@ class CoupledNode:
 
 
 class CoupledFleet(SimulatedCluster):
-    """Requests go to one of the nodes when they come; nothing is rejected."""
+    """Requests go to one of the nodes on arrival; nothing is rejected."""
 
     def __init__(self, settings: CoupledSettings, gpu: GpuModel) -> None:
         super().__init__(settings.max_tokens)
@@ -306,7 +312,7 @@ class CoupledFleet(SimulatedCluster):
         node.submit(job)
 
     def check(self) -> None:
-        """Every request ended exactly once, and nothing of it stayed anywhere."""
+        """Assert that every request ended exactly once and left nothing behind."""
         super().check()
         for node in self._nodes:
             node.check()

@@ -1,7 +1,7 @@
 """Pictures of the experiments, beside the paper's numbers and Dynamo's.
 
-They are drawn from the rows of a result, so they show what the JSON says. Each is a PNG, SVG or
-PDF, by the name of the file. Not here: the rows.
+They are drawn from the rows of a result, so they show the same numbers as the JSON. Each is a PNG,
+SVG or PDF, by the name of the file. Not here: the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loadtest.simulator.pictures import (
     panels_beside,
 )
 
-BAR_SHARE = 0.8  # of the room that a group of bars has
+BAR_SHARE = 0.8  # of the width of a group of bars
 REJECTION_PANELS = (
     ("wasted_prefill_s", "wasted prefill, GPU s"), ("within_slo", "requests within both SLOs"),
     ("prefill_load_std", "swing of the prefill load"), ("rejected", "rejected, % of offered"),
@@ -50,7 +50,7 @@ def save_scheduling(path: Path, rows: Sequence[Row]) -> None:
 
 
 def save_rejection(path: Path, rows: Sequence[Row]) -> None:
-    """What each admission wastes, keeps and rejects at the speed that was found; the paper's
+    """Waste, goodput and rejections of each admission at the speed that was found; the paper's
     rejections as lines."""
     rows = [row for row in rows if row["speed"] == rows[-1]["speed"]]
     figure, panels = panels_beside(len(REJECTION_PANELS), 10.0)
@@ -67,7 +67,7 @@ def save_rejection(path: Path, rows: Sequence[Row]) -> None:
 
 
 def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
-    """Mean TTFT beside Dynamo's routers, and who is served in overload."""
+    """Mean TTFT beside Dynamo's routers, and the requests served in overload."""
     figure, panels = panels_beside(len(DYNAMO_PANELS), 12.0, 4.6)
     for panel, (ticks, speed, column, title) in zip(panels, DYNAMO_PANELS, strict=True):
         of_load = [row for row in rows if row["ticks"] == ticks and row["speed"] == speed]
@@ -115,7 +115,7 @@ def save_ssd(path: Path, rows: Sequence[Row]) -> None:
 
 
 def save_scale(path: Path, rows: Sequence[Row]) -> None:
-    """CPU milliseconds of a request by part, what a decision takes, and what requests got."""
+    """CPU milliseconds of a request by part, the time of a decision, and the requests' results."""
     figure, (cost, decision, served) = panels_beside(3, 11.0)
     workers = [number_of(row, "workers") for row in rows]
     names, below = [f"{count:,.0f}" for count in workers], [0.0] * len(rows)
@@ -252,7 +252,7 @@ def _scheduler(row: Row) -> str:
 def draw_bars(
     panel: Axes, names: Sequence[str], values: Sequence[float], paper: Sequence[Cell], shown: str
 ) -> None:
-    """A bar for each name with its value above it, and a line where the paper has it."""
+    """A bar for each name with its value above it, and a line where the paper has one."""
     for number, value in enumerate(values):
         panel.bar(number, value, BAR_SHARE, color=MANY[number % len(MANY)])
         panel.text(number, value, f"{value:{shown}}", ha="center", va="bottom", fontsize=8)

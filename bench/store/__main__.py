@@ -2,16 +2,16 @@
 
     python -m bench.store [--peer-python PATH] [--ssd-folder DIR]
 
-Starts a directory and three storage nodes as processes and moves batches of 16 blocks of 256 KiB
+It starts a directory and three storage nodes as processes and moves batches of 16 blocks of 256 KiB
 and 1 MiB between them and a client's registered, pre-faulted memory: random blocks over more memory
 than the CPU caches, metadata calls included. Own node: the mapped segment; other node: one-sided
-NIXL. All that is compared takes turns, batch by batch: memcpy of the same pattern between the same
-two memories (a segment lies in small pages of /dev/shm here, which memcpy feels as well: the row
-`memcpy huge pages` is the same between two arrays in huge pages) and NIXL with nothing around it on
-as many lanes; and then, with --peer-python, Mooncake's client (mooncake.py). Not all in one: a turn
-of Mooncake's processes empties the CPU's caches of ours, which a memcpy does not feel. O_DIRECT
-reads of the node's SSD file come beside gets of what lies there. Mooncake does not verify; ours
-does, unless it says otherwise.
+NIXL. Compared ways take turns, batch by batch: memcpy of the same pattern between the same two
+memories and raw NIXL on as many lanes; and then, with --peer-python, Mooncake's client
+(mooncake.py). A segment has small pages in /dev/shm here, which slow memcpy too: the row `memcpy
+huge pages` is the same between two arrays in huge pages. Mooncake has turns of its own, because its
+processes empty the CPU's caches of ours, which a memcpy does not. O_DIRECT reads of the node's SSD
+file are compared with gets from the SSD. Mooncake does not verify; ours does, unless a row states
+otherwise.
 
 Not here: the ways and several clients at once (ways.py), the SSD (ssd_tier.py), Mooncake's
 processes (mooncake.py), goals (targets.py).
@@ -58,14 +58,14 @@ from mooncake_store.memory.segment import Segment
 
 NEAR, FAR, SSD = "near", "far", "ssd"  # the clients' own node, another one, one with an SSD
 MEMORY_BYTES = 256 * MB  # of blocks, and of the client's buffer
-DRAM_MIB = 1_024  # what puts have not removed yet, and what is reserved, fits
+DRAM_MIB = 1_024  # room for blocks that are not removed yet, and for reservations
 EXIST_KEYS = 1_000
 SSD_NODE_MIB, SSD_MIB = 128, 1_024
 
 
 @contextlib.contextmanager
 def bench_store(ssd_folder: Path) -> Iterator[str]:
-    """The address of a directory with three nodes. SSD has little DRAM: what it is given spills."""
+    """The address of a directory with three nodes. SSD has little DRAM, so its blocks spill."""
     with contextlib.ExitStack() as stack:
         store = BenchStore(stack)
 
@@ -82,7 +82,7 @@ def bench_store(ssd_folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: rounds of so many batches of each way, all ways in turns."""
+    """Size of the measurement: rounds of `batches` batches of each way, all ways in turns."""
 
     rounds: int
     batches: int
@@ -99,9 +99,9 @@ def measure(
     address: str, block_bytes: int, peers: Mapping[str, Mooncake], effort: Effort
 ) -> dict[str, list[float]]:
     """Seconds of a batch of every way, for one size: the median of each round."""
-    chance = np.random.default_rng(effort.seed)
-    local = pages(MEMORY_BYTES, chance)
-    pattern = Pattern(block_bytes, MEMORY_BYTES // block_bytes // 2, local, chance)
+    rng = np.random.default_rng(effort.seed)
+    local = pages(MEMORY_BYTES, rng)
+    pattern = Pattern(block_bytes, MEMORY_BYTES // block_bytes // 2, local, rng)
     with contextlib.ExitStack() as stack:
 
         def client(node_id: str, is_verified: bool = True, threads: int = 2) -> StoreClient:
@@ -131,7 +131,7 @@ def measure(
             peer.ask("fill", block_bytes)
         segment = stack.enter_context(Segment.open(info.segment_path, info.segment_bytes))
         raw, raw_two = RawNixl(info, pattern), RawNixl(info, pattern, 2)
-        payload, huge = payload_of(segment, info), pages(local.nbytes, chance)
+        payload, huge = payload_of(segment, info), pages(local.nbytes, rng)
         gets: dict[str, Way] = {
             "memcpy from segment": copying(payload, pattern, True),
             "get": getting(near, pattern),
@@ -164,7 +164,7 @@ def measure(
 def measure_exist(
     address: str, peers: Mapping[str, Mooncake], effort: Effort
 ) -> dict[str, list[float]]:
-    """Seconds of asking for 1,000 keys that are there: the median of each round."""
+    """Seconds of `exist` for 1,000 present block keys: the median of each round."""
     with StoreClient(address, NEAR) as client:
         keys = [i.to_bytes(16, "little") for i in range(EXIST_KEYS)]
         small = [np.zeros(64, np.uint8)] * BATCH
@@ -180,7 +180,7 @@ def measure_exist(
             return seconds
 
         found = effort.medians_s({"exist": exist})
-        if TCP in peers:  # between two of ours another process empties the CPU's cache
+        if TCP in peers:  # another process between two of our calls empties the CPU's cache
             peer = partial(peers[TCP].ask, "exist")
             found |= effort.medians_s({"exist in turns": exist, "mooncake exist": peer})
         client.remove(keys)

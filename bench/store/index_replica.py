@@ -3,9 +3,9 @@
     python -m bench.store.index_replica
 
 Four clients of one store: of the own node and of another one, each with and without the replica
-(MOONCAKE_INDEX_REPLICA=off). They ask for 1,000 keys, and get 16 random blocks of 256 KiB into
-registered memory; so each question is asked right after others have emptied the CPU's cache, as it
-is between the steps of an engine. `exist, again` asks the same twice and takes the second time.
+(MOONCAKE_INDEX_REPLICA=off). They ask for 1,000 block keys, and get 16 random blocks of 256 KiB
+into registered memory. Each question comes right after others have emptied the CPU's cache, as
+between the steps of an engine. `exist, again` asks the same twice and measures the second time.
 
 Not here: the store beside its peers (__main__.py).
 """
@@ -49,11 +49,11 @@ def asking(client: StoreClient, keys: list[bytes], is_second: bool = False) -> C
 
 def measure(rounds: int, seed: int) -> dict[str, float]:
     """Median seconds of each way."""
-    chance = np.random.default_rng(seed)
-    local = chance.integers(0, 256, BLOCKS * BLOCK_BYTES, np.uint8)
+    rng = np.random.default_rng(seed)
+    local = rng.integers(0, 256, BLOCKS * BLOCK_BYTES, np.uint8)
     blocks = [local[at : at + BLOCK_BYTES] for at in range(0, local.nbytes, BLOCK_BYTES)]
-    keys = [chance.bytes(16) for _ in blocks]
-    small = [chance.bytes(16) for _ in range(EXIST_KEYS)]
+    keys = [rng.bytes(16) for _ in blocks]
+    small = [rng.bytes(16) for _ in range(EXIST_KEYS)]
     with contextlib.ExitStack() as stack:
         store = BenchStore(stack)
         for node_id in ("near", "far"):
@@ -67,7 +67,7 @@ def measure(rounds: int, seed: int) -> dict[str, float]:
 
         def getting(client: StoreClient) -> Callable[[], float]:
             def get() -> float:
-                chosen = chance.choice(BLOCKS, BATCH, replace=False)
+                chosen = rng.choice(BLOCKS, BATCH, replace=False)
                 wanted, targets = [keys[at] for at in chosen], [blocks[at] for at in chosen]
                 started_s = time.perf_counter()
                 arrived = client.get_into(wanted, targets)
@@ -87,7 +87,7 @@ def measure(rounds: int, seed: int) -> dict[str, float]:
         assert all(near.put(small, [b"block"] * EXIST_KEYS, "near"))
         until_s = time.monotonic() + KNOWN_S_MAX
         while not all(near._index.find([*keys, *small])):
-            assert time.monotonic() < until_s, "the replica does not come to know the blocks"
+            assert time.monotonic() < until_s, "the replica does not receive the blocks"
         ways: dict[str, Callable[[], float]] = {}
         for how in ("directory", "replica"):
             near, far = clients["near", how], clients["far", how]

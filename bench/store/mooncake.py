@@ -1,10 +1,10 @@
-"""Mooncake's own store as processes of its wheel, asked one batch at a time, in turns with ours.
+"""Mooncake's own store as processes of its wheel, called one batch at a time, in turns with ours.
 
-Two of its paths: "tcp", with the blocks in another process, over loopback, which is what the wheel
-has between processes of one host; and "own process", with the blocks in the client itself, which
-copies them. Neither verifies what it moves.
+Two of its paths: "tcp", with the blocks in another process, over loopback, which the wheel uses
+between processes of one host; and "own process", with the blocks in the client itself, which copies
+them. Neither verifies the bytes.
 
-Not here: what runs in Mooncake's Python (mooncake_client.py).
+Not here: the code in Mooncake's Python (mooncake_client.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ START_S_MAX = 30.0
 
 
 class Mooncake:
-    """A master, a client, and a node of it where its path is TCP; ended with the stack.
+    """A master, a client, and a node of it for the TCP path; all end with the stack.
 
-    RuntimeError, with the reason, where it does not run here.
+    RuntimeError, with the reason, if it does not run here.
     """
 
     def __init__(self, stack: contextlib.ExitStack, python: Path, path: str) -> None:
@@ -71,7 +71,7 @@ class Mooncake:
         self._client.answer()
 
     def ask(self, way: str, *sizes_bytes: int) -> float:
-        """Seconds of one call; see mooncake_client.py for the ways."""
+        """Seconds of one call; mooncake_client.py lists the ways."""
         return float(self._client.ask(" ".join([way, *map(str, sizes_bytes)]))["s"])
 
 

@@ -1,21 +1,21 @@
-"""Mooncake's own store client, asked as ours is. Runs in a Python that has Mooncake's wheel.
+"""Mooncake's own store client, called as ours is, in a Python with Mooncake's wheel.
 
-Standard library, numpy and mooncake only: nothing of this project is installed there. The client
-reads one command a line and answers each with one JSON object; "s" is the seconds of one call, and
-nothing else is on the clock:
+It imports the standard library, numpy and mooncake only, because this project is not installed
+there. The client reads one command a line and answers each with one JSON object. "s" is the seconds
+of one call, and nothing else is timed:
 
-    fill SIZE    put what the gets of this size ask for
+    fill SIZE    put the blocks for the gets of this size
     get SIZE     batch_get_into of 16 random blocks into 16 random positions
     put SIZE     batch_put_from of 16 new blocks from 16 random positions
-    exist        batch_is_exist of 1,000 keys that are there
+    exist        batch_is_exist of 1,000 present keys
     empty        remove everything
 
     client MASTER MIB PORT
     node MASTER MIB PORT
 
-With MIB above 0 the client itself holds the blocks, in so much memory of its own process: then
-Mooncake copies them (`MC_STORE_MEMCPY`), which is its fastest path on one host. With 0 they lie in
-the node, which is the second form, and come over TCP.
+With MIB above 0 the client holds the blocks in that much memory of its own process; Mooncake then
+copies them (`MC_STORE_MEMCPY`), its fastest path on one host. With 0 the node, the second form,
+holds them, and they come over TCP.
 
 Not here: starting its master and both (mooncake.py).
 """
@@ -34,8 +34,8 @@ import numpy as np
 
 BATCH = 16
 LOCAL_BYTES = 256 * 2**20
-FILLED_BYTES = 128 * 2**20  # of blocks that are got, as ours
-HELD = 6  # batches that were put and are not removed yet: a put must not meet its own cache lines
+FILLED_BYTES = 128 * 2**20  # of blocks for gets, as for ours
+HELD = 6  # batches that are not removed yet: a put must not reuse its own cache lines
 NAMES = 1_000
 
 
@@ -120,7 +120,8 @@ def client(master: str, segment_mib: int, port: int) -> None:
     local[:] = 7
     address = local.ctypes.data
     store.register_buffer(address, LOCAL_BYTES)
-    for i in range(LOCAL_BYTES // 2**24 * 8):  # touches the node's pages, or puts measure that
+    # touches the node's pages; otherwise puts would measure page faults
+    for i in range(LOCAL_BYTES // 2**24 * 8):
         store.put_from(f"warm{i}", address, 2**24)
     asked = Asked(store, address)
     asked.empty()

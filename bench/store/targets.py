@@ -1,7 +1,7 @@
-"""What is promised of the store, from the medians of each round.
+"""The targets of the store, from the medians of each round.
 
-A ratio is taken within a round, whose ways took turns, and the median of the rounds' ratios is what
-is compared with its goal; the least and the greatest are said beside it.
+A ratio is taken within a round, whose ways took turns. The median of the rounds' ratios is compared
+with its goal; the least and the greatest are in `why`.
 
 Not here: measuring (__main__.py).
 """
@@ -26,7 +26,7 @@ class Goal(NamedTuple):
     name: str
     peer: str  # way
     ours: str  # way
-    goals: tuple[float | None, float | None]  # by SIZES; None: not promised for this size
+    goals: tuple[float | None, float | None]  # by SIZES; None: no goal for this size
     why: str = ""
 
 
@@ -97,8 +97,8 @@ def targets(
     ssd: Mapping[str, float],
     why: Mapping[str, str],
 ) -> list[Target]:
-    """`seconds` of each size, `others` of what has no size; `why` says what could not be measured:
-    "peer", "ssd"."""
+    """`seconds` of each size, `others` of ways without a size; `why`: the reason why "peer" or
+    "ssd" was not measured."""
     found = [
         _of_rounds(f"{goal.name}_{NAMES[size]}", ">=", least, seconds[size], goal, why["peer"])
         for goal in GOALS

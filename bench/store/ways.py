@@ -1,14 +1,14 @@
-"""Ways to move a batch of blocks, each a function that returns the seconds it took.
+"""Ways to move a batch of blocks, each a function that returns its seconds.
 
-`BATCH` blocks at random positions of one memory go to as many random positions of another: more
-than the CPU's cache holds, so each round meets memory it has not just seen. Metadata calls are
-inside: a get asks the directory first, a put allocates before and commits after. `copying` and
-`RawNixl` move the same pattern with nothing around it, the latter on as many lanes as it is told.
+`BATCH` blocks at random positions of one memory go to as many random positions of another. The
+memory is larger than the CPU's cache, so each round reads uncached memory. Metadata calls are
+included: a get asks the directory first, a put allocates before and commits after. `copying` and
+`RawNixl` move the same pattern alone, the latter on a given number of lanes.
 
 Several clients at once are a process each: it gets ready, waits for the others and works for a
 while.
 
-Not here: what is compared with what (__main__.py).
+Not here: the comparisons (__main__.py).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from mooncake_store.transports.nixl_agent import make_agent
 MB = 2**20
 BATCH = 16
 WARM_ROUNDS = 3
-TOGETHER_BYTES = 128 * MB  # of blocks of each client that works beside others
+TOGETHER_BYTES = 128 * MB  # of blocks of each concurrent client
 TOGETHER_S, READY_S_MAX = 2.0, 60.0
 Way = Callable[[], float]
 Indices = npt.NDArray[np.int32]
-_start: Barrier | None = None  # of the clients that work at once, in each of their processes
+_start: Barrier | None = None  # of the concurrent clients, in each of their processes
 
 
-def pages(size_bytes: int, chance: np.random.Generator) -> ByteArray:
-    """Memory that is there: every page has been written."""
-    return chance.integers(0, 256, size_bytes, dtype=np.uint8)
+def pages(size_bytes: int, rng: np.random.Generator) -> ByteArray:
+    """Memory whose pages have all been written."""
+    return rng.integers(0, 256, size_bytes, dtype=np.uint8)
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Pattern:
     block_bytes: int
     blocks: int
     local: ByteArray
-    chance: np.random.Generator
+    rng: np.random.Generator
     keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Pattern:
 
     def some(self) -> list[int]:
         """BATCH different blocks."""
-        found: list[int] = self.chance.choice(self.blocks, BATCH, replace=False).tolist()
+        found: list[int] = self.rng.choice(self.blocks, BATCH, replace=False).tolist()
         return found
 
     def some_positions(self) -> list[ByteArray]:
@@ -98,7 +98,7 @@ def get_s(client: StoreClient, keys: list[bytes], targets: list[ByteArray]) -> f
 
 
 def putting(client: StoreClient, pattern: Pattern, node_id: str) -> Way:
-    """New keys each time; what was put is removed again, outside of the time."""
+    """New keys each time; the blocks are removed outside of the measured time."""
 
     def put() -> float:
         keys = [secrets.token_bytes(16) for _ in range(BATCH)]
@@ -107,8 +107,8 @@ def putting(client: StoreClient, pattern: Pattern, node_id: str) -> Way:
         stored = client.put(keys, sources, node_id)
         seconds = time.perf_counter() - started_s
         assert all(stored), f"{stored.count(False)} of {BATCH} blocks not stored"
-        # The next put shall not write where this one has just been (that would be in the cache):
-        # half of what is there is kept until later.
+        # The next put must not write to slots that this one has left in the CPU's cache, so half of
+        # the blocks are kept until later.
         held.append(keys)
         if len(held) > 6:
             assert all(client.remove(held.pop(0)))
@@ -119,7 +119,7 @@ def putting(client: StoreClient, pattern: Pattern, node_id: str) -> Way:
 
 
 def copying(source: ByteArray, pattern: Pattern, is_read: bool) -> Way:
-    """memcpy between the local buffer and `source`, which is as long."""
+    """memcpy between the local buffer and `source`, which has the same length."""
 
     def copy() -> float:
         chosen, positions = pattern.some(), pattern.some_positions()
@@ -142,8 +142,8 @@ def payload_of(segment: Segment, info: NodeInfo) -> ByteArray:
 
 
 class RawNixl:
-    """NIXL with nothing around it: prepared lists, one handle per batch and lane, as its users
-    write it. A lane is an agent and a thread, because whoever waits does the copying."""
+    """NIXL alone: prepared lists, one handle per batch and lane, as its users write it. A lane is
+    an agent and a thread, because the waiting thread does the copying."""
 
     def __init__(self, info: NodeInfo, pattern: Pattern, lanes: int = 1) -> None:
         self._pattern = pattern
@@ -205,23 +205,23 @@ def together(address: str, node_id: str, way: str, count: int, block_bytes: int)
 
 
 def _set_start(start: Barrier) -> None:
-    """A barrier reaches a process only when it is made."""
+    """A process receives a barrier only when it is created."""
     global _start
     _start = start
 
 
 def _client_rate(address: str, node_id: str, way: str, number: int, block_bytes: int) -> float:
-    """One of the clients that work at once, in a process of its own."""
-    chance = np.random.default_rng(number)
+    """The rate of one concurrent client, in a process of its own."""
+    rng = np.random.default_rng(number)
     blocks = TOGETHER_BYTES // block_bytes
-    pattern = Pattern(block_bytes, blocks, pages(TOGETHER_BYTES, chance), chance)
+    pattern = Pattern(block_bytes, blocks, pages(TOGETHER_BYTES, rng), rng)
     with StoreClient(address, node_id, threads=1) as client:  # a core each, as memcpy has
         if way == "get":
             client.register(pattern.local)
             fill(client, pattern, node_id)
             move = getting(client, pattern)
         else:
-            move = copying(pages(pattern.local.nbytes, chance), pattern, is_read=True)
+            move = copying(pages(pattern.local.nbytes, rng), pattern, is_read=True)
         for _ in range(WARM_ROUNDS):
             move()
         assert _start is not None

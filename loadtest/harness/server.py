@@ -43,7 +43,7 @@ Parameters = Mapping[str, str | int | float]
 
 
 class CannotMeasure(Exception):
-    """A measurement needs something that is missing; the message tells the user what to do."""
+    """A measurement needs something that is missing; the message has the remedy."""
 
 
 class ServerFailed(CannotMeasure):

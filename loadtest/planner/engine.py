@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class PlanRefused(Exception):
-    """Nothing is planned; the message tells the user what to change."""
+    """Nothing is planned; the message names the option to change."""
 
 
 class PlannedEngine(Protocol):

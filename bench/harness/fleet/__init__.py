@@ -1,4 +1,4 @@
-"""How are several hosts had on one machine? Network namespaces, their faults, hosts in them."""
+"""How does one machine run several hosts? Network namespaces, their faults, hosts in them."""
 
 from bench.harness.fleet.faults import NetworkFault as NetworkFault
 from bench.harness.fleet.host import FleetHost as FleetHost

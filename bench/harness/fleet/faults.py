@@ -1,10 +1,10 @@
-"""One thing that is wrong in a network of hosts, until it is undone.
+"""One fault in a network of hosts, until it is undone.
 
-Packets are dropped by nftables where they arrive, never where they are sent: a sender must not
-notice, as it would not notice a broken switch (a rule for outgoing packets makes `send` fail). Each
-fault is a table of its own, so that several may hold at once and each is undone alone.
+nftables drops packets where they arrive, never where they are sent: a rule for outgoing packets
+makes `send` fail, while a broken switch goes unnoticed by the sender. Each fault is a table of its
+own, so several may be active at once and each is undone alone.
 
-Not here: the network itself, and which hosts a fault is for (namespaces.py).
+Not here: the network itself, and the hosts of a fault (namespaces.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from loadtest.harness.server import CannotMeasure
 
 _NUMBERS = itertools.count(1)
-# Before connection tracking, which would let through what belongs to a connection that it knows.
+# Before connection tracking, which would accept packets of established connections.
 _CHAIN = "type filter hook input priority raw; policy accept;"
 BURST_BYTES, QUEUED_S = 65_536, 0.1
 
 
 class NamespaceFailed(CannotMeasure):
-    """A command that makes or changes the network failed; the message is what it said."""
+    """A command that makes or changes the network failed; the message is its output."""
 
 
 def run_tool(*words: str, text: str | None = None) -> str:
-    """What the tool printed."""
+    """Run a tool; returns its output."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NamespaceFailed(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
@@ -35,9 +35,9 @@ def run_tool(*words: str, text: str | None = None) -> str:
 
 
 class NetworkFault:
-    """Holds from its construction until `undo`, or the end of the block.
+    """Active from its construction until `undo`, or the end of the block.
 
-    Commands without their `ip netns exec NAMESPACE`, each with its namespace.
+    Commands are without their `ip netns exec NAMESPACE`, each with its namespace.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class NetworkFault:
             raise
 
     def undo(self) -> None:
-        """Twice is harmless, and so is a fault whose network is gone."""
+        """Undo the fault. A second call is harmless, and so is a removed network."""
         unmake, self._unmake = self._unmake, []
         for namespace, words in unmake:
             with contextlib.suppress(NamespaceFailed):
@@ -67,7 +67,7 @@ class NetworkFault:
 
 
 def dropped(name: str, rules: Sequence[tuple[str, str]]) -> NetworkFault:
-    """`rules`: which arriving packets each namespace drops, as nft matches them."""
+    """`rules`: for each namespace the arriving packets to drop, in nft's syntax."""
     table = f"inet mooncake_fault_{next(_NUMBERS)}"
     make = []
     for namespace in dict.fromkeys(namespace for namespace, _ in rules):
@@ -86,7 +86,7 @@ def dropped(name: str, rules: Sequence[tuple[str, str]]) -> NetworkFault:
 
 
 def slowed(name: str, interfaces: Sequence[tuple[str, str]], bytes_per_s: float) -> NetworkFault:
-    """What leaves those interfaces (namespace, its name) does so at that rate."""
+    """Limit the rate of packets that leave those interfaces (namespace, its name)."""
     shape = f"tbf rate {bytes_per_s * 8:.0f}bit burst {BURST_BYTES} latency {QUEUED_S * 1e3:.0f}ms"
     return NetworkFault(
         name,

@@ -1,11 +1,11 @@
-"""One host of a fleet: what runs in its namespace, found by kind, killed and frozen.
+"""One host of a fleet: the processes in its namespace, found by kind, killed and frozen.
 
-`HostProcesses` knows nothing of who started them: whatever runs in the namespace is the host's.
-`FleetHost` starts `mooncake serve --cluster FILE --host NAME` there.
+`HostProcesses` covers all processes in the namespace, whatever started them. `FleetHost` starts
+`mooncake serve --cluster FILE --host NAME` there.
 
 Kinds: `prefill` and `decode` (processes of models, children of their Tritons), `triton` (a worker's
 tritonserver), `frontend` (the tritonserver that clients call), `conductor`, `node`, `directory`,
-`etcd`, `launcher`. A name of a model or a node, like prefill_a_0 or a0, picks one.
+`etcd`, `launcher`. A name of a model or a node, like prefill_a_0 or a0, selects one.
 
 Not here: the network (namespaces.py, faults.py).
 """
@@ -45,7 +45,7 @@ KINDS = (
 
 
 def kind_of(name: str) -> str:
-    """Of a process that bench.harness.processes calls so; "" for what has none."""
+    """The kind of a process with this name in bench.harness.processes; "" without one."""
     if name == "triton frontend":
         return "frontend"
     first = name.partition(" ")[0]
@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
 
 
 class FrozenProcesses:
-    """Stand still until `go_on`, or the end of the block."""
+    """Processes stopped until `go_on`, or the end of the block."""
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         self.processes = list(processes)
@@ -68,9 +68,9 @@ class FrozenProcesses:
                 _await_stopped(process)
 
     def go_on(self) -> None:
-        """Twice is harmless, and so are processes that ended."""
+        """Continue the processes. A second call is harmless, and so are ended processes."""
         for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it looks at more than the id
+            with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares more than the id
                 process.resume()
 
     def __enter__(self) -> FrozenProcesses:
@@ -87,7 +87,7 @@ def _await_stopped(process: psutil.Process) -> None:
 
 
 class HostProcesses:
-    """What runs on one host."""
+    """The processes on one host."""
 
     def __init__(self, namespaces: Namespaces, host: str) -> None:
         self.namespaces, self.host = namespaces, host
@@ -97,7 +97,7 @@ class HostProcesses:
         return self.namespaces.address(self.host)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Those of a kind, or of a name, that live; in the order of their ids."""
+        """Live processes of a kind or name, ordered by id."""
         found = []
         for name, process in self.named():
             if kind in (kind_of(name), name, name.removeprefix("node ")):
@@ -105,7 +105,7 @@ class HostProcesses:
         return found
 
     def named(self) -> list[tuple[str, psutil.Process]]:
-        """Every process of the host with what a person calls it."""
+        """Every process of the host with its readable name."""
         found = []
         for pid in sorted(self.namespaces.pids(self.host)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -118,7 +118,7 @@ class HostProcesses:
         return found
 
     def kill(self, kind: str) -> list[int]:
-        """kill -9 of all of that kind; their ids. They are gone when it returns."""
+        """kill -9 of all processes of that kind; returns their ids when they have ended."""
         killed = self.processes(kind)
         for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -127,11 +127,11 @@ class HostProcesses:
         return [process.pid for process in killed]
 
     def freeze(self, kind: str) -> FrozenProcesses:
-        """SIGSTOP to all of that kind; the rest of the host goes on."""
+        """SIGSTOP to all processes of that kind; the host's other processes continue."""
         return FrozenProcesses(self.processes(kind))
 
     def kill_all(self) -> None:
-        """As if the host lost its power: everything on it, at once."""
+        """Kill every process on the host at once, like a power failure."""
         give_up_s = time.monotonic() + END_S_MAX
         while pids := self.namespaces.pids(self.host):
             for pid in pids:
@@ -149,7 +149,7 @@ class HostProcesses:
             time.sleep(0.01)
 
     def _reap(self) -> None:
-        """Children of this process; those of a launcher are its own to reap."""
+        """Reap children of this process; a launcher reaps its own."""
 
 
 class FleetHost(HostProcesses):
@@ -181,10 +181,10 @@ class FleetHost(HostProcesses):
         ]
         self.launcher_pids: list[int] = []  # one for each start
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0  # where the log of this incarnation begins
+        self._log_start = 0  # start of this incarnation's part of the log
 
     def start(self) -> None:
-        """Returns at once; `wait_ready` waits."""
+        """Start without waiting; `wait_ready` waits."""
         assert not self.is_running, f"{self.host} runs already"
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = self.namespaces.command(self.host, self._command)
@@ -207,7 +207,7 @@ class FleetHost(HostProcesses):
 
     @property
     def is_ready(self) -> bool:
-        """It said so, once; what died since is looked for by kind."""
+        """Whether it has reported ready; processes that died since are found by kind."""
         return "ready after" in self._log()
 
     def wait_ready(self, ready_s_max: float = READY_S_MAX) -> None:
@@ -220,7 +220,7 @@ class FleetHost(HostProcesses):
             time.sleep(POLL_S)
 
     def interrupt(self) -> None:
-        """Asks it to end in order, also what stands still; returns at once."""
+        """Interrupt the launcher and continue stopped processes; returns at once."""
         for _, process in self.named():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -228,7 +228,8 @@ class FleetHost(HostProcesses):
             self._process.send_signal(signal.SIGINT)
 
     def stop(self) -> int:
-        """In order; its exit status. What does not end within STOP_S_MAX is killed."""
+        """Stop in order; returns the exit status. After STOP_S_MAX all remaining processes are
+        killed."""
         if self._process is None:
             return 0
         self.interrupt()

@@ -1,22 +1,21 @@
-"""Network namespaces of one machine that stand for hosts, each with a link to one switch.
+"""Network namespaces of one machine as hosts, each with links to switches.
 
     with Namespaces(("a", "b", "c")) as hosts:
         hosts.address("a")                       # 10.77.0.1
         subprocess.Popen(hosts.command("a", ["curl", ...]))
         with hosts.cut("a", "b"):                # until the block ends
 
-The switch (a bridge for each link) is in a namespace of its own, so that nothing of this machine's
-network is touched but for one interface, through which this process reaches all hosts from
-`outside`. Hosts call their links e0, e1, ...; each has `lo`, so whatever listens on loopback is of
-one host only.
+The switch (a bridge for each link) is in a namespace of its own. This machine's network only gets
+one interface more, through which this process reaches all hosts from `outside`. Links of a host are
+e0, e1, ...; each host has its own `lo`, so a listener on loopback belongs to one host only.
 
-Shared by all of them, because it is the machine's: files, /dev/shm, process ids, the clock.
+All hosts share the machine's files, /dev/shm, process ids and clock.
 
-Everything is removed when the block ends; what a run left that was killed, and its processes, by
-the next one. Names carry the process id (mc-PID-HOST), and a namespace older than the process of
-that id is a dead run's.
+The end of the block removes everything. The next run removes the namespaces and processes of a run
+that was killed. Names carry the process id (mc-PID-HOST); a namespace older than the process of
+that id belongs to a dead run.
 
-Not here: what goes wrong in the network (faults.py), what runs on a host (host.py).
+Not here: faults of the network (faults.py), processes of a host (host.py).
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ from bench.harness.fleet.faults import (
 )
 
 TOOLS = ("ip", "nft", "tc")
-FOLDER = Path("/run/netns")  # where `ip netns` keeps a file for each
+FOLDER = Path("/run/netns")  # `ip netns` keeps a file here for each
 LOCK = Path(tempfile.gettempdir()) / "mooncake-namespaces.lock"
 SWITCH = "switch"
 SUBNETS, HOSTS_MAX, LINKS_MAX = 250, 200, 4
-OUTSIDE = 254  # the last byte of this process's own address
+OUTSIDE = 254  # last byte of this process's own address
 END_S_MAX = 10.0
-_LABEL = re.compile(r"lo:mc(\d+)")  # of this process's own address
+_LABEL = re.compile(r"lo:mc(\d+)")  # label of this process's own address
 _NAME = re.compile(r"mc-(\d+)(?:\.\d+)?-[A-Za-z0-9_]+")
 
 
 @functools.cache
 def why_no_namespaces() -> str:
-    """Why they cannot be made here; "" when they can. Tries it once."""
+    """Why namespaces cannot be made here; "" when they can. Tries it once."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not installed (Debian: iproute2, nftables)"
     if os.geteuid() != 0:
@@ -95,7 +94,7 @@ class Namespaces:
         self.close()
 
     def name(self, host: str) -> str:
-        """Of the namespace, as `ip netns` knows it."""
+        """The namespace's name for `ip netns`."""
         assert host in self.hosts or host == SWITCH, f"{host} is none of {self.hosts}"
         return f"{self._prefix}-{host}"
 
@@ -115,27 +114,30 @@ class Namespaces:
         return f"p{self.hosts.index(host) + 1}{link}"
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
-        """What runs it on that host; `ip` becomes the command, so the process id stays."""
+        """The command line that runs it on that host; `ip` execs the command, so the process id
+        stays."""
         return [str(shutil.which("ip")), "netns", "exec", self.name(host), *command]
 
     def pids(self, host: str) -> list[int]:
-        """Of all processes that run on that host, whoever started them."""
+        """All processes that run on that host."""
         return [int(pid) for pid in run_tool("ip", "netns", "pids", self.name(host)).split()]
 
     def cut(self, host: str, *others: str, link: str | None = None) -> NetworkFault:
-        """Nothing passes between the host and each of those (none given: all others)."""
+        """Drop all packets between the host and the others (none given: all others)."""
         pairs = [(host, other) for other in self._others(host, others)]
         both = [*pairs, *((other, host) for _, other in pairs)]
         return self._lost(f"{host} cut from {' '.join(other for _, other in pairs)}", both, link)
 
     def cut_one_way(self, sender: str, *receivers: str, link: str | None = None) -> NetworkFault:
-        """What the sender sends to those never arrives; what they send does."""
+        """Drop packets from the sender to the receivers; the other direction works."""
         pairs = [(sender, other) for other in self._others(sender, receivers)]
         name = f"{' '.join(other for _, other in pairs)} deaf to {sender}"
         return self._lost(name, pairs, link)
 
     def loss(self, host: str, percent: float) -> NetworkFault:
-        """So much of what passes between that host and the others, either way, is lost."""
+        """Drop that percentage of the packets between the host and the others, in both
+        directions.
+        """
         assert 0 < percent <= 100, percent
         others = self._others(host, ())
         both = [(host, other) for other in others] + [(other, host) for other in others]
@@ -143,12 +145,14 @@ class Namespaces:
         return self._lost(f"{host} loses {percent:g} %", both, None, match)
 
     def rate(self, host: str, bytes_per_s: float, link: str = "e0") -> NetworkFault:
-        """So much passes through the host's link, each way; this process's share counts too."""
+        """Limit the rate of the host's link in each direction; traffic of this process counts
+        too.
+        """
         ends = [(self.name(host), link), (self.name(SWITCH), self.port(host, link))]
         return slowed(f"{host} at {bytes_per_s:,.0f} bytes/s", ends, bytes_per_s)
 
     def link(self, host: str, up: bool = False, link: str = "e0") -> NetworkFault:
-        """The host's link is down; for this process too. `up=True` makes nothing wrong."""
+        """Take the host's link down, for this process too. `up=True` changes nothing."""
         down = [] if up else [(self.name(host), f"ip link set {link} down")]
         again = [(self.name(host), f"ip link set {link} up")]
         return NetworkFault(f"{link} of {host} down", down, again)
@@ -160,7 +164,7 @@ class Namespaces:
     def _lost(
         self, name: str, pairs: Sequence[tuple[str, str]], link: str | None, match: str = ""
     ) -> NetworkFault:
-        """Of what each first sends to each second."""
+        """Rules that drop packets from each first host to each second one."""
         links = self.links if link is None else (link,)
         return dropped(
             name,
@@ -172,9 +176,11 @@ class Namespaces:
         )
 
     def close(self) -> None:
-        """Ends what still runs on the hosts and removes them. Twice is harmless."""
+        """End the remaining processes on the hosts and remove the hosts. A second call is
+        harmless.
+        """
         with contextlib.suppress(NamespaceFailed):
-            # With its namespace it would go too, but later.
+            # Removing its namespace would remove it too, but later.
             run_tool("ip", "-n", self.name(SWITCH), "link", "del", "outside")
         with contextlib.suppress(NamespaceFailed):
             run_tool("ip", "addr", "del", f"{self.outside}/32", "dev", "lo")
@@ -198,14 +204,15 @@ class Namespaces:
         port = self.port(host, link)
         peer = f"peer name {port} netns {self.name(SWITCH)}"
         self._in(host, f"link add {link} type veth {peer}")
-        # Addresses of IPv6 would be a second way around what faults are made for.
+        # IPv6 addresses would be a second path around the faults.
         self._in(host, f"link set {link} addrgenmode none up")
         self._in(host, f"addr add {self.address(host, link)}/24 dev {link}")
         self._in(SWITCH, f"link set {port} master {link} up")
 
     def _connect_outside(self) -> None:
-        """This process's address is the loopback's, and its interface has none: UCX uses every
-        interface with an address, and a process that uses one ends when it is removed."""
+        """This process's address is on loopback, and its interface has none. UCX uses every
+        interface with an address, and a process that uses one ends when the interface is removed.
+        """
         own = f"mc{os.getpid()}s{self._subnet}"
         run_tool(
             *f"ip link add {own} type veth peer name outside netns {self.name(SWITCH)}".split()
@@ -220,7 +227,7 @@ class Namespaces:
 
 
 def remove_leftovers() -> list[str]:
-    """Namespaces of runs that are dead; their names. Their processes end too."""
+    """Remove namespaces and processes of dead runs; returns the namespaces' names."""
     dead = []
     for path in sorted(FOLDER.glob("mc-*")) if FOLDER.is_dir() else []:
         match = _NAME.fullmatch(path.name)
@@ -243,7 +250,7 @@ def _addresses_of_loopback() -> list[tuple[str, str]]:
 
 
 def _lives(pid: int, made_s: float) -> bool:
-    """The process that made something at `made_s`, and not a later one with its id."""
+    """Whether the process of that id is the one that existed at `made_s`, not a later one."""
     try:
         return psutil.Process(pid).create_time() <= made_s + 1.0  # the kernel counts in ticks
     except psutil.NoSuchProcess:
@@ -254,7 +261,7 @@ def _remove(names: Sequence[str]) -> None:
     here = [name for name in names if (FOLDER / name).exists()]
     give_up_s = time.monotonic() + END_S_MAX
     for name in here:
-        # A process that lives on would keep its namespace, with its addresses, for ever.
+        # A remaining process would keep its namespace, with its addresses, forever.
         while (pids := _pids(name)) and time.monotonic() < give_up_s:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -273,14 +280,14 @@ def _pids(name: str) -> list[int]:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Alone among all runs of this machine: who looks for a free network also takes it."""
+    """A lock among all runs of this machine, from finding a free network until it is taken."""
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _free_prefix() -> str:
-    """mc-PID, or mc-PID.N where this process has others."""
+    """mc-PID, or mc-PID.N when this process has others."""
     for number in range(SUBNETS):
         prefix = f"mc-{os.getpid()}" + (f".{number}" if number else "")
         if not (FOLDER / f"{prefix}-{SWITCH}").exists():
@@ -289,7 +296,7 @@ def _free_prefix() -> str:
 
 
 def _free_subnet(links: int) -> int:
-    """The least X for which this machine knows no way to 10.77.X.0 (nor 10.78.X.0, ...)."""
+    """The least X for which this machine has no route to 10.77.X.0 (nor 10.78.X.0, ...)."""
     listed: list[dict[str, Any]] = json.loads(run_tool("ip", "-j", "-4", "addr") or "[]")
     taken = {each["local"].rpartition(".")[0] for link in listed for each in link["addr_info"]}
     for subnet in range(SUBNETS):

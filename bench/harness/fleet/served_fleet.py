@@ -4,9 +4,9 @@
         fleet.hosts["b"].kill("decode")
         fleet.why_not_whole("b")                 # "" again, seconds later
 
-Two hosts of three have each part that requests need (a frontend, a directory, a prefill worker, a
-decode worker), and all three have a member of etcd and a storage node: any one may be lost. They
-know each other by keys; while the fleet runs this process has those of a fourth host, `outside`.
+Two of three hosts have each part that requests need (a frontend, a directory, a prefill worker, a
+decode worker). All three have a member of etcd and a storage node, so any host may be lost. Hosts
+authenticate by keys; while the fleet runs this process has those of a fourth host, `outside`.
 
 Not here: one host (host.py), the network (namespaces.py).
 """
@@ -32,7 +32,7 @@ from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.records.membership import WorkerInfo
 
 NAME, OUTSIDE = "fleet", "outside"
-DRAM = "128M"  # of each storage node
+DRAM = "128M"  # bytes of each storage node
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 LOOK_S_MAX = 2.0
 CLUSTER_FILE = """\
@@ -54,8 +54,8 @@ trusted_data_network: [e0]
 
 
 def cluster_file(hosts: Namespaces, text: str = CLUSTER_FILE) -> str:
-    """For the hosts of these namespaces. They share a kernel, so each has its own identity, and
-    UCX is kept to TCP on their link: it would find shared memory otherwise."""
+    """The file for the hosts of these namespaces. They share a kernel, so each has its own
+    identity, and UCX is limited to TCP on their link; otherwise it would use shared memory."""
     environment = "{UCX_TLS: tcp, UCX_NET_DEVICES: e0}"
     return text.format(
         name=NAME,
@@ -70,7 +70,7 @@ def cluster_file(hosts: Namespaces, text: str = CLUSTER_FILE) -> str:
 
 
 class ServedFleet:
-    """Started by the constructor's block, stopped and removed at its end."""
+    """Started at the begin of the block, stopped and removed at its end."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ServedFleet:
             name: FleetHost(self.namespaces, name, self.path, folder / f"{name}.log", options)
             for name in names
         }
-        self._whole: Mapping[str, frozenset[str]] = {}  # what ran on each host when all was ready
+        self._whole: Mapping[str, frozenset[str]] = {}  # processes of each host when all was ready
         self._workers: frozenset[str] = frozenset()
         self._nodes: frozenset[str] = frozenset()
         self.directory: DirectoryClient | None = None
@@ -120,11 +120,11 @@ class ServedFleet:
 
     @property
     def launcher_pids(self) -> set[int]:
-        """Of all incarnations of all hosts."""
+        """Process ids of all launchers of all hosts."""
         return {pid for host in self.hosts.values() for pid in host.launcher_pids}
 
     def start(self) -> None:
-        """All at once; returns when every host is ready and in the directory."""
+        """Start all hosts at once; returns when every host is ready and in the directory."""
         for host in self.hosts.values():
             host.start()
         for host in self.hosts.values():
@@ -147,11 +147,12 @@ class ServedFleet:
             time.sleep(0.2)
 
     def whole(self, name: str) -> frozenset[str]:
-        """What ran on the host when the fleet was ready, as bench.harness.processes names it."""
+        """The processes of the host when the fleet was ready, by their names in
+        bench.harness.processes."""
         return self._whole[name]
 
     def why_not_whole(self, name: str) -> str:
-        """What of a host does not serve yet; "" when all does that did at the start."""
+        """The missing part of a host; "" when all that served at the start serves."""
         host = self.hosts[name]
         if not host.is_running:
             return f"{name}: `mooncake serve` has ended"
@@ -165,30 +166,30 @@ class ServedFleet:
             return f"no directory answers: {error}"
 
     def workers(self) -> list[WorkerInfo]:
-        """Those that the directory knows."""
+        """The workers in the directory."""
         assert self.directory is not None
         return self.directory.workers()
 
     def _missed(self, name: str) -> str:
-        """What of the host the directory does not know."""
+        """The host's workers and nodes that the directory lacks."""
         assert self.directory is not None
         nodes = {node.node_id for node in self.directory.stats().nodes if node.is_open}
         known = nodes | {worker.worker_id for worker in self.workers()}
         here = {each.removeprefix("node ") for each in self._whole[name]}
         missed = here & (self._nodes | self._workers) - known
-        return f"{name}: the directory does not know {', '.join(sorted(missed))}" if missed else ""
+        return f"{name}: the directory lacks {', '.join(sorted(missed))}" if missed else ""
 
     def _running(self, host: FleetHost) -> frozenset[str]:
         return frozenset(name for name, _ in host.named() if name)
 
     def stop(self) -> dict[str, int]:
-        """All at once, in order; the exit status of each."""
+        """Stop all hosts at once, in order; the exit status of each."""
         for host in self.hosts.values():
             host.interrupt()
         return {name: host.stop() for name, host in self.hosts.items()}
 
     def close(self) -> None:
-        """Whatever happened: nothing of this goes on."""
+        """Kill and remove everything, after any error."""
         if self.directory is not None:
             self.directory.close()
             self.directory = None
@@ -202,7 +203,7 @@ class ServedFleet:
 
 @contextlib.contextmanager
 def keys_of_process(folder: Path) -> Iterator[None]:
-    """These, and then those that it had before."""
+    """Set these keys until the block ends, then restore the earlier ones."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(folder)
     try:
@@ -215,15 +216,15 @@ def keys_of_process(folder: Path) -> Iterator[None]:
 
 
 def not_ready(metrics: str) -> str:
-    """What of a host's models does not serve, as its metrics port says; "" when all do."""
+    """Why a host is not ready, from its metrics port; "" when all models are."""
     try:
         with DIRECTLY.open(f"http://{metrics}/ready", timeout=LOOK_S_MAX) as answer:
             text = answer.read()
-    except urllib.error.HTTPError as error:  # 503: not all are
+    except urllib.error.HTTPError as error:  # 503: some models are not ready
         text = error.read()
     except OSError as error:
         return f"no answer ({error})"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         models = json.loads(text)["models"]
         return ", ".join(f"{model['name']} loads" for model in models if not model["is_ready"])
-    return "what answers is no `mooncake serve`"
+    return "the server there is no `mooncake serve`"

@@ -1,1 +1,1 @@
-"""Questions asked of simulated clusters: one file each, with its rows and its promised numbers."""
+"""The experiments on simulated clusters: one file each, with its rows and targets."""

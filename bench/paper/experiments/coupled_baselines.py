@@ -1,8 +1,8 @@
-"""What coupled engines do with the same trace on the same 16 nodes, swept over their knobs.
+"""Coupled engines with the same trace on the same 16 nodes, swept over their parameters.
 
-vLLM-like continuous batching, with chunked prefill, with a prefix cache; the size of a chunk, the
-batch and the dispatch matter as much as the engine, so each is varied on its own from the default.
-The first row is the project's own 8 + 8 nodes. Nothing is rejected anywhere.
+They are vLLM-like continuous batching, with chunked prefill, with a prefix cache. The size of a
+chunk, the batch and the dispatch matter as much as the engine, so each is varied on its own from
+the default. The first row is the project's own 8 + 8 nodes. No system rejects requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SWEPT = (
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every engine and knob at every speed."""
+    """Every engine and parameter at every speed."""
     source, shape = options.source(options.one_trace(TRACE)), options.settings()
     planned: list[PlannedRun[dict[str, Cell]]] = []
     for speed in options.speeds or (1.0,):

@@ -1,18 +1,19 @@
-"""Does every request of a crowd end, whatever breaks? NVIDIA Dynamo's issue 13088.
+"""Does every request of a crowd end, whatever fails? NVIDIA Dynamo's issue 13088.
 
-There 36 of 1,536 requests never ended on 50 prefill and 2,500 decode workers: no error, no retry,
-no timeout. Here are as many requests (the start of the conversation trace, as fast as 50 prefill
-workers have what 8 have at recorded speed) and workers, and 5 % of the workers of each role are
-killed, frozen or reloaded while the requests come, a third each, at random times. Freezes last from
-one second, which nobody notices, to a minute. The Conductor and the frontend's state machine of
-attempts are the real ones (crowd/followed_fleet.py), and every client has a timeout.
+In that issue 36 of 1,536 requests never ended on 50 prefill and 2,500 decode workers: no error, no
+retry, no timeout. This experiment has as many requests and workers. The requests are the start of
+the conversation trace, at the speed that gives 50 prefill workers the load of 8 at recorded speed.
+5 % of the workers of each role are killed, frozen or reloaded at random times while requests
+arrive, a third each. Freezes last from one second, which no process notices, to a minute. The
+Conductor and the frontend's state machine are the real ones (crowd/followed_fleet.py), and every
+client has a timeout.
 
-A request is *within its deadline* when it ended before its client's timeout and the time that the
-loss of a worker may take to be known (STOP_S): a request that is stopped ends when the call ends
-that its worker has, or when the directory misses the worker. It ended *finished*, or with an error
-of a type that clients know (backends/errors.py). *Hung* is one without an end ten minutes later.
+A request is *within its deadline* when it ended before its client's timeout plus the time in which
+the loss of a worker is detected (STOP_S). A stopped request ends when its worker's call ends, or
+when the directory misses the worker. It ended *finished*, or with an error of a type that clients
+know (backends/errors.py). A request without an end ten minutes later is *hung*.
 
-Promised: all of them within their deadlines and none hung, with every seed.
+Targets: all requests within their deadlines and none hung, with every seed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ UNTYPED = "untyped"
 class CrowdCase:
     prefills: int
     decodes: int
-    share: float  # of the workers of each role that break
+    share: float  # share of the workers of each role that fail
     seed: int
 
     @property
@@ -67,10 +68,10 @@ class CrowdRun:
     ends: dict[str, int]  # by kind: finished, or the error
     hung: int
     within_deadline: int
-    late_most_s: float  # after its client's timeout, of all that ended
+    late_most_s: float  # most seconds after a client's timeout, of all requests that ended
     losses: dict[str, int]  # of attempts, by kind
     attempts_most: int
-    ttfts_s: tuple[float, float]  # p50 and p99 of those that finished
+    ttfts_s: tuple[float, float]  # p50 and p99 of the finished requests
 
     @property
     def finished(self) -> int:
@@ -82,7 +83,7 @@ class CrowdRun:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Without anything that breaks, then with several seeds."""
+    """Without faults, then with several seeds."""
     prefills, decodes = options.prefills or PREFILLS, options.decodes or DECODES
     first = options.seed
     cases = [CrowdCase(prefills, decodes, 0.0, first)]
@@ -98,7 +99,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def _why_not(options: SimulationOptions) -> str:
-    """Why what was promised does not follow; or ""."""
+    """Why the targets do not apply; or ""."""
     if options.requests is not None and options.requests < REQUESTS:
         return f"only the first {options.requests} requests were sent"
     asked = options.prefills or PREFILLS, options.decodes or DECODES
@@ -108,7 +109,7 @@ def _why_not(options: SimulationOptions) -> str:
 
 
 def config_of_crowd() -> ConductorConfig:
-    """As model_repository/conductor/config.pbtxt has it, with the papers' service levels."""
+    """The settings of model_repository/conductor/config.pbtxt, with the papers' service levels."""
     return ConductorConfig(
         policy="adaptive",
         admission="predictive_lengths",
@@ -138,18 +139,18 @@ def run(
 
 
 def breakages_of(case: CrowdCase, last_s: float) -> list[Breakage]:
-    """A share of each role, each kind as often, while requests come."""
-    chance = random.Random(case.seed)
+    """A share of each role fails, each kind equally often, while requests arrive."""
+    rng = random.Random(case.seed)
     found: list[Breakage] = []
     for role, count in (("p", case.prefills), ("d", case.decodes)):
         broken = round(case.share * count + 0.499) if case.share else 0
-        for number, worker in enumerate(chance.sample(range(count), broken)):
+        for number, worker in enumerate(rng.sample(range(count), broken)):
             found.append(
                 Breakage(
-                    at_s=chance.uniform(0.0, last_s),
+                    at_s=rng.uniform(0.0, last_s),
                     worker_id=f"{role}{worker}",
                     kind=KINDS[number % len(KINDS)],
-                    seconds=chance.uniform(*FREEZE_S),
+                    seconds=rng.uniform(*FREEZE_S),
                 )
             )
     return found

@@ -1,17 +1,17 @@
 """The conductor in NVIDIA Dynamo's replay engine, beside Dynamo's own router in its own replay.
 
-The conversation trace on two prefill and two decode workers, each with its own cache and nothing
-else. First the gate: under round robin this engine must agree with Dynamo's. Then the conductor
-under the paper's policy and under ours, at recorded speed, with each tick spread out, and at four
-times the speed, where more is offered than fits, also with a lower floor for each length of prompt.
-One set of limits for every row.
+The conversation trace runs on two prefill and two decode workers, each with its own cache and
+nothing else. First comes the gate: under round robin this engine must agree with Dynamo's. Then the
+conductor runs under the paper's policy and under ours: at recorded speed, with each tick spread
+out, and in an overload at four times the speed, also with a lower minimum for each length of
+prompt. All rows have the same limits.
 
-Any other case can be asked for: speeds, sizes of cache, numbers of workers, another trace. Then
-every scheduler is run on it, and with a Python that has Dynamo's wheel so is Dynamo itself.
+Options select other cases: speeds, sizes of cache, numbers of workers, another trace. Then every
+scheduler runs on it, and so does Dynamo itself with a Python that has its wheel.
 
-`passes` tells what fills a prefill pass. `filled`: all the tokens there are, as Dynamo's engine has
-it. `shared`: prompts share a pass only where that pays (conductor/queue_order.py). Dynamo
-reaches the same by holding prompts in its router until a worker is free (queue threshold 0).
+`passes` is the rule for filling a prefill pass. `filled`: up to all the tokens, as in Dynamo's
+engine. `shared`: prompts share a pass only where that pays (conductor/queue_order.py). Dynamo gets
+the same by holding prompts in its router until a worker is free (queue threshold 0).
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from loadtest.simulator.options import (
 )
 
 TRACE = "conversation"
-WORKERS = 2  # of each kind, unless asked otherwise
-TTFT_LIMIT_S, TBT_LIMIT_S = 10.0, 0.1  # what the conductor is told to keep
+WORKERS = 2  # default for each kind
+TTFT_LIMIT_S, TBT_LIMIT_S = 10.0, 0.1  # the conductor's limits
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoResults:
-    """What Dynamo's own replay found, or why that is not known."""
+    """The results of Dynamo's own replay, or why there are none."""
 
     results: dict[PeerRun, PeerResult]
     why_not: str = ""
@@ -96,7 +96,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def cases_of(options: SimulationOptions) -> list[DynamoCase]:
-    """Those of the published figures; or every scheduler on the load that was asked for."""
+    """The published cases; or every scheduler on the selected load."""
     prefills, decodes = options.prefills or WORKERS, options.decodes or WORKERS
     is_usual = (prefills, decodes) == (WORKERS, WORKERS) and set(options.blocks) <= set(BLOCKS)
     if is_usual and not options.speeds:
@@ -130,7 +130,7 @@ def all_cases() -> list[DynamoCase]:
 def config_for(
     policy: str, queue_order: str, length_share_min: float = LENGTH_SHARE_MIN
 ) -> ConductorConfig:
-    """What the conductor is told: the same limits at every speed and cache size."""
+    """The conductor's settings: the same limits at every speed and cache size."""
     return ConductorConfig(
         policy=policy,
         queue_order=queue_order,
@@ -138,7 +138,7 @@ def config_for(
         length_share_min=length_share_min,
         ttft_slo_s=TTFT_LIMIT_S,
         tbt_slo_s=TBT_LIMIT_S,
-        replicate=False,  # there is nothing to copy blocks with
+        replicate=False,  # there is no transfer to copy blocks with
     )
 
 
@@ -168,7 +168,7 @@ def run(
 def _peer(
     rows: Sequence[TraceRow], cases: Sequence[DynamoCase], python: str | None, begin: Begin
 ) -> DynamoResults:
-    """Live when its Python was given, else as recorded if that was on the same trace."""
+    """Live when its Python was given, else the recording if that is of the same trace."""
     wanted = list(dict.fromkeys(case.of_peer(router) for case in cases for router in ROUTERS))
     if python is not None:
         try:
@@ -230,7 +230,7 @@ def _peer_row(run: PeerRun, result: PeerResult) -> dict[str, Cell]:
 
 
 def _figures(load: PeerRun, outcome: SimulationOutcome) -> dict[str, Cell]:
-    """The same of ours and of Dynamo's, counted by the same code."""
+    """The same figures of ours and of Dynamo's, counted by the same code."""
     return {
         "speed": load.speed,
         "ticks": "spread" if load.is_spread else "recorded",

@@ -1,15 +1,15 @@
-"""What do several frontends cost, which decide apart and tell each other what they routed?
+"""The cost of several frontends that decide apart and exchange notes on what they routed.
 
-Each frontend has the real conductor of its own and gets every Nth request, so two turns of one
-conversation mostly come to different ones. What one routed the others know after notes_latency_s
-and what the notes wait to be sent together (backends/frontend/routing_notes.py); `none`: they tell
-each other nothing and see each other's requests in worker reports only.
+Each frontend has a real conductor of its own and gets every Nth request, so two turns of one
+conversation mostly reach different ones. The others receive its notes after notes_latency_s and the
+time until notes are sent together (backends/frontend/routing_notes.py). `none`: no notes; frontends
+see each other's requests in worker reports only.
 
 The published timestamps are on 3-second ticks, with about ten prompts at one instant. One frontend
-decides on those one after the other, as if each decision took no time; four decide on three each
-without knowing of the others', which no notes can change. Real prompts do not come at one instant,
-so the promise is of the same requests spread evenly until the next tick
-(`evenly`, loadtest/simulator/cluster/job.py); `recorded` is the worst case.
+decides on those one after the other, as if each decision took no time. Four decide on three each
+before notes can arrive. Real prompts do not arrive at one instant, so the target is for the same
+requests spread evenly until the next tick (`evenly`, loadtest/simulator/cluster/job.py); `recorded`
+is the worst case.
 
 Not here: the cluster (cluster/), the policies (scheduling.py).
 """
@@ -43,7 +43,7 @@ Case = tuple[str, str, float, int, float | None]  # arrivals, policy, speed, fro
 class FrontendsRun:
     case: Case
     outcome: SimulationOutcome
-    note_batches: int  # that came to all frontends together
+    note_batches: int  # note batches received by all frontends together
     missed: int
 
 
@@ -65,7 +65,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def ttft_target(folder: Path | None, begin: Begin, requests: int | None = None) -> Target:
-    """Only what was promised: two runs, a minute of one core."""
+    """The target alone: two runs, a minute of one core."""
     options = SimulationOptions(folder=folder, requests=requests)
     cases: list[Case] = [("evenly", POLICY, SPEED, 1, None)]
     cases.append(("evenly", POLICY, SPEED, 4, LATENCIES_S[0]))
@@ -132,7 +132,7 @@ def rows_of(runs: Sequence[FrontendsRun]) -> Rows:
 
 
 def target_of(runs: Sequence[FrontendsRun], why_not: str = "") -> Target:
-    """What was promised, of the requests spread evenly; `why_not`: that was not run."""
+    """The target, for the requests spread evenly; `why_not`: why that was not run."""
     found = {run.case: run.outcome.ttft_s.mean for run in runs if not why_not}
     one: Case = ("evenly", POLICY, SPEED, 1, None)
     four: Case = ("evenly", POLICY, SPEED, 4, LATENCIES_S[0])

@@ -1,17 +1,17 @@
 """Are long prompts served sooner by prefill nodes that share the layers? FAST'25, 3.3: CPP.
 
-The conversation trace at recorded speed on 8 + 8 nodes, the same GPUs in every row: all eight
-prefill nodes alone (the baseline), or some of them in groups of 2, 4 or 8, where different chunks
-of a prompt are on different nodes at a time. The Conductor chooses between a group and a node alone
-by the time to the first token that it predicts, as between any two workers. The paper has no figure
-of it.
+The conversation trace runs at recorded speed on 8 + 8 nodes, the same GPUs in every row. All eight
+prefill nodes are alone (the baseline), or some of them are in groups of 2, 4 or 8, where different
+chunks of a prompt are on different nodes at a time. The Conductor chooses between a group and a
+node alone by the predicted time to the first token, as between any two workers. The paper has no
+figure of it.
 
-A group's cache is the DRAM of its first node: the others hold no whole blocks, so with more groups
-less of a prompt is found cached, which counts here. Rows "DRAM of all" say what would come if the
-first node had the DRAM of the whole group; nothing is promised of those.
+A group's cache is the DRAM of its first node, because the others hold no whole blocks. So with more
+groups less of a prompt is cached, which is included. Rows "DRAM of all" give the first node the
+DRAM of the whole group; they have no target.
 
-Promised, of the mix of nodes alone and groups of 2 that is best for prompts of more than 64k tokens
-without making the mean of all prompts worse: their mean TTFT is at most 0.6 of the baseline's.
+Target, for the mix of nodes alone and groups of 2 that is best for prompts of more than 64k tokens
+without raising the mean of all prompts: their mean TTFT is at most 0.6 of the baseline's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loadtest.simulator.runs import PlannedRun, run_all
 TRACE = "conversation"
 LONG_TOKENS = 64 * 1_024
 OURS = "adaptive"
-# Groups of how many nodes; the other nodes are alone. The first is the baseline.
+# (groups, nodes in each); the other nodes are alone. The first is the baseline.
 ALONE = (0, 2)
 PAIRS = ((1, 2), (2, 2), (3, 2), (4, 2))
 MIXES = {POLICY: (ALONE, *PAIRS, (1, 4), (2, 4), (1, 8)), OURS: (ALONE, (2, 2), (4, 2))}
@@ -147,8 +147,8 @@ def baseline_of(runs: Sequence[PipelineRun], policy: str) -> PipelineRun:
 
 
 def best_of(runs: Sequence[PipelineRun]) -> PipelineRun | None:
-    """Of the mixes with groups of 2: the one that is best for long prompts, of those that make the
-    mean of all no worse if there are any."""
+    """The best mix with groups of 2 for long prompts, among those that do not raise the mean of all
+    prompts if there are any."""
     pairs = [
         one
         for one in runs

@@ -1,11 +1,11 @@
-"""What does each admission policy do when more is offered than fits? Table 3 of the arXiv report.
+"""Admission policies when more is offered than fits: Table 3 of the arXiv report.
 
-The conversation trace, faster and faster, on 8 + 8 nodes of 8x A800 with LLaMA3-70B; TTFT <= 30 s
-and TBT <= 100 ms, the service levels of the paper's runs on real traces. A decode worker checks
-each request once more when it comes; the prefill of what it refuses was for nothing. First the
-lowest speed at which the baseline wastes WASTED_SHARE_MIN of its prefills is looked for; then every
-admission is run at that speed. All rows have the same routing, FIFO queues and limits, and no
-shedding but by limit, as in the paper.
+The conversation trace runs at rising speeds on 8 + 8 nodes of 8x A800 with LLaMA3-70B. TTFT <= 30 s
+and TBT <= 100 ms are the service levels of the paper's runs on real traces. A decode worker checks
+each request again on arrival; the prefill of a refused request is wasted. The first search finds
+the lowest speed at which the baseline wastes WASTED_SHARE_MIN of its prefills. Then every admission
+runs at that speed. All rows have the same routing, FIFO queues and limits, and no shedding but by
+limit, as in the paper.
 
 Not here: the policies (conductor/admission/admission.py), the cluster (cluster/).
 """
@@ -31,15 +31,15 @@ from loadtest.simulator.runs import PlannedRun, run_all
 TRACE = "conversation"
 ADMISSIONS = ("baseline", "early", "predictive", "predictive_lengths")
 TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1
-# What a step may be predicted to take. A request's TBT is the mean of its longest intervals, and
-# the one from prefill to decode is among them: a batch held at the service level would miss it.
+# Limit for the predicted step. A request's TBT is the mean of its longest intervals, which include
+# the one from prefill to decode: a batch held at the service level would miss it.
 STEP_S_MAX = 0.9 * TBT_SLO_S
 WASTED_SHARE_MIN = 0.15
 SPEEDS = tuple(1.0 + 0.25 * step for step in range(13))
 PAPER_OFFERED = 23_000
 PAPER_REJECTED = {"baseline": 4_183, "early": 3_771, "predictive": 3_589}
 WASTED_OF_BASELINE = {"early": 0.8, "predictive": 0.7}
-STRICTLY_LESS = 0.9999  # one request in ten thousand: counts are to rise, however little
+STRICTLY_LESS = 0.9999  # one request in ten thousand: counts must rise, however little
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class RejectionRun:
 class LoadWatch:
     """The load of both pools, each second: predicted latency against its service level.
 
-    Prefill: predicted seconds of queue / TTFT SLO; decode: the step that the batch takes / TBT SLO;
-    each the mean of the pool (arXiv, section 7). Counted while requests arrive: the empty fleet at
-    the end is no swing.
+    Prefill: predicted seconds of queue / TTFT SLO; decode: the current step of the batch / TBT SLO;
+    each is the mean of the pool (arXiv, section 7). Only the time of arrivals counts, because the
+    empty fleet at the end is no swing.
     """
 
     def __init__(self, until_s: float) -> None:
@@ -99,7 +99,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
         runs += made([("baseline", speed) for speed in speeds[first : first + at_once]])
         wasting = [n for n, r in enumerate(runs) if r.outcome.wasted_share >= WASTED_SHARE_MIN]
         if wasting:
-            del runs[wasting[0] + 1 :]  # they ran beside it, for nothing
+            del runs[wasting[0] + 1 :]  # runs above the speed, made in parallel
             break
     speed = runs[-1].speed
     runs += made([(admission, speed) for admission in admissions if admission != "baseline"])
@@ -107,7 +107,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def config_for(admission: str) -> ConductorConfig:
-    """What the conductor is told; the same for every row but for the admission."""
+    """The conductor's settings; the same for every row except the admission."""
     return ConductorConfig(
         admission=admission,
         policy="kvcache_centric",
@@ -115,7 +115,7 @@ def config_for(admission: str) -> ConductorConfig:
         shedding="limit",
         ttft_slo_s=TTFT_SLO_S,
         tbt_slo_s=STEP_S_MAX,
-        decode_s_expected=30.0,  # a first guess; it is measured from then on
+        decode_s_expected=30.0,  # a first guess; measured from then on
     )
 
 
@@ -185,7 +185,7 @@ def rows_of(runs: Sequence[RejectionRun]) -> Rows:
 
 
 def targets_of(runs: Sequence[RejectionRun], why_not: str = "") -> list[Target]:
-    """What was promised at the last speed, beside what was found; `why_not`: it was not run."""
+    """The targets at the last speed, with the values found; `why_not`: why there are none."""
     speed = runs[-1].speed
     found = {run.admission: run for run in runs if run.speed == speed and not why_not}
     baseline = found.get("baseline")

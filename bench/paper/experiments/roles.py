@@ -1,16 +1,17 @@
-"""What is it worth that workers change their roles with the load? (`roles/controller.py`)
+"""The gain from workers that change their roles with the load (`roles/controller.py`).
 
-The synthetic trace in two phases: the first half of its requests at 2.5 times the recorded speed
-with a third of the output, the second at 1.2 times with three times the output. So prefill is short
-first and decode after that. On 16 nodes, TTFT <= 30 s and TBT <= 100 ms, nothing is rejected.
+The synthetic trace runs in two phases: the first half of its requests at 2.5 times the recorded
+speed with a third of the output, the second at 1.2 times with three times the output. So prefill is
+the bottleneck first and decode after that. On 16 nodes, TTFT <= 30 s and TBT <= 100 ms, nothing is
+rejected.
 
     fixed        every split of the 16 nodes, from 1P+15D to 15P+1D
-    oracle       knows both phases: begins in a split that is good for the first, and at the half
-                 tells as many workers at once to change as the second wants; they drain first
-    controller   begins with 8P+8D and is told nothing
+    oracle       has both phases as input: begins in a split that is good for the first, and at the
+                 half changes as many workers at once as the second needs; they drain first
+    controller   begins with 8P+8D without any input
 
-Promised: the controller serves at least 1.15 times as many requests within both limits as the best
-fixed split, and flips nobody on the two published traces at recorded speed.
+Targets: the controller serves at least 1.15 times as many requests within both limits as the best
+fixed split, and flips no worker on the two published traces at recorded speed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from loadtest.simulator.runs import PlannedRun, run_all
 TRACE = "synthetic"
 TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1
 SPEEDS = (2.5, 1.2)  # of the two phases
-OUTPUTS = (1 / 3, 3.0)  # times as many tokens
+OUTPUTS = (1 / 3, 3.0)  # factor of the output tokens
 SPLITS = tuple(range(1, constants.NODES))
 ORACLES = ((11, 5), (11, 6), (12, 5), (12, 6))  # prefill nodes in each phase; near the best
 STEADY = ("conversation", "synthetic")
@@ -67,8 +68,8 @@ class RolesRun:
         return float(is_in.mean())
 
     def prefills_over_time(self) -> str:
-        """As "0:8 24:9": prefill workers from each second on; who drains counts for its old role
-        until it has the new one."""
+        """As "0:8 24:9": prefill workers from each second on; a draining worker counts for its old
+        role."""
         prefills = self.plan.shape.prefills
         found = [f"0:{prefills}"]
         for flip in self.flips:
@@ -115,13 +116,13 @@ def run(
 
 
 def _switch(fleet: SimulatedFleet, plan: RolesPlan) -> None:
-    """To the split of the second phase, all at once."""
+    """Change to the split of the second phase, all at once."""
     for worker_id in list(fleet.prefills)[: plan.shape.prefills - plan.prefills_then]:
         fleet.flip(worker_id)
 
 
 def in_phases(offered: Sequence[Offered]) -> tuple[list[Offered], float]:
-    """The requests with the times and outputs of the two phases, and when the second begins."""
+    """The requests with the times and outputs of the two phases, and the start of the second."""
     half = len(offered) // 2
     began_s = offered[half].at_s
     half_s = began_s / SPEEDS[0]
@@ -169,13 +170,13 @@ def rows_of(runs: Sequence[RolesRun]) -> Rows:
 
 
 def _traces(runs: Sequence[RolesRun]) -> list[str]:
-    """What each row is about: the phases, or the steady traces in their order."""
+    """The traces of each row: the phases, or the steady traces in their order."""
     steady = iter(STEADY)
     return ["phases" if one.plan.has_phases else next(steady) for one in runs]
 
 
 def best_fixed(runs: Sequence[RolesRun]) -> float:
-    """At least one request: no gain is infinite."""
+    """At least one request, so that no gain is infinite."""
     found = [one.within for one in runs if one.plan.name == "fixed"]
     return max(*found, 1 / len(runs[0].run.ttfts_s))
 

@@ -1,16 +1,16 @@
-"""Thousands of workers: what a run costs, and what the real Conductor does with them.
+"""Thousands of workers: the cost of a run, and the real Conductor's results with them.
 
-The conversation trace on 8 + 8, 64 + 64 and 500 + 500 workers, and ten copies of it, one after the
-other and each with block ids of its own, on 1,000 + 1,000: 120,000 requests. The trace is replayed
-faster by as much as there are more workers than 8 + 8, so each worker has what it has at recorded
-speed. Turns of a conversation come closer together by that too: on 1,000 + 1,000 many of them come
-before the turn in front of them is computed, so fewer of their blocks are found.
+The conversation trace runs on 8 + 8, 64 + 64 and 500 + 500 workers; ten copies of it, one after the
+other and each with block ids of its own, run on 1,000 + 1,000: 120,000 requests. The replay speed
+grows with the number of workers, so each worker has its load at recorded speed. Turns of a
+conversation come closer together by the same factor: on 1,000 + 1,000 many of them come before the
+turn before them is computed, so fewer of their blocks are cached.
 
-Seconds are of the CPU, so they do not depend on what else a machine does, and are counted by the
-part that takes them, without what it calls of the others. They are of the run itself: one that is
-kept says what it took when it was made.
+Seconds are of the CPU, so other work on the machine does not count. They are counted by the part
+that takes them, without the time in other parts that it calls. A kept run has the seconds of its
+own execution.
 
-Promised: the 120,000 requests in ten minutes.
+Target: the 120,000 requests in ten minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from loadtest.simulator.runs import PlannedRun, run_all
 
 TRACE, POLICY = "conversation", "adaptive"
 CPU_S_MAX = 600.0
-COPY_BYTES = 2  # of a block's key: which copy of the trace it is from
+COPY_BYTES = 2  # of a block key: number of the trace's copy
 
 DECISIONS, CONDUCTOR, DIRECTORY, NETWORK, CHECKS, REST = (
     "decisions",
@@ -70,7 +70,8 @@ PROMISED = CASES[-1]
 
 
 class CpuMeter:
-    """CPU seconds of the parts of a run. What a part calls of another part counts for that one."""
+    """CPU seconds of the parts of a run. A call from one part to another counts for the called
+    part."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -78,7 +79,7 @@ class CpuMeter:
         self._part, self._since_s = REST, time.process_time()
 
     def measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, as a piece of this part."""
+        """`function`, counted as this part."""
 
         @wraps(function)
         def counted(*given: Any, **named: Any) -> Any:
@@ -198,7 +199,7 @@ def _every(count: int, call: Callable[[], None]) -> Iterator[None]:
 
 
 def copied(offered: Sequence[Offered], copies: int) -> list[Offered]:
-    """The requests so many times, one copy after the other, each with keys of its own."""
+    """The requests `copies` times, one copy after the other, each with block keys of its own."""
     apart_s = offered[-1].at_s - offered[0].at_s
     apart_s += apart_s / max(1, len(offered) - 1)
     found = list(offered)

@@ -1,9 +1,9 @@
 """Which prefill policy gives the least time to the first token? The paper's Figure 5, and ours.
 
-The conversation trace with its timestamps as they are (and faster), 8 prefill and 8 decode nodes of
-8x A800 with LLaMA3-70B, nothing rejected. The paper's four policies serve each prefill queue in
-order of arrival, as the paper does; `adaptive` serves short work first, with ageing, because its
-formula is about that queue. Nothing else differs between rows.
+The conversation trace runs with its recorded timestamps (and faster) on 8 prefill and 8 decode
+nodes of 8x A800 with LLaMA3-70B, nothing rejected. The paper's four policies serve each prefill
+queue in order of arrival, as the paper does. `adaptive` serves short work first, with ageing,
+because its formula assumes that queue. Rows differ in nothing else.
 
 Not here: the policies (conductor/routing/policies.py), the cluster (cluster/).
 """
@@ -71,13 +71,13 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def config_for(policy: str) -> ConductorConfig:
-    """What the conductor is told; the same for every row but for the policy and its queue order."""
+    """The conductor's settings; the same for every row except the policy and its queue order."""
     return ConductorConfig(
         policy=policy,
         queue_order="shortest_first" if policy == "adaptive" else "fifo",
         admission="none",
-        advisory=True,  # nothing is rejected, also where decode is full: the queue says it
-        decode_s_expected=30.0,  # a first guess; it is measured from then on
+        advisory=True,  # nothing is rejected, not even for a full decode pool: the queue shows it
+        decode_s_expected=30.0,  # a first guess; measured from then on
     )
 
 
@@ -133,7 +133,7 @@ def rows_of(runs: Sequence[SchedulingRun]) -> Rows:
 
 
 def targets_of(runs: Sequence[SchedulingRun], why_not: str = "") -> list[Target]:
-    """What was promised of the whole trace, beside what was found; `why_not`: it was not run."""
+    """The targets of the whole trace, with the values found; `why_not`: why there are none."""
     found = {(run.policy, run.speed): run.outcome.ttft_s for run in runs if not why_not}
     why_not = why_not or "this policy or speed was not run"
     mean, p99 = attrgetter("mean"), attrgetter("p99")

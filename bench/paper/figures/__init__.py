@@ -1,1 +1,1 @@
-"""Which figures of Mooncake's papers come out of the simulated cluster? One module a figure."""
+"""Which figures of Mooncake's papers does the simulated cluster reproduce? One module a figure."""

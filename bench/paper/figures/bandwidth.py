@@ -1,8 +1,8 @@
 """How fast must the network be? FAST'25, Figure 13.
 
-The synthetic trace at recorded speed with network cards of 24 to 800 Gb/s. TTFT counts the hand-
-over to decode, which is what a slow network delays first. Promised: less than 2 s on average from
-100 Gb/s on, more at 40, and at 24 three times what it is at 100.
+The synthetic trace at recorded speed with network cards of 24 to 800 Gb/s. TTFT includes the
+hand-over to decode, which a slow network delays first. Targets: mean TTFT below 2 s from 100 Gb/s
+on, above at 40, and at 24 three times that at 100.
 """
 
 from __future__ import annotations

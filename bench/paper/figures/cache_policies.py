@@ -1,12 +1,13 @@
-"""Which order of eviction finds most? The arXiv report, Table 1.
+"""Which eviction order has the most hits? The arXiv report, Table 1.
 
 One cache for all requests, in their order, without a clock: LRU, LFU, length-aware and the store's
 default, `density`, at each of the table's capacities, in blocks of 512 tokens. The report's trace
-is not published whole, so its hit rates stand beside those of the two traces here. Promised: ours
-finds at least what each of the three does, at every capacity.
+is not published whole, so its hit rates are shown beside those of the two traces here. Targets:
+ours has at least the hits of each of the three, at every capacity.
 
-LFU counts uses of what it holds, and among equals drops the least recently used; length-aware drops
-of those the block that is farthest from the start of its prompt, as the report describes it.
+LFU counts uses of the blocks it holds, and among equals evicts the least recently used.
+Length-aware evicts of those the block that is farthest from the start of its prompt, as the report
+describes it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Found = Mapping[tuple[str, int | None, str], Hits]
 
 
 class CountingOrder:
-    """Idle blocks by how often they were used, then as `is_deep_first` says. Lazy: an entry of the
+    """Idle blocks by their number of uses, then as `is_deep_first` selects. Lazy: an entry of the
     heap counts only if it is the block's latest."""
 
     def __init__(self, depths: Mapping[bytes, int], is_deep_first: bool) -> None:
         self._depths, self._is_deep_first = depths, is_deep_first
-        self._uses: dict[bytes, int] = {}  # of all that is held
-        self._idle: dict[bytes, int] = {}  # -> its latest entry
+        self._uses: dict[bytes, int] = {}  # of all blocks held
+        self._idle: dict[bytes, int] = {}  # block key -> its latest entry
         self._heap: list[tuple[int, int, int, bytes]] = []
         self._added = 0
 
@@ -89,7 +90,7 @@ class CountingOrder:
 
 
 class OrderedCache(BlockCache):
-    """A BlockCache with an order of eviction that the store does not have."""
+    """A BlockCache with an eviction order that the store does not have."""
 
     def __init__(self, blocks: int, order: CountingOrder) -> None:
         super().__init__(blocks, "lru")
@@ -143,7 +144,7 @@ def rows_of(found: Found) -> Rows:
 
 
 def targets_of(found: Found, why_not: str = "") -> list[Target]:
-    """The least that ours has more, in points, over all capacities."""
+    """The least lead of ours, in points, over all capacities."""
     targets = []
     for trace in TRACES:
         for policy in PAPER:

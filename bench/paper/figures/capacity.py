@@ -1,16 +1,16 @@
 """How many more requests are served within the service levels? FAST'25, Figures 1 and 7.
 
 16 nodes each: ours in the best split, vLLM, with a prefix cache, with chunked prefill. TTFT <= 30
-s, TBT <= 100, 200 and 300 ms. The traces are replayed ever faster; a share is of all requests, and
-a request without an answer is not within. Two readings of the paper's gains, as it does not say how
-it counts:
+s, TBT <= 100, 200 and 300 ms. The traces are replayed at rising speeds. A share is of all requests;
+a request without an answer is not within. The paper does not define its gains, so there are two
+readings:
 
     share      at one speed per trace: the lowest (steps of STEP) at which ours is still within at
                100 ms for nearly all and all goals hold; ours over the best baseline, less one
     sustained  the highest speed up to which a system serves SUSTAINED_SHARE within
 
-Ours is in the best split for each reading and limit. The best baseline has chunks of 2,048 tokens;
-chunks of 512 stand beside it and are to be beaten in the second reading.
+Ours is in the best split for each reading and limit. The best baseline has chunks of 2,048 tokens.
+Chunks of 512 are shown beside it, and ours must beat them in the second reading.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP = 0.05
 PREFILLS = {"conversation": (6, 7, 8), "synthetic": (6, 7, 8)}
 PROBE_SPEED = {"conversation": 1.35, "synthetic": 1.1}  # of all splits
 TABLE = (1.0, 1.5, 2.0)  # the speeds at which all systems are shown
-FINE = {  # where ours stops to keep up
+FINE = {  # where ours reaches its limit
     "conversation": (*speeds(1.2, 1.5, STEP), *speeds(1.6, 2.0, 0.1)),
     "synthetic": (*speeds(1.05, 1.5, STEP), *speeds(1.6, 2.0, 0.1)),
 }
@@ -71,12 +71,12 @@ class TraceCapacity:
             self.theirs.setdefault(plan.name, {})[plan.speed] = run
 
     def best_split(self, speed: float) -> int:
-        """At 100 ms, of those that were run at this speed."""
+        """At 100 ms, of the splits that were run at this speed."""
         ran = [prefills for prefills, runs in self.ours.items() if speed in runs]
         return max(ran, key=lambda p: self.ours[p][speed].within(TTFT_SLO_S, TBT_SLOS_S[0]))
 
     def share(self, speed: float, tbt_slo_s: float) -> float:
-        """Of ours, in the split that is best at 100 ms."""
+        """Our share, in the split that is best at 100 ms."""
         return self.ours[self.best_split(speed)][speed].within(TTFT_SLO_S, tbt_slo_s)
 
     def sustained_of_ours(self, tbt_slo_s: float) -> float:
@@ -84,7 +84,7 @@ class TraceCapacity:
         return max(sustained(runs, tbt_slo_s) for runs in self.ours.values())
 
     def gain(self, speed: float, tbt_slo_s: float) -> float:
-        """Of the share at one speed, over the best baseline."""
+        """Gain of our share at one speed over the best baseline's."""
         runs = [self.theirs[baseline.name][speed] for baseline in BEST_OF]
         one = 1 / runs[0].outcome.offered  # at least one request: no infinite gain
         best = max(one, *(run.within(TTFT_SLO_S, tbt_slo_s) for run in runs))
@@ -95,7 +95,9 @@ class TraceCapacity:
         return self.sustained_of_ours(tbt_slo_s) / max(best, SLOW[0]) - 1
 
     def has_all(self, speed: float) -> bool:
-        """Ours serves nearly all at this speed, and every goal of the first reading holds."""
+        """Whether ours serves nearly all at this speed and every goal of the first reading
+        holds.
+        """
         goals = SHARE_GAIN_MIN[self.trace].items()
         return self.has_nearly_all(speed) and all(self.gain(speed, t) >= g for t, g in goals)
 
@@ -107,7 +109,7 @@ class TraceCapacity:
         return sorted(ours.intersection(*self.theirs.values()))
 
     def compared_at(self) -> float:
-        """The speed of the first reading; if no speed has all, the highest at which ours serves
+        """The speed of the first reading; if no speed reaches all, the highest at which ours serves
         nearly all."""
         served = [speed for speed in self.both_ran() if self.has_nearly_all(speed)]
         with_all = [speed for speed in served if self.has_all(speed)]
@@ -138,7 +140,7 @@ def explore(trace: str, options: SimulationOptions, begin: Begin) -> TraceCapaci
     asked, probe = sorted(options.speeds), PROBE_SPEED[trace]
 
     def add(systems: Sequence[int | CoupledSettings], at: Sequence[float]) -> None:
-        """`systems`: baselines, or ours with so many prefill nodes."""
+        """`systems`: baselines, or ours with that many prefill nodes."""
         plans = [
             ours(trace, shape_of(options, system), speed, options)
             if isinstance(system, int)

@@ -1,8 +1,8 @@
 """How much more of two data sets is served within the limits? The arXiv report, Figure 11.
 
-Prompts and answers as long as those of ArXiv summarization and L-Eval are on average (the report
-gives no distribution), Poisson arrivals, four nodes (poisson.py). Promised: 20 and 40 % more than
-the paper's baseline; the gain over the best of all baselines stands beside it.
+Prompts and answers have the mean lengths of ArXiv summarization and L-Eval (the report gives no
+distribution), Poisson arrivals, four nodes (poisson.py). Targets: 20 and 40 % more than the paper's
+baseline; the gain over the best of all baselines is shown beside it.
 """
 
 from __future__ import annotations

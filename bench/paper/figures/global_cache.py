@@ -1,12 +1,12 @@
-"""What does one cache of all nodes give over a cache in each? FAST'25, Figure 10.
+"""The gain of one cache of all nodes over a cache in each. FAST'25, Figure 10.
 
-Ten prefill nodes with room for 3 M tokens each, answers of one token, each trace at recorded speed.
-`load_balance` and `cache_aware` find what their own node has computed and nothing else: no fetch,
-no copies of hot blocks. `kvcache_centric` and `adaptive` fetch, so all nodes are one cache. The hit
+Ten prefill nodes have room for 3 M tokens each, answers have one token, each trace runs at recorded
+speed. `load_balance` and `cache_aware` use the cache of the worker's own node only: no fetch, no
+copies of hot blocks. `kvcache_centric` and `adaptive` fetch, so all nodes are one cache. The hit
 rate is the share of prompt tokens that were not computed.
 
-Promised: the global cache finds 35.5 % (conversation) and 64 % (synthetic), 2.22 and 2.36 times
-what load balancing finds, with 0.76 and 0.52 of its GPU time; strictly more than `cache_aware`.
+Targets: the global cache finds 35.5 % (conversation) and 64 % (synthetic), 2.22 and 2.36 times the
+hits of load balancing, with 0.76 and 0.52 of its GPU time; strictly more than `cache_aware`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def targets_of(found: Found, why_not: str = "") -> list[Target]:
             trace: str = trace,
             why: str = why,
         ) -> None:
-            """`numbers`: of ours and of what it is divided by, when both were run."""
+            """`numbers`: ours and the divisor, when both were run."""
             value = round(numbers[0] / numbers[1], 4) if len(numbers) == 2 else None
             targets.append(Target(f"{trace}: {what}", value, op, goal, "" if numbers else why))
 

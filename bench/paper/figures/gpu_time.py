@@ -1,9 +1,9 @@
 """How much GPU time does the prefill of a request take? FAST'25, Figure 8.
 
-Our 8 + 8 nodes beside 16 nodes of vLLM, with a prefix cache in the GPUs' memory, and with chunked
-prefill without a cache, at recorded speed. A step of a coupled engine that carries prompt tokens is
-charged wholly to them. Promised: the ratio of each baseline to ours is within 10 % of the paper's,
-chunks being of 512 tokens.
+Our 8 + 8 nodes are compared with 16 nodes of vLLM, with a prefix cache in the GPUs' memory, and
+with chunked prefill without a cache, at recorded speed. A step of a coupled engine that carries
+prompt tokens is charged wholly to them. Targets: the ratio of each baseline to ours is within 10 %
+of the paper's, with chunks of 512 tokens.
 """
 
 from __future__ import annotations

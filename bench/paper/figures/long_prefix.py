@@ -1,8 +1,8 @@
-"""What does a cached prefix save a long prompt? FAST'25, Figure 14.
+"""How much does a cached prefix save a long prompt? FAST'25, Figure 14.
 
 One prompt alone, of 8k to 128k tokens, with nothing and with 95 % of it cached: in the DRAM of the
-prefill worker's own node, and on another node. No trace is read and nothing is drawn at random.
-Promised, at 128k: the prefill takes at least 90 % less, the first token comes at least 86 % sooner.
+prefill worker's own node, and on another node. It reads no trace and has no randomness. Targets, at
+128k: the prefill takes at least 90 % less, the first token comes at least 86 % sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 
 LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
 CACHED_SHARE = 0.95
-LATER_S = 600.0  # the first prompt is over by then
+LATER_S = 600.0  # the first prompt has ended by then
 PAPER_PREFILL_S = {8_192: 1.0, 16_384: 2.0, 32_768: 4.5, 65_536: 10.5, 131_072: 27.5}
 PAPER_LESS = {"prefill": 0.92, "ttft": 0.86}  # at 128k
 PREFILL_LESS_MIN, TTFT_LESS_MIN = 0.90, 0.86
@@ -68,7 +68,7 @@ def long_prompt(job: SimulatedJob, where: str) -> LongPrompt:
 
 
 def less(found: Sequence[LongPrompt], prompt: LongPrompt) -> tuple[float, float]:
-    """By which share prefill and TTFT are below those of the same prompt without a cache."""
+    """The shares by which prefill and TTFT are below those of the same prompt without a cache."""
     bare = next(o for o in found if (o.tokens, o.where) == (prompt.tokens, "nowhere"))
     return 1 - prompt.prefill_s / bare.prefill_s, 1 - prompt.ttft_s / bare.ttft_s
 

@@ -1,8 +1,8 @@
 """How should 16 nodes be split between prefill and decode? FAST'25, Figure 15.
 
-The synthetic trace at recorded speed, TTFT <= 10 s and TBT <= 100 ms. The paper: the most requests
-are served near 1:1, with few prefill nodes prompts wait, with few decode nodes batches grow.
-Promised: 7P+9D, 8P+8D and 9P+7D are within a point of the best, 5P+11D is three below it.
+The synthetic trace at recorded speed, TTFT <= 10 s and TBT <= 100 ms. In the paper most requests
+are served near 1:1; with few prefill nodes prompts wait, with few decode nodes batches grow.
+Targets: 7P+9D, 8P+8D and 9P+7D are within a point of the best, 5P+11D is three below it.
 """
 
 from __future__ import annotations

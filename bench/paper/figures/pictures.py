@@ -1,6 +1,7 @@
-"""Pictures of the papers' figures as they come out here, with the papers' points beside ours.
+"""Pictures of the papers' figures as simulated here, with the papers' points beside ours.
 
-Drawn from the rows of a result, as ../pictures.py does. A line or a hollow mark is the paper's.
+They are drawn from the rows of a result, as in ../pictures.py. A line or a hollow mark is the
+paper's.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def save_gpu_time(path: Path, rows: Sequence[Row]) -> None:
 
 
 def save_capacity(path: Path, rows: Sequence[Row]) -> None:
-    """Share within the service levels by speed: a row of panels a trace would be small, so one
-    panel for each trace and limit."""
+    """Share within the service levels by speed, one panel for each trace and limit; a row of panels
+    a trace would be too small."""
     traces, limits = _values(rows, "trace"), ("100", "200", "300")
     figure, panels = panels_beside(len(traces) * len(limits), 3.4 * len(traces) * len(limits))
     for number, panel in enumerate(panels):

@@ -1,14 +1,14 @@
 """The highest rate of Poisson arrivals that four nodes serve within limits of the unloaded request.
 
-What the arXiv report does in Figures 11 and 12: all prompts of a workload are alike, a share of
-each is one of a few prefixes that were sent before, and the P90 of TTFT may be 10 times, that of
-TBT 5 times what a single request takes. One pair of limits holds for all systems: that of a request
-alone on plain vLLM without a cache. A rate is found between powers of two by halving in ratio, with
-the same arrivals, scaled. Requests come for SPAN times as long as a first token may take: with
-fewer, a system could take more than it computes and have them wait within the limit.
+This is the method of the arXiv report's Figures 11 and 12. All prompts of a workload are alike, a
+share of each is one of a few prefixes that were sent before, and the P90 of TTFT may be 10 times,
+that of TBT 5 times the value of a single request. All systems have one pair of limits: that of a
+request alone on plain vLLM without a cache. A rate is searched between powers of two by bisection
+in ratio, with the same arrivals, scaled. Requests arrive for SPAN times the limit of a first token;
+within less time, a system could accept more than it computes and let it wait within the limit.
 
 Ours runs as 3 + 1 and as 2 + 2 nodes. The paper's baseline is vLLM without chunks and cache,
-batched or one request at a time, whichever is better; the best of all baselines may also have a
+batched or one request at a time, whichever is better. The best of all baselines may also have a
 prefix cache and chunks.
 """
 
@@ -30,11 +30,11 @@ from loadtest.simulator.options import Begin, Rows, SimulationOptions
 from loadtest.simulator.runs import OwnRequests, PlannedRun, run_all
 
 NODES = 4
-REQUESTS = 200  # of each run at least, after those that bring the prefixes
+REQUESTS = 200  # least of each run, after those that cache the prefixes
 SPAN = 10.0
-WARM_UP_S = 15.0  # between those
+WARM_UP_S = 15.0  # seconds between requests that cache the prefixes
 TTFT_FACTOR, TBT_FACTOR, QUANTILE = 10.0, 5.0, 0.9
-HALVINGS = 5  # a rate is 2.2 % off at most
+HALVINGS = 5  # the error of a rate is at most 2.2 %
 DOUBLINGS_MAX = 16
 SPLITS = ((3, 1), (2, 2))
 OF_PAPER = {
@@ -57,7 +57,7 @@ class Limits:
     tbt_s: float
 
     def are_kept(self, run: ServedRun, first: int) -> bool:
-        """By those after the first so many."""
+        """Whether the requests after the first `first` keep the limits."""
         ttft_s, tbt_s = (
             np.quantile(times[first:], QUANTILE, method="higher")
             for times in (run.ttfts_s, run.tbts_s)
@@ -68,14 +68,16 @@ class Limits:
 def requests_of(
     data_set: DataSet, rate: float, requests: int, seed: int
 ) -> tuple[list[Offered], int]:
-    """Those that bring the prefixes, to every node in turns, and then the data set's; how many are
-    the former."""
+    """The requests that cache the prefixes, to every node in turns, then those of the data set; and
+    the number of the former."""
     rows, first = poisson_rows(data_set, rate, requests, seed, copies=NODES, every_s=WARM_UP_S)
     return offered_at(rows, constants.VLLM.block_tokens), first
 
 
 def offered_at(rows: Sequence[TraceRow], block_tokens: int) -> list[Offered]:
-    """At the rows' own times: the first of a data set without prefixes waits for its turn too."""
+    """At the rows' own times: the first row of a data set without prefixes waits for its turn
+    too.
+    """
     offered = offered_of(rows, block_tokens)
     return [
         replace(one, at_s=row.timestamp_ms / 1e3) for one, row in zip(offered, rows, strict=True)
@@ -83,7 +85,7 @@ def offered_at(rows: Sequence[TraceRow], block_tokens: int) -> list[Offered]:
 
 
 def limits_of(workload: DataSet) -> Limits:
-    """From one request alone."""
+    """The limits of one request alone."""
     alone = replace(workload, cached_share=0.0)
     run = serve(requests_of(alone, 1.0, 1, 0)[0], ServePlan(workload.title, OF_PAPER["vllm"]))
     return Limits(TTFT_FACTOR * float(run.ttfts_s[0]), TBT_FACTOR * float(run.tbts_s[0]))
@@ -109,7 +111,7 @@ def highest_rate(is_kept: Callable[[float], bool], guess: float) -> float:
 
 
 def rates_of(workload: DataSet, options: SimulationOptions, begin: Begin) -> dict[str, float]:
-    """Of every system."""
+    """The rate of every system."""
     plans = {}
     for prefills, decodes in SPLITS:
         shape = replace(options.settings(), prefills=prefills, decodes=decodes)
@@ -140,7 +142,7 @@ def rate_of(
     """The highest rate that this system serves within the limits; `requests`: of each run."""
     assert not offered, "the workload has requests of its own"
     limits = limits_of(workload)
-    # Half of what four nodes would serve one request at a time.
+    # Half of the rate of four nodes that serve one request at a time.
     alone_s = limits.ttft_s / TTFT_FACTOR + workload.output_tokens * limits.tbt_s / TBT_FACTOR
 
     def is_kept(rate: float) -> bool:
@@ -152,7 +154,7 @@ def rate_of(
 
 
 def gains_of(rates: Mapping[str, float]) -> tuple[float, float]:
-    """Of our better split over the paper's baseline, and over the best of all."""
+    """The gain of our better split over the paper's baseline, and over the best of all."""
     mooncake = max(rate for name, rate in rates.items() if name.startswith("mooncake"))
     of_paper = max(rates[name] for name in OF_PAPER)
     of_all = max(of_paper, *(rates[name] for name in OTHERS))

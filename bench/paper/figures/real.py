@@ -1,9 +1,9 @@
-"""What do users of a real trace meet? The arXiv report, Figure 13.
+"""The users' latencies of a real trace. The arXiv report, Figure 13.
 
-The conversation trace at recorded speed, 10 prefill and 10 decode nodes beside 20 nodes of vLLM
-that compute prompts whole, TTFT <= 30 s and TBT <= 100 ms. The report's own trace is not published.
-It has: 75 % more requests handled; TBT met by nearly all, by vLLM for 57 %. Promised: at least 75 %
-more requests within both, TBT met by 99 %.
+The conversation trace runs at recorded speed on 10 prefill and 10 decode nodes, beside 20 nodes of
+vLLM that compute prompts whole, TTFT <= 30 s and TBT <= 100 ms. The report's own trace is not
+published. Its results: 75 % more requests handled; TBT met by nearly all, by vLLM for 57 %.
+Targets: at least 75 % more requests within both, TBT met by 99 %.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TTFT_SLO_S, TBT_SLO_S = 30.0, 0.1
 PERCENTILES = (5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
 PAPER_TBT_MET = {"mooncake": 100.0, "vllm": 57.0}  # percent
 GAIN_MIN, TBT_MET_MIN = 0.75, 0.99
-PLAIN_MET, PLAIN_MET_APART_MAX = 0.57, 0.06  # of vLLM, which the coupled engine is checked with
+PLAIN_MET, PLAIN_MET_APART_MAX = 0.57, 0.06  # of vLLM; the check of the coupled engine
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:

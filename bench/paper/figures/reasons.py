@@ -1,4 +1,4 @@
-"""Of each figure: what the papers say, why ours differs, and which constant would change it."""
+"""For each figure: the papers' result, why ours differs, and the constant that would change it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """How many copies do hot blocks get, and when? FAST'25, Figure 11.
 
-The conversation trace at recorded speed on 8 + 8 nodes. Under `cache_aware` nothing is fetched, so
-a block is on another node only if that one computed it too. Under `kvcache_centric` a request that
-goes to a less loaded node brings the prefix there. Copies on prefill nodes are counted every few
-minutes, of the blocks that rank 1st, 10th, ... by how many requests of the trace have them.
+The conversation trace runs at recorded speed on 8 + 8 nodes. Under `cache_aware` nothing is
+fetched, so a block is on another node only if that node computed it too. Under `kvcache_centric` a
+request that goes to a less loaded node brings the prefix there. Copies on prefill nodes are counted
+every few minutes, for the blocks that rank 1st, 10th, ... by the number of requests with them.
 
-Promised: the 100 hottest blocks have more copies on average under `kvcache_centric`, and the
-hottest is on all 8 prefill nodes in the end.
+Targets: the 100 hottest blocks have more copies on average under `kvcache_centric`, and the hottest
+is on all 8 prefill nodes in the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReplicaCount:
 
 
 class WatchedFleet(SimulatedFleet):
-    """Counts the copies of some blocks on prefill nodes, from what the directory announces."""
+    """Counts the copies of some blocks on prefill nodes, from the directory's events."""
 
     def __init__(
         self, policy: str, config: ConductorConfig, shape: ClusterSettings, ranked: Sequence[bytes]
@@ -87,7 +87,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     shape = options.settings()
     planned = []
     for policy in policies:
-        # Copies that the conductor suggests are not what the figure is about.
+        # The figure leaves out copies that the conductor suggests.
         config = options.changed(replace(config_for(policy), replicate=False))
         planned.append(PlannedRun(policy, source, run, (policy, config, shape)))
     counts = [
@@ -110,7 +110,7 @@ def run(
 
 
 def hottest_first(offered: Sequence[Offered]) -> list[bytes]:
-    """Blocks by how many requests have them, those of one count in order of appearance."""
+    """Blocks by their number of requests; equal ones in order of appearance."""
     uses = Counter(key for one in offered for key in one.keys)
     return [key for key, _ in uses.most_common(max(RANKS))]
 

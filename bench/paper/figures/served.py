@@ -1,9 +1,9 @@
-"""What one run gave each of its requests, for our cluster and for coupled engines alike.
+"""The result of one run for each of its requests, of our cluster and of coupled engines.
 
-One run answers every question about service levels: the times of all requests are kept, and a
-share within any two limits is counted from them. A request without an answer is within none.
+The times of all requests are kept, so a share within any two limits can be counted from one run. A
+request without an answer is within none.
 
-Not here: which runs an experiment needs, and what it promises.
+Not here: the runs and targets of an experiment.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class ServedRun:
 
     system: str
     speed: float
-    ttfts_handover_s: Seconds  # with what of the hand-over prefill did not hide
-    tbts_all_s: Seconds  # with the first interval
+    ttfts_handover_s: Seconds  # including the part of the hand-over that prefill did not hide
+    tbts_all_s: Seconds  # including the first interval
     ttfts_prefill_s: Seconds  # until the prompt was computed
     tbts_decode_s: Seconds  # without the first interval
     outcome: SimulationOutcome
 
     @property
     def ttfts_s(self) -> Seconds:
-        """As they count (constants.py)."""
+        """The TTFTs as constants.py defines them."""
         return self.ttfts_handover_s if constants.HANDOVER_IN_TTFT else self.ttfts_prefill_s
 
     @property
     def tbts_s(self) -> Seconds:
-        """As they count."""
+        """The TBTs as constants.py defines them."""
         return self.tbts_all_s if constants.FIRST_INTERVAL_IN_TBT else self.tbts_decode_s
 
     @property
@@ -65,12 +65,12 @@ class ServedRun:
         return float(np.mean((self.ttfts_s <= ttft_slo_s) & (self.tbts_s <= tbt_slo_s)))
 
     def within_at_best(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
-        """The same if neither the hand-over nor the first interval counted."""
+        """The same without the hand-over and the first interval."""
         is_early = self.ttfts_prefill_s <= ttft_slo_s
         return float(np.mean(is_early & (self.tbts_decode_s <= tbt_slo_s)))
 
     def columns(self) -> dict[str, Cell]:
-        """What every row has of a run."""
+        """The columns that every row has of a run."""
         outcome = self.outcome
         return {
             "system": self.system,
@@ -88,12 +88,12 @@ class ServedRun:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """All that decides one run."""
+    """All settings that decide one run."""
 
     trace: str
     system: ClusterSettings | CoupledSettings  # ours, or coupled engines
     speed: float = constants.REPLAY_SPEED
-    policy: str = ""  # of ours, with what the conductor is told
+    policy: str = ""  # of ours; with the conductor's other settings
     config: ConductorConfig | None = None
     output_tokens: int | None = None  # of every request, instead of the trace's
 
@@ -112,7 +112,7 @@ def ours(
     policy: str = POLICY,
     **changes: object,
 ) -> ServePlan:
-    """A run of our cluster; `changes`: of what the conductor is told."""
+    """A run of our cluster; `changes`: of the conductor's settings."""
     config: ConductorConfig = replace(config_for(policy), **changes)  # type: ignore[arg-type]
     return ServePlan(trace, shape, speed, policy, options.changed(config))
 
@@ -157,5 +157,5 @@ def speeds(first: float, last: float, step: float) -> list[float]:
 
 
 def traces_of(options: SimulationOptions, known: Sequence[str]) -> tuple[str, ...]:
-    """Those that were asked for, or all that the experiment is about."""
+    """The selected traces, or all traces of the experiment."""
     return options.one_of(options.traces, tuple(known), "trace")

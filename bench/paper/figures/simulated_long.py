@@ -1,8 +1,8 @@
 """How much more of long prompts is served within the limits? The arXiv report, Figure 12.
 
 Prompts of 16k to 128k tokens, half of each cached, answers of 512 tokens, Poisson arrivals, four
-nodes (poisson.py). The paper: between 50 and 525 % more than vLLM. Promised: at least 50 % at each
-length and 300 % at one, over the paper's baseline; the gain over the best of all baselines stands
+nodes (poisson.py). The paper: between 50 and 525 % more than vLLM. Targets: at least 50 % at each
+length and 300 % at one, over the paper's baseline; the gain over the best of all baselines is shown
 beside it.
 """
 

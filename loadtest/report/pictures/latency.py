@@ -252,9 +252,9 @@ def whole_request(found: Sequence[Phases]) -> Picture:
         bars,
         f"Mean over all {len(found):,} requests whose decision has these times, and over the "
         "requests around the median, the 90th and the 99th percentile of the whole time (from "
-        "sending to the last token; the nearest twentieth of all requests). Hand-over: the KVCache into the "
-        "store, waiting at the decode worker, and into its engine; decode: from the first token "
-        "to the last, without the hand-over.",
+        "sending to the last token; the nearest twentieth of all requests). Hand-over: the KVCache "
+        "into the store, waiting at the decode worker, and into its engine; decode: from the "
+        "first token to the last, without the hand-over.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What happened over time: requests and cache hits at the clients, and the server's own load.
+"""A run over time: requests and cache hits at the clients, and the server's own load.
 
 Each picture is a stack of panels with one axis of time. The table POOLS lists the panels of a pool
 of workers.

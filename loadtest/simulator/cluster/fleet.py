@@ -308,7 +308,7 @@ class SimulatedFleet(SimulatedCluster):
             can_flip=True,  # where role_flips is on
         )
 
-    # -- a request's way
+    # -- the path of a request
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
         if self.settings.serving_s:

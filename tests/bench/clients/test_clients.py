@@ -170,7 +170,7 @@ def test_the_calls_of_a_library_are_read_from_between_its_own_words() -> None:
     found = libraries.read_run("\n".join(said))
     assert found.row() == {"client": "litellm 1", "calls": 2, "failed": 1, "left_out": 1}
     assert found.target().is_met is False and found.target().why == "n"
-    with pytest.raises(ClientFailed, match="made no call; it said: Segmentation"):
+    with pytest.raises(ClientFailed, match="made no call; its output: Segmentation"):
         libraries.read_run("Segmentation fault")
 
 
