@@ -87,10 +87,7 @@ class Registrations:
     @contextlib.contextmanager
     def covering(self, buffers: Sequence[ByteArray]) -> Iterator[None]:
         """Keep all of these buffers registered until the context exits."""
-        if not self._transports.needs_registration:
-            yield
-            return
-        if not buffers or self._covers_all(buffers):
+        if not self._transports.needs_registration or not buffers or self._covers_all(buffers):
             yield
             return
         spans = [(buffer, address_of(buffer)) for buffer in buffers if buffer.nbytes]
