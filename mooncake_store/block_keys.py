@@ -7,8 +7,7 @@ model, dtype or block size (the fingerprint), another LoRA adapter, another tena
 The hash is cryptographic with 128 bits instead of fast with 64, because a collision would give a
 request the KV of another one. All tokens of a block are hashed, because hashing only some of them
 caused wrong reuse in Mooncake (its issue 4153). Only full blocks have keys. blake2b is in the
-standard library and hashes about 1 GB/s. Python's own hash() is salted per process and differs
-between hosts.
+standard library and hashes about 1 GB/s. Python's own hash() differs between processes.
 
 Not here: the holders of a block (prefix_index.py, directory.py).
 """

@@ -1,10 +1,10 @@
 """Layout of a KV block, its fingerprint, and the geometry of slots in a memory segment.
 
 A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C order. A layer is
-one contiguous span, so it can be stored and moved as soon as it is computed. kv_factor is 2 for K
-and V, or 1 for latent attention (MLA): one row per token, from which K and V of all heads are
-derived. An engine that computes only some consecutive layers (a pipeline stage) has pages with
-these layers only. The block and the fingerprint still describe the whole model.
+one contiguous span, so it can be stored and moved as soon as it is computed. A kv_factor of 2 means
+K and V. A kv_factor of 1 means latent attention (MLA): one row per token, from which K and V of all
+heads are derived. An engine that computes only some consecutive layers (a pipeline stage) has pages
+with these layers only. The block and the fingerprint still describe the whole model.
 
 A memory segment is cut into units. It starts with one header per unit, then has a region of
 digests, then a region of payloads. A block takes as many units as it needs (slots.py), and its
@@ -176,11 +176,9 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Slots of a memory: `units` headers, `units` digest cells, `units` units of payload.
-
-    The number of a slot is the number of its first unit (slots.py). A memory without headers (an
-    SSD file, whose manifest lists the blocks) has payload_offset_bytes = 0.
-    """
+    """Slots of a memory: `units` headers, `units` digest cells, `units` units of payload. The
+    number of a slot is the number of its first unit (slots.py). A memory without headers (an SSD
+    file, whose manifest lists the blocks) has payload_offset_bytes = 0."""
 
     unit_bytes: int
     units: int

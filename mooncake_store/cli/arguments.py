@@ -68,10 +68,8 @@ def parse_nodes(text: str) -> tuple[str, ...]:
 
 
 def holds_sockets(place: Path) -> bool:
-    """Whether launches can make folders of sockets here: short enough, and ASCII only.
-
-    Triton's stubs can read only ASCII paths.
-    """
+    """Whether launches can make folders of sockets here: short enough, and ASCII only. Triton's
+    stubs can read only ASCII paths."""
     return (
         len(os.fsencode(place)) <= FOLDER_BYTES_MAX - 1 - LAUNCH_BYTES_MAX and str(place).isascii()
     )

@@ -80,11 +80,8 @@ def node_command(
     events: str,
     *options: str,
 ) -> list[str]:
-    """Command of a storage node; `directory`, `control` and `events` are addresses.
-
-    `ssd_bytes` 0: no SSD. Blocks on the SSD outlive the process, so `ssd_folder` belongs to the
-    node.
-    """
+    """Command of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0:
+    no SSD. Blocks on the SSD outlive the process, so `ssd_folder` belongs to the node."""
     ssd: list[str] = []
     if ssd_folder is not None and ssd_bytes:
         (ssd_folder / node).mkdir(parents=True, exist_ok=True)

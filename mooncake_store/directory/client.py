@@ -64,9 +64,7 @@ def _elected_address(address: str) -> ElectedAddress | None:
 
 class DirectoryClient:
     """Verbs of `Directory` (core/directory.py) over ZeroMQ; thread-safe, one request at a time.
-
-    Verbs without a docstring behave as documented there.
-    """
+    Verbs without a docstring behave as documented there."""
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
         assert timeout_s > 0
@@ -149,9 +147,7 @@ class DirectoryClient:
         epoch: int = 0,
     ) -> list[bool]:
         """Commit written blocks (key, slot, generation, checksum); False for each late one.
-
-        `epoch`: of the slots. All commits are late when another directory leads by now.
-        """
+        `epoch`: of the slots. All commits are late when another directory leads by now."""
         try:
             return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch), _BOOLS)
         except EpochPassed as error:
@@ -170,9 +166,7 @@ class DirectoryClient:
         tenant: str = "",
     ) -> ReservedCommit:
         """Commit (key, slot, generation, checksum) in reserved slots; reserve up to `slots` more.
-
-        EpochPassed when another directory leads by now.
-        """
+        EpochPassed when another directory leads by now."""
         request = protocol.CommitReserved(
             node_id, list(blocks), owner, size_bytes, slots, lease_s, epoch, tenant
         )
@@ -195,10 +189,8 @@ class DirectoryClient:
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
 
     def used(self, keys: bytes) -> None:
-        """Record reads of these blocks (keys of 16 bytes each, joined) that needed no lookup.
-
-        Does not wait for the answer. If the message is lost, the blocks count as slightly colder.
-        """
+        """Record reads of these blocks (keys of 16 bytes each, joined) that needed no lookup. Does
+        not wait for the answer. If the message is lost, the blocks count as slightly colder."""
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:

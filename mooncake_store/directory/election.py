@@ -73,10 +73,8 @@ class Leadership:
         revision: int = 0,
         clock: Callable[[], float] = boot_s,
     ) -> None:
-        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was requested.
-
-        `revision`: of the leader's key in etcd, which keeps it during the whole leadership.
-        """
+        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was requested. `revision`: of
+        the leader's key in etcd, which keeps it during the whole leadership."""
         self.epoch, self.revision = epoch, revision
         self._etcd, self._lease, self._ttl_s, self._clock = etcd, lease, ttl_s, clock
         self._valid_until_s = self._valid_from(asked_s)
@@ -250,10 +248,8 @@ def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
 
 
 def waiting_at(address: str, timeout_s: float = 1.0) -> set[str]:
-    """Addresses of the directories that wait there to lead; EtcdFailed.
-
-    A directory that died or was elected within WAITING_TTL_S may be included.
-    """
+    """Addresses of the directories that wait there to lead; EtcdFailed. A directory that died or
+    was elected within WAITING_TTL_S may be included."""
     etcd, prefix = parse_address(address, timeout_s)
     folder = f"{prefix}/{WAITING}/"
     return {key.removeprefix(folder) for key, _ in etcd.under(folder, page_keys=100)}

@@ -43,11 +43,9 @@ class EtcdAccessRefused(EtcdFailed, AccessRefused):
 
 
 class EtcdExhausted(EtcdFailed):
-    """Every endpoint answered, and one reported that etcd is full or overloaded.
-
-    The call may have been executed, but it will not be executed later. For instance, the write that
-    fills etcd is executed and still reported as an error.
-    """
+    """Every endpoint answered, and one reported that etcd is full or overloaded. The call may have
+    been executed, but it will not be executed later. For instance, the write that fills etcd is
+    executed and still reported as an error."""
 
 
 # gRPC codes in the answers of etcd. The gateway maps them to HTTP statuses by a table that changed
@@ -68,11 +66,9 @@ MISSING = KeyValue(b"", 0)
 
 
 class EtcdClient:
-    """Client of one etcd cluster. Thread-safe, without user names.
-
-    A call may be sent to several endpoints. A failed call, or a write that found its keys changed,
-    may therefore have been executed. Each call takes at most about `timeout_s` per endpoint.
-    """
+    """Client of one etcd cluster. Thread-safe, without user names. A call may be sent to several
+    endpoints. A failed call, or a write that found its keys changed, may therefore have been
+    executed. Each call takes at most about `timeout_s` per endpoint."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
         assert endpoints and timeout_s > 0
@@ -114,9 +110,7 @@ class EtcdClient:
         self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int]
     ) -> int:
         """Write all values if every key of `expected` still has that mod_revision, else nothing.
-
-        Returns the revision of the write; 0 when nothing was written.
-        """
+        Returns the revision of the write; 0 when nothing was written."""
         return self._transact(expected, _puts(values, leases))
 
     def change_unless_changed(
@@ -126,9 +120,7 @@ class EtcdClient:
         gone: Sequence[tuple[str, str]],
     ) -> int:
         """`write_unless_changed` without leases; also deletes key ranges [first, end) in `gone`.
-
-        etcd rejects a key that is both written and deleted.
-        """
+        etcd rejects a key that is both written and deleted."""
         deletes = [
             {"request_delete_range": {"key": _packed(first), "range_end": _packed(end)}}
             for first, end in gone

@@ -168,10 +168,8 @@ class EventFeed:
             self._access.connect(stream)
 
     def _is_replaced(self, now_s: float) -> bool:
-        """Whether another directory leads than the subscribed one, which is silent.
-
-        etcd is queried only during silence, so the check costs nothing while events arrive.
-        """
+        """Whether another directory leads than the subscribed one, which is silent. etcd is queried
+        only during silence, so the check costs nothing while events arrive."""
         if self._leader is None or self._needs_snapshot or now_s < self._look_s:
             return False
         if now_s - self._heard_s < LOOK_S:
@@ -212,9 +210,7 @@ class EventFeed:
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:
         """Connect, and wait briefly for the heartbeat that the directory sends to each subscriber.
-
-        Without one (an old proxy, a directory that is down) the snapshot is attempted anyway.
-        """
+        Without one (an old proxy, a directory that is down) the snapshot is attempted anyway."""
         notice_silence(stream, self.events_address)
         self._access.connect(stream)
         until_s = time.monotonic() + GREETING_S_MAX

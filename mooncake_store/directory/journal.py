@@ -157,10 +157,7 @@ class StateJournal:
 
     def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
         """Resolve a write without an answer: find out its result, and rule out a late success.
-
-        `is_over`: the write cannot succeed later, and a full etcd would reject the write of the
-        head.
-        """
+        `is_over`: the write cannot succeed later, and a full etcd would reject a new head."""
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:
@@ -174,9 +171,7 @@ class StateJournal:
 
     def _seal(self, number: int) -> bool:
         """Write the head, so that a write that compares the earlier head can no longer succeed.
-
-        False: the result is unknown.
-        """
+        False: the result is unknown."""
         self._seals += 1
         head = Head(self._epoch, number, self._seals)
         try:

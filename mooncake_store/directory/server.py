@@ -5,8 +5,7 @@ publishes all changes as one message of the event stream (PUB socket). A heartbe
 second, and at once to each new subscriber. It carries the number of the latest event, so a feed
 that missed the last events detects the gap before the next change.
 
-Not here: the effect of a request (directory.py), messages (wire/), options and signals
-(__main__.py).
+Not here: the effect of a request (directory.py), messages (wire/), options (__main__.py).
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class DirectoryServer:
         durable: DurableVerbs | None = None,
     ) -> None:
         """`may_serve` is called before each action; once false, this server stops (election.py).
-
-        `durable` executes verbs that must outlive this directory; this server closes it.
-        """
+        `durable` executes verbs that must outlive this directory; this server closes it."""
         self.directory = directory
         self._may_serve = may_serve
         self._durable = durable
@@ -153,10 +150,8 @@ class DirectoryServer:
         ]
 
     def turn(self, ready: Sequence[int] = ()) -> None:
-        """Answer waiting requests, advance the clock, publish changes.
-
-        `ready`: readable descriptors, of direct sockets and of `durable`.
-        """
+        """Answer waiting requests, advance the clock, publish changes. `ready`: readable
+        descriptors, of direct sockets and of `durable`."""
         if self._direct is not None and ready:
             self._direct.serve(list(ready))
         for _ in range(REQUESTS_PER_TURN_MAX):

@@ -83,10 +83,8 @@ class AuthorityState(msgspec.Struct):
 
     @property
     def steps_to_forget(self) -> int:
-        """Number of `rotate` calls until every current generation is retired.
-
-        A removed host has seen these generations. A renewal in progress is finished first.
-        """
+        """Number of `rotate` calls until every current generation is retired. A removed host has
+        seen these generations. A renewal in progress is finished first."""
         left = len(STEPS) - STEPS.index(self.next_step)
         return left if len(self.generations) == 1 else left + len(STEPS)
 
@@ -128,11 +126,9 @@ class Authority:
     def add_host(
         self, host: str, may_direct: bool | None = None, days: float = DAYS, address: str = ""
     ) -> None:
-        """Make keys for a new host, or a new certificate for a known host.
-
-        `may_direct` None: unchanged, and True for a new host. `address`: an IP address or a DNS
-        name, required for a host that runs a member of etcd; "": unchanged.
-        """
+        """Make keys for a new host, or a new certificate for a known host. `may_direct` None:
+        unchanged, and True for a new host. `address`: an IP address or a DNS name, required for a
+        host that runs a member of etcd; "": unchanged."""
         if not NAME.fullmatch(host) or host == FOLDER:
             raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
         if address:
@@ -234,11 +230,8 @@ class Authority:
         )
 
     def _certify(self, host: str, days: float) -> None:
-        """Make a key and a certificate of a host, signed by the authority in use.
-
-        The certificate names MEMBER, which all mooncake processes check, and the host's address,
-        which members of etcd check.
-        """
+        """Make a key and a certificate of a host, signed by the authority in use. It names MEMBER,
+        which all mooncake processes check, and the host's address for members of etcd."""
         authority = x509.load_pem_x509_certificate(self._authority(self.state.used).read_bytes())
         signing = serialization.load_pem_private_key(
             (self.path / FOLDER / f"ca-{self.state.used}.key").read_bytes(), None

@@ -91,10 +91,8 @@ class ClientKeys:
 def secured_server(
     socket: zmq.Socket[Any], context: zmq.Context[Any], address: str, is_directory: bool = False
 ) -> str:
-    """Set up CURVE before bind(), as the folder of this process requires for the address.
-
-    Returns the suffix of the published address: "" or "#KEY". AddressUnguarded without keys.
-    """
+    """Set up CURVE before bind(), as the folder of this process requires for the address. Returns
+    the suffix of the published address: "" or "#KEY". AddressUnguarded without keys."""
     if not is_tcp(address):
         return ""
     keys = folder.of_process()
@@ -133,11 +131,9 @@ def with_key_of(bound: str, advertised: str) -> str:
 
 
 class DirectoryKey:
-    """Keeps the directory's sockets at the active generation of its key.
-
-    A socket keeps the key of its bind(), so a new key needs a new bind(), which breaks all
-    connections. Clients reconnect with the other key (PeerAccess) and repeat their requests.
-    """
+    """Keeps the directory's sockets at the active generation of its key. A socket keeps the key of
+    its bind(), so a new key needs a new bind(), which breaks all connections. Clients reconnect
+    with the other key (PeerAccess) and repeat their requests."""
 
     def __init__(self, sockets: list[zmq.Socket[Any]]) -> None:
         """The sockets are bound, with the current key."""
@@ -209,10 +205,7 @@ _READERS = weakref.WeakKeyDictionary()
 
 class PeerAccess:
     """A client's authentication at one address: the keys to try next, and the end of attempts.
-
-    While two generations overlap, a server may use either. The client then tries one after the
-    other.
-    """
+    While two generations overlap, a server may use either. The client then tries both."""
 
     def __init__(self, address: str, who: str = "") -> None:
         """`who`: the name of the server in error messages."""
@@ -244,9 +237,7 @@ class PeerAccess:
 
     def must_redial(self) -> bool:
         """True: rejected, and other keys remain: connect() again, best with a new socket.
-
-        AccessRefused when all keys have been tried.
-        """
+        AccessRefused when all keys have been tried."""
         failure = self._newest_failure()
         if failure is None:
             return False
@@ -262,10 +253,8 @@ class PeerAccess:
 
     def _newest_failure(self) -> int | None:
         """The event of the newest failure; None when nothing failed or a handshake succeeded since.
-
         All attempts of ZeroMQ with the same keys since the last call count as one failure, because
-        the other keys of this host must still be tried.
-        """
+        the other keys of this host must still be tried."""
         events = self._events()
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self._failures = 0
@@ -275,10 +264,8 @@ class PeerAccess:
         return events[-1]
 
     def is_lost(self) -> bool:
-        """Whether many handshakes failed and none succeeded since the last call.
-
-        For unused connections: the call discards their events, which would otherwise accumulate.
-        """
+        """Whether many handshakes failed and none succeeded since the last call. For unused
+        connections: the call discards their events, which would otherwise accumulate."""
         events = self._events()
         return len(events) >= LOST_FAILURES and zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
 
@@ -306,9 +293,9 @@ class PeerAccess:
 def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
     """A reader of the socket's handshake events.
 
-    The reader has no limit. With a limit, ZeroMQ would wait for room when a connection fails often
-    and no thread reads the events, which blocks the I/O thread and every socket of the context.
-    wire/idle_look.py reads the events of idle connections.
+    The reader has no limit. With a limit, a connection that fails often would fill it while no
+    thread reads the events. ZeroMQ would then block the I/O thread and every socket of the context.
+    The events of idle connections are read by wire/idle_look.py.
     """
     socket.monitor(name, EVENTS)
     reader: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)

@@ -183,9 +183,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def folder_of_host(folder: Path, host: str) -> Path:
-    """The folder with the keys of `host`: its subfolder, or the given folder without one.
-
-    On a host to which only its own folder was copied, there is no subfolder.
-    """
+    """The folder with the keys of `host`: its subfolder, or the given folder without one. On a host
+    to which only its own folder was copied, there is no subfolder."""
     inside = folder / host
     return inside if inside.is_dir() else folder

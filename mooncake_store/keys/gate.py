@@ -30,10 +30,8 @@ _gates: weakref.WeakKeyDictionary[zmq.Context[Any], KeyGate] = weakref.WeakKeyDi
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
-    """From now on, the CURVE sockets of this context accept only known hosts.
-
-    The gate ends with the context. A second call replaces the keys.
-    """
+    """From now on, the CURVE sockets of this context accept only known hosts. The gate ends with
+    the context. A second call replaces the keys."""
     with _lock:
         if context in _gates:
             _gates[context].keys = keys

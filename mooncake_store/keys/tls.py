@@ -118,9 +118,7 @@ def certificate_problems(
     keys: Keys, warn_before: datetime.timedelta = datetime.timedelta(), address: str = ""
 ) -> list[str]:
     """Reasons why peers reject this host's certificate now, or will within `warn_before`.
-
-    `address`: an address that the certificate must name; "": none.
-    """
+    `address`: an address that the certificate must name; "": none."""
     try:
         facts = certificate_facts(keys.folder)
         certificate = _certificate(keys.certificate)

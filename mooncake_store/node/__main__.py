@@ -203,8 +203,7 @@ class StopSignals:
     """SIGTERM and SIGINT, recorded in a pipe, so that no handler interrupts other code.
 
     Blocking the signals and sigtimedwait would not suffice: numpy's threads start before any signal
-    mask set here. The kernel would deliver the signal to one of them, whose default action is to
-    exit.
+    mask set here. The kernel would deliver the signal to such a thread, and the process would exit.
     """
 
     def __init__(self) -> None:
@@ -219,11 +218,9 @@ class StopSignals:
         os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has arrived before or within this time.
-
-        Uses poll(2), because its timeout continues while the process is stopped. select(2) would
-        wait for the remaining time, and a resumed node must report at once to count as alive.
-        """
+        """Whether a signal has arrived before or within this time. Uses poll(2), because its
+        timeout continues while the process is stopped. select(2) would wait for the remaining time,
+        and a resumed node must report at once to count as alive."""
         poll = select.poll()
         poll.register(self._read_end, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
@@ -232,11 +229,9 @@ class StopSignals:
 def started(
     options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
 ) -> StorageNode | None:
-    """Start the node once there is room for its segment; None when a signal arrives first.
-
-    The memory of a dead incarnation is freed after all processes have unmapped it, which takes a
-    moment. StoreError when the node cannot start.
-    """
+    """Start the node once there is room for its segment; None when a signal arrives first. The
+    memory of a dead incarnation is freed after all processes have unmapped it, which takes a
+    moment. StoreError when the node cannot start."""
     began_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - began_s

@@ -1,9 +1,9 @@
 """The NIXL agents of a storage node: one shared agent, and one per selected network card.
 
 The shared agent serves this host and, by default, other hosts too. A card has an agent of its own
-if this host has several cards to other hosts, or if the operator names the cards that may carry KV
-(MOONCAKE_TRUSTED_NICS); see nic_choice.py. A node whose directory is reachable only from this host
-needs no such agents, unless cards are named.
+if this host has several cards to other hosts. The same holds if the operator names the cards that
+may carry KV (MOONCAKE_TRUSTED_NICS, see nic_choice.py). A node whose directory is reachable only
+from this host needs no such agents, unless cards are named.
 
 A card that is down at the start of the node has no agent until the next start.
 

@@ -1,8 +1,7 @@
 """Prometheus metrics of a storage node, and of any process that reads from the store.
 
 One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted by the node, because its
-process takes no part. The reading process counts them: ReaderCollector, in workers and in nodes
-that fetch.
+process takes no part. The reading process counts them: ReaderCollector, in workers and nodes.
 
 Not here: HTTP (metrics_page.py), the source of the numbers (spiller.py, ssd/, tcp_server.py).
 """

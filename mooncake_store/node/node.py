@@ -302,9 +302,7 @@ class StorageNode:
 
     def report(self) -> bool:
         """Report to the directory, and register if necessary; whether the directory has answered.
-
-        RequestInvalid when a newer process has registered under this node id.
-        """
+        RequestInvalid when a newer process has registered under this node id."""
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
             self._open_tier()
@@ -370,8 +368,6 @@ class StorageNode:
 
     def close(self) -> None:
         """Deregister, stop all threads, close agents and SSD, and unlink the segment. Idempotent.
-
-        Blocks on the SSD stay there for the next start.
-        """
+        Blocks on the SSD stay there for the next start."""
         while self._closers:
             self._closers.pop()()

@@ -40,10 +40,8 @@ class Registration:
         self.epoch = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
-        """Report that the holder is alive; register if necessary.
-
-        RequestInvalid when a newer process has this node id; other StoreErrors: retry later.
-        """
+        """Report that the holder is alive; register if necessary. RequestInvalid when a newer
+        process has this node id; other StoreErrors: retry later."""
         info = self.info
         if self._is_open and self._is_still_known():
             return
@@ -71,11 +69,9 @@ class Registration:
             raise
 
     def _is_epoch_lost(self) -> bool:
-        """Whether the leading directory has a smaller epoch than the one of this registration.
-
-        The epoch in etcd is the latest one. A smaller value means that its counter was lost or was
-        reset by an operator, and that the directory of our epoch will never lead again.
-        """
+        """Whether the leading directory has a smaller epoch than the one of this registration. The
+        epoch in etcd is the latest one. A smaller value means that its counter was lost or was
+        reset by an operator, and that the directory of our epoch will never lead again."""
         try:
             return self._directory.is_elected and self._directory.leader().epoch < self.epoch
         except StoreUnavailable:  # no directory leads

@@ -125,11 +125,9 @@ class Spiller:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit the written copies and abandon the other slots.
-
-        On failure the manifest keeps blocks that the directory does not list. They are part of the
-        next inventory, or are overwritten.
-        """
+        """Commit the written copies and abandon the other slots. On failure the manifest keeps
+        blocks that the directory does not list. They are in the next inventory, or are
+        overwritten."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]

@@ -11,8 +11,7 @@ cost is the same for 8 holders and for 1,000. Scoring reads the answer as an arr
 
 The index is a replica of the directory's index, fed by events (event_feed.py), so it may be behind.
 It is also bounded: beyond `blocks_max` the oldest block is forgotten. Both make the index
-undercount, which costs a recomputation at worst. Overcounting would send requests to holders
-without the KV.
+undercount, which costs a recomputation at worst. Overcounting would route requests to missing KV.
 
 Every operation is short, whatever the size of the index. A dropped holder leaves a bit that lookups
 mask out, and a removed key leaves an empty bitmap. Each change sweeps a few keys of both. The
@@ -375,10 +374,8 @@ class PrefixIndex:
         self._start_over()
 
     def sweep(self, keys_max: int) -> bool:
-        """Free dropped holders and removed keys, visiting about `keys_max` keys.
-
-        Changes sweep by themselves; this call is for idle moments. False when nothing is left.
-        """
+        """Free dropped holders and removed keys, visiting about `keys_max` keys. Changes sweep by
+        themselves; this call is for idle moments. False when nothing is left."""
         while keys_max > 0:
             if self._cleared:
                 keys_max -= self._free_a_page()

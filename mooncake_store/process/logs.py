@@ -4,8 +4,7 @@ An environment variable selects the format, so that all processes of a launch ag
 programs (Triton, etcd) in the same file keep their own format.
 
 A JSON line has `time` (UTC), `level`, `logger`, `pid` and `message`. A line about a request also
-has `request_id` and, if the client or our tracing set one, `trace_id`. Exceptions are in
-`exception`.
+has `request_id` and, if one was set, `trace_id`. Exceptions are in `exception`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
     """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON.
-
-    `is_forced` removes handlers that were set earlier in this process.
-    """
+    `is_forced` removes handlers that were set earlier in this process."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))

@@ -1,8 +1,7 @@
 """Records of slots and copies, as granted by the directory and passed between processes.
 
 Slot and Copy are NamedTuples instead of dataclasses, because a lookup of 1,000 keys creates or
-decodes thousands, and a frozen dataclass takes five times as long. On the wire they are short
-arrays.
+decodes thousands, and a frozen dataclass takes five times as long. On the wire they are arrays.
 """
 
 from __future__ import annotations

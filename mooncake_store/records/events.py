@@ -2,8 +2,8 @@
 
 Events are numbered 1, 2, 3, ... without gaps within an epoch (one incarnation of the directory). A
 replica that applies them in order is a copy of the directory's index. A replica with a gap, or with
-another epoch, takes a snapshot. A replica may undercount for a moment, and never overcounts
-permanently.
+another epoch, takes a snapshot. A replica may undercount for a moment, but never overcounts for
+long.
 
 When a storage node leaves, one BlockRemoved for each of its copies comes first, then NodeDown. A
 listener may use either.
@@ -21,8 +21,8 @@ from itertools import islice
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-# Bytes of frontends' notes in the log: as many as one turn of the server loop can receive (1,024
-# requests of 16 KiB), so that subscribers receive all of them before the first is dropped.
+# Bytes of frontends' notes in the log: one turn of the server loop can receive 1,024 requests of 16
+# KiB. Subscribers therefore receive all of them before the first is dropped.
 NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 
@@ -70,10 +70,8 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class FrontendNoted:
-    """Notes number `number` of a frontend, for other frontends: the requests that it routed.
-
-    Only frontends read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats them.
-    """
+    """Notes number `number` of a frontend, for other frontends: the requests that it routed. Only
+    frontends read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats them."""
 
     frontend: str
     number: int

@@ -27,10 +27,8 @@ class NicAgent:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """One incarnation of a holder, as its storage node registers it.
-
-    A node with an SSD registers twice: "s0" of tier "dram" and "s0/ssd" of tier "ssd".
-    """
+    """One incarnation of a holder, as its storage node registers it. A node with an SSD registers
+    twice: "s0" of tier "dram" and "s0/ssd" of tier "ssd"."""
 
     node_id: str
     incarnation: str
@@ -83,8 +81,7 @@ class WorkerInfo:
     is_native: bool = False
     can_flip: bool = False  # whether it can drain and register in the other role on request
     # A pipeline group is the prefill workers with the same group name, each with a share of the
-    # layers: pipeline stages 0 to pipeline_stages - 1. Frontends call pipeline stage 0 only. "":
-    # all layers.
+    # layers: pipeline stages 0 to pipeline_stages - 1. Frontends call stage 0. "": all layers.
     pipeline_group: str = ""
     pipeline_stage: int = 0
     pipeline_stages: int = 1

@@ -55,11 +55,8 @@ def records_of(held: Held | None) -> tuple[Copy, ...]:
 
 
 def hash_all(keys: Iterable[bytes]) -> None:
-    """Compute the hashes of many keys before the lookups; Python caches the hash of a `bytes`.
-
-    The remaining cost of a lookup is memory latency, which the CPU can then overlap for several
-    keys.
-    """
+    """Compute the hashes of many keys before the lookups; Python caches the hash of a `bytes`. The
+    remaining cost of a lookup is memory latency, which the CPU then overlaps."""
     deque(map(hash, keys), maxlen=0)
 
 
@@ -74,10 +71,8 @@ def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]
 
 
 class BlockIndex:
-    """The index. At ten million keys, its dict is the largest object in the process.
-
-    Copies that are being written are not indexed; their holder has them.
-    """
+    """The index. At ten million keys, its dict is the largest object in the process. Copies that
+    are being written are not indexed; their holder has them."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, Held] = {}  # read by other modules, written only here
@@ -150,10 +145,8 @@ class BlockIndex:
                 yield key, nodes
 
     def page(self, first: int, blocks_max: int) -> IndexPage:
-        """Announced blocks from number `first` on, and whether they are the last ones.
-
-        Skipping an earlier block takes 10 ns.
-        """
+        """Announced blocks from number `first` on, and whether they are the last ones. Skipping an
+        earlier block takes 10 ns."""
         chosen = list(islice(self.held.items(), first, first + blocks_max))
         page = []
         for key, held in chosen:

@@ -10,11 +10,9 @@ other sizes release slabs whose blocks are all idle.
 Spilling runs ahead of eviction. Once a segment is fuller than spill_fraction, its coldest idle
 blocks without a copy on the node's SSD are written to the SSD. A block that is evicted later is
 then on the SSD already, so eviction never waits for a write. When blocks arrive faster than the SSD
-writes, some blocks are evicted without a copy on the SSD: a cache may lose a block, but a request
-must not wait.
+writes, some blocks are evicted without it: a cache may lose a block, but a request must not wait.
 
-Not here: verbs and their errors (directory.py), the index (block_index.py), the order of eviction
-(eviction/).
+Not here: verbs and their errors (directory.py), the index (block_index.py), eviction (eviction/).
 """
 
 from __future__ import annotations
@@ -98,10 +96,8 @@ class CopyTable:
         is_ephemeral: bool = False,
         tenant: str = "",
     ) -> HeldCopy | None:
-        """`reserve_chain` for one key that counts for `tenant`; None without room.
-
-        QuotaExceeded when the quota is full and the tenant's own blocks cannot be evicted.
-        """
+        """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded
+        when the quota is full and the tenant's own blocks cannot be evicted."""
         self.make_tenant_room(tenant, size_bytes)
         kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
@@ -131,11 +127,9 @@ class CopyTable:
         first: int,
         until_s: float,
     ) -> list[Slot | None]:
-        """Grant a leased slot for each key that is neither in `there` nor being written.
-
-        Stops at the first key without room. Only for a directory without quotas. `first` is the
-        depth of the first key in the owner's chain.
-        """
+        """Grant a leased slot for each key that is neither in `there` nor being written. Stops at
+        the first key without room. Only for a directory without quotas. `first` is the depth of the
+        first key in the owner's chain."""
         writing, epoch = holder.writing, self.epoch
         new = [
             key
@@ -170,10 +164,8 @@ class CopyTable:
     def reserve_chain(
         self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, kind: CopyKind
     ) -> list[HeldCopy]:
-        """Reserve slots for as many of these keys as there is room for, counting for no tenant.
-
-        The copies count one lease each, which the caller enters in the lease table.
-        """
+        """Reserve slots for as many of these keys as there is room for, counting for no tenant. The
+        copies count one lease each, which the caller enters in the lease table."""
         pool, units = holder.pool, holder.pool.units_for(size_bytes)
         size_class = holder.size_class(units)
         slots = pool.take_many(units, len(keys))
@@ -205,10 +197,7 @@ class CopyTable:
         kind: CopyKind,
     ) -> list[HeldCopy]:
         """Evict the coldest idle blocks of this size and reuse their slots and rows for these keys.
-
-        Covers at most as many keys as there are idle blocks. This is the usual path in a full
-        memory.
-        """
+        This is the usual path in a full memory."""
         holder, columns = size_class.holder, size_class.columns
         generations, checksums = columns.generation, columns.checksum
         held, made, generation = self.blocks.held, [], self.next_generation
@@ -249,10 +238,8 @@ class CopyTable:
         until_s: float,
         tenant: str,
     ) -> list[Slot | None]:
-        """`grant` for a directory with quotas, one key at a time.
-
-        Raises QuotaExceeded only when the tenant has no room for the first key.
-        """
+        """`grant` for a directory with quotas, one key at a time. Raises QuotaExceeded only when
+        the tenant has no room for the first key."""
         payers = [tenant] * len(keys)
         if self.tenants and not tenant and not is_ephemeral:
             payers = [self.payer(key) for key in keys]
@@ -391,8 +378,7 @@ class CopyTable:
 
         The block in DRAM gets no lease, because a lease would make a cold block the most recent
         one. The block may therefore be evicted and overwritten while the node writes it to the SSD.
-        In that case its slot header has another generation after the write, and the node abandons
-        the copy.
+        Its slot header then has another generation after the write, and the node abandons the copy.
         """
         chosen = self._spillable(dram, ssd, blocks_max)
         if not chosen:
@@ -455,11 +441,8 @@ class CopyTable:
         self.tenants.discharge(copy)
 
     def reject(self, copy: HeldCopy) -> None:
-        """A ready copy is corrupt: remove it from the index and from the tenant's quota.
-
-        Other requests may still use its slot, which is freed after their last lease and a
-        quarantine.
-        """
+        """A ready copy is corrupt: remove it from the index and from the tenant's quota. Other
+        requests may still use its slot, which is freed after their last lease and a quarantine."""
         self.totals.bad_copies += 1
         if not copy.leases:
             self.remove(copy)

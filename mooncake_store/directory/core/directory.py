@@ -84,9 +84,7 @@ class Directory:
 
     def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
         """Record that the node is alive. False: it is not registered (any more) and must register.
-
-        EpochPassed when the node registered with an earlier directory; it must register as well.
-        """
+        EpochPassed when the node registered with an earlier directory; it must register as well."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         return self._nodes.alive(node_id, incarnation, now_s)
@@ -103,10 +101,8 @@ class Directory:
         return [holder.info for holder in self._nodes]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int, now_s: float) -> Geometry:
-        """The geometry of this node's slots; LayoutMismatch when not one such block fits.
-
-        Clients call it again after NodeNotAttached: the node or the directory has restarted.
-        """
+        """The geometry of this node's slots; LayoutMismatch when not one such block fits. Clients
+        call it again after NodeNotAttached: the node or the directory has restarted."""
         self._copies.advance(now_s)
         return self._nodes.attach(node_id, fingerprint, block_bytes)
 
@@ -216,10 +212,8 @@ class Directory:
         tenant: str = "",
     ) -> ReservedCommit:
         """Commit (key, slot, generation, checksum) of blocks in slots that `owner` has reserved.
-
         The blocks become ready, without a lease. Then up to `slots` more slots of `size_bytes` each
-        are reserved without a key, and the lease of all slots reserved by `owner` is renewed.
-        """
+        are reserved without a key, and the lease of all slots reserved by `owner` is renewed."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -235,11 +229,9 @@ class Directory:
         return ReservedCommit(tuple(verdicts), is_held, most, tuple(new), self.epoch, self.begin_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
-        """Reject a request about a grant of another directory; `epoch` 0: unknown.
-
-        Elected epochs only grow, so a later epoch proves that this directory no longer leads.
-        Without elections, epochs are wall-clock times, and another epoch counts as an earlier one.
-        """
+        """Reject a request about a grant of another directory; `epoch` 0: unknown. Elected epochs
+        only grow, so a later epoch proves that this directory no longer leads. Without elections,
+        epochs are wall-clock times, and another epoch counts as an earlier one."""
         if epoch in (0, self.epoch):
             return
         is_elected = self.begin_s > 0
@@ -290,9 +282,7 @@ class Directory:
         prefix_only: bool = True,
     ) -> list[tuple[Copy, ...]]:
         """The ready copies of each key up to the first key without one, leased to `owner`.
-
-        lease_s = 0 only records a use. prefix_only=False: one entry per key, which may be empty.
-        """
+        lease_s=0 only records a use. prefix_only=False: one entry per key, which may be empty."""
         table = self._copies
         table.advance(now_s)
         found: Sequence[Held | None]
@@ -339,9 +329,7 @@ class Directory:
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
         """Remove all copies of these keys, or those on `node_id`. False: some copy is leased.
-
-        Leased copies stay; call again when they are released. Pins do not protect from removal.
-        """
+        Leased copies stay; call again when they are released. Pins do not protect from removal."""
         self._copies.advance(now_s)
         gone = []
         for key in keys:
@@ -357,10 +345,8 @@ class Directory:
     # An owner is one request in one process. Its leases share one deadline and end together.
 
     def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
-        """Extend all leases of `owner`. False: it has no leases (any more).
-
-        EpochPassed when an earlier directory granted them.
-        """
+        """Extend all leases of `owner`. False: it has no leases (any more). EpochPassed when an
+        earlier directory granted them."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         leases = self._copies.leases
@@ -539,20 +525,16 @@ class Directory:
         return [(copy.key, copy.record) for copy in islice(found, blocks_max)]
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str], now_s: float) -> list[str]:
-        """The node for each key (the first of a chain); "" when no node takes blocks.
-
-        Placement is by free memory with a slow start for new nodes: see nodes.py.
-        """
+        """The node for each key (the first of a chain); "" when no node takes blocks. Placement is
+        by free memory with a slow start for new nodes: see nodes.py."""
         self._copies.advance(now_s)
         without = set(excluded)
         return [self._nodes.placed(key, now_s, without) for key in keys]
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
-        """Pin these keys: "soft" for ttl_s, "hard" until a later call with "none".
-
-        False: a hard pin exceeds hard_pin_fraction_max on some holder. The other copies of the key,
-        present and future, are pinned.
-        """
+        """Pin these keys: "soft" for ttl_s, "hard" until a later call with "none". False: a hard
+        pin exceeds hard_pin_fraction_max on some holder. The other copies of the key, present and
+        future, are pinned."""
         table = self._copies
         table.advance(now_s)
         pin = table.pins.checked(keys, kind, ttl_s)

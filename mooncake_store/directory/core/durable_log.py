@@ -75,7 +75,7 @@ class DurableLog:
         return len(self._entries)
 
     def found(self, number: int, record: PinRecord) -> None:
-        """Load a record of an earlier directory; records must come in order of their numbers."""
+        """Load a record of an earlier directory; records are loaded in order of their numbers."""
         self.outnumber(number)
         self._note(number, record.entries)
 
@@ -95,10 +95,8 @@ class DurableLog:
         return self.entries > 2 * pinned + SLACK_ENTRIES or len(self) > RECORDS_MAX
 
     def rewritten(self, pins: Mapping[str, Iterable[tuple[bytes, int]]]) -> Iterator[LogChange]:
-        """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each.
-
-        No other change may be written between the first and the last of them.
-        """
+        """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each. No
+        other change may be written between the first and the last of them."""
         first = self.next_number
         chunk: list[tuple[bytes, int]] = []
         waiting: PinRecord | None = None

@@ -11,8 +11,7 @@ from a block of the same size. Soft-pinned copies are in a second order, used wh
 empty. Hard-pinned copies are in no order.
 
 Ten million copies must fit into 4 GiB. Their numbers are therefore in columns, the index
-(block_index.py) is the only dict with every block key, and only writing copies have an entry for
-their owner.
+(block_index.py) is the only dict with every block key, and only writing copies record an owner.
 
 Not here: the index over all holders (block_index.py), leases, events (copies.py).
 """
@@ -176,10 +175,8 @@ class HeldCopy:
 
 
 def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[bytes]]]:
-    """Group the keys of these copies by their order of eviction, without hard-pinned copies.
-
-    One call per order then handles a whole chain. Only keys of the same order keep their sequence.
-    """
+    """Group the keys of these copies by their order of eviction, without hard-pinned copies. One
+    call per order then handles a whole chain. Only keys of the same order keep their sequence."""
     found: dict[SizeClass, list[bytes]] = {}
     soft: dict[SizeClass, list[bytes]] = {}
     for copy in copies:
@@ -273,10 +270,8 @@ class Holder:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """Create copies in state writing, each leased once, in slots taken from the pool.
-
-        Their generations count up from `generation`.
-        """
+        """Create copies in state writing, each leased once, in slots taken from the pool. Their
+        generations count up from `generation`."""
         take = self.columns.take
         held = [
             HeldCopy(

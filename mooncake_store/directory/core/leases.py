@@ -2,8 +2,7 @@
 
 An owner is one request in one process ("r17/prefill_0"). All leases of an owner share one deadline.
 A new lease can only move the deadline later, and one release ends all leases. Ending a request
-therefore costs only its own leases, and the deadline heap has one entry per owner instead of one
-per block.
+therefore costs only its own leases, and the deadline heap has one entry per owner.
 
 Each lease records the depth of its block in the owner's chain. The directory returns copies deepest
 first, which is the order in which eviction should take them (eviction/).
@@ -198,8 +197,7 @@ class PinTable:
 
     A pin belongs to a block key, so it holds for every copy of the block, including later copies. A
     soft pin ends at its expiry, a hard pin when an operator removes it. The option
-    hard_pin_fraction_max keeps part of the memory free of hard pins, so that eviction always has
-    candidates.
+    hard_pin_fraction_max keeps part of the memory free of hard pins.
     """
 
     def __init__(self) -> None:
@@ -221,10 +219,8 @@ class PinTable:
         return ((key, until_s) for key, (kind, until_s) in self._pins.items() if kind is pin)
 
     def restore(self, records: Iterable[tuple[Sequence[bytes], Pin, Sequence[float]]]) -> None:
-        """Restore earlier pins in order: keys, kind, until_s (one for all keys, or one per key).
-
-        No key has a copy yet. A million pins take about a second.
-        """
+        """Restore earlier pins in order: keys, kind, until_s (one for all keys, or one per key). No
+        key has a copy yet. A million pins take about a second."""
         for keys, pin, until_s in records:
             if pin is Pin.NONE:
                 for key in keys:

@@ -143,11 +143,9 @@ class NodeTable:
         return holder.geometry
 
     def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
-        """The node for the chain that starts with `key`: weighted rendezvous hashing.
-
-        The same key maps to the same node while the weights are similar, so two writers of one
-        prefix do not store it on two nodes. "" when no node takes blocks.
-        """
+        """The node for the chain that starts with `key`: weighted rendezvous hashing. The same key
+        maps to the same node while the weights are similar, so two writers of one prefix do not
+        store it on two nodes. "" when no node takes blocks."""
         best, best_score = "", float("-inf")
         for node_id, holder in self._holders.items():
             if node_id in excluded:

@@ -171,10 +171,8 @@ class SlotPool:
         return bool(self._late_until_s)
 
     def gets_late_bytes(self, slots: Sequence[int], units: int, now_s: float) -> list[bool]:
-        """Which of these slots of `units` units were in quarantine within LATE_S, even in part.
-
-        An abandoned transfer may still write into such a slot.
-        """
+        """Which of these slots of `units` units were in quarantine within LATE_S, even in part. An
+        abandoned transfer may still write into such a slot."""
         late = self._late_until_s
         while late and next(iter(late.values())) <= now_s:
             del late[next(iter(late))]
@@ -183,11 +181,9 @@ class SlotPool:
         return [any(unit in late for unit in range(slot, slot + units)) for slot in slots]
 
     def adopt(self, slot: int, units: int) -> bool:
-        """Mark a slot from an earlier directory as used; False when its units are taken.
-
-        The earlier slabs are unknown. Adjacent slots of one size form a new slab, up to the usual
-        slab size, so slots must be adopted in ascending order.
-        """
+        """Mark a slot from an earlier directory as used; False when its units are taken. The
+        earlier slabs are unknown. Adjacent slots of one size form a new slab, up to the usual slab
+        size, so slots must be adopted in ascending order."""
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
             return False
         index = bisect_right(self._starts, slot) - 1
@@ -213,10 +209,8 @@ class SlotPool:
 
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
         """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.
-
         Free memory between the slabs counts as well. Of all choices, the one whose last slab comes
-        first in `starts` is returned.
-        """
+        first in `starts` is returned."""
         rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
         for slab in self._slabs.values():

@@ -4,8 +4,7 @@ All live workers have the same fingerprint. A worker with another fingerprint wo
 block, because its block keys differ, or would read KV of another shape. Registration rejects such a
 worker and names the fields that differ, instead of serving with a hit rate of zero.
 
-Two incarnations of one worker may be alive at once: Triton loads the new model before it unloads
-the old one.
+Two incarnations of a worker may be alive at once: Triton loads a model before it unloads the old.
 
 Not here: the contents of a fingerprint (layout.py), the load of a worker (the conductor).
 """

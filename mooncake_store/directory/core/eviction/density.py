@@ -9,7 +9,7 @@ measured while serving.
 1. Blocks with one use are in the queue *once*, blocks with more in *again*, both by recency.
 2. Eviction compares the coldest block of each queue and drops the one with the lower value at its
    age (ReuseTimes).
-3. A dropped block leaves its name in Ghosts. If the block returns while the name is kept, it joins
+3. A dropped block leaves its name in Ghosts. A block that returns while its name is kept joins
    `again`.
 4. A use counts when it ends (add after discard) or happens (touch). Uses within 1/64 of the cache
    of each other count as one: prefill writes a block and decode reads it for the same request.
@@ -170,17 +170,15 @@ class ReuseTimes:
     others (Gittins index; hit density in caches: Beckmann, Chen, Cidon, "LHD", NSDI '18).
 
     Corrections for small samples:
-    1. Prior: EVIDENCE_BLOCKS blocks of every age, used again at a rate of 1/age. Under this law LRU
-       is optimal.
+    1. Prior: EVIDENCE_BLOCKS blocks of every age, used again at a rate of 1/age, for which LRU is
+       optimal.
     2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
-       The ratio was not lower on any trace; where the sample shows a lower one, the sample is too
-       small.
-    3. Until the cache has seen WAIT uses per block, long absences cannot be observed, and the order
-       is plain LRU.
+       The ratio was not lower on any trace; a sample with a lower one is too small.
+    3. Until the cache has seen WAIT uses per block, long absences cannot be observed; the order is
+       LRU.
 
     The last byte of a block key selects the sample, so block keys must be hashes. Other keys may
-    give no sample; then only the prior and the weight decide. The same uses always give the same
-    values.
+    give no sample; then only the prior and the weight decide. The same uses give the same values.
     """
 
     __slots__ = ("_lost", "_next_lesson", "_returned", "_seen", "sampled", "value")
