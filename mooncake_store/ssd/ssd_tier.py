@@ -70,10 +70,8 @@ class SsdCounters:
     """Totals since this process started."""
 
     blocks_written: int = 0
-    bytes_written: int = 0
     blocks_loaded: int = 0
     bytes_loaded: int = 0
-    blocks_unknown: int = 0  # requested, but not in the manifest any more
     checksum_failures: int = 0
     disk_errors: int = 0  # failed reads, and failures that closed the tier for writing
 
@@ -136,7 +134,6 @@ class SsdTier:
                 written[index] = failure is None
                 if failure is None:
                     self.counters.blocks_written += 1
-                    self.counters.bytes_written += jobs[index].entry.size_bytes
                 else:
                     self._close_for_writing(failure)
         except TransferFailed as error:  # the disk hangs, or other batches kept all lanes busy
@@ -175,7 +172,6 @@ class SsdTier:
         without layers."""
         known = [self._is_known(job.entry) for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
-        self.counters.blocks_unknown += known.count(False)
         indices = [index for index, is_known in enumerate(known) if is_known]
         for index, failure in self._move(False, jobs, indices, until_s):
             entry, start = jobs[index]

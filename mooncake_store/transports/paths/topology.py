@@ -47,7 +47,6 @@ class NumaNode:
     number: int  # the kernel's number
     cpus: tuple[int, ...]
     memory_bytes: int
-    distances: tuple[int, ...]  # to node 0, 1, ... as the firmware reports them; () if it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +224,8 @@ class _Reader:
         total = re.search(r"MemTotal:\s+(\d+) kB", self._text(folder + "meminfo"))
         if total is None:
             self.problems.append(f"{folder}meminfo: no MemTotal")
-        words = self._text(folder + "distance").split()
-        distances = tuple(int(word) for word in words if word.isdigit())
         memory_bytes = int(total.group(1)) * 1024 if total else 0
-        return NumaNode(int(name[4:]), cpus, memory_bytes, distances)
+        return NumaNode(int(name[4:]), cpus, memory_bytes)
 
     def net(self, name: str) -> Nic | None:
         """An Ethernet interface with hardware; None for the loopback and other virtual

@@ -77,7 +77,6 @@ def test_each_gpu_of_a_server_prefers_the_card_at_its_own_switch() -> None:
 def test_memory_of_a_socket_prefers_the_cards_of_that_socket_and_never_one_that_is_down() -> None:
     server = parse(recorded("8-gpu-server"))
     assert [len(node.cpus) for node in server.numa_nodes] == [112, 112]
-    assert [node.distances for node in server.numa_nodes] == [(10, 21), (21, 10)]
     assert server.numa_nodes[0].memory_bytes == 1056270128 * 1024
     zero = ("mlx5_0", "mlx5_1", "mlx5_3", "mlx5_4", "mlx5_5")
     one = ("mlx5_6", "mlx5_7", "mlx5_9", "mlx5_10", "mlx5_11")
