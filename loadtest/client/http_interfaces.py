@@ -67,9 +67,7 @@ class HttpInterface(Protocol):
     def reader(self) -> EventReader: ...
 
     def refusal(self, status: int, retry_after: str, body: bytes) -> ServerError:
-        """The error in a response that is no stream of events; `retry_after` is the header, or
-        "".
-        """
+        """The error of a response that is no event stream; `retry_after`: the header, or ""."""
         ...
 
 

@@ -45,9 +45,7 @@ class HttpAddress:
         return f"{self.url}/metrics"
 
     def key_for(self, page: str, key: str) -> str:
-        """`key` where `page` is `metrics_url` in any notation; "" for the page of any other
-        server.
-        """
+        """`key` where `page` is `metrics_url` in any notation; "" for any other page."""
         try:
             parts = urlsplit(page)
             server = http_address(f"{parts.scheme}://{parts.netloc}")

@@ -48,9 +48,7 @@ class ServerError(Exception):
 
 
 class Rejected(ServerError):
-    """The server rejected a request that it could have served; `kind` is its reason, e.g.
-    `ttft`.
-    """
+    """The server rejected a request that it could have served; `kind`: why, e.g. `ttft`."""
 
     def __init__(self, kind: str, message: str, retry_after_s: float) -> None:
         super().__init__(kind, message)

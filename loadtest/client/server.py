@@ -102,8 +102,6 @@ async def ask_description(client: DescribedClient) -> Mapping[str, Any]:
 
 
 def described(answer: ReceivedAnswer) -> Mapping[str, Any]:
-    """The content of the answer to DESCRIBE; empty when the model took it for an ordinary
-    request.
-    """
+    """The answer to DESCRIBE; empty when the model took it for an ordinary request."""
     facts = json.loads(answer.text) if answer.finish_reason == "described" else {}
     return facts if isinstance(facts, dict) else {}

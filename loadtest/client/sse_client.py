@@ -166,8 +166,7 @@ class SseClient:
 
 
 class RequestDeadline:
-    """Closes the connection at the deadline; one timer per request, because one per event would
-    cost more."""
+    """Closes the connection at the deadline; one timer per event would cost too much."""
 
     def __init__(self, timeout_s: float) -> None:
         self._is_over = False

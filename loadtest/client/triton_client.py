@@ -38,8 +38,7 @@ CHANNEL_OPTIONS = [
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
-    """Options of a channel to HOST:PORT. Loopback needs no proxy; gRPC follows `no_proxy`
-    elsewhere."""
+    """Options of a channel to HOST:PORT; a loopback address needs no proxy."""
     is_direct = is_loopback(address)
     return [*CHANNEL_OPTIONS, *([("grpc.enable_http_proxy", 0)] if is_direct else [])]
 

@@ -56,8 +56,7 @@ def plan(
     trace: Annotated[Path, typer.Option(help="The traffic: a published trace, or a recording.")],
     slo_ttft: Annotated[float, typer.Option(min=1e-4, help="Seconds to the first token.")],
     slo_tbt: Annotated[
-        float,
-        typer.Option(min=1e-4, help="Seconds between tokens: mean of the longest tenth."),
+        float, typer.Option(min=1e-4, help="Seconds between tokens: mean of the longest tenth.")
     ],
     hardware: HardwareName = "",
     model: ModelName = "",
@@ -69,8 +68,7 @@ def plan(
         typer.Option(min=2, help="Just so many: the best split of them. Default: the fewest."),
     ] = None,
     share: Annotated[
-        float,
-        typer.Option(min=0.01, max=1.0, help="Of all requests, to be within both limits."),
+        float, typer.Option(min=0.01, max=1.0, help="Of all requests, to be within both limits.")
     ] = 0.9,
     speed: Annotated[
         float, typer.Option(min=0.001, help="Of the traffic, as a multiple of the trace's.")

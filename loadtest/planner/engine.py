@@ -163,10 +163,7 @@ class MeasuredEngine:
         # Without a configured chunk size: the simulator's, in whole blocks.
         chunk_tokens = max(1, ClusterSettings().chunk_tokens // block_tokens) * block_tokens
         shape = ClusterSettings(
-            block_tokens=block_tokens,
-            chunk_tokens=chunk_tokens,
-            max_tokens=1,
-            report_s=REPORT_S,
+            block_tokens=block_tokens, chunk_tokens=chunk_tokens, max_tokens=1, report_s=REPORT_S
         )
         measured = settings_of(profile, shape)
         facts: dict[str, Cell] = {

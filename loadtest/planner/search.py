@@ -124,11 +124,7 @@ def bounds_of(
     batch = largest_batch(gpu, context, levels.tbt_s, settings.decode_slots)
     tokens_per_s = sum(one.output_tokens - 1 for one in offered) / arrivals_s
     return Bounds(
-        sum(prompts_s) / arrivals_s,
-        tokens_per_s * levels.tbt_s / batch,
-        p50_s,
-        share_s,
-        tbt_s,
+        sum(prompts_s) / arrivals_s, tokens_per_s * levels.tbt_s / batch, p50_s, share_s, tbt_s
     )
 
 
@@ -147,8 +143,7 @@ def prompts_alone_s(
 
 
 def largest_batch(gpu: GpuModel, context: float, tbt_slo_s: float, slots: int) -> int:
-    """The most sequences of this context whose step is within the limit and that fit in memory; at
-    least one."""
+    """The largest batch whose step is within the limit and that fits in memory; at least 1."""
     room = int(gpu.pages_bytes / gpu.token_bytes / context)
     most = max(1, min(slots, room))
     while most > 1 and gpu.decode_s(most, most * context) > tbt_slo_s:

@@ -19,13 +19,7 @@ from typing import Annotated
 import typer
 from google.protobuf import text_format
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tritonclient.grpc import model_config_pb2
 

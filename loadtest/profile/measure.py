@@ -258,8 +258,7 @@ class Measure:
         return moved_bytes / load_s if load_s else 0.0
 
     async def from_node(self, other: str, token_bytes: int, room: Room, rounds: int) -> float:
-        """Bytes per second of prefixes that another prefill worker's node holds; 0: none was
-        fetched."""
+        """Bytes per second of prefixes that another node holds; 0: none was fetched."""
         tokens = min(SSD_PROMPT, room.context_tokens_max // 2)
         moved_bytes = load_s = 0.0
         for _ in range(rounds):

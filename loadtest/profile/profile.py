@@ -70,8 +70,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class BurstMeans:
-    """Means of prompts of these lengths that were sent at once; without lengths nothing was
-    measured."""
+    """Means of prompts that were sent at once; without lengths nothing was measured."""
 
     prompt_tokens: tuple[int, ...] = ()
     output_tokens: int = 0

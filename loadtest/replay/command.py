@@ -393,8 +393,7 @@ def page_key(sending: SendOptions, metrics_url: str) -> str:
 
 
 def address_of_page(chosen: str | None, url: str, via: SentVia = SentVia.GRPC) -> str | None:
-    """The metrics page to sample: the chosen one, none, or the conventional one. ValueError: a
-    wrong `url`."""
+    """The metrics page to sample, or None. ValueError: `url` is wrong."""
     if chosen is not None:
         return chosen if chosen != "none" else None
     if via == SentVia.OPENAI:

@@ -44,9 +44,7 @@ class PlannedRequest:
     def to_send(
         self, request_id: str, *, ignore_eos: bool = True, return_decision: bool = False
     ) -> GenerateRequest:
-        """The request for the server; with `ignore_eos` the answer has exactly the trace's
-        length.
-        """
+        """The request for the server; with `ignore_eos` it gets the trace's answer length."""
         return GenerateRequest(
             request_id=request_id,
             input_ids=self.prompt_ids,

@@ -134,8 +134,7 @@ def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
 
 
 def read_all(files: Sequence[Path], slo: Slo | None) -> list[Recording | list[RunDigest]]:
-    """The contents of each page; of more than two runs only their digests. RecordingError names
-    every mistake."""
+    """Each page's content, of more than two runs digests. RecordingError has every mistake."""
     problems: list[str] = []
     found: list[Recording | list[RunDigest]] = []
     for file, label in zip(files, labels_of(files), strict=True):

@@ -74,9 +74,7 @@ def _pictures(a: Recording, b: Recording) -> list[Section]:
         Section("Latency", [_distribution(title, field, runs) for title, field in LEVELS]),
         Section(
             "By prompt length",
-            [
-                lengths.goodput_of_runs({name: by_length(run) for name, run in runs.items()}),
-            ],
+            [lengths.goodput_of_runs({name: by_length(run) for name, run in runs.items()})],
         ),
         Section(
             "Where the time went",

@@ -167,10 +167,7 @@ def sections(recording: Recording, summary: Summary) -> list[Section]:
         ),
         Section(
             "By prompt length",
-            [
-                lengths.goodput(buckets),
-                lengths.outcomes(buckets),
-            ],
+            [lengths.goodput(buckets), lengths.outcomes(buckets)],
             tables.prompt_lengths(buckets),
         ),
         Section(
@@ -184,19 +181,10 @@ def sections(recording: Recording, summary: Summary) -> list[Section]:
         ),
         Section(
             "Where the time went",
-            [
-                latency.first_token(found),
-                latency.whole_request(found),
-                latency.prediction(records),
-            ],
+            [latency.first_token(found), latency.whole_request(found), latency.prediction(records)],
             tables.phases(spreads(found)),
         ),
-        Section(
-            "Served or not",
-            [
-                refusals.by_reason(summary.rejections_by_reason, len(records)),
-            ],
-        ),
+        Section("Served or not", [refusals.by_reason(summary.rejections_by_reason, len(records))]),
         Section("Not served, and why", tables=tables.unserved(records)),
         Section("Slowest requests, by TTFT", tables=tables.slowest(records)),
     ]

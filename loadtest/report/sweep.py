@@ -146,11 +146,7 @@ def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPo
         if (
             last is None
             or sign_y * point.y < sign_y * last.y
-            or (point.x, point.y)
-            == (
-                last.x,
-                last.y,
-            )
+            or (point.x, point.y) == (last.x, last.y)
         ):
             kept.append(point)
     return sorted(kept, key=lambda point: (point.x, point.number))
@@ -192,8 +188,7 @@ def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
 
 
 def pareto_runs(runs: Sequence[RunDigest]) -> set[int]:
-    """Numbers of the runs on the Pareto front of goodput and cost; without a known cost, of answers
-    and TTFT."""
+    """Runs on the Pareto front of goodput and cost; without a cost, of answers and TTFT."""
     cost = cost_of(runs)
     x, y = (cost, GOODPUT) if cost else ("requests_per_s", "ttft_p90_s")
     points = [point for line in lines(runs, x, y) for point in line.points]

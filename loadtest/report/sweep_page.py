@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from loadtest.report import sweep
 from loadtest.report.page import NOTHING, PageTable, ReportPage, ReportTile, Section
 from loadtest.report.pictures.style import Picture, not_measured
-from loadtest.report.pictures.tradeoff import (
-    RunAxis,
-    TradeOff,
-    lengths_of_runs,
-    outcomes,
-    tradeoff,
-)
+from loadtest.report.pictures.tradeoff import RunAxis, TradeOff, lengths_of_runs, outcomes, tradeoff
 from loadtest.results.digest import EMBEDDED_RUNS, RunDigest, digests_to_bytes
 from loadtest.results.numbers import rate_text, setting_text, shown
 

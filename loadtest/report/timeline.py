@@ -59,9 +59,7 @@ class Bins:
         return len(self.edges_s) - 1
 
     def counts(self, times_s: Sequence[float]) -> Numbers:
-        """How many times fall into each bin; times outside the run count in its first or last
-        bin.
-        """
+        """How many times fall into each bin; times outside count in the first or last bin."""
         return np.bincount(self._positions(times_s), minlength=self.count).astype(float)
 
     def sums(

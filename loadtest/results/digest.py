@@ -84,8 +84,7 @@ def digests_from_bytes(data: bytes) -> list[RunDigest]:
 
 
 def read_runs(path: Path) -> Recording | list[RunDigest]:
-    """The data embedded in a page: a whole run, or the digests of many. RecordingError has the path
-    and the reason."""
+    """The whole run or the digests in a page. RecordingError has the path and the reason."""
     page = read_page(path)
     many, one = embedded_in(page, EMBEDDED_RUNS), embedded_in(page, EMBEDDED_RUN)
     try:

@@ -243,8 +243,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met their level: their number, per second of the run, and as a share of all
-    sent."""
+    """Requests that met their level: number, rate over the run, share of all sent."""
 
     requests: int
     requests_per_s: float

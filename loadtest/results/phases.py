@@ -68,10 +68,7 @@ def phases_of(record: RequestRecord) -> Phases | None:
     wait_s = sum(seconds(decision, name) or 0.0 for name in ("decode_queue_s", "decode_load_s"))
     between_tokens_s = record.token_times_s[-1] - record.token_times_s[0]
     computed = {"queue": queue_s, "transfer": transfer_s, "prefill": prefill_s}
-    later = {
-        "hand-over": put_s + wait_s,
-        "decode": max(0.0, between_tokens_s - put_s - wait_s),
-    }
+    later = {"hand-over": put_s + wait_s, "decode": max(0.0, between_tokens_s - put_s - wait_s)}
     return Phases(
         ttft_s=record.ttft_s,
         latency_s=record.latency_s,
@@ -125,9 +122,7 @@ def by_ttft(found: Sequence[Phases]) -> list[Group]:
 
 
 def seconds(decision: Mapping[str, object], name: str) -> float | None:
-    """A time that the server reported; None when it is invalid (a server's values are not
-    trusted).
-    """
+    """A time that the server reported; None when it is missing or invalid."""
     value = decision.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

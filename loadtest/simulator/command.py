@@ -77,8 +77,7 @@ Admissions = Annotated[list[str] | None, typer.Option(help="Only this admission;
 Prefills = Annotated[int | None, typer.Option(min=1, help="Prefill nodes; default 8.")]
 Decodes = Annotated[int | None, typer.Option(min=1, help="Decode nodes; default 8.")]
 Blocks = Annotated[
-    list[int] | None,
-    typer.Option(min=1, help="Only this size of a cache, in blocks; repeatable."),
+    list[int] | None, typer.Option(min=1, help="Only this size of a cache, in blocks; repeatable.")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at once, each in a process of its own.")]
 Kept = Annotated[

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from backends.config_pbtxt import OLD_NAMES
 from conductor import ConductorConfig
@@ -140,8 +134,7 @@ class SimulationOptions:
         return self.traces[0] if self.traces else default
 
     def promised(self, trace: str) -> tuple[str, str]:
-        """The trace to run, and why the targets for all of `trace` on 8 + 8 nodes do not apply; or
-        ""."""
+        """The trace to run, and why the targets for `trace` do not apply; or ""."""
         asked = self.one_trace(trace)
         why_not = self.is_shortened if asked == trace else f"it was promised of the {trace} trace"
         return asked, why_not
@@ -152,9 +145,7 @@ class SimulationOptions:
         return SimulationOptions(changes=self.changes)
 
     def source(self, trace: str, is_spread: bool = False) -> TraceSource:
-        """The requests of a trace for runs in other processes; TraceError when the file is
-        wrong.
-        """
+        """The requests of a trace for other processes; TraceError for a wrong file."""
         source = TraceSource.of(
             self._path(trace),
             self.requests,

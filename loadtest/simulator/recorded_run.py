@@ -36,9 +36,7 @@ class FleetSampler:
 
 
 def values_of(fleet: SimulatedFleet) -> dict[str, float]:
-    """Decode steps are missing: a worker counts many at a time, too coarse for a share of a
-    moment.
-    """
+    """Without decode steps: a worker counts many at a time, too coarse for a rate."""
     values: dict[str, float] = {}
     pages_max = float(fleet.site.pages_max)
     for worker in (*fleet.prefills.values(), *fleet.decodes.values()):

@@ -64,8 +64,7 @@ class MasterSession(DecidingSession):
         ]
 
     def stop_users(self) -> None:
-        """Drain instead of stop: a stop makes workers wait for the next run, and they miss the quit
-        after it."""
+        """Drain: after a stop, workers wait for the next run and miss the quit after it."""
         self.runner.quit()
 
     def _present(self) -> list[str]:

@@ -29,15 +29,8 @@ from loadtest.client.server import (
 )
 from loadtest.replay.datasets import DATA_SETS, rows_of
 from loadtest.replay.prompts import TokenSource, planned_request
-from loadtest.replay.prompts import (
-    too_long as trace_too_long,
-)
-from loadtest.replay.trace import (
-    TraceError,
-    TraceRow,
-    TraceSettings,
-    scaled_lengths,
-)
+from loadtest.replay.prompts import too_long as trace_too_long
+from loadtest.replay.trace import TraceError, TraceRow, TraceSettings, scaled_lengths
 from loadtest.results.metrics import COMPLETED
 from loadtest.users.run import Outgoing, RequestSender, send_one
 from loadtest.users.senders import make_sender

@@ -144,8 +144,7 @@ class EndedRun:
         )
 
     def _ideal(self, records: list[RequestRecord], trace: TraceSettings) -> dict[int, int]:
-        """The unlimited cache's tokens by request. Prompts are made again: a whole trace would not
-        fit memory."""
+        """The unlimited cache's tokens by request, from prompts made again to save memory."""
         source = TokenSource.of_server(self.run.facts, trace.seed)
 
         def prompt_of(index: int) -> TokenIds:

@@ -173,8 +173,7 @@ class UserRun:
         return self.settings.report is not None
 
     def identify(self, workload: str) -> UserIdentity:
-        """The n-th user of this workload in this process; runs with equal settings have equal
-        users."""
+        """The next user of this workload here; equal settings give equal users."""
         # Each workload begins with another tenant, so few users of several workloads have several
         # tenants.
         mix = self.settings.mix

@@ -102,9 +102,7 @@ class DecidingSession:
         environment.events.quitting.add_listener(self.quit)
 
     def start(self) -> None:
-        """Called when Locust has started. Without a web page, prepare before Locust's clock
-        runs.
-        """
+        """After Locust's start. Without a web page, prepare before Locust's clock runs."""
         options = self.environment.parsed_options
         # Locust's web page shows this address.
         self.environment.host = self.environment.host or default_host(options.via)

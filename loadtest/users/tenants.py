@@ -119,8 +119,7 @@ def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
 
 @functools.lru_cache(maxsize=8)
 def turns(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of turns: the next turn goes to the tenant with the largest remaining part of its
-    share."""
+    """The order of turns: the tenant with the largest remaining share is next."""
     due = [
         ((turn + 0.5) / weight, place)
         for place, weight in enumerate(weights)

@@ -104,8 +104,7 @@ class Author:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts(ServerDescription):
-    """The server's properties that users need. A master asks for them and sends them to its
-    workers."""
+    """The server's properties that users need; a master sends them to its workers."""
 
     bytes_per_token: float = 3.0
     model: str = "conductor"  # name of the requested model

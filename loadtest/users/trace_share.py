@@ -137,9 +137,7 @@ def data_set_shares(
 
 
 def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts) -> str | None:
-    """Why its requests do not fit the context, and the scale at which they do; None when they
-    fit.
-    """
+    """Why its requests do not fit the context, and the scale that does; None if they fit."""
     row = data_set.request(0, 0)
     problem = too_long([row], length_scale, facts.context_tokens_max)
     if problem is None:

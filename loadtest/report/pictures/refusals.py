@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from loadtest.report.pictures.style import (
-    OUTCOMES,
-    Picture,
-    count_axis,
-    drawn,
-    label,
-)
+from loadtest.report.pictures.style import OUTCOMES, Picture, count_axis, drawn, label
 
 REASONS_MAX = 8
 

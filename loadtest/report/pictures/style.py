@@ -112,11 +112,7 @@ def not_measured(title: str, why: str) -> Picture:
 
 
 def drawn(
-    title: str,
-    caption: str,
-    alt: str,
-    draw: Callable[[Figure], None],
-    height_in: float = 3.1,
+    title: str, caption: str, alt: str, draw: Callable[[Figure], None], height_in: float = 3.1
 ) -> Picture:
     """The picture that `draw` makes; `alt` describes it in words."""
     with matplotlib.rc_context(SETTINGS):

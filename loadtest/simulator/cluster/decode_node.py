@@ -125,8 +125,7 @@ class DecodeNode(SimulatedWorker):
             self._pool_release(request_id)
 
     def stop(self, request_id: str) -> None:
-        """Cancel a request. It leaves at once, or with the step that computes it; a pending call
-        for it ends."""
+        """Cancel a request: it leaves at once, or with the step that computes it."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return
@@ -185,8 +184,7 @@ class DecodeNode(SimulatedWorker):
         self._check_ready(arrival)
 
     def _check_ready(self, arrival: DecodeArrival) -> None:
-        """Start reading once request and KV have both arrived. The last layer arrives a moment
-        after it was computed."""
+        """Start the hand-over once the request and its KV have both arrived."""
         if arrival.is_asked and arrival.is_here and not arrival.is_ready:
             arrival.is_ready = True
             # After all other actions of this moment, such as the next prefill step.

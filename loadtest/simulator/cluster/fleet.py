@@ -40,12 +40,7 @@ from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.pipeline import PipelineHead, PipelineStage, hop_s, stage_estimate
 from loadtest.simulator.cluster.prefill_node import PrefillNode
-from loadtest.simulator.cluster.site import (
-    ClusterSettings,
-    Cores,
-    SimulatedSite,
-    SimulatedWorker,
-)
+from loadtest.simulator.cluster.site import ClusterSettings, Cores, SimulatedSite, SimulatedWorker
 from loadtest.simulator.cluster.ssd import SimulatedSsds
 from loadtest.simulator.cluster.steps import Jitter
 from loadtest.simulator.cluster.store import INCARNATION, SimulatedStore

@@ -85,8 +85,7 @@ class GpuModel(Protocol):
         ...
 
     def decode_s(self, sequences: int, context_tokens: Tokens) -> Tokens:
-        """One step that gives a token to each of `sequences`, whose contexts add up to
-        `context_tokens`."""
+        """One step of `sequences` whose contexts add up to `context_tokens`."""
         ...
 
     def mixed_s(self, spans: Sequence[Span], sequences: int, context_tokens: float) -> float:

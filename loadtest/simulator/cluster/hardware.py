@@ -88,8 +88,7 @@ class LlmModel:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices that every token is multiplied with: Q, O, K, V and three of the
-        MLP."""
+        """Weights that each token is multiplied with: Q, O, K, V and three of the MLP."""
         attention = 2 * self.attention_width + 2 * self.kv_heads * self.head_dim
         return self.width * (attention + 3 * self.mlp_width)
 

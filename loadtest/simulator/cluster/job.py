@@ -13,12 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from conductor.messages import Reject, Request, Route
-from loadtest.replay.trace import (
-    TRACE_BLOCK_TOKENS,
-    ScaledLengths,
-    TraceRow,
-    scaled_lengths,
-)
+from loadtest.replay.trace import TRACE_BLOCK_TOKENS, ScaledLengths, TraceRow, scaled_lengths
 from loadtest.simulator.block_cache import key_of
 
 TICK_MS = 3_000.0

@@ -57,9 +57,7 @@ class Network:
         done: Callable[[], None],
         paced_s: float = 0.0,
     ) -> None:
-        """Call `done` when all bytes have arrived. `paced_s`: seconds over which they are
-        computed.
-        """
+        """Call `done` when all bytes have arrived. `paced_s`: seconds of computing them."""
         assert size_bytes >= 0 and sender != receiver, (sender, receiver, size_bytes)
         self.moved_bytes += size_bytes
         out, into = self._link(self._out, sender), self._link(self._in, receiver)

@@ -42,8 +42,7 @@ class PipelinedStep:
     is_computed: bool = False  # all stages have computed it
 
     def end_computing(self, now_s: float) -> None:
-        """Add this step's compute time. Steps of one prompt overlap, so time already counted is
-        left out."""
+        """Add this step's compute time, without time counted for an overlapping step."""
         self.is_computed = True
         for job in self.jobs:
             if job is not None:

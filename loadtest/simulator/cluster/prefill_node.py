@@ -58,9 +58,7 @@ class PromptComputer(SimulatedWorker):
 
 
 class PrefillNode(PromptComputer):
-    """`on_begin`: a job's first chunk begins; `on_end`: its first token is computed, or it
-    failed.
-    """
+    """`on_begin`: a job's first chunk begins; `on_end`: first token computed, or failed."""
 
     def __init__(
         self,
@@ -100,9 +98,7 @@ class PrefillNode(PromptComputer):
         self._wake()
 
     def paced_s(self, job: SimulatedJob) -> float:
-        """Seconds from a job's first chunk to its first token, if no other prompt shares its
-        steps.
-        """
+        """Seconds from a job's first chunk to its first token, if it shares no step."""
         tokens, chunk_tokens = job.prompt_tokens, self._site.settings.chunk_tokens
         return prompt_s(self._site.gpu, job.cached_tokens, tokens, chunk_tokens)
 
@@ -125,8 +121,7 @@ class PrefillNode(PromptComputer):
         return not self._jobs
 
     def stop(self, request_id: str) -> None:
-        """Cancel a request. It leaves at once, with the step that computes it, or when the transfer
-        of its prefix ends."""
+        """Cancel a request: at once, with the step under way, or after its prefix transfer."""
         job = self._jobs.get(request_id)
         if job is None or job.refused:
             return
@@ -212,8 +207,7 @@ class PrefillNode(PromptComputer):
         return wanted
 
     def _bring(self, job: SimulatedJob, own: int, wanted: Sequence[str]) -> None:
-        """Fetch the wanted blocks from each holder; blocks of an SSD are put into its node's DRAM
-        first."""
+        """Fetch the wanted blocks from each holder, those of an SSD through its node's DRAM."""
         by_holder: dict[str, list[bytes]] = {}
         for key, holder in zip(job.keys[own:], wanted, strict=False):
             if holder:
@@ -283,8 +277,7 @@ class PrefillNode(PromptComputer):
         self._wake()
 
     def _settle(self, job: SimulatedJob, keys: Sequence[bytes] | None) -> None:
-        """Mark these blocks (None: all that it leads) stored or abandoned, so blocked prompts look
-        again."""
+        """These blocks (None: all it leads) are stored or abandoned: retry blocked prompts."""
         if keys is None:
             self._single_flight.settle_all(job.request_id)
         else:

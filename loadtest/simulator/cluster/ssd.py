@@ -103,8 +103,7 @@ class SimulatedSsds:
     def restore(
         self, node_id: str, keys: Sequence[bytes], owner: str, done: Callable[[int], None]
     ) -> None:
-        """Read these blocks into the DRAM of their node. `done` receives how many leading blocks
-        were stored."""
+        """Read these blocks into their node's DRAM. `done` receives how many were stored."""
 
         def came() -> None:
             done(self._store.put(keys, node_id, owner) if self._store.has_node(node_id) else 0)

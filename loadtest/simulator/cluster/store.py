@@ -36,8 +36,7 @@ OWNERS_PER_NODE, LEASES_PER_NODE = 1_000, 100_000  # of a large overloaded fleet
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The leading blocks of a chain that are stored, leased; the first `own` are on the asking
-    node."""
+    """The stored leading blocks of a chain, leased; the first `own` are on the asking node."""
 
     copies: Sequence[tuple[Copy, ...]]
     own: int
@@ -117,8 +116,7 @@ class SimulatedStore:
         self.announce()
 
     def report(self, reports: Sequence[WorkerReport]) -> None:
-        """Send every worker's report of this second; the directory drops silent workers after its
-        TTL."""
+        """Send all workers' reports; the directory drops silent workers after its TTL."""
         for report in reports:
             self.directory.worker_report(report, self.now_s)
         self.directory.tick(self.now_s)
@@ -138,8 +136,7 @@ class SimulatedStore:
         return Found(copies, own)
 
     def put(self, keys: Sequence[bytes], node_id: str, owner: str) -> int:
-        """Write consecutive blocks of a chain; returns how many leading ones are stored or under
-        way."""
+        """Write consecutive blocks; returns how many leading ones are stored or under way."""
         directory, now_s = self.directory, self.now_s
         allocation = directory.allocate(node_id, keys, owner, FOREVER_S, False, now_s)
         written = [
@@ -153,8 +150,7 @@ class SimulatedStore:
         return allocation.covered
 
     def put_tail(self, node_id: str, owner: str) -> bool:
-        """Write the partial last block of a prompt: no lookup finds it, and its lease's end frees
-        it."""
+        """Write a prompt's partial last block: no lookup finds it, its lease's end frees it."""
         directory, now_s, key = self.directory, self.now_s, tail_key(owner)
         slot = directory.allocate(node_id, [key], owner, FOREVER_S, True, now_s).slots[0]
         if slot is None:
