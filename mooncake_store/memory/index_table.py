@@ -145,7 +145,7 @@ class IndexTable:
         self.path = path
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
-        self._local: set[int] = set()  # node numbers plus 1, as in entries
+        self._local: set[int] = set()  # numbers plus 1, as in entries, of the nodes of this host
         self._turn = 0
         self.entries = 0
         _refuse_living(path)

@@ -107,7 +107,7 @@ class AgentLane:
         self.has_failed = False
         # the agent is never called again, so none of its transfers moves any bytes
         self.is_frozen = False
-        # time.monotonic() of an add of a peer, during which the lock may be held for minutes
+        # time.monotonic() since when a peer is being added, with the lock held; inf: none is
         self.adding_since_s = float("inf")
         self._adding = threading.Lock()  # guards adding_since_s, and freezing during an add
         self._errors = nixl_errors()

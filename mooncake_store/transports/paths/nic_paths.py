@@ -132,9 +132,7 @@ class NicPath:
             self.is_cooling_down, self.pause_s = True, COOL_DOWN_S
             self.probe_s = now_s + self.pause_s
             self.counters.rests += 1
-            self.counters.resting += (
-                not self.is_forgotten
-            )  # forget() has run, so nothing would decrement it
+            self.counters.resting += not self.is_forgotten  # after forget() nothing decrements it
 
     def probe_failed(self, now_s: float) -> None:
         self.pause_s = min(2 * self.pause_s, COOL_DOWN_S_MAX)
