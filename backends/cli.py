@@ -19,24 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from backends.extras import explained
 
 GROUP = "mooncake.commands"
-# The first commands in the list of --help.
-FIRST = (
-    "init",
-    "serve",
-    "status",
-    "config",
-    "doctor",
-    "cluster",
-    "store",
-    "keys",
-    "tenants",
-    "replay",
-    "report",
-    "simulate",
-    "plan",
-    "profile",
-)
-# Examples at the end of each command's --help.
+# Examples at the end of each command's --help. Their order is that of the list of commands.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
     "serve": (
@@ -66,6 +49,7 @@ EXAMPLES = {
     ),
     "profile": ("mooncake profile --out profile.json",),
 }
+FIRST = tuple(EXAMPLES)  # the first commands in the list of --help
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 
 

@@ -71,11 +71,10 @@ class WorkerConfig:
             ("dtype", dtypes),
             ("kv_dtype", KV_DTYPES),
             ("transport", TRANSPORTS),
+            ("roles", ROLES),
         ):
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
-        if self.roles not in ROLES:
-            found.append(f"roles is {self.roles!r}; use {' or '.join(ROLES)}")
         if self.roles == "both" and self.engine != "torch":
             found.append("roles is 'both'; only the engine torch can change its role")
         if self.roles == "both" and self.pipeline_group:

@@ -1,21 +1,5 @@
 """Errors that Triton returns to a client or an operator.
 
-* ServingError
-  x Overloaded        retry later             -> UNAVAILABLE, with retry_after_s
-  x InvalidRequest    fix the request         -> INVALID_ARG
-  x Forbidden         with API keys: no key, or an unproven tenant -> INVALID_ARG
-  x WorkerUnavailable a worker died or failed, after retries on other workers
-    x WorkerGone      the worker was absent: dead before the call, restarting, or shutting down
-      x WorkerUnreached no connection, or the link was cut
-        x WorkerRefused a side refused the connection: keys, or certificates
-          x WorkerDistrusts the secrets differ, until one side restarts
-      x WrongRole       the worker has the other role, or is changing its role
-    x StoreLost       the directory or the worker's storage node failed
-    x MessagesLost    tokens that a worker sent did not arrive
-  x KvMissing         blocks of a request left the store, after attempts to compute them again
-  x Cancelled         the client disconnected or cancelled the request
-* ConfigError         fix config.pbtxt        -> the model does not load; a loaded one stays
-
 Triton has no status 429. Clients distinguish errors by the first word of the message, which is part
 of the interface (`rejected`, `invalid_request:`, `forbidden:`, `unavailable:`, `cancelled:`).
 """
@@ -81,7 +65,8 @@ class WorkerUnavailable(ServingError):
 
 
 class WorkerGone(WorkerUnavailable):
-    """The worker never had the request, or is shutting down. The request is not the cause."""
+    """The worker was absent: dead before the call, restarting, or shutting down. The request is not
+    the cause."""
 
     prefix = "unavailable: gone:"
 
@@ -93,7 +78,7 @@ class WrongRole(WorkerGone):
 
 
 class WorkerUnreached(WorkerGone):
-    """The worker cannot be reached from this host."""
+    """The worker cannot be reached from this host: no connection, or its link was cut."""
 
 
 class WorkerRefused(WorkerUnreached):
@@ -130,7 +115,10 @@ class Cancelled(ServingError):
 
 
 class ConfigError(Exception):
-    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy."""
+    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy.
+
+    The model does not load; a loaded one stays.
+    """
 
 
 # (kind, seconds, reason) in the wire message of an Overloaded.

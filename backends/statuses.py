@@ -2,22 +2,7 @@
 
 Triton's HTTP interface has no status for the kind of an error, so its clients read the first word
 of the message (errors.py). The gateway returns the same kind as a status, an error type of OpenAI's
-interface and a machine-readable code. Pure.
-
-| kind | status | type |
-|---|---|---|
-| `invalid_request`; `rejected kind=too_large` | 400 | `invalid_request_error` |
-| no key, or an unknown key | 401 | `authentication_error` |
-| `forbidden`; a tenant that is not the key's | 403 | `permission_error` |
-| an unknown path or model | 404 | `not_found_error` |
-| a method that the path does not have | 405 | `invalid_request_error` |
-| a request that is sent too slowly | 408 | `invalid_request_error` |
-| a body that is too large | 413 | `invalid_request_error` |
-| every other `rejected` | 429, with `Retry-After` | `rate_limit_error` |
-| `cancelled`, but not by the client | 499 | `cancelled_error` |
-| `internal_error`, or an unknown kind | 500 | `server_error` |
-| `unavailable`, `kv_missing`, Triton not reached, draining | 503 | `unavailable_error` |
-| `unavailable` because the deadline has passed | 504 | `timeout_error` |
+interface and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
 """
 
 from __future__ import annotations

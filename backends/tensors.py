@@ -110,30 +110,20 @@ UNBATCHED_OUTPUTS = {"text_output"}
 # Request parameters (KServe `parameters`); others are rejected by name.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
-    "tenant": "string: salts the cache keys, so tenants never share KV; with API keys only the "
-    "gateway names it",
-    "timeout_ms": "int: the request ends after so many milliseconds, whatever it has",
-    "id": "string: of the request, as in Triton's /generate; the id of the request itself wins",
-    "traceparent": "string: W3C's, the trace that this request belongs to; a bad one is ignored",
+    "tenant": "string: salts the block keys, so tenants never share KV; with API keys only the "
+    "gateway sets it",
+    "timeout_ms": "int: milliseconds after which the request is ended",
+    "id": "string: request id, as in Triton's /generate; the id of the request itself wins",
+    "traceparent": "string: W3C trace context of the request; an invalid one is ignored",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
-    "describe": "bool: answer with what is served, as JSON, instead of generating; Triton wants "
-    "one input all the same, stream say. The word cluster: workers, hot prefixes and the latest "
+    "describe": "bool: return the service's properties as JSON instead of generating. Triton still "
+    "requires one input, such as stream. The value cluster: workers, hot prefixes and the latest "
     "decisions; with API keys only for the gateway",
-    "tenant_proof": "string: with API keys, by what the gateway shows that `tenant` is its word",
+    "tenant_proof": "string: with API keys, the gateway's proof of `tenant`",
 }
 # Set by Triton's own front ends, not by users.
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}
-
-NUMPY_TYPES: dict[str, object] = {
-    "STRING": np.object_,
-    "INT32": np.int32,
-    "FP32": np.float32,
-    "FP16": np.float16,
-    "BOOL": np.bool_,
-    "UINT64": np.uint64,
-    "INT64": np.int64,
-}
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:

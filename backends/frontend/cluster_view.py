@@ -30,6 +30,7 @@ from backends.frontend.routing_notes import NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import (
+    ConductorStats,
     Explanation,
     HeatClass,
     Reject,
@@ -59,7 +60,7 @@ COPY_S_MAX = 5.0
 # The directory sends once a second and workers report twice. After a longer silence, workers count
 # as unchanged, until DIRECTORY_SILENT_S_MAX.
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
-UNHEARD_S_MAX = 5.0  # wait for workers missing in a new directory's snapshot; as its lease on them
+MISSING_S_MAX = 5.0  # wait for workers missing in a new directory's snapshot; as its lease on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class ClusterView:
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
-        self._unheard_s: dict[tuple[str, str], float] = {}
-        self._heard_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
+        self._missing_s: dict[tuple[str, str], float] = {}
+        self._seen_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
         self._is_closing = threading.Event()
@@ -132,7 +133,6 @@ class ClusterView:
             return [w.inbox for (name, _), w in self._workers.items() if name == worker_id]
 
     def grpc_addresses(self) -> set[str]:
-        """Addresses at which workers are called."""
         with self._lock:
             return {worker.grpc_address for worker in self._workers.values()}
 
@@ -200,12 +200,10 @@ class ClusterView:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
     def arrived(self, tenant: str, limits: TenantLimits, in_flight: int | None) -> Reject | None:
-        """See Conductor.on_arrival."""
         with self._lock:
             return self._conductor.on_arrival(tenant, limits, in_flight, time.monotonic())
 
     def charged(self, tenant: str) -> None:
-        """See Conductor.on_charged."""
         with self._lock:
             self._conductor.on_charged(tenant, time.monotonic())
 
@@ -265,8 +263,7 @@ class ClusterView:
             served.context_tokens_max if served else 0,
         )
 
-    def stats(self) -> Any:
-        """ConductorStats."""
+    def stats(self) -> ConductorStats:
         with self._lock:
             return self._conductor.stats()
 
@@ -288,11 +285,11 @@ class ClusterView:
             before = self._workers.keys()
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
             # Workers register one by one at a restarted directory. A worker that is missing in
-            # its snapshot therefore counts as lost only after UNHEARD_S_MAX.
+            # its snapshot therefore counts as lost only after MISSING_S_MAX.
             gone = (worker for worker in before if worker not in self._workers)
-            self._unheard_s |= dict.fromkeys(gone, now_s)
-            known = self._workers.keys() | self._unheard_s.keys()
-            self._heard_s = {worker: self._heard_s.get(worker, now_s) for worker in known}
+            self._missing_s |= dict.fromkeys(gone, now_s)
+            known = self._workers.keys() | self._missing_s.keys()
+            self._seen_s = {worker: self._seen_s.get(worker, now_s) for worker in known}
             self._conductor.on_snapshot(snapshot, now_s)
 
     def _on_events(self, events: Sequence[Any]) -> None:
@@ -302,21 +299,21 @@ class ClusterView:
             for event in events:
                 if isinstance(event, WorkerReported):
                     worker = (event.report.worker_id, event.report.incarnation)
-                    if worker in self._heard_s:  # a last report may come after WorkerDown
-                        self._heard_s[worker] = now_s
+                    if worker in self._seen_s:  # a last report may come after WorkerDown
+                        self._seen_s[worker] = now_s
                 elif isinstance(event, WorkerUp):
                     worker = (event.info.worker_id, event.info.incarnation)
-                    self._workers[worker], self._heard_s[worker] = event.info, now_s
+                    self._workers[worker], self._seen_s[worker] = event.info, now_s
                 elif isinstance(event, WorkerDown):
                     worker = (event.worker_id, event.incarnation)
                     self._workers.pop(worker, None)
-                    gone.append((*worker, self._heard_s.pop(worker, now_s)))
+                    gone.append((*worker, self._seen_s.pop(worker, now_s)))
             self._conductor.on_events(events, now_s)
             for batch in noted:
                 if batch is not None:
                     self._conductor.on_routed_elsewhere(batch, now_s)
-        for worker_id, incarnation, heard_s in gone:
-            self.on_worker_down(worker_id, incarnation, heard_s)
+        for worker_id, incarnation, seen_s in gone:
+            self.on_worker_down(worker_id, incarnation, seen_s)
 
     def _tick_loop(self) -> None:
         ticked_s = time.monotonic()
@@ -335,9 +332,9 @@ class ClusterView:
             suggestions = self._conductor.on_tick(time.monotonic(), self.held)
             self.copies_by_heat = self._conductor.copies_by_heat(time.monotonic())
             flip = self._conductor.propose_flip(time.monotonic())
-            lost = self._take_unheard(time.monotonic())
-        for worker_id, incarnation, heard_s in lost:
-            self.on_worker_down(worker_id, incarnation, heard_s)
+            lost = self._take_missing(time.monotonic())
+        for worker_id, incarnation, seen_s in lost:
+            self.on_worker_down(worker_id, incarnation, seen_s)
         if flip is not None:
             name, mode = flip.worker.worker_id, self.config.role_flips
             log.info("role_flips %s: %s to %s: %s", mode, name, flip.role, flip.reason)
@@ -347,18 +344,18 @@ class ClusterView:
             log.info("replicate %s", suggestion.reason)
             self._copies.carry_out(suggestion)
 
-    def _take_unheard(self, now_s: float) -> list[tuple[str, str, float]]:
+    def _take_missing(self, now_s: float) -> list[tuple[str, str, float]]:
         """With the lock held: (worker, incarnation, time of last report) of workers that did not
         register at a new directory in time."""
-        self._unheard_s = {
+        self._missing_s = {
             worker: since_s
-            for worker, since_s in self._unheard_s.items()
+            for worker, since_s in self._missing_s.items()
             if worker not in self._workers
         }
-        lost = [w for w, since_s in self._unheard_s.items() if now_s - since_s > UNHEARD_S_MAX]
+        lost = [w for w, since_s in self._missing_s.items() if now_s - since_s > MISSING_S_MAX]
         for worker in lost:
-            del self._unheard_s[worker]
-        return [(*worker, self._heard_s.pop(worker, now_s)) for worker in lost]
+            del self._missing_s[worker]
+        return [(*worker, self._seen_s.pop(worker, now_s)) for worker in lost]
 
 
 class HotCopies:

@@ -45,6 +45,7 @@ from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
 FAIL_S_MAX = 2.0  # longest wait in `close` for requests that were failed
+Verb = Callable[[dict[str, Any]], dict[str, object]]  # parameters -> facts of the answer
 
 
 class Frontend:
@@ -93,15 +94,15 @@ class Frontend:
             on_end=self._ended,
         )
         cluster.on_worker_down = self._worker_down
-        self._verbs = {CLUSTER: self._describe_cluster, CHARGE: self._charge}
+        self._verbs: dict[str, Verb] = {CLUSTER: self._cluster, CHARGE: self._charge}
         cluster.on_flip = self._send_flip
         cluster.held = self.live.held_ids
 
     def submit(
         self, inputs: dict[str, np.ndarray], parameters: dict[str, Any], client: ReplyStream
     ) -> None:
-        if (work := self._verbs.get(str(parameters.get("describe")))) is not None:
-            self._start(work, parameters, client)
+        if (verb := self._verbs.get(str(parameters.get("describe")))) is not None:
+            self._start(self._answer, verb, parameters, client)
             return
         now_s = time.monotonic()
         times = RequestTimes(self.observations, now_s, self._limits)
@@ -138,26 +139,25 @@ class Frontend:
         found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
-    def _charge(self, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Charge one request to a tenant, for tokenising in the gateway, which has no quotas."""
+    def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:
+        """Answer one of the gateway's own calls, which counts neither as a request nor as live."""
         try:
-            principal = principal_of(parameters, self._keys, self._secret, time.time())
-            if (refused := self._used_up(principal, None)) is not None:
-                raise refused
-            if principal.limits is not None:
-                self.cluster.charged(principal.tenant)
-            client.send(described({}, client.outputs), is_final=True)
+            client.send(described(verb(parameters), client.outputs), is_final=True)
         except Exception as error:  # edge: the pool would swallow the exception
             client.fail(error)
 
-    def _describe_cluster(self, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Send the state of the cluster. This call counts neither as a request nor as live."""
-        try:
-            check_is_gateway(parameters, self._keys, self._secret, time.time())
-            found = overview(self.cluster.reading(), self.cluster.config)
-            client.send(described(found, client.outputs), is_final=True)
-        except Exception as error:  # edge: the pool would swallow the exception
-            client.fail(error)
+    def _charge(self, parameters: dict[str, Any]) -> dict[str, object]:
+        """Charge one request to a tenant, for tokenising in the gateway, which has no quotas."""
+        principal = principal_of(parameters, self._keys, self._secret, time.time())
+        if (refused := self._used_up(principal, None)) is not None:
+            raise refused
+        if principal.limits is not None:
+            self.cluster.charged(principal.tenant)
+        return {}
+
+    def _cluster(self, parameters: dict[str, Any]) -> dict[str, object]:
+        check_is_gateway(parameters, self._keys, self._secret, time.time())
+        return overview(self.cluster.reading(), self.cluster.config)
 
     def requests_of_tenants(self) -> dict[str, int]:
         """Tenant label -> requests in flight; empty without API keys."""
@@ -199,10 +199,10 @@ class Frontend:
         self.live.wait_until_empty(timeout_s)
         wait(list(self._running), timeout=max(give_up_s - time.monotonic(), 0.0))
 
-    def _worker_down(self, worker_id: str, incarnation: str, heard_s: float) -> None:
+    def _worker_down(self, worker_id: str, incarnation: str, seen_s: float) -> None:
         """Post the loss to every request, and cancel the calls abandoned to this worker."""
         self._calls.keep(self.cluster.grpc_addresses())
-        lost = WorkerLost((worker_id, incarnation), heard_s, time.monotonic())
+        lost = WorkerLost((worker_id, incarnation), seen_s, time.monotonic())
         for request in self.live.all():
             request.post(lost)
         with self._abandoning:

@@ -215,8 +215,8 @@ class LiveRequest:
         worker = state.attempt.worker
         # After a stall, heartbeats may be waiting unread, so silence is judged later.
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
-            heard_s = self._services.streams.heard_s(self._id_of(state.attempt.number))
-            if is_silent(now_s, heard_s):
+            seen_s = self._services.streams.seen_s(self._id_of(state.attempt.number))
+            if is_silent(now_s, seen_s):
                 text = "%s sends no heartbeat for request %s"
                 log.warning(text, worker[0], self.request_id, extra=self._in_log)
                 self.post(events.WorkerSilent(worker, now_s))

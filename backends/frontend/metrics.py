@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backends.frontend.frontend import Frontend
@@ -21,58 +22,46 @@ from mooncake_store.records.status import DirectoryStats
 
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
+Incarnation = tuple[object, ...]  # changes when a count restarts from 0
 
 
-class Evictions:
-    """Evictions of each node since the first look, across restarts of node and directory. Pure.
+class Totals:
+    """Counts since the first look, added up across restarts of what is counted. Pure.
 
-    The directory's own count cannot be published as a counter. It restarts with the directory, and
-    a reloaded conductor would add all of it again. (While a conductor reloads, both of its
+    The directory's own counts cannot be published as counters. They restart with the directory,
+    and a reloaded conductor would add all of them again. (While a conductor reloads, both of its
     processes count.)
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[tuple[int, str], int]] = {}  # node -> (incarnation, count)
+        self._last: dict[str, tuple[Incarnation, int]] = {}
         self._is_first = True
         self.totals: dict[str, int] = {}
 
-    def look(self, stats: DirectoryStats) -> None:
-        for node in stats.nodes:
-            incarnation = (stats.epoch, node.incarnation)
-            seen_incarnation, seen = self._last.get(node.node_id, (incarnation, 0))
+    def look(self, counts: Mapping[str, tuple[Incarnation, int]]) -> None:
+        for name, (incarnation, count) in counts.items():
+            seen_incarnation, seen = self._last.get(name, (incarnation, 0))
             if self._is_first:
-                seen = node.evictions  # an earlier process has published these
-            is_same = incarnation == seen_incarnation
-            new = node.evictions - seen if is_same else node.evictions
-            self._last[node.node_id] = (incarnation, node.evictions)
-            self.totals[node.node_id] = self.totals.get(node.node_id, 0) + new
+                seen = count  # an earlier process has published these
+            new = count - seen if incarnation == seen_incarnation else count
+            self.totals[name] = self.totals.get(name, 0) + new
+        self._last |= counts
         self._is_first = False
 
 
-class DirectoryCounts:
-    """Counts of the directory since the first look, added up over its epochs. Pure."""
+def evictions_of(stats: DirectoryStats) -> dict[str, tuple[Incarnation, int]]:
+    return {node.node_id: ((stats.epoch, node.incarnation), node.evictions) for node in stats.nodes}
 
-    def __init__(self) -> None:
-        self._epoch: int | None = None
-        self._last: dict[str, int] = {}
-        self.totals: dict[str, int] = {}
 
-    def look(self, stats: DirectoryStats) -> None:
-        counted = {
-            "dram": stats.hit_blocks - stats.hit_ssd_blocks,
-            "ssd": stats.hit_ssd_blocks,
-            "miss": stats.lookup_blocks - stats.hit_blocks,
-            "spills": stats.spills,
-            "bad_copies": stats.bad_copies,
-        }
-        if self._epoch is None:
-            self._last = counted
-        elif self._epoch != stats.epoch:
-            self._last = {}
-        for name, count in counted.items():
-            new = count - self._last.get(name, 0)
-            self.totals[name] = self.totals.get(name, 0) + new
-        self._epoch, self._last = stats.epoch, counted
+def counts_of(stats: DirectoryStats) -> dict[str, tuple[Incarnation, int]]:
+    counts = {
+        "dram": stats.hit_blocks - stats.hit_ssd_blocks,
+        "ssd": stats.hit_ssd_blocks,
+        "miss": stats.lookup_blocks - stats.hit_blocks,
+        "spills": stats.spills,
+        "bad_copies": stats.bad_copies,
+    }
+    return {name: ((stats.epoch,), count) for name, count in counts.items()}
 
 
 class StoreWatch:
@@ -81,20 +70,17 @@ class StoreWatch:
     def __init__(self, directory: DirectoryClient) -> None:
         self.seen: DirectoryStats | None = None  # None while the directory does not answer
         self._directory = directory
-        self._evictions = Evictions()
-        self._counts = DirectoryCounts()
+        self._evictions, self._counts = Totals(), Totals()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
         self._thread.start()
 
     @property
     def evictions(self) -> dict[str, int]:
-        """Node -> evictions."""
         return dict(self._evictions.totals)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The totals of DirectoryCounts."""
         return dict(self._counts.totals)
 
     def close(self) -> None:
@@ -106,8 +92,8 @@ class StoreWatch:
         while True:
             try:
                 stats = self._directory.stats()
-                self._evictions.look(stats)
-                self._counts.look(stats)
+                self._evictions.look(evictions_of(stats))
+                self._counts.look(counts_of(stats))
                 self.seen = stats
             except StoreError as error:
                 if self.seen is not None:

@@ -1,25 +1,7 @@
 """A parsed request: checked and complete, with every default filled in.
 
 `parse` either returns a ClientRequest or raises InvalidRequest with *all* problems, each with the
-limit and the remedy. Defaults:
-
-| input or parameter | when it is not given |
-|---|---|
-| prompt | exactly one of `text_input`, `input_ids`, `messages` is needed |
-| sampling, length, stop words, end | see the table in sampling.py |
-| `stream` | false: one response with everything |
-| `stream_interval` | 1 token per response, or more while the frontend has too many to send |
-| `exclude_input_in_output` | true; false puts the prompt before an answer that is not streamed |
-| `return_decision`, `return_perf_metrics` | false |
-| `return_num_input_tokens`, `return_num_output_tokens` | the counts are always sent |
-| request id, or parameter `id` (Triton's /generate sends it so) | a new random one |
-| parameter `tenant` | "": shares cached KV with all requests that name no tenant |
-| parameter `tenant_proof` | ""; read where keys are configured (tenants/principal.py) |
-| parameter `request_priority` (Triton keeps `priority` for itself) | 0 |
-| parameter `timeout_ms` (Triton keeps `timeout` for itself) | 0: no timeout of the client |
-| parameter `traceparent` | a new trace, where tracing is on; an invalid value is ignored |
-| parameters `prefill_worker`, `decode_worker` | the conductor chooses |
-| parameter `describe` | false; true needs no prompt |
+limit and the remedy. The defaults are in model_repository/README.md (Tensors, Request parameters).
 
 Triton's /generate turns JSON fields that are not tensors into parameters. So a misspelt tensor
 arrives as an unknown parameter, which is rejected with the likely name and never ignored.
@@ -82,7 +64,6 @@ class ClientRequest:
     stream_interval: int  # tokens per response; 0: one response at the end
     is_paced: bool  # True: the client set no interval, so a response may carry more tokens
     wants_decision: bool
-    wants_perf: bool
     includes_prompt: bool
     cache_salt: str
     priority: int
@@ -127,7 +108,6 @@ def parse(
         stream_interval=stream_interval,
         is_paced=is_paced,
         wants_decision=reader.flag("return_decision"),
-        wants_perf=reader.flag("return_perf_metrics"),
         includes_prompt=includes_prompt,
         cache_salt=options.tenant,
         priority=options.priority,
@@ -136,8 +116,8 @@ def parse(
         describe=options.describe,
         timeout_ms=options.timeout_ms,
     )
-    for name in ("return_num_input_tokens", "return_num_output_tokens"):
-        reader.flag(name)  # checked only: the counts are always sent
+    for name in ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"):
+        reader.flag(name)  # checked only: these inputs have no effect
     if reader.problems:
         raise InvalidRequest(reader.problems)
     return request

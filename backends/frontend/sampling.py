@@ -1,20 +1,12 @@
-"""Sampling and end of a request's answer: inputs and their defaults.
+"""Sampling and end of a request's answer, from tensors and from vLLM's `sampling_parameters`.
 
-| input | meaning |
-|---|---|
-| no input about sampling | greedy (temperature 0) |
-| `temperature` 0, or `top_k` 1 | greedy, whatever else is set |
-| `top_k` (not 0), `top_p` or `min_p` (not 0), but no `temperature` | temperature 1, as in vLLM |
-| no `seed` (`random_seed`) | seed 0, as in TensorRT-LLM: the same request, the same answer |
-| no `max_tokens` | the frontend's default, or `min_tokens` if larger, but no more than fits |
-| `max_tokens` | exactly that; rejected, with the numbers, if the context cannot hold it |
-| `min_length`, `random_seed` | older spellings; both spellings must agree |
-| `end_id` -1, or `ignore_eos` | never end at a token; the answer has max_tokens tokens |
-| `end_id` | ends at this token only, instead of the checkpoint's end tokens |
-| `stop_words` [""] | none (TensorRT-LLM's examples write it so) |
-| no `return_log_probs` | no logprobs; with them `top_logprobs` best tokens (default 0) |
-| no `guided_json`, or an empty one | any text; else a JSON text that follows the schema |
-| `sampling_parameters` | vLLM's JSON: the same names and `stop`; a tensor that differs wins |
+The inputs and their defaults are in model_repository/README.md (Tensors). Some rules:
+
+* `top_k`, `top_p` or `min_p` without `temperature` means temperature 1, as in vLLM. Without any of
+  them the answer is greedy;
+* without a `seed` it is 0, as in TensorRT-LLM: the same request has the same answer;
+* `stop_words` [""] means none, as in TensorRT-LLM's examples;
+* a tensor wins over the same value in `sampling_parameters`.
 
 Not here: the limits themselves (engine/sampling_params.py).
 """

@@ -58,7 +58,7 @@ class TokenStream:
 
     receiver: Receiver
     attempt: int
-    heard_s: float  # monotonic time of the latest message or heartbeat, or of the call
+    seen_s: float  # monotonic time of the latest message or heartbeat, or of the call
 
 
 class TokenStreams:
@@ -79,17 +79,17 @@ class TokenStreams:
     def called(self, request_id: str) -> None:
         """The decode worker of this attempt is called now."""
         if (stream := self._streams.get(request_id)) is not None:
-            stream.heard_s = time.monotonic()
+            stream.seen_s = time.monotonic()
             self._decoding.add(request_id)
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
         self._decoding.discard(request_id)
 
-    def heard_s(self, request_id: str) -> float | None:
+    def seen_s(self, request_id: str) -> float | None:
         """Time of the latest message or heartbeat, or of the call; None: unknown attempt."""
         stream = self._streams.get(request_id)
-        return stream.heard_s if stream is not None else None
+        return stream.seen_s if stream is not None else None
 
     def close(self) -> None:
         self._inbox.close()
@@ -106,15 +106,15 @@ class TokenStreams:
                 for update in message.updates:
                     updates.setdefault((update.request_id, message.incarnation), []).append(update)
             elif isinstance(message, FirstToken):
-                if (stream := self._heard(message.request_id, now_s)) is not None:
+                if (stream := self._seen(message.request_id, now_s)) is not None:
                     stream.receiver.first_token(stream.attempt, message)
             elif isinstance(message, Heartbeat):
                 for request_id in message.request_ids:
-                    self._heard(request_id, now_s)
+                    self._seen(request_id, now_s)
         its_gap_s = gap_s(len(self._decoding), self.messages_per_s_max)
         for (request_id, incarnation), found in updates.items():
             # Tokens of an ended or replaced attempt have no stream and are dropped.
-            if (stream := self._heard(request_id, now_s)) is not None:
+            if (stream := self._seen(request_id, now_s)) is not None:
                 news = [
                     (update.tokens_before, delta_of(update, update.token_ids)) for update in found
                 ]
@@ -123,9 +123,9 @@ class TokenStreams:
                 )
         return self._send_due(now_s)
 
-    def _heard(self, request_id: str, now_s: float) -> TokenStream | None:
+    def _seen(self, request_id: str, now_s: float) -> TokenStream | None:
         if (stream := self._streams.get(request_id)) is not None:
-            stream.heard_s = now_s
+            stream.seen_s = now_s
         return stream
 
     def _send_due(self, now_s: float) -> float | None:

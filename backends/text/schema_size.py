@@ -148,7 +148,7 @@ class _Sizes:
             return self._targets[reference]
         self._targets[reference] = NOTHING
         before, self._deepest = self._deepest, self._level
-        self._targets[reference] = self.of(self._find(reference), reference)
+        self._targets[reference] = self.of(_found(self._whole, reference), reference)
         self._heights[reference] = self._deepest - self._level
         self._deepest = max(before, self._deepest)
         return self._targets[reference]
@@ -158,9 +158,6 @@ class _Sizes:
         if level > LEVELS_MAX:
             what = f"parts and references are nested more than {LEVELS_MAX} levels deep"
             raise _TooLarge(f"$ref at {where}: {what}")
-
-    def _find(self, reference: str) -> Any:
-        return _found(self._whole, reference)
 
     def _largest(self, parts: Iterable[tuple[Any, Any]], where: str) -> _Load:
         """The largest load on any one of the values of these parts."""

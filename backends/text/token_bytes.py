@@ -37,15 +37,12 @@ class TokenBytes(Protocol):
 
     def has_text(self, token_id: int) -> bool:
         """False for a special token, and for an id outside the vocabulary."""
-        ...
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
         """The bytes of a token after `context_ids`. The token and its context have text."""
-        ...
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
         """The bytes that are added at the end of the output."""
-        ...
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
@@ -126,7 +123,7 @@ class ContextTokens(_Vocabulary):
             return bytes([int(found[1], 16)])
         context = list(context_ids[-CONTEXT_TOKENS:])
         before, after = self._settled(context), self._settled([*context, token_id])
-        return _without_surrogates(after[len(before) :])
+        return after[len(before) :].encode("utf-8", "replace")
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
         if not self._splits_characters:
@@ -142,10 +139,6 @@ class ContextTokens(_Vocabulary):
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))
-
-
-def _without_surrogates(text: str) -> bytes:
-    return text.encode("utf-8", "replace")
 
 
 def _stages(decoder: Any) -> list[str]:

@@ -86,7 +86,7 @@ class Tokenizer:
             tokenizer = cls(backend, config, _model_vocabulary_tokens(folder))
         except TypeError as error:  # raised by the library for a flag that is not a bool
             raise ConfigError(f"{folder}: the added tokens cannot be read: {error}") from None
-        tokenizer.eos_ids = _unique(_end_ids(folder) + tokenizer.eos_ids)
+        tokenizer.eos_ids = tuple(dict.fromkeys(_end_ids(folder) + tokenizer.eos_ids))
         return tokenizer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -313,7 +313,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
-
-
-def _unique(token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(token_ids))

@@ -112,10 +112,6 @@ def parameters_of(request: Any) -> dict[str, Any]:
     return found
 
 
-def request_id_of(request: Any) -> str:
-    return str(request.request_id() or "")
-
-
 class Reply:
     """The response stream of one request. Thread-safe, and closed exactly once."""
 
@@ -184,7 +180,7 @@ def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | Sto
     inputs = inputs_of(request)
     stop = inputs.get(REQUEST_STOP)
     if stop is not None and bool(stop[0]):
-        return StopCall(request_id_of(request))
+        return StopCall(str(request.request_id() or ""))
     missing = [name for name in (REQUEST_IDS, REQUEST_BODY) if name not in inputs]
     if missing:
         raise InvalidRequest(f"{', '.join(missing)} missing; clients call the conductor model")

@@ -23,6 +23,14 @@ TOKENIZER = Tokenizer(
 LIMITS = RequestLimits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
 DTYPES |= {tensor.name: tensor.dtype for tensor in tensors.UNSUPPORTED_INPUTS}
+NUMPY_TYPES: dict[str, object] = {
+    "STRING": np.object_,
+    "INT32": np.int32,
+    "FP32": np.float32,
+    "FP16": np.float16,
+    "BOOL": np.bool_,
+    "UINT64": np.uint64,
+}
 
 
 def array(name: str, value: Any) -> np.ndarray:
@@ -33,7 +41,7 @@ def array(name: str, value: Any) -> np.ndarray:
         found = np.empty(len(values), np.object_)
         found[:] = values
         return found
-    return np.array(values, tensors.NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
+    return np.array(values, NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
 
 
 def ask(

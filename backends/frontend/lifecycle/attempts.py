@@ -120,21 +120,21 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
     return None
 
 
-def loss_by_death(called_s: float, heard_s: float) -> Loss:
+def loss_by_death(called_s: float, seen_s: float) -> Loss:
     """A worker is gone during a call: died if it may have had the request, else gone before.
 
-    `called_s`: time of the call, `heard_s`: time of the worker's last report.
+    `called_s`: time of the call, `seen_s`: time of the worker's last report.
     """
-    is_late = heard_s < called_s - SILENCE_S_MAX
+    is_late = seen_s < called_s - SILENCE_S_MAX
     return Loss.WORKER_GONE if is_late else Loss.WORKER_DIED
 
 
-def is_silent(now_s: float, heard_s: float | None) -> bool:
+def is_silent(now_s: float, seen_s: float | None) -> bool:
     """Whether a worker sent neither a message nor a heartbeat of an attempt for too long.
 
-    `heard_s`: time of the latest one, or of the call; None: no call is under way.
+    `seen_s`: time of the latest one, or of the call; None: no call is under way.
     """
-    return heard_s is not None and now_s - heard_s > CALL_SILENCE_S_MAX
+    return seen_s is not None and now_s - seen_s > CALL_SILENCE_S_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class WorkerLost(NamedTuple):
     """The directory reports that this process is gone."""
 
     worker: WorkerId
-    heard_s: float  # monotonic time of its last report
+    seen_s: float  # monotonic time of its last report
     now_s: float
 
 

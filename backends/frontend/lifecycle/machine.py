@@ -431,7 +431,7 @@ def _worker_lost(state: State, event: WorkerLost) -> Result:
     if state.phase is Phase.PREFILLING and event.worker == attempt.decode != attempt.worker:
         return state._replace(attempt=attempt._replace(is_decode_lost=True)), []
     leave = CancelCall(state.attempt.number)
-    loss = loss_by_death(state.attempt.called_s, event.heard_s)
+    loss = loss_by_death(state.attempt.called_s, event.seen_s)
     error = WorkerUnavailable(f"{event.worker[0]} is gone")
     return _taken_away(state, event, leave, loss, error)
 

@@ -35,7 +35,7 @@ def test_a_report_that_comes_behind_the_end_of_its_worker_is_not_kept(view: Clus
     info = worker("d0", "decode", "s0")
     down = WorkerDown("d0", info.incarnation)
     view._on_events([WorkerUp(info), down, WorkerReported(report("d0", info.incarnation))])
-    assert not view._heard_s
+    assert not view._seen_s
 
 
 def test_workers_that_serve_are_known_by_what_they_have_in_common(view: ClusterView) -> None:
@@ -75,9 +75,9 @@ def test_a_worker_that_a_new_directory_never_hears_of_was_heard_of_before_that(
     view._on_events([WorkerUp(info)])
     clock.now_s = 130.0
     view._on_snapshot(Snapshot(2, 0, (), (), (), ()))
-    assert view._take_unheard(134.0) == []
-    assert view._take_unheard(136.0) == [("d0", info.incarnation, 100.0)]
-    assert view._take_unheard(140.0) == []
+    assert view._take_missing(134.0) == []
+    assert view._take_missing(136.0) == [("d0", info.incarnation, 100.0)]
+    assert view._take_missing(140.0) == []
 
 
 def test_a_frontend_waits_for_a_worker_of_each_role(view: ClusterView, clock: Clock) -> None:

@@ -67,7 +67,7 @@ class Site:
         calls = SimpleNamespace(
             cancel=self.cancelled.append, keep=lambda addresses: None, probe=lambda address: None
         )
-        streams = SimpleNamespace(heard_s=lambda request_id: 0.0, forget=lambda request_id: None)
+        streams = SimpleNamespace(seen_s=lambda request_id: 0.0, forget=lambda request_id: None)
         outbox = SimpleNamespace(
             send=lambda inbox, message: self.stopped.append((inbox, message.request_id))
         )

@@ -169,7 +169,7 @@ class Streams:
     def forget(self, request_id: str) -> None:
         self.listening.remove(request_id)
 
-    def heard_s(self, request_id: str) -> float | None:
+    def seen_s(self, request_id: str) -> float | None:
         return self.silent_since_s
 
 

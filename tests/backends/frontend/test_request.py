@@ -33,7 +33,7 @@ def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
     assert (sampling.max_tokens, sampling.min_tokens) == (256, 0)
     assert sampling.is_greedy and sampling.seed == 0
     assert sampling.end_ids == TOKENIZER.eos_ids and sampling.stop_words == ()
-    assert not (request.is_stream or request.wants_decision or request.wants_perf)
+    assert not (request.is_stream or request.wants_decision)
     assert not (request.includes_prompt or request.describe)
     assert (request.cache_salt, request.priority, request.stream_interval) == ("", 0, 0)
     assert (request.prefill_worker, request.decode_worker) == ("", "")
@@ -83,7 +83,7 @@ def test_everything_that_may_be_said_arrives() -> None:
     assert (request.cache_salt, request.priority) == ("blue", -3)
     assert (request.prefill_worker, request.decode_worker) == ("prefill_1", "d")
     assert request.timeout_ms == 2500
-    assert request.wants_decision and request.wants_perf and not request.includes_prompt
+    assert request.wants_decision and not request.includes_prompt
 
 
 def test_the_request_id_is_kept_or_a_fresh_one() -> None:

@@ -181,25 +181,25 @@ def test_any_word_of_a_worker_is_a_sign_of_life_of_the_requests_that_it_speaks_o
 
     def hear(message: WorkerMessage) -> None:
         assert before is not None
-        streams._streams["r"].heard_s = before - 100.0
+        streams._streams["r"].seen_s = before - 100.0
         streams._on_messages([message])
 
-    assert streams.heard_s("r") is None
+    assert streams.seen_s("r") is None
     streams.listen("r", Receiver(), 1)
-    before = streams.heard_s("r")
+    before = streams.seen_s("r")
     for message in (
         FirstToken("r", 1, 0),
         Heartbeat(INCARNATION, ["q", "r"]),
         Tokens(INCARNATION, [update("r", 0, 5)]),
     ):
         hear(message)
-        assert streams.heard_s("r") >= before  # type: ignore[operator]
+        assert streams.seen_s("r") >= before  # type: ignore[operator]
     hear(Heartbeat(INCARNATION, ["q"]))
-    assert streams.heard_s("r") < before  # type: ignore[operator]
+    assert streams.seen_s("r") < before  # type: ignore[operator]
     streams.called("r")
-    assert streams.heard_s("r") >= before  # type: ignore[operator]
+    assert streams.seen_s("r") >= before  # type: ignore[operator]
     streams.forget("r")
-    assert streams.heard_s("r") is None and streams.heard_s("q") is None
+    assert streams.seen_s("r") is None and streams.seen_s("q") is None
 
 
 def test_requests_that_are_still_in_prefill_do_not_slow_the_streams_that_decode(

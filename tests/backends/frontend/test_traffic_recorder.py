@@ -94,7 +94,7 @@ def frontend_with(recorder: TrafficRecorder | None, cluster: Cluster | None = No
         listen=lambda *_: None,
         called=lambda _: None,
         forget=lambda _: None,
-        heard_s=lambda _: None,
+        seen_s=lambda _: None,
     )
     outbox = SimpleNamespace(send=lambda *_: None)
     parts = cast(Any, (cluster or LongCluster(), PromptWorkers(), streams, outbox))

@@ -240,12 +240,12 @@ def test_what_only_the_way_to_a_worker_did_never_counts() -> None:
 
 
 def test_a_worker_that_was_silent_before_the_call_never_had_the_request() -> None:
-    assert loss_by_death(called_s=100.0, heard_s=98.5) is Loss.WORKER_GONE
+    assert loss_by_death(called_s=100.0, seen_s=98.5) is Loss.WORKER_GONE
 
 
-@pytest.mark.parametrize("heard_s", [99.5, 100.0, 130.0])
-def test_a_worker_that_may_have_been_alive_when_called_had_the_request(heard_s: float) -> None:
-    assert loss_by_death(called_s=100.0, heard_s=heard_s) is Loss.WORKER_DIED
+@pytest.mark.parametrize("seen_s", [99.5, 100.0, 130.0])
+def test_a_worker_that_may_have_been_alive_when_called_had_the_request(seen_s: float) -> None:
+    assert loss_by_death(called_s=100.0, seen_s=seen_s) is Loss.WORKER_DIED
 
 
 # --- the end
