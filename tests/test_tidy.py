@@ -152,6 +152,14 @@ DIALECT = {
     "zombies",
 }
 
+# The same in comments, docstrings, messages and pages.
+OLD_WORDS = re.compile(
+    r"\b(askers?|pranks?|strikes?|keepsakes?|emissions?|lasts|crowding|lingering|let in"
+    r"|turned away|passes whole)\b",
+    re.IGNORECASE,
+)
+WIRE_WORDS = re.compile(r'"asker"|^asker |max-ping-strikes')  # of JSON and gRPC
+
 
 def tracked(suffix: str) -> list[Path]:
     listed = subprocess.run(
@@ -345,6 +353,17 @@ def test_identifiers_use_the_words_of_the_field() -> None:
         for name in names_in(tree_of(path))
         if DIALECT & set(name.lower().strip("_").split("_"))
     ]
+    assert not found, "\n".join(found)
+
+
+def test_comments_and_pages_use_the_words_of_the_field() -> None:
+    found = []
+    for path in (*tracked(".py"), *tracked(".md")):
+        if path.name in ("CHANGELOG.md", "test_tidy.py"):
+            continue
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+            if OLD_WORDS.search(WIRE_WORDS.sub("", line)):
+                found.append(f"{path}:{number}: {line.strip()[:100]}")
     assert not found, "\n".join(found)
 
 

@@ -195,9 +195,9 @@ FRONTEND: tuple[ParameterMeaning, ...] = (
     ParameterMeaning(
         "tenant_requests_share",
         "above 0, to 1",
-        "of `requests_max`: what one tenant may have in flight while another one is there, or was"
-        " turned away in the last 5 s; alone it may have all. While one with less has been turned"
-        " away, an equal part at most",
+        "of `requests_max`: what one tenant may have in flight while another tenant has requests, or"
+        " had one rejected in the last 5 s; alone a tenant may have all. After a rejection of a"
+        " tenant with fewer requests, at most an equal part",
     ),
     ParameterMeaning(
         "attempts_max",

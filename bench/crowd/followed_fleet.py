@@ -7,7 +7,7 @@ timeout is an event to it, and its actions are carried out. A fault affects a pr
     kill     it ends. Its open calls fail at once, later calls find no process; the directory misses
              its reports after the TTL. It is not restarted
     freeze   nothing happens in it for a while. Its calls stay open; the directory misses it if the
-             freeze lasts longer than the TTL. Then it continues, registers again, and answers calls
+             freeze is longer than the TTL. Then it continues, registers again, and answers calls
              that the frontend has given up
     reload   a new process of the same name takes new calls; the old one ends its calls and exits
 
@@ -26,13 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from backends.config_pbtxt import FrontendConfig
-from backends.errors import (
-    Cancelled,
-    Overloaded,
-    ServingError,
-    WorkerUnavailable,
-    WorkerUnreached,
-)
+from backends.errors import Cancelled, Overloaded, ServingError, WorkerUnavailable, WorkerUnreached
 from backends.frontend.lifecycle import events
 from backends.frontend.lifecycle.attempts import Attempts
 from backends.frontend.lifecycle.events import LifecycleAction

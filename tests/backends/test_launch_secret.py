@@ -28,7 +28,7 @@ def test_a_secret_is_right_or_not() -> None:
 def came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, queue.SimpleQueue[WorkerMessage]]]:
-    """The address of an inbox, and the messages that it let in."""
+    """The address of an inbox, and the messages that it accepted."""
     monkeypatch.setenv(launch_secret.SECRET_VARIABLE, SECRET)
     messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
 

@@ -53,7 +53,7 @@ class InjectedFault:
     hosts: tuple[str, ...]
     what: str  # for people
     began_s: float  # time.monotonic
-    seconds: float = 0.0  # of a fault that lasts; 0: a kill
+    seconds: float = 0.0  # duration of the fault; 0: a kill
     undone_s: float | None = None
     recovered_s: float | None = None
     problem: str = ""  # why not yet

@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def say_with_keys(site: Site, listener: Listener, garbage: Garbage, count: int) -> None:
-    """`count` frames by a host that is let in."""
+    """`count` frames by a host that is accepted."""
     if listener.name == "data":
         say_over_tls(site, garbage, count)
         return

@@ -28,7 +28,7 @@ def ask(server: Server, number: int, **parameters: str) -> Answer:
 class Load:
     """Requests one after the other, in a few threads, until told to stop.
 
-    Their prompts come again, so that however long it lasts their blocks need not give way.
+    Their prompts come again, so that their blocks need not be evicted, however long the load runs.
     """
 
     def __init__(self, server: Server, threads: int = 3) -> None:

@@ -27,7 +27,7 @@ from tests.e2e.public_clients import installed
 from tests.e2e.server import Server, running, wait_until
 from tests.fuzz_gateway.cases import fuzz
 
-FREED_S_MAX = 15.0  # a lease that nobody releases lasts twice as long
+FREED_S_MAX = 15.0  # a lease without a release ends after twice this time
 TOKENS = 7_000  # nothing ends by itself
 
 

@@ -1,4 +1,4 @@
-"""Three hosts with keys: who is let in at which port, and keys renewed while they serve."""
+"""Three hosts with keys: which clients each port accepts, and keys renewed while they serve."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A client that reserves slots ahead, as ReservedSlots and Putter do: marked, confirmed, written.
 
-It asks nobody before it writes. So as long as its lease lasts, by its own reckoning, a write into a
+It asks nobody before it writes. So until its lease ends, by its own reckoning, a write into a
 slot that was confirmed may hit nobody else's, whatever became of directory and node meanwhile.
 
 Not here: writers that ask for each slot (jobs.py).

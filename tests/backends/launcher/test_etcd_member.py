@@ -1,5 +1,5 @@
 """Real members of etcd: a quorum and none, one that comes back, one whose data are lost; and with
-keys, who is let in, and keys that are renewed while they serve."""
+keys, which clients are accepted, and keys that are renewed while they serve."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def asked(tokens: int, tenant: str = "", priority: int = 0) -> Request:
 
 
 class Shop:
-    """A fair share under constant pressure: who asks, and who was let in."""
+    """A fair share under constant pressure: the requests, and the admitted ones."""
 
     def __init__(self, **config: object) -> None:
         self.share = FairShare(ConductorConfig(ttft_slo_s=10.0, **config))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def pass_on(conductors: list[Conductor], now_s: float) -> None:
 
 
 def serve(one: Conductor, request: Request, now_s: float, used: int | None = None) -> str:
-    """Ask, and end at once what is let in; "" or the kind of rejection."""
+    """Ask, and end at once what is admitted; "" or the kind of rejection."""
     found = one.on_request(request, now_s)
     if isinstance(found, Reject):
         return found.kind

@@ -154,7 +154,7 @@ class PausedClock:
 
 
 class GrantedLease(EtcdClient):
-    """An etcd that says of every renewal how long the lease lasts; None: it does not answer."""
+    """An etcd that says of every renewal how long the lease is valid; None: it does not answer."""
 
     def __init__(self, left_s: float | None) -> None:
         super().__init__(["http://127.0.0.1:1"])

@@ -1,4 +1,4 @@
-"""Renewing the keys under running processes: at each step everybody who should be is let in."""
+"""Renewing the keys under running processes: at each step every member is accepted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two hosts with two network cards each, in namespaces of this machine: cards are cut and heal.
 
-Real agents, real links. A link is slowed down, so that a read lasts long enough to be cut in its
+Real agents, real links. A link is slowed down, so that a read takes long enough to be cut in its
 middle, which the reader itself announces.
 """
 
