@@ -195,8 +195,8 @@ FRONTEND: tuple[ParameterMeaning, ...] = (
     ParameterMeaning(
         "tenant_requests_share",
         "above 0, to 1",
-        "of `requests_max`: what one tenant may have in flight while another tenant has requests, or"
-        " had one rejected in the last 5 s; alone a tenant may have all. After a rejection of a"
+        "of `requests_max`: what one tenant may have in flight while another tenant has requests,"
+        " or had one rejected in the last 5 s; alone a tenant may have all. After a rejection of a"
         " tenant with fewer requests, at most an equal part",
     ),
     ParameterMeaning(
