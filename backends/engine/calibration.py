@@ -1,11 +1,11 @@
-"""How long an engine's steps take: samples for the machine profile.
+"""Calibration: measures the duration of an engine's steps for the machine profile.
 
-Points are measured in rounds, cheapest first, until each has `REPEATS` samples or the budget is
-spent; the result is the median of a point's samples, so one hiccup does not bend the fit. Points
-that do not fit into the engine's context or free pages are left out, and so are those that no
-budget was left for, but for the cheapest few.
+Points are measured in rounds, cheapest first, until each has `REPEATS` samples or the time budget
+is spent. The result is the median of a point's samples, which ignores outliers. Points beyond the
+engine's context or free pages are left out, and so are points without budget, except the cheapest
+POINTS_MIN.
 
-Not here: the formula that is fitted to them (conductor/estimates/estimates.py).
+Not here: the formula that is fitted to the samples (conductor/estimates/estimates.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backends.engine.interface import Engine, Work
 from mooncake_store.layout import blocks_touched
 
 REPEATS = 5
-POINTS_MIN = 3  # get a sample however busy the machine is: with none there is nothing to fit
+POINTS_MIN = 3  # points that are measured in any case, because the fit needs samples
 Point = TypeVar("Point", bound=tuple[int, ...])
 
 
@@ -28,10 +28,10 @@ def measure_prefill(
 ) -> list[tuple[int, int, float]]:
     """points: (new tokens, tokens before them) -> (new_tokens, prefix_tokens, seconds)."""
 
-    def works(point: tuple[int, int]) -> list[tuple[int, int]]:
+    def sequences(point: tuple[int, int]) -> list[tuple[int, int]]:
         return [point]
 
-    seconds = _measure(engine, points, works, budget_s)
+    seconds = _measure(engine, points, sequences, budget_s)
     return [(*point, seconds_of_point) for point, seconds_of_point in seconds]
 
 
@@ -40,27 +40,32 @@ def measure_decode(
 ) -> list[tuple[int, int, float]]:
     """points: (batch, context tokens of each) -> (batch, context_tokens_sum, seconds)."""
 
-    def works(point: tuple[int, int]) -> list[tuple[int, int]]:
+    def sequences(point: tuple[int, int]) -> list[tuple[int, int]]:
         batch, context_tokens = point
         return [(1, context_tokens - 1)] * batch
 
-    seconds = _measure(engine, points, works, budget_s)
+    seconds = _measure(engine, points, sequences, budget_s)
     return [(batch, batch * context, step_s) for (batch, context), step_s in seconds]
 
 
 def _measure(
     engine: Engine,
     points: Sequence[Point],
-    works: Callable[[Point], list[tuple[int, int]]],
+    sequences: Callable[[Point], list[tuple[int, int]]],
     budget_s: float,
 ) -> list[tuple[Point, float]]:
-    """Median seconds of one forward of `works(point)`, each work (new tokens, tokens before)."""
+    """Median seconds of one forward of each point.
+
+    `sequences(point)`: (new tokens, tokens before them) of each sequence in the point's batch.
+    """
     pages = engine.pages.take(engine.pages.free_pages) if engine.pages.free_pages else None
     assert pages is not None, "calibration needs free pages"
     try:
         steps = {}
-        for point in sorted(points, key=lambda point: sum(a * (a + b) for a, b in works(point))):
-            batch = _batch(engine, works(point), pages)
+        for point in sorted(
+            points, key=lambda point: sum(a * (a + b) for a, b in sequences(point))
+        ):
+            batch = _batch(engine, sequences(point), pages)
             if batch is not None:
                 steps[point] = batch
         return _medians(engine, steps, budget_s)
@@ -68,10 +73,10 @@ def _measure(
         engine.pages.release(pages)
 
 
-def _batch(engine: Engine, works: list[tuple[int, int]], pages: list[int]) -> list[Work] | None:
-    """Works over distinct pages; None if they do not fit."""
+def _batch(engine: Engine, sequences: list[tuple[int, int]], pages: list[int]) -> list[Work] | None:
+    """A batch of these sequences over distinct pages; None if they do not fit."""
     batch, used = [], 0
-    for new_tokens, before in works:
+    for new_tokens, before in sequences:
         if new_tokens + before > engine.context_tokens_max:
             return None
         need = blocks_touched(new_tokens + before, engine.layout.block_tokens)
@@ -95,9 +100,9 @@ def _medians(
         if len(warm) >= POINTS_MIN and time.perf_counter() > deadline_s:
             break
     for number in range(REPEATS):
-        for place, point in enumerate(warm):
+        for index, point in enumerate(warm):
             started_s = time.perf_counter()
-            if started_s > deadline_s and (number > 0 or place >= POINTS_MIN):
+            if started_s > deadline_s and (number > 0 or index >= POINTS_MIN):
                 break
             engine.forward(steps[point])
             samples[point].append(time.perf_counter() - started_s)

@@ -1,16 +1,15 @@
-"""The tensors of a Hugging Face folder: where they are, whether they are whole, who they are.
+"""The tensors of a Hugging Face folder: location, completeness, identity. Loads no torch.
 
-A safetensors file is eight bytes (length of the header), a JSON header (name -> dtype, shape,
-range of bytes) and the data. Headers are read and checked here without mapping the file: a file
-that was cut short must be an error in words, not a SIGBUS in the middle of serving.
+A safetensors file consists of eight bytes (length of the header), a JSON header (name -> dtype,
+shape, range of bytes) and the data. Headers are read and checked without mapping the file, so a
+truncated file is an error at the start and not a SIGBUS in service.
 
-`weights_id` must change when the weights change and must be cheap for 100 GB. Every tensor's
-name, dtype and shape goes in, and its content: all of it up to `HASHED_BYTES_MAX` for the whole
-checkpoint, else evenly spaced samples of each tensor. Training or merging changes weights all
-over and is noticed; an edit of single numbers between samples of a large model is not. How the
-checkpoint is cut into files does not matter. Loads no torch.
+`weights_id` must change with the weights and must be cheap for 100 GB. It is a hash of every
+tensor's name, dtype, shape and content. Checkpoints above `HASHED_BYTES_MAX` are hashed by evenly
+spaced samples of each tensor. Training or merging changes all samples and is detected. An edit of
+single numbers between the samples is not. The cut of the checkpoint into files does not matter.
 
-Not here: which tensors a model needs (weights.py).
+Not here: the tensors of a model (weights.py).
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from numpy.typing import NDArray
 from backends.engine.model_config import CheckpointError, read_json
 
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors format
 HASHED_BYTES_MAX = 256 * 1024**2
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 
-COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints keep what RoPE computes anyway
-OWN_PREFIXES = ("model.", "lm_head.")  # of tensors that a model computes with
+COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints contain these computed values
+OWN_PREFIXES = ("model.", "lm_head.")  # prefixes of tensors that the model needs
 INDEX_NAME = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
 SINGLE_NAME = "model.safetensors"
@@ -53,18 +52,18 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """Open with `Checkpoint.open`; reading tensors needs no second look at the headers."""
+    """The tensors of a folder; create it with `Checkpoint.open`."""
 
     def __init__(
         self, folder: Path, entries: Mapping[str, TensorEntry], stale: Sequence[str] = ()
     ) -> None:
         self.folder = folder
         self.entries = entries
-        self.stale = stale  # not read, because of the index: "NAME in FILE", "all of FILE"
+        self.stale = stale  # tensors that the index excludes: "NAME in FILE", "all of FILE"
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
-        """Read all headers, or raise a CheckpointError with everything that is wrong."""
+        """Read all headers, or raise a CheckpointError with all problems."""
         folder = Path(checkpoint_dir)
         found: list[str] = []
         weight_map = _weight_map(folder, found)
@@ -85,10 +84,10 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """Which of these tensors are missing or wrong, and which others the model would lack.
+        """Problems of these tensors: missing, wrong, or present but not in `shapes`.
 
-        A bias or a layer that config.json does not mention would silently not be computed. What
-        ends or begins like one of the optional ones may be there.
+        A bias or layer that config.json does not mention would otherwise be ignored silently. Other
+        tensors are allowed if their name has one of the optional suffixes or prefixes.
         """
         found = []
         for name, shape in shapes.items():
@@ -113,7 +112,7 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """The tensors that are neither among these nor optional, by name."""
+        """Names of the tensors that are neither in `shapes` nor optional, sorted."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         return [
             name
@@ -122,7 +121,7 @@ class Checkpoint:
         ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
-        """The raw bytes of a tensor, uint8; its dtype and shape are in `entries`."""
+        """The raw bytes of a tensor as uint8; its dtype and shape are in `entries`."""
         entry = self.entries[name]
         raw = np.fromfile(
             entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes
@@ -132,7 +131,7 @@ class Checkpoint:
         return raw
 
     def weights_id(self, config: object) -> str:
-        """32 hex digits for these weights as `config`, a dataclass, describes their use."""
+        """Hash of the weights and of `config`, a dataclass: 32 hex digits."""
         digest = hashlib.blake2b(repr(config).encode(), digest_size=16, person=b"mooncake.weigh")
         total_bytes = sum(entry.size_bytes for entry in self.entries.values())
         is_whole = total_bytes <= HASHED_BYTES_MAX
@@ -152,7 +151,7 @@ class Checkpoint:
 
 
 def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
-    """(start, length) of the parts of a tensor that are hashed; the ends are among them."""
+    """(start, length) of the hashed parts of a tensor, including its ends."""
     if is_whole or size_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
         return [(0, size_bytes)]
     last = size_bytes - SAMPLE_BYTES
@@ -161,7 +160,7 @@ def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
 
 
 def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
-    """Tensor -> file, as the index has it. None: there is no index."""
+    """Tensor -> file from the index. None: there is no index."""
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_json(folder / INDEX_NAME, found)
@@ -184,8 +183,8 @@ def _file_names(folder: Path, weight_map: Mapping[str, str] | None, found: list[
         names = sorted(set(weight_map.values()))
         if is_single and names and SINGLE_NAME not in names:
             found.append(
-                f"{SINGLE_NAME} lies beside {INDEX_NAME}, which does not name it, and other "
-                "readers take one or the other; remove the one that is not meant"
+                f"{SINGLE_NAME} is in the folder, but {INDEX_NAME} does not name it, and other "
+                "readers may use either of them; remove the wrong one"
             )
         missing = [name for name in names if not (folder / name).is_file()]
         found += [f"shard {name} is missing; copy it next to {INDEX_NAME}" for name in missing]
@@ -204,9 +203,9 @@ def _chosen(
     weight_map: Mapping[str, str] | None,
     found: list[str],
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """(the tensors, each from the file that the index names, other copies of them).
+    """(tensors, each from the file that the index names; names of other copies).
 
-    A tensor that the index leaves out is taken where one file has it.
+    A tensor that the index does not name is taken if only one file has it.
     """
     files: dict[str, list[str]] = {}
     for file, header in headers.items():
@@ -217,7 +216,7 @@ def _chosen(
     for name, holders in files.items():
         file = (weight_map or {}).get(name, holders[0])
         if name not in (weight_map or {}) and len(holders) > 1:
-            found.append(f"tensor {name} lies in {' and '.join(holders)}; the index names neither")
+            found.append(f"tensor {name} is in {' and '.join(holders)}; the index names neither")
         elif file not in holders:
             if file in headers:
                 found.append(f"tensor {name} is in {holders[0]}, but the index names {file}")
@@ -228,7 +227,7 @@ def _chosen(
 
 
 def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
-    """The tensors of one file; problems go to `found`."""
+    """The tensors of one file. Problems are appended to `found`."""
     try:
         file_bytes = os.path.getsize(path)
         with path.open("rb") as file:
@@ -247,7 +246,7 @@ def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
         found.append(f"{path.name} cannot be read: {error}")
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found.append(f"{path.name} is damaged: its header makes no sense ({error})")
+        found.append(f"{path.name} is damaged: its header is invalid ({error})")
         return {}
     end = max((entry.offset_bytes + entry.size_bytes for entry in entries.values()), default=0)
     if end > file_bytes:

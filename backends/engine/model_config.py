@@ -1,11 +1,11 @@
-"""config.json of a Hugging Face folder: what the model is, or everything that is wrong with it.
+"""Reads and validates config.json of a Hugging Face folder.
 
-Reads Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one); both the keys of transformers 4
-(`rope_theta`, `rope_scaling`) and those of 5 (`rope_parameters`). Loads no torch, so the launcher
-may ask for the KV layout. What the engine cannot compute exactly is refused by name, never ignored.
-A checkpoint that cannot be served is one `CheckpointError` with all its problems.
+Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one), with the keys of
+transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). Features that the engine
+cannot compute exactly are rejected by name, never ignored. All problems of a checkpoint are in one
+`CheckpointError`. Loads no torch, because `mooncake config` reads config.json too.
 
-Not here: the tensors (checkpoint.py), what RoPE does with its numbers (rope.py).
+Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-MISTRAL_WINDOW_TOKENS = 4096  # of a config.json that does not say; null: there is no window
-DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and KV
+MISTRAL_WINDOW_TOKENS = 4096  # default if config.json has no sliding_window; null: no window
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding; what has `freq` in its name matters to `llama3` only, `beta` to `yarn`."""
+    """Rotary embedding. Fields with `freq` in the name are for `llama3`, with `beta` for `yarn`."""
 
     theta: float
     type: str = "default"
@@ -43,24 +42,24 @@ class RopeConfig:
     original_context_tokens: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    table_factor: float = 1.0  # of cosines and sines
-    score_factor: float = 1.0  # of attention scores, in latent attention only
+    table_factor: float = 1.0  # factor of cosines and sines
+    score_factor: float = 1.0  # factor of attention scores; latent attention only
 
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention: scalars of the latent, and of a head's parts."""
+    """Multi-head latent attention: numbers of scalars."""
 
-    query_rank: int  # 0: queries are projected in one step
-    rank: int  # of the latent that K and V of all heads come from
-    plain_dim: int  # of a head of q and k without position
-    rotary_dim: int  # with it; that of k is one for all heads
-    value_dim: int
-    is_interleaved: bool  # neighbours of the rotary part are pairs, not halves
+    query_rank: int  # of the query's latent; 0: queries are projected in one step
+    rank: int  # of the latent, from which K and V of all heads are projected
+    plain_dim: int  # of a head's part of q and k without position
+    rotary_dim: int  # of a head's rotated part of q and k; k has one for all heads
+    value_dim: int  # of a head's V
+    is_interleaved: bool  # rotary pairs are adjacent scalars; False: scalars of two halves
 
     @property
     def row(self) -> int:
-        """Scalars of a token in the pages."""
+        """Scalars of a token in a page."""
         return self.rank + self.rotary_dim
 
     @property
@@ -70,17 +69,17 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts routed by a sigmoid, in groups of which the best few are looked at."""
+    """Mixture of experts with sigmoid routing in groups (torch/layers/experts.py)."""
 
-    count: int
-    shared: int  # that every token has
-    chosen: int
+    count: int  # routed experts of a layer
+    shared: int  # shared experts of a layer, used by every token
+    chosen: int  # routed experts per token
     groups: int
-    chosen_groups: int
-    intermediate: int  # of one expert
-    dense_layers: int  # the first layers have none
-    are_weights_normed: bool
-    weights_factor: float
+    chosen_groups: int  # groups per token
+    intermediate: int  # inner width of one expert
+    dense_layers: int  # leading layers without experts
+    are_weights_normed: bool  # weights of a token's experts are normalised to a sum of 1
+    weights_factor: float  # factor of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +97,19 @@ class ModelConfig:
     rope: RopeConfig
     has_tied_embeddings: bool
     has_qkv_bias: bool
-    has_output_bias: bool  # of attention's output projection
+    has_output_bias: bool  # bias of attention's output projection
     has_mlp_bias: bool
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    # The checkpoint asks for it; no part of its identity, as KV's dtype is one of its own.
+    # The checkpoint requests fp8 KV. Not in repr, which is hashed: the layout has KV's dtype.
     is_kv_fp8: bool = field(default=False, repr=False)
-    latent: LatentConfig | None = None  # None: K and V of heads; else kv_heads is 1, head_dim a row
+    latent: LatentConfig | None = None  # if set, kv_heads is 1 and head_dim is `latent.row`
     experts: ExpertsConfig | None = None
-    predicting_layers: int = 0  # behind the others (MTP), not computed
+    predicting_layers: int = 0  # multi-token prediction layers after the others; not computed
 
     @property
     def rotary_dim(self) -> int:
-        """Scalars of a head that are rotated."""
+        """Rotated scalars of a head."""
         return self.latent.rotary_dim if self.latent else self.head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -118,18 +117,18 @@ class ModelConfig:
 
     @property
     def model_id(self) -> str:
-        """Says what it is, not where it lies: the same folder may have another path elsewhere."""
+        """The model's shape, without its path, which may differ between hosts."""
         return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def stage_layers(self, stage: int, stages: int) -> LayerRange:
-        """The share of a stage of a pipeline: contiguous, as equal as can be, larger ones first."""
+        """The contiguous share of a pipeline stage. The first shares may be one layer larger."""
         assert 0 <= stage < stages <= self.layers, (stage, stages, self.layers)
         share, larger = divmod(self.layers, stages)
         first = stage * share + min(stage, larger)
         return LayerRange(first, first + share + (stage < larger))
 
     def kv_dtype(self, asked: str, dtype: str) -> str:
-        """What KV is kept in; `asked` is auto or fp8."""
+        """The dtype of KV in pages; `asked` is "auto" or "fp8"."""
         return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
@@ -138,7 +137,7 @@ class ModelConfig:
 
 
 def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
-    """The config of this folder, or a CheckpointError that lists all problems."""
+    """Read the config of this folder, or raise a CheckpointError with all problems."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
     raw = read_json(folder / "config.json", found)
@@ -159,10 +158,10 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
 
 
 def quantised_kv(folder: Path) -> str | None:
-    """How the checkpoint says that KV is to be kept, in small letters; None: it does not.
+    """The checkpoint's quantisation of KV in lower case; None: it has none.
 
-    Where vLLM and TensorRT-LLM look for it: kv_cache_scheme (llm-compressor) or kv_cache_quant_algo
-    (ModelOpt), in config.json or hf_quant_config.json.
+    Read from the same keys as in vLLM and TensorRT-LLM: kv_cache_scheme (llm-compressor) or
+    kv_cache_quant_algo (ModelOpt), in config.json or hf_quant_config.json.
     """
     beside = read_json(folder / "hf_quant_config.json", []) or {}
     inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
@@ -184,7 +183,7 @@ def quantised_kv(folder: Path) -> str | None:
 
 
 def _has_quantised_weights(quantization: Any) -> bool:
-    """Not so where only KV is quantised: no group of weights, no algorithm for them."""
+    """False if only KV is quantised: there is no group of weights and no algorithm for weights."""
     if not isinstance(quantization, Mapping):
         return bool(quantization)
     groups = quantization.get("config_groups") or {}
@@ -197,16 +196,8 @@ def _has_quantised_weights(quantization: Any) -> bool:
     return has_weights or not is_known
 
 
-def read_kv_layout(checkpoint_dir: str | Path, dtype: str, block_tokens: int) -> KvLayout:
-    """What this checkpoint's KV will look like; reads config.json only."""
-    if dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise CheckpointError(checkpoint_dir, [f"dtype {dtype!r} is not supported; use {known}"])
-    return read_model_config(checkpoint_dir).layout(dtype, block_tokens)
-
-
 def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
-    """The object in this file; None, and a line in `found`, when there is no such thing."""
+    """The JSON object in this file. On failure it returns None and appends a line to `found`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -225,7 +216,7 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
 
 
 class _Reader:
-    """Takes typed values out of a JSON object and notes what is wrong with them."""
+    """Reads typed values of a JSON object and collects problems in `found`."""
 
     def __init__(self, raw: Mapping[str, Any], found: list[str]) -> None:
         self.raw = raw
@@ -268,12 +259,12 @@ def _parsed(
     if family is None:
         known = ", ".join(FAMILIES)
         found.append(f"config.json: architecture {name!r} is not supported; known: {known}")
-        return None  # the other keys of another family mean other things
+        return None  # the keys of another family have other meanings
     found += _unsupported(raw)
     read = _Reader(raw, found)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer("num_key_value_heads", default=heads)
-    # Qwen3Config's head_dim is 128 when not given; the others derive it.
+    # The default of head_dim is 128 in Qwen3Config; the other families derive it.
     head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
     latent = _latent(read) if family == "deepseek_v3" else None
     if latent is not None:
@@ -289,7 +280,7 @@ def _parsed(
     if rotary_dim % 2:
         name = "qk_rope_head_dim" if latent else "head_dim"
         found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even one")
-    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # that a config may ask for
+    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # families with `attention_bias`
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     rope = _rope(raw, found)
@@ -350,7 +341,7 @@ def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> Experts
     if rest or of_group < 2 or experts.chosen_groups > experts.groups or not can_choose:
         found.append(
             f"config.json: {experts.count} experts in {experts.groups} groups, of which "
-            f"{experts.chosen_groups} are looked at, do not give {experts.chosen} to each token"
+            f"{experts.chosen_groups} are chosen, do not give {experts.chosen} to each token"
         )
     return experts
 
@@ -358,11 +349,11 @@ def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> Experts
 def _context_tokens_max(
     family: str, raw: Mapping[str, Any], read: _Reader, rope: RopeConfig
 ) -> int:
-    """A Mistral with a sliding window is taken as far as that reaches: up to there every token sees
-    all that are before it.
+    """Longest context that the engine computes exactly.
 
-    With YaRN: the original context times the factor, as in vLLM. Qwen documents a config.json whose
-    max_position_embeddings stays the original context.
+    With a sliding window (Mistral) it is the window: up to it every token attends to all earlier
+    ones. With YaRN it is the original context times the factor, as in vLLM, because Qwen documents
+    a config.json in which max_position_embeddings remains the original context.
     """
     context_tokens = read.integer("max_position_embeddings")
     if rope.type == "yarn":
@@ -398,7 +389,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
         found.append("config.json: RoPE that differs between layers is not supported")
         return RopeConfig(1.0)
     merged = {"rope_theta": raw.get("rope_theta"), **given}
-    # Like transformers, prefer this key of the model, and fall back on the whole context.
+    # As in transformers: the model's own key first, the whole context as default.
     key = "original_max_position_embeddings"
     merged[key] = raw.get(key) or given.get(key) or raw.get("max_position_embeddings")
     if merged["rope_theta"] is None:
@@ -434,7 +425,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
 
 
 def _magnitude(given: Mapping[str, Any], key: str, read: _Reader) -> float:
-    """What attention is to be made sharper by, where positions are stretched (YaRN's mscale)."""
+    """YaRN's mscale: factor of attention scores that compensates for stretched positions."""
     if not given.get(key):
         return 1.0
     factor = read.number("factor")
@@ -471,7 +462,7 @@ def _eos_token_ids(
     vocabulary_tokens: int,
     found: list[str],
 ) -> tuple[int, ...]:
-    """Where generation ends; generation_config.json knows better than config.json."""
+    """End-of-sequence ids; generation_config.json has precedence over config.json."""
     value = generation.get("eos_token_id", raw.get("eos_token_id"))
     values = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in values:
@@ -481,11 +472,11 @@ def _eos_token_ids(
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-SHOWN_MAX = 20  # a wrong number of layers makes hundreds of problems
+SHOWN_MAX = 20  # problems in a message; a wrong number of layers causes hundreds
 
 
 class CheckpointError(Exception):
-    """`problems` has all of them, the message the first ones."""
+    """`problems` has all problems of a checkpoint, the message only the first SHOWN_MAX."""
 
     def __init__(self, folder: str | Path, problems: Sequence[str]) -> None:
         assert problems, "an error without a problem"

@@ -1,26 +1,26 @@
-"""From logits to a token: a pure function of (logits, params, position, history).
+"""Sampling: a pure function from (logits, params, position, history) to a token.
 
-Prefill samples token 0 on one machine, decode the rest on another, and a migrated request goes on
-on a third. So nothing may depend on where or when a token is drawn: the only randomness is one
-uniform number from a counter-based generator (Philox) keyed by the request's seed, at a counter
-that is the token's position in the output. Same logits, same token.
+Prefill samples token 0 on one machine and decode the others on another. A resumed request continues
+on a third. So a token must not depend on the time or machine of its sampling. The only randomness
+is one uniform number of a counter-based generator (Philox): its key is the request's seed, and its
+counter the token's position in the output. Equal logits give equal tokens.
 
-Order and meaning of the steps, those of transformers' logits processors and warpers except where
-it has none:
+Steps, in this order. They are those of transformers' logits processors and warpers where it has
+them:
 
-1. repetition_penalty: each token of prompt or output, once: a positive logit is divided by it, a
-   negative one multiplied (transformers, vLLM).
-2. frequency_penalty, presence_penalty: tokens of the *output* only: minus frequency x count, minus
-   presence if it occurred at all (OpenAI, vLLM; transformers has none).
-3. min_tokens: before that many output tokens the end ids are impossible. (Stop words are matched
-   on text, by the decode worker, which must ignore them as long.) What a guide does not allow, a
-   JSON schema say, is impossible too.
-4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equals.
+1. repetition_penalty: for each token of prompt or output, once. A positive logit is divided by it,
+   a negative one multiplied (transformers, vLLM).
+2. frequency_penalty, presence_penalty: for tokens of the *output* only. Minus frequency x count,
+   and minus presence if the token occurred (OpenAI, vLLM; not in transformers).
+3. min_tokens: end ids are impossible before this many output tokens. (The decode worker matches
+   stop words on the text, and ignores them as long.) Tokens that the grammar matcher (of a JSON
+   schema) does not allow are impossible too.
+4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equal ones.
 5. temperature, top_k (0: off), top_p, min_p, in this order. Among equal logits at a cut the lower
-   ids stay. vLLM applies min_p before top_p; the kept set differs only when both are set.
+   ids stay. vLLM applies min_p before top_p; the kept set differs only if both are set.
 6. Inverse distribution function over the kept tokens in order of ids.
 
-Logprobs, for requests that want them, are of the logits before all of this (token_logprobs.py).
+Logprobs are those of the logits before all steps (token_logprobs.py).
 
 Not here: the parameters and their limits (sampling_params.py).
 """
@@ -39,21 +39,21 @@ from backends.token_logprobs import TokenLogprobs, token_logprobs
 Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
-CANDIDATES_FEW = 1024  # top_p first looks among so many; sorting a whole vocabulary costs 10 ms
+CANDIDATES_FEW = 1024  # top_p sorts this many tokens first; sorting a whole vocabulary takes 10 ms
 
 
 class Guide(Protocol):
-    """What an answer is held to, behind the tokens that it has (text/guides.py)."""
+    """The grammar matcher of a request, after its output tokens so far (text/guides.py)."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """By token id: whether it may come next."""
+        """For each token id, whether it may be the next token."""
         ...
 
     def advance(self, token_id: int) -> None: ...
 
 
 class Drawn(NamedTuple):
-    """A token, and how probable it was, where the request wants to know."""
+    """A token, and its logprobs if the request wants them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -62,9 +62,9 @@ class Drawn(NamedTuple):
 def largest_rows(
     logits: Floats, asked: Sequence[tuple[SamplingParams, int, Guide | None]]
 ) -> list[int] | None:
-    """What `draw` draws of each row of logits [rows, vocabulary], in one pass over all of them.
+    """The result of `draw` for each row of logits [rows, vocabulary], in one pass.
 
-    `asked`: (params, position, guide) of each row. None where one of them wants more than its
+    `asked`: (params, position, grammar matcher) of each row. None if a row needs more than its
     largest logit.
     """
     if not all(_is_largest(*each) for each in asked):
@@ -90,8 +90,8 @@ def draw(
     output_ids: Sequence[int],
     guide: Guide | None = None,
 ) -> Drawn:
-    """`sample` among what the guide allows, which hears of the token; and the logprobs that the
-    request wants."""
+    """Sample a token that the grammar matcher allows, and advance the matcher. With logprobs if the
+    request wants them."""
     if guide is None:
         token_id = sample(logits, params, position, prompt_ids, output_ids)
     else:
@@ -112,8 +112,8 @@ def sample(
 ) -> int:
     """The token at `position` of the output (0: the first one). `logits` is not changed.
 
-    `output_ids` are the tokens before it; they and `prompt_ids` matter only to penalties. Of
-    `allowed` tokens there must be one.
+    `output_ids` are the output tokens before it. They and `prompt_ids` are only for penalties. At
+    least one token must be `allowed`.
     """
     assert logits.ndim == 1, logits.shape
     assert position >= 0, position
@@ -123,7 +123,7 @@ def sample(
     if params.is_greedy:
         return int(np.argmax(scores))
     token_ids, probabilities = distribution(scores, params)
-    if allowed is not None:  # what is impossible was kept where there was room for it
+    if allowed is not None:  # impossible tokens may be among the kept ones: remove them
         is_possible = probabilities > 0.0
         token_ids, probabilities = token_ids[is_possible], probabilities[is_possible]
     cumulative = np.cumsum(probabilities)
@@ -133,8 +133,8 @@ def sample(
 
 
 def uniform(seed: int, position: int) -> float:
-    """The one random number of this position, in [0, 1)."""
-    # The position is the second word: the generator itself counts in the first.
+    """The random number of this position, in [0, 1)."""
+    # The position is the second word, because the generator itself counts in the first.
     bits = int(np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw())
     return (bits >> 11) * 2.0**-53
 
@@ -146,7 +146,7 @@ def adjusted_logits(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
 ) -> Floats:
-    """Steps 1 to 3: what depends on the tokens so far. Copies only if something changes."""
+    """Steps 1 to 3, which depend on the tokens so far. Copies the logits only if they change."""
     scores = logits
     if params.repetition_penalty != 1.0:
         scores = scores.copy()
@@ -168,11 +168,11 @@ def adjusted_logits(
 def distribution(scores: Floats, params: SamplingParams) -> tuple[Integers, Floats]:
     """Step 5: the tokens that may be drawn, in order of ids, and their probabilities.
 
-    The probabilities are relative to the whole of what top_k kept; they need not add up to 1.
+    The probabilities are relative to all tokens that top_k kept, so their sum may be below 1.
     """
     token_ids, scores = _top_k(scores, params.top_k)
     below = scores.astype(np.float64) - float(scores.max())
-    with np.errstate(over="ignore"):  # a tiny temperature: everything but the best is impossible
+    with np.errstate(over="ignore"):  # with a tiny temperature only the best token is possible
         weights = np.exp(below / params.temperature)
     probabilities = weights / weights.sum()
     if params.top_p < 1.0:
@@ -196,7 +196,7 @@ def _top_k(scores: Floats, top_k: int) -> tuple[Integers, Floats]:
 
 
 def _top_p(probabilities: Floats, top_p: float) -> Integers:
-    """Indexes, ascending, of the fewest largest probabilities that reach `top_p` together."""
+    """Ascending indices of the fewest largest probabilities whose sum reaches `top_p`."""
     few = min(CANDIDATES_FEW, len(probabilities))
     threshold = np.partition(probabilities, len(probabilities) - few)[len(probabilities) - few]
     candidates = np.flatnonzero(probabilities >= threshold)
@@ -204,7 +204,7 @@ def _top_p(probabilities: Floats, top_p: float) -> Integers:
         candidates = np.arange(len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = order[before < top_p]  # the largest is always kept: nothing comes before it
+    kept = order[before < top_p]  # always keeps the largest one, before which the sum is 0
     return np.sort(kept)
 
 

@@ -1,7 +1,9 @@
-"""How a request wants its tokens drawn, where it ends, and what it may ask for.
+"""Sampling parameters of a request, and their limits.
 
-`problems` reports every broken limit at once, each with what to do. Comparisons are written so
-that NaN fails them. Not here: what the parameters do to logits (sampling.py).
+`problems` reports all violated limits at once, each with a remedy. Comparisons are written so that
+NaN fails them.
+
+Not here: the effect of the parameters on logits (sampling.py).
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ REPETITION_PENALTY_MAX = 100.0
 END_IDS_MAX = 64
 STOP_WORDS_MAX = 32
 GUIDED_JSON_BYTES_MAX = 64 * 1024
-STOP_WORD_BYTES_MAX = 256  # streaming holds back that much text while it could still match
+STOP_WORD_BYTES_MAX = 256  # streaming holds back this much text while it may still match
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """What depends on the model and on the prompt of the request."""
+    """Limits that depend on the model and on the prompt of the request."""
 
     prompt_tokens: int
     context_tokens_max: int
@@ -52,9 +54,9 @@ class SamplingParams:
     seed: int = 0
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[str, ...] = ()
-    # Logprobs of each token and of so many best ones; NO_LOGPROBS: none at all.
+    # Logprobs of each token and of this many best tokens; NO_LOGPROBS: no logprobs.
     top_logprobs: int = NO_LOGPROBS
-    guided_json: str = ""  # the JSON schema that the answer follows; "": none
+    guided_json: str = ""  # JSON schema of the output; "": none
 
     @property
     def wants_logprobs(self) -> bool:
@@ -65,7 +67,7 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     def problems(self, limits: SamplingLimits) -> list[str]:
-        """All limits that the request breaks; empty if it may run."""
+        """All limits that the request violates."""
         guided = _guided(self) if self.guided_json else ()
         return [*_length(self, limits), *_numbers(self), *_endings(self, limits), *guided]
 

@@ -1,13 +1,12 @@
-"""What a worker asks of its engine's driver.
+"""Interface between a worker and its engine's driver.
 
-A worker brings KV in, decides who gets pages, takes KV out and answers. Between, its driver runs
-the engine in the engine's own way: one computes step by step (step_driver.py), another batches by
-itself (trtllm/). A driver says what came of a job by calling the worker's own verbs, which
-`PrefillWorker` and `DecodeWorker` name.
+The worker loads KV, allocates pages, writes KV to the store and replies. The driver runs the
+engine: step by step (step_driver.py), or as an engine that batches by itself (trtllm/). A driver
+reports the results of a job by calling methods of `PrefillWorker` or `DecodeWorker`.
 
-A job meets its driver in this order: `check` when it is submitted, `start` when its KV is in its
-pages, then steps; `abort` when it leaves, however it ends, and `free` behind the writer's last work
-for it. One that leaves early meets no `start`.
+Order of calls for a job: `check` at submission, `start` when its KV is in its pages, then steps,
+`abort` when it leaves, and `free` after the writer's last task for it. A job that leaves early is
+not started.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from backends.engine.batching.layer_passes import LayerWindows
+from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
 from backends.workers.protocol import WorkerMessage
@@ -24,37 +23,37 @@ from mooncake_store.client.store import Store
 from mooncake_store.layout import PageLayout
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
-W = TypeVar("W")  # the worker that it drives
-J = TypeVar("J")  # that worker's jobs
+W = TypeVar("W")  # the worker
+J = TypeVar("J")  # the worker's jobs
 Samples = Sequence[tuple[int, int, float]]
 
 
 class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
     is_native: bool = False  # the engine hands KV over by itself
-    windows: LayerWindows | None = None  # where long prompts can pass layer by layer
-    draws_by_guide: bool = False  # tokens are drawn here, so a guide (text/guides.py) is of use
-    _worker: W  # from `begin` on
+    rings: RingLayout | None = None  # layer ring buffers; None: no layer-wise prefill
+    draws_by_guide: bool = False  # the driver samples with a grammar matcher (text/guides.py)
+    _worker: W  # set by `begin`
 
     @property
     def hardware(self) -> str:
-        """Whose speed `measure` finds; "" for this machine's CPU."""
+        """The hardware whose speed `measure` measures; "": this machine's CPU."""
         return ""
 
     @abstractmethod
     def measure(self, budget_s: float) -> Samples:
-        """How fast it computes, for the machine profile: before `begin`, while nothing else runs.
+        """Measure the engine's speed for the machine profile. Before `begin`, on an idle engine.
 
-        (new tokens, tokens before them, seconds) of prefill; (requests, their tokens, seconds of a
-        step) of decode.
+        Returns (new tokens, tokens before them, seconds) for prefill, and (requests, their tokens,
+        seconds of a step) for decode.
         """
 
     def begin(self, worker: W) -> None:
-        """From now on the worker takes jobs, and hears of them."""
+        """Set the worker, which accepts jobs from now on."""
         self._worker = worker
 
     def make_loader(self, store: Store, pages: PageLayout, deadline_s: float) -> KvLoader:
-        """What brings blocks into the engine's pages."""
+        """Create the loader of blocks into the engine's pages."""
         return KvLoader(store, pages, self.engine.kv_pool, deadline_s)
 
     def check(self, job: J) -> None:
@@ -66,79 +65,80 @@ class Driver(ABC, Generic[W, J]):
 
     @abstractmethod
     def start(self, job: J) -> None:
-        """All KV that the job comes with is in its pages: compute. In a loader's thread.
+        """Compute a job whose loaded KV is in its pages. In a loader's thread.
 
-        The worker's `join_batch` says whether the job is still there. Raises ServingError or
-        StoreError: the job fails.
+        The worker's `join_batch` returns whether the job is still there. A ServingError or
+        StoreError fails the job.
         """
 
     @abstractmethod
     def next_step(self, now_s: float) -> Callable[[], None] | None:
-        """What the engine's thread does next, without the lock; None: wait for something new.
+        """The next step, which the engine's thread runs without the lock; None: wait.
 
-        Called at every turn of that thread, with the lock held: also the place to look after an
-        engine that runs by itself.
+        Called at every turn of that thread, with the lock held. A driver whose engine runs by
+        itself supervises the engine here.
         """
 
     def abort(self, job: J) -> None:
-        """Nobody wants further tokens of this job. With the lock held; also too late, or early."""
+        """No further tokens of this job are needed. With the lock held. It may be called before the
+        job's start and after its end."""
 
     @abstractmethod
     def free(self, job: J, pages: list[int], then: Callable[[], None] = lambda: None) -> None:
-        """The job has left: release its pages when the engine neither reads nor writes them, nor
-        what is leased for it, and call `then`.
+        """Release the pages of a job that has left, and call `then`.
 
-        In the writer's thread, behind what it had to do for the job.
+        Wait until the engine uses neither the pages nor the leased blocks. Called in the writer's
+        thread, after the writer's last task for the job.
         """
 
     @property
     def is_drained(self) -> bool:
-        """Of the jobs that have left nothing is still to be done. With the lock held."""
+        """No work is left for jobs that have left. With the lock held."""
         return True
 
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
-        """(metric, labels, value): what the engine itself has for the metrics page."""
+        """(metric, labels, value): the engine's own metrics."""
         return ()
 
-    # -- what an engine that is spread over several workers needs (pipeline/)
+    # -- for an engine that is spread over several workers (pipeline/)
 
     @property
     def is_available(self) -> bool:
-        """Jobs can be taken. With the lock held."""
+        """The worker can accept jobs. With the lock held."""
         return True
 
     @property
     def message_bytes_max(self) -> int:
-        """Of a frame that comes to the worker's inbox from another host."""
+        """Size limit of a message to the worker's inbox from another host."""
         return MESSAGE_BYTES_MAX
 
-    def heard(self, message: WorkerMessage) -> None:
-        """A message that is not the worker's own business. In the inbox's thread."""
+    def on_message(self, message: WorkerMessage) -> None:
+        """Handle a message that the worker itself does not handle. In the inbox's thread."""
 
     def prefix_loader(self, loader: KvLoader) -> KvLoader:
-        """What brings the cached prefix into the pages, which `loader` does here."""
+        """The loader of cached prefixes into pages; `loader` is the worker's own one."""
         return loader
 
     def behind(self, job: J, action: Callable[[], None]) -> None:
-        """`action` when nobody elsewhere is at the pages of a job that leaves. With the lock
-        held."""
+        """Run `action` when no other worker uses the leaving job's pages. With the lock held."""
         action()
 
     def close(self) -> None:
-        """End the engine; also before `begin`, and twice."""
+        """End the engine. It may be called before `begin`, and twice."""
         self.engine.close()
 
 
 class DecodeDriver(Driver[W, J]):
-    can_preempt: bool = False  # nothing of a job is in the engine between two steps but its pages
+    can_preempt: bool = False  # between two steps the engine has no state of a job but its pages
 
     def has_read(self, job: J) -> bool:
-        """What was handed over is in its pages, and nobody reads it where it lies any more."""
+        """The handed-over KV is in the job's pages; the engine does not read the store's copy."""
         return True
 
     @abstractmethod
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
-        """How many leading blocks must be handed over of a request with so much KV.
+        """Number of leading blocks that must be handed over for `kv_tokens` tokens.
 
-        `handed_over`: as many came. An engine that computes a prompt again can do with none.
+        `handed_over`: blocks that were handed over. An engine that computes a prompt again needs
+        none.
         """

@@ -1,6 +1,6 @@
-"""One request inside a worker, from submit to answer: what has become of it, what is owed for it.
+"""State of one request inside a worker, from submit to reply.
 
-Only the state of one request; who is computed next is the worker's and its driver's.
+Not here: the order of requests (the worker and its driver).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mooncake_store.block_keys import block_keys, chain_seed, extend_keys
 
 
 class Client(Protocol):
-    """Who asked; each request is answered once, from any thread."""
+    """Receives the result of a request: one call per request, from any thread."""
 
     def fail(self, error: Exception) -> None: ...
 
@@ -54,16 +54,16 @@ C = TypeVar("C", bound=Client)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(Generic[R, C]):
-    """What prefill and decode have in common."""
+    """Common state of prefill and decode requests."""
 
     request: R
     client: C
     submitted_s: float
     is_loading: bool = False  # a loader writes into its pages
     is_stopped: bool = False
-    # Behind the tokens that the request came with, and those drawn here; made when its KV is there.
+    # Grammar matcher after all output tokens so far; created when the KV is loaded.
     guide: Guide | None = None
-    error: Exception | None = None  # it failed with this, and leaves
+    error: Exception | None = None  # the error that the request fails with
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class Job(Generic[R, C]):
 
     @property
     def is_leaving(self) -> bool:
-        """Nothing more is to be done for it."""
+        """The request was stopped or has failed: no more work for it."""
         return self.is_stopped or self.error is not None
 
     def given_output_ids(self) -> list[int]:
-        """The tokens of the answer that the request came with."""
+        """The output tokens that an earlier worker decoded."""
         raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
@@ -86,44 +86,44 @@ class Job(Generic[R, C]):
 class PrefillJob(Job[PrefillRequest, PrefillClient]):
     token_ids: np.ndarray
     put: BlockPut
-    queue_ahead: int = 0  # prompts in front of it when it came
-    cached_tokens: int = 0
+    queue_ahead: int = 0  # prompts before it in the order at its arrival
+    cached_tokens: int = 0  # leading tokens whose KV is loaded; 0 <= cached_tokens < prompt tokens
     fetched_blocks: int = 0
-    fetched_from: dict[str, int] = field(default_factory=dict)  # bytes by node
+    fetched_from: dict[str, int] = field(default_factory=dict)  # node -> bytes
     load_s: float = 0.0
-    loading_from_s: float | None = None  # the latest time that it began
-    computing_from_s: float | None = None
+    loading_from_s: float | None = None  # start of the latest load (monotonic)
+    computing_from_s: float | None = None  # start of the first chunk (monotonic)
     compute_s: float = 0.0
-    computed_at_s: float = 0.0
-    computed_tokens: int = 0  # so far; not the cached ones
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its token, where wanted
-    layers: LayeredJob | None = None  # it passes layer by layer
-    # Where the engine itself hands KV over: what its other half needs.
-    native: bytes = b""
+    computed_at_s: float = 0.0  # end of the last chunk (monotonic)
+    computed_tokens: int = 0  # tokens computed so far, without the cached ones
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its token, if requested
+    layers: LayeredJob | None = None  # state of layer-wise prefill; None: chunked prefill
+    native: bytes = b""  # the engine's own hand-over data for the decode engine
     hands_over_blocks: bool = True  # False: decode computes the prompt again
 
     @property
     def is_leaving(self) -> bool:
-        """A put that failed has no use for further chunks."""
+        """As for every job, or writing its KV has failed."""
         return self.is_stopped or self.error is not None or self.put.error is not None
 
     def given_output_ids(self) -> list[int]:
         return list(map(int, self.token_ids[self.request.prompt_tokens :]))
 
     def fail(self, error: Exception) -> None:
-        """Nothing more is written for it."""
         self.error = error
-        self.put.is_ended = True
+        self.put.is_ended = True  # write no more of its KV
 
     @property
     def queue_s(self) -> float:
-        """Of a computed prompt, all that was neither loading nor computing: waiting for a loader,
-        for another prompt's blocks, and, loaded, while the engine computed other prompts."""
+        """The time of a computed prompt that was neither loading nor computing.
+
+        It includes waiting for a loader, for another prompt's blocks, and for the engine.
+        """
         waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
         return max(0.0, waited_s)
 
     def first_token(self, token_id: int) -> FirstToken | None:
-        """What the client may have before the reply; None when the token could end the answer."""
+        """The message with the first token before the reply; None if it could end the output."""
         sampling = self.request.sampling
         output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
@@ -132,7 +132,6 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         return FirstToken(self.request_id, token_id, self.cached_tokens, self.logprobs)
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
-        """After its last block was committed."""
         return PrefillReply(
             incarnation=incarnation,
             cached_tokens=self.cached_tokens,
@@ -160,12 +159,11 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         return [self.put.refs[index] for index in sorted(self.put.refs)]
 
     def observe_abort(self, observations: Observations) -> None:
-        """It leaves without an answer: what was computed for it was for nothing."""
         if self.computed_tokens:
             observations.observe("mooncake_aborted_prefill_tokens_total", self.computed_tokens)
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
-        """Where its time went and how its tokens' KV came."""
+        """Record the durations and the sources of the prompt's KV in the metrics."""
         fetched = min(self.fetched_blocks * block_tokens, self.cached_tokens)
         for path, tokens in (
             ("computed", len(self.token_ids) - self.cached_tokens),
@@ -183,14 +181,14 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
 @dataclass(slots=True)
 class LayeredJob:
-    """What a prompt that passes layer by layer has beside the others."""
+    """Additional state of a layer-wise prefill."""
 
-    prefix: LayeredPrefix | None = None  # what is loaded; None: not traced yet
-    computing: LayerPassing | None = None  # from its first chunk on
-    load_left_s: float = 0.0
-    computed_parts: int = 0  # tokens times layers, also of attempts that were given up
-    attempts: int = 0  # that its prefix was traced
-    is_broken: bool = False  # a layer of its prefix is missing: it begins again
+    prefix: LayeredPrefix | None = None  # blocks to load; None: not traced yet
+    computing: LayerPassing | None = None  # the engine's state, from the first chunk on
+    load_left_s: float = 0.0  # remaining time limit of all its loads
+    computed_parts: int = 0  # sum of tokens x layers, including abandoned attempts
+    attempts: int = 0  # traces of the prefix
+    is_broken: bool = False  # a layer of the prefix is missing: the prompt starts again
 
 
 class DecodeJob(Job[DecodeRequest, DecodeClient]):
@@ -207,7 +205,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         super().__init__(request=request, client=client, submitted_s=time.monotonic())
         self._incarnation = incarnation
         self.token_ids: list[int] = ids.tolist()
-        self.tokens_given = len(self.token_ids)  # prompt, and what the client had before
+        self.tokens_given = len(self.token_ids)  # prompt and earlier output tokens
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
         self.arrival: Arrival | None = None
@@ -218,12 +216,12 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self._block_tokens = block_tokens
         self._seed = chain_seed(fingerprint, cache_salt=request.cache_salt)
         self._keys = block_keys(ids[:-1], block_tokens, self._seed)
-        self.keys_given = tuple(self._keys)  # of the whole blocks that were handed over
-        self._kv_tokens = len(self.token_ids) - 1
-        self.filled: list[int] = []  # blocks that are to go to the store once they are in a page
-        self.saved_blocks = 0  # so many are, from the first on
+        self.keys_given = tuple(self._keys)  # block keys of the full handed-over blocks
+        self._kv_tokens = len(self.token_ids) - 1  # tokens with KV; the newest token has none
+        self.filled: list[int] = []  # full blocks that must still be written to the store
+        self.saved_blocks = 0  # leading blocks that are complete in pages
         self._put: BlockPut | None = None
-        self.saved: list[BlockRef] | None = None  # it was preempted, and this is its KV
+        self.saved: list[BlockRef] | None = None  # KV in the store of a preempted request
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
         decided = len(self.output_ids) - 1
@@ -234,14 +232,14 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
         )
-        # The frontend has emitted what this yields, by the same pure function.
+        # The frontend has already emitted this output delta, by the same pure function.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
-        self._unread_ids: list[int] = []  # decoded, and not pushed into the text yet
-        self._pending: list[OutputDelta] = []
-        self._pending_tokens = 0
-        self._tokens_before = 0  # of the next message
-        self.update_sent_s = 0.0  # when its latest message left
-        # Of tokens that were drawn and are not `decoded` yet, where the request wants them.
+        self._unread_ids: list[int] = []  # decoded tokens not yet pushed into the text
+        self._pending: list[OutputDelta] = []  # output deltas of the next message
+        self._pending_tokens = 0  # their tokens
+        self._tokens_before = 0  # tokens in earlier messages
+        self.update_sent_s = 0.0  # time of the latest message (monotonic)
+        # Logprobs of tokens that are sampled and not yet `decoded`, if requested.
         self.drawn_logprobs: list[TokenLogprobs] = []
 
     def given_output_ids(self) -> list[int]:
@@ -254,26 +252,13 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def put(self) -> BlockPut:
-        """Where the blocks that this request fills go."""
+        """The writes of blocks that this request fills."""
         if self._put is None:
-            self._put = BlockPut(
-                self.request_id,
-                self._kv_tokens,
-                self.pages,
-                self._keys,
-                first_block=0,
-                tenant=self.request.cache_salt,
-            )
+            self._put = self._new_put()
         return self._put
 
-    @property
-    def blocks(self) -> list[BlockRef]:
-        """Where its KV is when it gets pages."""
-        return self.request.blocks if self.saved is None else self.saved
-
-    def give_up_pages(self) -> BlockPut:
-        """It is preempted: what must be in the store before its pages are another's."""
-        put = BlockPut(
+    def _new_put(self) -> BlockPut:
+        return BlockPut(
             self.request_id,
             self._kv_tokens,
             self.pages,
@@ -281,24 +266,32 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             first_block=0,
             tenant=self.request.cache_salt,
         )
+
+    @property
+    def blocks(self) -> list[BlockRef]:
+        """The request's KV in the store, to be read when it gets pages."""
+        return self.request.blocks if self.saved is None else self.saved
+
+    def give_up_pages(self) -> BlockPut:
+        """Preempt: returns the blocks to write to the store before the pages are released."""
+        put = self._new_put()
         self.arrival, self._put = None, None
         return put
 
     def end_put(self) -> None:
-        """Its pages go back: nothing more is written for it."""
+        """Write no more blocks of this request, because its pages are released."""
         if self._put is not None:
             self._put.is_ended = True
 
     def take_saved(self) -> list[int]:
-        """Blocks that this request has filled and that can go to the store now."""
+        """Full blocks of this request that can be written to the store now."""
         saved = [block for block in self.filled if block < self.saved_blocks]
         if saved:
             self.filled = [block for block in self.filled if block >= self.saved_blocks]
         return saved
 
     def decoded(self, token_id: int) -> None:
-        """The newest token's KV is computed, and behind it this token sampled; decides whether it
-        was the last one."""
+        """Append a sampled token, after the KV of the token before it. Sets `finish_reason`."""
         self._kv_tokens += 1
         if self._kv_tokens % self._block_tokens == 0:
             self.filled.append(self._kv_tokens // self._block_tokens - 1)
@@ -309,7 +302,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.output_ids.append(token_id)
         sampling = self.request.sampling
         self._unread_ids.append(token_id)
-        if sampling.stop_words:  # only these are found in text; else it is made for a message
+        if sampling.stop_words:  # they are searched in the text; otherwise text waits for a message
             self._read_text()
         if self._text.is_stopped:
             self.finish_reason = "stop_word"
@@ -337,17 +330,17 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def has_update(self) -> bool:
-        """Enough tokens for a message have come together (stream_interval 0: only the end)."""
+        """`stream_interval` tokens or more are unsent. Never with interval 0."""
         tokens = self._pending_tokens + len(self._unread_ids)
         return 0 < self.request.stream_interval <= tokens
 
     @property
     def waits_for_more(self) -> bool:
-        """Its frontend would not send the next message at once; the first one it does."""
+        """The frontend limits its message rate, and the request's first message was sent."""
         return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:
-        """The tokens since the last message."""
+        """The message with the tokens since the last message."""
         before, pending = self._take_pending()
         return TokenUpdate(
             self.request_id,
@@ -360,7 +353,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         )
 
     def reply(self) -> None:
-        """The end: the rest of the tokens, and how it went."""
+        """Send the reply: the remaining tokens, the finish reason, the durations."""
         before, pending = self._take_pending()
         reply = DecodeReply(
             incarnation=self._incarnation,

@@ -1,7 +1,10 @@
-"""Store -> engine pages. Verified against checksums; what proves missing is named, not raised.
+"""Reads KV from the store into engine pages and verifies it against checksums.
 
-Prefill loads the cached prefix with it, decode everything that prefill handed over: layers as they
-are announced, and the rest when the request itself arrives. Not here: the way out (kv_writer.py).
+Missing blocks are returned, not raised. A prefill worker loads the cached prefix. A decode worker
+loads the handed-over KV: layers when they are announced, the remaining blocks when the request
+arrives.
+
+Not here: the other direction (kv_writer.py).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from backends.engine.batching.layer_passes import Windows
+from backends.engine.batching.layer_passes import LayerRings
 from backends.engine.batching.pages import PagePool
 from backends.errors import StoreLost
 from backends.workers.arrivals import Arrival
@@ -33,15 +36,17 @@ class KvLoader:
         self._deadline_s = deadline_s
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Block i of `copies`, or the layers of it that pages hold, into pages[i]; returns how many
-        leading blocks arrived."""
+        """Read block i of `copies`, or the layers of it that pages hold, into pages[i].
+
+        Returns the number of leading blocks that arrived.
+        """
         if not copies:
             return 0
         arrived = self._read_whole(copies, pages[: len(copies)])
         return arrived.index(False) if False in arrived else len(arrived)
 
     def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
-        """Block i of `copies` into pages[i]; which of them arrived."""
+        """Read block i of `copies` into pages[i]. Returns for each block whether it arrived."""
         offsets = [self._pages.page_offset_bytes(page) for page in pages]
         return self._store.read(copies, self._pool, offsets, self._deadline_s)
 
@@ -49,18 +54,18 @@ class KvLoader:
         self,
         copies: Sequence[Copy],
         digests: Sequence[int],
-        windows: Windows,
+        rings: LayerRings,
         layer: int,
         deadline_s: float,
     ) -> bool:
-        """One layer of all these blocks into their windows; False: not all of it arrived."""
-        offsets = [windows.page_offset_bytes(block, layer) for block in range(len(copies))]
+        """Read one layer of all these blocks into their ring buffers. True if all arrived."""
+        offsets = [rings.page_offset_bytes(block, layer) for block in range(len(copies))]
         only = range(layer, layer + 1)
         return all(self._store.read(copies, self._pool, offsets, deadline_s, only, digests))
 
     @contextlib.contextmanager
     def _counting(self, arrival: Arrival) -> Iterator[None]:
-        """Attribute the bytes read meanwhile to `arrival`: decode loads in one thread only."""
+        """Attribute the bytes read inside to `arrival`. A decode worker has only one loader."""
         before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
         yield
         for name, counted in self._store.counters().items():
@@ -68,7 +73,7 @@ class KvLoader:
                 arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
 
     def load_announced(self, arrival: Arrival, message: LayersReady) -> None:
-        """One announced layer (or whole blocks); what does not arrive is read later, in full."""
+        """Read an announced layer or whole blocks. `load_rest` reads what does not arrive here."""
         late = self.pending_pages()
         refs = [
             ref
@@ -104,29 +109,31 @@ class KvLoader:
         return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
 
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
-        """Whatever was not announced; returns the indices of blocks that proved missing.
+        """Read all blocks that have not arrived. Returns the indices of missing blocks.
 
-        A page that an earlier read may still write is as good as missing: what is verified in it
-        now may be overwritten later, with bytes that another block has by then.
+        A page that an earlier read may still write counts as missing. After its verification the
+        late read could overwrite it with bytes of another block.
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
-        missing = [ref for ref in refs if not arrival.has_whole(ref, len(self._pages.layers))]
-        if gone or not missing:
+        wanted = [ref for ref in refs if not arrival.has_whole(ref, len(self._pages.layers))]
+        if gone or not wanted:
             return gone
-        copies = [self._copy(ref) for ref in missing]
+        copies = [self._copy(ref) for ref in wanted]
         with self._counting(arrival):
-            arrived = self._read_whole(copies, [arrival.pages[ref.index] for ref in missing])
-        return [ref.index for ref, is_here in zip(missing, arrived, strict=True) if not is_here]
+            arrived = self._read_whole(copies, [arrival.pages[ref.index] for ref in wanted])
+        return [ref.index for ref, is_here in zip(wanted, arrived, strict=True) if not is_here]
 
     def forget(self, pages: Sequence[int]) -> None:
-        """They are given back: what is known of blocks in them is void."""
+        """Discard what is recorded about the blocks in these released pages."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
-        """StoreLost if a read that missed its deadline may still write into these pages:
-        what is computed there now could be overwritten."""
+        """Raises StoreLost if a read past its deadline may still write into these pages.
+
+        Such a read could overwrite what is computed there.
+        """
         if late := self.pending_pages().intersection(pages):
-            raise StoreLost(f"a read that is late may still write {len(late)} of its pages")
+            raise StoreLost(f"a read past its deadline may still write {len(late)} of the pages")
 
     def pending_pages(self) -> set[int]:
         """Pages that a transfer past its deadline may still write."""
@@ -141,11 +148,11 @@ class KvLoader:
 
 
 class PageGuard:
-    """Pages of an engine that go back to the pool only when nothing can write them any more.
+    """Releases pages to the pool only when no transfer can write them any more.
 
-    A transfer that missed its deadline may still write into its pages later (NIXL cannot revoke
-    access). Such pages wait here until the store says that the transfer is over. Not thread-safe:
-    the worker's lock guards it, like the batching that takes pages from the same pool.
+    A transfer past its deadline may still write into its pages later (NIXL cannot revoke access).
+    Such pages wait here until the store reports the end of the transfer. Not thread-safe: the
+    worker's lock guards it, like the batching that takes pages from the same pool.
     """
 
     def __init__(
@@ -154,16 +161,16 @@ class PageGuard:
         pending_pages: Callable[[], set[int]],
         forget: Callable[[Sequence[int]], None] = lambda pages: None,
     ) -> None:
-        """`pending_pages` names the pages that unresolved transfers may still write; `forget` is
-        told of pages that their users give back."""
+        """`pending_pages` returns the pages that unresolved transfers may still write. `forget`
+        receives pages when they are released."""
         self._pool = pool
         self._forget = forget
         self._pending_pages = pending_pages
-        self._waiting: list[int] = []  # given back by their users, perhaps still written
-        self._leaving: set[int] = set()
+        self._waiting: list[int] = []  # released pages that a transfer may still write
+        self._leaving: set[int] = set()  # pages of ended requests, before `release`
 
     def leave(self, pages: Sequence[int]) -> None:
-        """Their request has ended; `release` follows, behind what is still done with them."""
+        """The pages' request has ended. `release` follows after the last work on the pages."""
         self._leaving.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -173,7 +180,7 @@ class PageGuard:
         self.settle()
 
     def settle(self) -> None:
-        """Return what is safe by now; the worker calls it at every turn."""
+        """Return pages without pending transfers to the pool. The worker calls it every turn."""
         if self._waiting:
             pending = self._pending_pages()
             self._pool.release([page for page in self._waiting if page not in pending])
@@ -186,7 +193,7 @@ class PageGuard:
 
     @property
     def held_pages(self) -> int:
-        """Those of requests, and those that may still be written: what will not be free at once."""
+        """Used pages without those of ended requests, which will soon be free."""
         return self.used_pages - len(self._leaving)
 
     def check(self) -> None:

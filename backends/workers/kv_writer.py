@@ -1,15 +1,15 @@
-"""Engine pages -> store, layer by layer, while the next layer is computed.
+"""Copies KV from engine pages to the store layer by layer, while the next layer is computed.
 
-The engine thread says "this layer of these blocks is in the pages"; a thread of the writer copies
-it into slots of the worker's own node, tells the decode worker about it, and commits each block
-once it is whole. Blocks that the index cannot hold (the partial last one, or one that another
-request is just writing) travel as ephemeral objects of the request.
+The engine thread reports that a layer of some blocks is in the pages. The writer's thread copies
+the layer into slots of the local store node, notifies the decode worker, and commits each block
+when all its layers are written. A block that the index cannot hold (the partial last block, or one
+that another request is writing) is stored as an ephemeral object of the request.
 
-Where pages hold a part of the layers, the workers of a group write one block together: one of them
-allocates the slots and tells the others, each writes its own layers, and who has the digests of all
-of them commits the block.
+If pages hold only part of the layers, the workers of a pipeline group write each block together.
+One worker allocates the slots and sends them to the others, and each worker writes its own layers.
+The worker that receives the digests of all layers commits the block.
 
-Not here: the way back (kv_loader.py), which blocks are missing (prefill_worker.py).
+Not here: the other direction (kv_loader.py), which blocks are missing (prefill_worker.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.engine.batching.layer_passes import Windows
+from backends.engine.batching.layer_passes import LayerRings
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
@@ -38,40 +38,40 @@ log = logging.getLogger(__name__)
 
 
 def object_key(request_id: str, index: int) -> bytes:
-    """The key of block `index` of a request that travels as an ephemeral object."""
+    """The block key of block `index` of a request, if it is stored as an ephemeral object."""
     return tail_key(f"{request_id}/{index}")
 
 
 @dataclass(slots=True)
 class BlockPut:
-    """The blocks of one request that must reach the store, and how far they got."""
+    """The blocks of one request that must be written to the store, and their state."""
 
     request_id: str
-    kv_tokens: int
+    kv_tokens: int  # tokens whose KV the request has
     pages: Sequence[int]  # pages[i] holds block i
-    keys: Sequence[bytes]  # of the full blocks
-    first_block: int  # blocks before it are in the store already
-    decode_inbox: str = ""
-    reserve_tokens: int = 0
-    tenant: str = ""  # whose quota its blocks in the index count for
-    slots: dict[int, Slot] = field(default_factory=dict)
-    slot_keys: dict[int, bytes] = field(default_factory=dict)
-    refs: dict[int, BlockRef] = field(default_factory=dict)
-    digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> its digest
-    is_owner: bool = True  # its leases are this worker's business; False: of another of its group
-    error: Exception | None = None
-    windows: Windows | None = None  # instead of whole pages
-    in_place: set[int] = field(default_factory=set)  # blocks that the engine puts into their slots
-    is_ended: bool = False  # its pages are another's now, or soon: nothing more is written for it
+    keys: Sequence[bytes]  # block keys of the full blocks
+    first_block: int  # blocks before it were in the store from the start
+    decode_inbox: str = ""  # inbox of the decode worker; empty: none is notified
+    reserve_tokens: int = 0  # tokens for which the decode worker reserves pages
+    tenant: str = ""  # tenant whose quota the indexed blocks count against
+    slots: dict[int, Slot] = field(default_factory=dict)  # block -> its allocated slot
+    slot_keys: dict[int, bytes] = field(default_factory=dict)  # block -> block key in its slot
+    refs: dict[int, BlockRef] = field(default_factory=dict)  # committed or cached blocks
+    digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> digest
+    is_owner: bool = True  # True: this worker releases the leases; False: another pipeline stage
+    error: Exception | None = None  # first error; nothing is written after it
+    rings: LayerRings | None = None  # layer ring buffers that the request has instead of pages
+    in_place: set[int] = field(default_factory=set)  # blocks that the engine writes into slots
+    is_ended: bool = False  # the pages are, or will soon be, released: nothing more is written
 
     def unstored_blocks(self) -> list[int]:
-        """Of all its blocks those that the own node did not have from the start."""
-        assert self.windows is not None, f"{self.request_id} has whole pages"
-        return [block for block in range(len(self.windows.numbers)) if block not in self.refs]
+        """The blocks of a layer-wise request that are not in the local node."""
+        assert self.rings is not None, f"{self.request_id} has whole pages"
+        return [block for block in range(len(self.rings.numbers)) if block not in self.refs]
 
 
 class KvWriter:
-    """Puts blocks of one engine into the store, in a thread of its own, in order."""
+    """Writes the blocks of one engine into the store, in its own thread, in order."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class KvWriter:
         deadline_s: float,
         export_pages: Callable[[Sequence[int]], None],
     ) -> None:
-        """`deadline_s`: of one write into a node of another host. `export_pages`: brings pages of
-        `pool` up to date, where the engine computes in other memory (interface.py)."""
+        """`deadline_s`: time limit of one write into a node of another host.
+        `export_pages`: copies pages from the engine's memory to `pool` (interface.py)."""
         self._store = store
         self._pages = pages
         self._pool = pool
@@ -101,26 +101,28 @@ class KvWriter:
         self._thread.join(timeout=5.0)
 
     def layer_done(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
-        """Called from the engine thread: `layer` of `blocks` is in the pages. Never blocks."""
+        """Queue the copy of `layer` of `blocks`, which is in the pages. Never blocks."""
         self._tasks.put(lambda: self._guard(put, lambda: self._copy_layer(put, blocks, layer)))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        """The digests of all layers of `blocks` are known: make them readable for everybody."""
+        """Queue the commit of `blocks`; the digests of all their layers are known by then."""
         self._tasks.put(lambda: self._guard(put, lambda: self._commit(put, blocks)))
 
     def allocate(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        """Slots for `blocks`, in `put.slots`."""
+        """Queue the allocation of slots for `blocks`, into `put.slots`."""
         ensure = functools.partial(self._ensure_slots, put, blocks, may_use_objects=True)
         self._tasks.put(lambda: self._guard(put, ensure))
 
     def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
-        """The same, as far as there is room, in the caller's thread: before anything is written of
-        it. Raises StoreError."""
+        """Allocate as many slots as the store has, in the caller's thread. Raises StoreError.
+
+        Only before anything of `put` is written.
+        """
         with contextlib.suppress(Overloaded):
             self._ensure_slots(put, blocks, may_use_objects)
 
     def add_digests(self, put: BlockPut, digests: Mapping[int, Mapping[int, int]]) -> None:
-        """block -> layer -> digest, of layers that other workers have written."""
+        """Queue digests (block -> layer -> digest) of layers that other workers have written."""
 
         def add() -> None:
             for block, of_layers in digests.items():
@@ -129,7 +131,7 @@ class KvWriter:
         self._tasks.put(lambda: self._guard(put, add))
 
     def begin_again(self, put: BlockPut) -> None:
-        """What was written of it is given up: it will be computed anew."""
+        """Queue the release of all slots written so far: the request will be computed again."""
         self._tasks.put(lambda: self._guard(put, lambda: self._give_up(put)))
 
     def _give_up(self, put: BlockPut) -> None:
@@ -139,23 +141,26 @@ class KvWriter:
             known.clear()
 
     def free_unfilled(self, put: BlockPut) -> None:
-        """In the writer's thread: what is not committed of it by now never will be. Where nothing
-        can be on its way there, its slots are free at once, instead of resting as those of a writer
-        that vanished; so prompts that are stopped by the dozen leave room for others."""
+        """Free the slots of blocks that will never be committed. In the writer's thread.
+
+        The slots are free at once if no transfer into them can be pending. Otherwise the directory
+        quarantines them, as it does after a writer's failure.
+        """
         unfilled = [slot for block, slot in put.slots.items() if block not in put.refs]
         is_alone = put.is_owner and self._pages.is_whole
         if unfilled and is_alone and not put.in_place and put.error is None:
-            with contextlib.suppress(StoreError):  # then they rest
+            with contextlib.suppress(StoreError):  # then the slots are quarantined
                 self._store.abandon(unfilled, put.request_id)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run `action` in the writer's thread after everything that was put before."""
+        """Run `action` in the writer's thread after all tasks that were queued before."""
         self._tasks.put(action)
 
     def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:
-        """All layers at once: blocks that decode has filled, or of engines that show no layers.
+        """Queue the copy and commit of all layers of `blocks` at once.
 
-        A hand-over must arrive: what the index does not take travels as an object of the request.
+        `is_handover`: blocks that the index does not take are stored as ephemeral objects of the
+        request. Otherwise they are skipped.
         """
         self._tasks.put(lambda: self._guard(put, lambda: self._put_whole(put, blocks, is_handover)))
 
@@ -170,22 +175,22 @@ class KvWriter:
             log.exception("a write to the store failed")
 
     def _guard(self, put: BlockPut, action: Callable[[], None]) -> None:
-        """The first error of a request ends its writing; the worker finds it in `put.error`."""
+        """Run `action` unless the request's writing has ended. Keeps the first error in `put`."""
         if put.is_ended or put.error is not None:
             return
         try:
             action()
-        except ServingError as error:  # before anything of it was on its way
+        except ServingError as error:  # raised before any transfer: the slots can be freed at once
             try:
                 self.free_unfilled(put)
             finally:
                 put.error = error
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")
-        except Exception as error:  # edge: what was written of it is not known any more
+        except Exception as error:  # edge: an unknown part of the request is written
             of_request = {"request_id": put.request_id}
             log.exception("a write of %s failed", put.request_id, extra=of_request)
-            put.error = WorkerUnavailable(f"its KV was not written: {error!r}")
+            put.error = WorkerUnavailable(f"the request's KV was not written: {error!r}")
         if put.error is not None and put.is_owner and not put.in_place:
             self._store.release(put.request_id)
 
@@ -203,7 +208,7 @@ class KvWriter:
             for block, slot in zip(by_key, wanted.slots, strict=True):
                 if slot is not None:
                     put.slots[block], put.slot_keys[block] = slot, put.keys[block]
-                elif may_use_objects:  # others write it, or the quota is full: carry our own
+                elif may_use_objects:  # another request writes it, or the quota is exhausted
                     objects.append(block)
         if objects:
             keys = [object_key(put.request_id, block) for block in objects]
@@ -224,10 +229,10 @@ class KvWriter:
         if put.decode_inbox:
             slots = [(block, put.slots[block]) for block in blocks]
             refs = [BlockRef(block, *slot[:3], checksum=0) for block, slot in slots]
-            self._tell(put, layer, refs, sums)
+            self._notify(put, layer, refs, sums)
 
     def _write(self, put: BlockPut, blocks: Sequence[int], layers: range) -> list[tuple[int, ...]]:
-        """These layers of the pages into their slots: the digests of what was written."""
+        """Copy these layers from the pages into the slots. Returns the digests of each block."""
         copied = [block for block in blocks if block not in put.in_place]
         slots = [put.slots[block] for block in copied]
         offsets = [self._page_offset_bytes(put, block, layers) for block in copied]
@@ -240,16 +245,18 @@ class KvWriter:
         for block in blocks:
             digests = of_blocks[block]
             if digests is None:
-                raise StoreError(f"slot {put.slots[block]} was taken away before it was written")
+                raise StoreError(f"slot {put.slots[block]} was reclaimed before it was written")
             put.digests.setdefault(block, {}).update(zip(layers, digests, strict=True))
             found.append(digests)
         return found
 
     def _page_offset_bytes(self, put: BlockPut, block: int, layers: range) -> int:
-        if put.windows is None:
+        if put.rings is None:
             return self._pages.page_offset_bytes(put.pages[block])
-        assert len(layers) == 1, f"{layers} of block {block} are not in its window at once"
-        return put.windows.page_offset_bytes(block, layers.start)
+        assert len(layers) == 1, (
+            f"{layers} of block {block}: a ring buffer is read by single layers"
+        )
+        return put.rings.page_offset_bytes(block, layers.start)
 
     def _put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool) -> None:
         self._ensure_slots(put, blocks, may_use_objects=is_handover)
@@ -258,26 +265,29 @@ class KvWriter:
         self._write(put, given, self._pages.layers.indices)
         self._commit(put, given)
         if is_handover and put.decode_inbox:
-            self._tell(put, -1, [put.refs[block] for block in blocks], [])
+            self._notify(put, -1, [put.refs[block] for block in blocks], [])
 
     def save(self, put: BlockPut) -> list[BlockRef]:
-        """In the writer's thread: all KV of a request is in the store, leased to it. What the own
-        node has already is not written again. Raises ServingError or StoreError."""
+        """Write all KV of a request to the store, leased to the request. In the writer's thread.
+
+        Leading blocks that the local node already has are not written again. Raises ServingError
+        or StoreError.
+        """
         found = self._store.lookup(put.keys, put.request_id, self._lease_s) if put.keys else []
         refs = []
         for block, copies in enumerate(found):
-            own = [copy for copy in copies if copy.node_id == self._store.node_id]
-            if not own:
+            local = [copy for copy in copies if copy.node_id == self._store.node_id]
+            if not local:
                 break
-            refs.append(BlockRef(block, *own[0][:4]))
+            refs.append(BlockRef(block, *local[0][:4]))
         blocks = blocks_touched(put.kv_tokens, self._pages.block.block_tokens)
-        rest = range(len(refs), blocks)
+        missing = range(len(refs), blocks)
         try:
-            self._put_whole(put, rest, is_handover=True)
-        except ServingError:  # before anything of it was on its way
+            self._put_whole(put, missing, is_handover=True)
+        except ServingError:  # raised before any transfer: the slots can be freed at once
             self.free_unfilled(put)
             raise
-        return refs + [put.refs[block] for block in rest]
+        return refs + [put.refs[block] for block in missing]
 
     def _commit(self, put: BlockPut, blocks: Sequence[int]) -> None:
         if not blocks:
@@ -291,24 +301,24 @@ class KvWriter:
         for block, of_block, is_ready in zip(blocks, digests, accepted, strict=True):
             slot = put.slots[block]
             if not is_ready:
-                raise StoreError(f"slot {slot} was taken away while it was written")
+                raise StoreError(f"slot {slot} was reclaimed while it was written")
             put.refs[block] = BlockRef(block, *slot[:3], block_checksum(pack_digests(of_block)))
             del put.digests[block]
 
     def _digests_of(self, put: BlockPut, block: int) -> list[int]:
-        """Of all its layers, whoever wrote them."""
+        """The digests of all layers of a block, written by this worker or by others."""
         known, layers = put.digests.get(block, {}), range(self._pages.block.layers)
         if missing := [layer for layer in layers if layer not in known]:
-            raise StoreError(f"nobody said that layers {missing} of block {block} are written")
+            raise StoreError(f"no worker reported layers {missing} of block {block} as written")
         return [known[layer] for layer in layers]
 
-    def tell_cached(self, put: BlockPut) -> None:
-        """Announce the blocks that were in the store from the start."""
+    def announce_cached(self, put: BlockPut) -> None:
+        """Notify the decode worker of the blocks that were in the store from the start."""
         refs = [put.refs[block] for block in sorted(put.refs)]
         if put.decode_inbox and refs:
-            self._tell(put, -1, refs, [])
+            self._notify(put, -1, refs, [])
 
-    def _tell(self, put: BlockPut, layer: int, refs: list[BlockRef], sums: list[int]) -> None:
+    def _notify(self, put: BlockPut, layer: int, refs: list[BlockRef], sums: list[int]) -> None:
         self._outbox.send(
             put.decode_inbox,
             LayersReady(put.request_id, put.kv_tokens, put.reserve_tokens, layer, refs, sums),

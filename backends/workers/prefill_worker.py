@@ -1,16 +1,16 @@
-"""The prefill worker: prompts in, KV into the store, one token out.
+"""The prefill worker: computes prompts, writes their KV to the store, and samples one token each.
 
-A prompt waits for pages, has its cached prefix loaded (prefix_loading.py), is computed by the
-driver together with others, and leaves: its KV goes to the store meanwhile (kv_writer.py), and the
-answer behind it. Threads: the engine's thread takes the turns (worker.py), loaders move prefixes
-in, the writer moves KV out.
+A prompt waits for pages, its cached prefix is loaded (prefix_loading.py), and the driver computes
+it together with others. The writer (kv_writer.py) copies its KV to the store during the
+computation. The worker replies after the last block is committed. Threads: the engine's thread runs
+the turns (worker.py), loaders read prefixes, the writer writes KV.
 
-A prompt that is longer than a step passes layer by layer, where `layerwise` is on, unless nearly
-all of it is in this node and it is short all the same (engine/batching/batching.py). Its prefix is
-traced, and while a layer is computed a loader reads the next one into its windows
-(engine/batching/layer_passes.py), from the own node or another one. What came from another node is
-stored in the own one like what is computed. If a block proves missing, the prompt begins again,
-with a prefix that is fetched as a whole.
+Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
+Short prompts that are mostly cached are the exception (engine/batching/batching.py). The prefix of
+a layer-wise prompt is only traced. While a layer is computed, a loader reads the next layer into
+the ring buffers (engine/batching/layer_passes.py), from the local or a remote node. Layers from a
+remote node are written to the local node like computed ones. If a block is missing, the prompt
+starts again, and its prefix is first fetched to the local node.
 
 Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
@@ -27,7 +27,7 @@ import numpy as np
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import PrefillBatching
-from backends.engine.batching.layer_passes import Windows
+from backends.engine.batching.layer_passes import LayerRings
 from backends.engine.interface import LayerEngine
 from backends.errors import Cancelled, WorkerUnavailable
 from backends.workers.driver import Driver
@@ -49,7 +49,8 @@ from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
 LOADERS = 2
-TRACED_MAX = 3  # so often a prompt looks for a prefix that proves missing, then it does without
+# After this many traced prefixes with missing blocks, compute the whole prompt.
+TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
 
@@ -77,12 +78,12 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.config = config
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
-        self._blocked: list[PrefillJob] = []  # until a block that they lack is there
-        self._broken: list[PrefillJob] = []  # a layer of their prefix did not come
-        self._nodes_read: set[str] = set()  # just now, by loads of layers
+        self._blocked: list[PrefillJob] = []  # wait for a block that another prompt produces
+        self._broken: list[PrefillJob] = []  # a layer of the prefix is missing: start again
+        self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
         store.expect_threads(LOADERS)
-        self._windows = self.process.windows
+        self._rings = self.process.rings
         self.estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         self.batching = PrefillBatching(
             driver.engine.pages,
@@ -91,7 +92,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             slots_max=config.kv_pages,
             waiting_max=config.queue_requests_max,
             overhead_tokens=self.estimate.overhead_tokens,
-            windows=self._windows,
+            rings=self._rings,
         )
         self._prefixes = PrefixLoading(
             store,
@@ -126,17 +127,17 @@ class PrefillWorker(JobWorker[PrefillJob]):
             put=put,
         )
         with self.lock:
-            self.driver.check(job)  # what it says holds until the job is there to be failed
+            self.driver.check(job)  # with the lock held: a later failure finds the job in `jobs`
             self._refuse(job)
             key_s = now_s + request.place_s
-            near_tokens = request.near_blocks * self.config.block_tokens
+            local_tokens = request.near_blocks * self.config.block_tokens
             if not self.batching.add(
-                request.request_id, len(ids), key_s, request.is_resumed, near_tokens
+                request.request_id, len(ids), key_s, request.is_resumed, local_tokens
             ):
                 raise self._queue_full("prompts")
             job.queue_ahead = self.batching.ahead(request.request_id)
             self.jobs[request.request_id] = job
-            self._admit_waiting()  # not at the next turn: its prefix is loaded beside this step
+            self._admit_waiting()  # at once, so that the prefix is loaded during the current step
             self.lock.notify_all()
 
     def report(self) -> WorkerReport:
@@ -154,7 +155,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             super().check()
             self._single_flight.check()
 
-    # -- the prefix comes in
+    # -- loading the prefix
 
     def _admit(self) -> None:
         broken, self._broken = self._broken, []
@@ -164,18 +165,18 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """At any time; with the lock held."""
+        """Admit requests and start their loads. At any time; with the lock held."""
         while self.driver.has_room():
             admitted = self.batching.admit(at_most=1)
             if not admitted:
                 return
             job = self.jobs[admitted[0].request_id]
             job.put.pages = admitted[0].pages
-            if self._windows is not None and self.batching.passes_layers(job.request_id):
+            if self._rings is not None and self.batching.is_layerwise(job.request_id):
                 blocks = blocks_touched(len(job.token_ids), self.config.block_tokens)
-                numbers = self._windows.in_pages(job.put.pages, blocks)
+                numbers = self._rings.in_pages(job.put.pages, blocks)
                 layer_bytes = self.driver.engine.layout.layer_bytes
-                job.put.windows = Windows(self._windows, layer_bytes, numbers)
+                job.put.rings = LayerRings(self._rings, layer_bytes, numbers)
                 job.layers = LayeredJob()
             self._load_soon(job)
 
@@ -184,7 +185,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._loading.submit(self._load, job, self._bring_prefix)
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
-        """In a loader's thread: the cached prefix into the job's pages. False: not yet."""
+        """Load the cached prefix into the job's pages. In a loader's thread. False: not yet."""
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
@@ -193,11 +194,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """False: another prompt is bringing the next block, and this one is blocked on it."""
+        """False: the job is blocked, because another prompt produces its next missing block."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
-            missing = put.keys[len(found.own) :]
+            missing = put.keys[len(found.local) :]
             leads = self._single_flight.lead(missing, job.request_id)
             if not leads and not self._overtakes(job, missing[0]):
                 job.is_loading = False
@@ -212,22 +213,25 @@ class PrefillWorker(JobWorker[PrefillJob]):
         put.first_block = blocks = len(loaded.copies)
         put.refs = {i: BlockRef(i, *copy[:4]) for i, copy in enumerate(loaded.copies)}
         job.fetched_blocks, job.fetched_from = loaded.fetched_blocks, loaded.fetched_from
-        # One token at least is computed: its logits are what the request came for.
+        # The last token is always computed: its logits are needed for sampling.
         job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
         self.driver.engine.import_pages(put.pages[:blocks])
-        self.writer.then(lambda: self.writer.tell_cached(put))
+        self.writer.then(lambda: self.writer.announce_cached(put))
         self._settle(job, put.keys[:blocks])
         return True
 
     def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
-        """Whoever brings this block passes layer by layer, so its blocks all come at its end, and
-        is computed behind this prompt: rather twice than wait for that. With the lock held."""
+        """True if the block's leader is layer-wise and after this job in the queue order.
+
+        The leader's blocks are complete only at its end. Computing the block twice is faster than
+        waiting for that. With the lock held.
+        """
         leader = self.jobs.get(self._single_flight.owner_of(key) or "")
         if leader is None or leader.layers is None:
             return False
         return self.batching.goes_before(job.request_id, leader.request_id)
 
-    # -- layer by layer
+    # -- layer-wise prefill
 
     def _trace_prefix(
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
@@ -237,7 +241,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         if layers.attempts > TRACED_MAX:
             found, allowed = FoundPrefix([], []), Fetching()
         prefix = self._prefixes.trace(
-            put.keys, found, allowed, job.request_id, from_far=layers.attempts == 1
+            put.keys, found, allowed, job.request_id, from_remote=layers.attempts == 1
         )
         self._loader.refuse_late(put.pages)
         layers.prefix, layers.load_left_s = prefix, self.config.transfer_s_max
@@ -247,12 +251,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
         }
         job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
         job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
-        self.writer.then(lambda: self.writer.tell_cached(put))
+        self.writer.then(lambda: self.writer.announce_cached(put))
         self._settle(job, [put.keys[block] for block in put.refs])
 
     def _load_layers_soon(self) -> None:
-        """The next layers of those that go first, of each node one at a time: what is computed
-        first shall not share the way with what is computed later. With the lock held."""
+        """Start loads of next layers in queue order, one load from each node at a time.
+
+        So a layer that is computed first does not share bandwidth with later ones. With the lock
+        held.
+        """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
             assert job.layers is not None and job.layers.prefix is not None, request_id
@@ -265,25 +272,25 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
         """In a loader's thread."""
-        started_s, prefix, is_here = time.monotonic(), layers.prefix, False
-        assert prefix is not None and job.put.windows is not None, job.request_id
+        started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
+        assert prefix is not None and job.put.rings is not None, job.request_id
         error: Exception | None = None
         try:
-            is_here = self._loader.load_layer(
+            has_arrived = self._loader.load_layer(
                 prefix.copies,
                 [of_block[layer] for of_block in prefix.digests],
-                job.put.windows,
+                job.put.rings,
                 layer,
                 layers.load_left_s,
             )
-            if is_here:
-                numbers = job.put.windows.numbers[: len(prefix.copies)]
+            if has_arrived:
+                numbers = job.put.rings.numbers[: len(prefix.copies)]
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
-                if far := prefix.far(self.config.store_node):
-                    self.writer.layer_done(job.put, far, layer)
+                if remote := prefix.remote(self.config.store_node):
+                    self.writer.layer_done(job.put, remote, layer)
         except StoreError as problem:
             error = WorkerUnavailable(f"store: {problem}")
-        except Exception as problem:  # edge: one request must not take the loader down
+        except Exception as problem:  # edge: one request must not end the loader's thread
             of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
             log.exception("loading %s failed", job.request_id, extra=of_request)
             error = problem
@@ -295,7 +302,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             layers.load_left_s -= took_s
             if error is not None:
                 self.fail(job, error)
-            elif is_here:
+            elif has_arrived:
                 self.batching.layer_loaded(job.request_id)
             else:
                 layers.is_broken = True
@@ -304,7 +311,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.lock.notify_all()
 
     def layer_computed(self, job: PrefillJob) -> None:
-        """Its next layer, as far as the writer was given it, is in the store behind that."""
+        """The job's next layer is stored when the writer has finished its queued tasks."""
         self.writer.then(lambda: self._layer_stored(job))
 
     def _layer_stored(self, job: PrefillJob) -> None:
@@ -315,9 +322,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self.lock.notify_all()
 
     def _begin_again(self, job: PrefillJob) -> None:
-        """A block of its prefix proved missing. Between two steps, with the lock held."""
+        """A block of the job's prefix is missing. Between two steps, with the lock held."""
         assert job.layers is not None, job.request_id
-        log.info("%s lost its prefix, it begins again", job.request_id)
+        log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
         self.batching.stop(job.request_id)
         job.layers.computing, job.layers.is_broken = None, False
         job.is_loading = True
@@ -325,7 +332,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._load_soon(job))
 
     def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
-        """Blocks (None: all) of this job are in the store, or given up: others may look again."""
+        """Blocks (None: all) of this job are stored or abandoned: retry the blocked prompts."""
         with self.lock:
             if keys is None:
                 self._single_flight.settle_all(job.request_id)
@@ -336,10 +343,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 if not self.has_left(other) and not other.is_leaving:
                     self._load_soon(other)
 
-    # -- what a driver says of a prompt
+    # -- called by a driver
 
     def join_batch(self, job: PrefillJob) -> bool:
-        """It is loaded: it may be computed. False: it leaves instead. With the lock held."""
+        """Let a loaded job be computed. False: it leaves instead. With the lock held."""
         if not self._may_join(job):
             return False
         prefix = job.layers.prefix if job.layers is not None else None
@@ -349,29 +356,28 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def settle_behind(self, job: PrefillJob, blocks: range | None) -> None:
-        """Behind what the writer was given until now these blocks are in the store; None: nothing
-        more of this job comes there."""
+        """Settle these blocks after the writer's queued tasks; None: the job stores no more."""
         keys = None if blocks is None else job.put.keys[blocks.start : blocks.stop]
         self.writer.then(lambda: self._settle(job, keys))
 
     def send_first_token(self, job: PrefillJob, token_id: int) -> None:
-        """It goes ahead of the reply, where it may; what was cached is known."""
+        """Send the first token to the frontend before the reply, if the job permits it."""
         if message := job.first_token(token_id):
             self.process.outbox.send(job.request.reply_inbox, message)
 
     def answer(self, job: PrefillJob, token_id: int) -> None:
-        """Everything is computed, and its KV is on its way into the store: reply behind it."""
+        """The prompt is computed: reply after the writer's queued tasks."""
         self.writer.then(lambda: self._answer(job, token_id))
 
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
-        """The engines hand KV over themselves; what is still being saved goes on until `over`."""
+        """Reply now, because the engines hand KV over themselves. Saving continues until `over`."""
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 
     def over(self, job: PrefillJob) -> None:
-        """It was answered early, and by now all its KV is on its way into the store."""
+        """Forget a job that was answered early, after the writer's queued tasks."""
         self.writer.then(lambda: self._forget(job, keep_leases=False))
 
-    # -- and leaves
+    # -- leaving
 
     def _drop_leaving(self) -> None:
         for job in [j for j in self.jobs.values() if j.is_leaving and not j.is_loading]:
@@ -381,11 +387,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.driver.behind(job, functools.partial(self._leave, job, pages))
 
     def _leave(self, job: PrefillJob, pages: list[int]) -> None:
-        """What it holds goes back behind the writer's last work on it."""
+        """Release the job's resources after the writer's last task for it."""
         self.writer.then(lambda: self._left(job, pages))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """In the writer's thread: it goes without an answer."""
+        """Fail the client and release the job's resources. In the writer's thread."""
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)
@@ -407,8 +413,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return reply
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """In the writer's thread, behind the last block of a job that went well: pages go back;
-        leases stay for the decode worker or go too. False if it has failed meanwhile."""
+        """Remove a successful job and release its pages. In the writer's thread.
+
+        `keep_leases`: the leases stay for the decode worker. False if the job has failed.
+        """
         with self.lock:
             if self.has_left(job) or job.error is not None:
                 return False

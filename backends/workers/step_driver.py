@@ -1,9 +1,9 @@
 """Drivers of an engine that computes step by step: the torch engine.
 
-The engine's thread asks the batching what to compute, computes it, and says what came of it. So
-nothing runs between two steps, and whoever leaves then leaves nothing behind in the engine.
+The engine's thread takes the next step from the batching, computes it, and reports the results.
+Nothing runs in the engine between two steps, so a request that leaves then has no state there.
 
-Not here: which requests share a step (engine/batching/batching.py), what a token means to its
+Not here: which requests share a step (engine/batching/batching.py), the effects of a token on its
 request (prefill_worker.py, decode_worker.py).
 """
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from backends.engine.torch.torch_engine import TorchEngine
 
 log = logging.getLogger(__name__)
-# (new tokens, tokens before them) and (requests, tokens of each): what is measured at the start.
+# Measured at the start: (new tokens, tokens before them) and (requests, tokens of each).
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
-# What a step brings is copied into the store layer by layer, while the next layer computes, only if
-# there is more of it than this. Copying so much takes 0.2 ms; threads that wake up for each layer
-# took 1.2 ms from a step of 6 ms, and as much again from the way of its token.
-WHOLE_BYTES_MAX = 512 * 1024
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
+# A step that fills more bytes than this is copied to the store layer by layer during computation; a
+# smaller one is copied whole after it. Copying this many bytes takes 0.2 ms. Waking the writer for
+# each layer cost 1.2 ms of a step of 6 ms, and as much again in the latency of the token.
+WHOLE_BYTES_MAX = 512 * 1024
 
 J = TypeVar("J", PrefillJob, DecodeJob)
 
 
 def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
-    """Of a stage of a pipeline group: the weights and the pages of its layers only."""
+    """Load the engine. A pipeline stage loads the weights and the pages of its layers only."""
     from backends.engine.torch.torch_engine import TorchEngine
 
     return TorchEngine.load(
@@ -65,7 +65,7 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
 def take_step(
     worker: JobWorker[J], jobs: Sequence[J], predicted_s: float, step: Callable[[], None]
 ) -> None:
-    """One step, watched: one that fails fails its jobs, one that hangs ends the worker."""
+    """Run one step under the watch. A failed step fails its jobs; a hung one ends the worker."""
     watch = worker.process.watch
     watch.began(time.monotonic(), predicted_s)
     try:
@@ -84,7 +84,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def __init__(self, engine: Engine, whole_bytes_max: int = WHOLE_BYTES_MAX) -> None:
         self.engine = engine
-        self.windows = engine.windows
+        self.rings = engine.rings
         self._whole_bytes_max = whole_bytes_max
         self._block_tokens = engine.layout.block_tokens
 
@@ -116,12 +116,12 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         return functools.partial(take_step, worker, jobs, predicted_s, step)
 
     def _layer_step(self, chunks: Sequence[Chunk], job: PrefillJob, layers: LayeredJob) -> None:
-        """Chunks of one prompt, each in one layer."""
+        """Compute layer-wise chunks of one prompt, each in one layer."""
         worker, started_s = self._worker, time.monotonic()
         if layers.computing is None:
-            assert job.put.windows is not None, job.request_id
+            assert job.put.rings is not None, job.request_id
             layers.computing = cast(LayerEngine, self.engine).begin_pass(
-                job.token_ids.tolist(), chunks[0].start, job.put.windows.numbers
+                job.token_ids.tolist(), chunks[0].start, job.put.rings.numbers
             )
         logits = None
         for chunk in chunks:
@@ -140,7 +140,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         job.compute_s += step_s
         job.computed_tokens = layers.computed_parts // self.engine.layout.layers
         if is_over:
-            assert logits is not None, f"{job.request_id} has no logits behind its last layer"
+            assert logits is not None, f"{job.request_id} has no logits after its last layer"
             layers.computing = None
             token_id = self._sampled(job, logits)
             worker.writer.blocks_done(job.put, job.put.unstored_blocks())
@@ -150,10 +150,10 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
-        works, finished, on_layer = self._prepare(chunks, jobs)
+        batch, finished, on_layer = self._prepare(chunks, jobs)
         blocks = sum(len(each) for each in finished)
         is_whole = blocks * self.engine.layout.block_bytes <= self._whole_bytes_max
-        logits = self.engine.forward(works, None if is_whole else on_layer)
+        logits = self.engine.forward(batch, None if is_whole else on_layer)
         step_s = time.monotonic() - started_s
         worker.process.steps.took(step_s)
         with worker.lock:
@@ -165,7 +165,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             job.compute_s += step_s
             job.computed_tokens += chunk.tokens
             token_ids.append(self._sampled(job, logits[row]) if chunk.is_last else None)
-        # Only now: a writer that is awake takes the Python lock from the tokens' way out.
+        # After the tokens: the writer's thread would take the GIL while they are sent.
         for job, blocks, token_id in zip(jobs, finished, token_ids, strict=True):
             if blocks and is_whole:
                 worker.writer.put_whole(job.put, blocks, is_handover=True)
@@ -177,10 +177,10 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
                 worker.answer(job, token_id)
 
     def _sampled(self, job: PrefillJob, logits: np.ndarray) -> int | None:
-        """All of it is computed: its token goes out. None: it fails."""
+        """Sample and send the first token of a computed prompt. None if sampling fails."""
         try:
             token_id = self._sample(job, logits)
-        except Exception as error:  # edge: it must not fail its neighbours in the batch
+        except Exception as error:  # edge: one request must not fail others in the batch
             self._worker.fail(job, error)
             return None
         job.computed_at_s = time.monotonic()
@@ -190,8 +190,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
     ) -> tuple[list[Work], list[range], Callable[[int], None]]:
-        """Of a step: its works, the blocks of each that it fills, and who writes their layers."""
-        works = [
+        """The step's batch, the blocks that each sequence fills, and the writer of their layers."""
+        batch = [
             Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
             for c, job in zip(chunks, jobs, strict=True)
         ]
@@ -202,10 +202,10 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
                 if blocks:
                     self._worker.writer.layer_done(job.put, blocks, layer)
 
-        return works, finished, on_layer
+        return batch, finished, on_layer
 
     def _blocks_finished(self, chunk: Chunk, job: PrefillJob) -> range:
-        """Blocks that this chunk fills (or ends the prompt in) and that the store lacks."""
+        """Blocks that this chunk completes and that the store lacks; the last may be partial."""
         end = chunk.start + chunk.tokens
         stop = (
             blocks_touched(end, self._block_tokens) if chunk.is_last else end // self._block_tokens
@@ -242,7 +242,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
     def start(self, job: DecodeJob) -> None:
-        job.saved_blocks = sys.maxsize  # what a step computes is in the pages at once
+        job.saved_blocks = sys.maxsize  # all KV of a step is in the pages at its end
         with self._worker.lock:
             self._worker.join_batch(job)
 
@@ -259,10 +259,10 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
 
     def _step(self, jobs: Sequence[DecodeJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
-        works = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
-        logits = self.engine.forward(works)
+        batch = [Work([job.token_ids[-1]], len(job.token_ids) - 1, job.pages) for job in jobs]
+        logits = self.engine.forward(batch)
         worker.decoded(self._drawn(jobs, logits))
-        estimated_s = worker.estimate.step_s(len(works), sum(work.end for work in works))
+        estimated_s = worker.estimate.step_s(len(batch), sum(work.end for work in batch))
         worker.process.steps.took(time.monotonic() - started_s, estimated_s)
         worker.send_news()
 
@@ -287,7 +287,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
                 if drawn.logprobs is not None:
                     job.drawn_logprobs.append(drawn.logprobs)
                 tokens_of.append((job, (drawn.token_id,)))
-            except Exception as error:  # edge: it must not fail its neighbours in the batch
+            except Exception as error:  # edge: one request must not fail others in the batch
                 self._worker.fail(job, error)
         return tokens_of
 

@@ -1,9 +1,10 @@
-"""A worker process's ties to the rest: store, membership, reports, leases, inbox, and its end.
+"""A worker process in the cluster: store, membership, reports, leases, inbox, and exit.
 
-It registers under its model's name and an incarnation of its own, so that during a reload two
-processes of one name coexist. It reports without the worker's thread, and leaves when that hangs.
+A process registers under its model's name and its own incarnation, so two processes of one name can
+coexist during a reload. Reports have their own thread. If the engine's thread hangs, the process
+deregisters and exits.
 
-Not here: jobs and who runs the engine (worker.py), the measured speeds (machine_profile.py).
+Not here: jobs and the engine's thread (worker.py), the measured speeds (machine_profile.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from backends.workers.protocol import (
     Heartbeat,
     WorkerMessage,
     inbox_address,
-    inboxes_known,
+    inbox_prefixes,
     open_inbox,
 )
 from backends.workers.step_times import StepTimes, StepWatch
@@ -44,8 +45,8 @@ from mooncake_store.records.membership import WorkerInfo, WorkerReport
 log = logging.getLogger(__name__)
 REPORT_S = 0.5
 WATCH_S = 1.0
-STEPS_S_MAX = 10.0  # what is broken may hang as well
-LAST_WORDS_S = 1.0  # for answers that are on their way to clients
+STEPS_S_MAX = 10.0  # time limit of the last steps before the exit, because they may hang too
+LAST_WORDS_S = 1.0  # time to send the last replies to clients
 
 
 class WorkerProcess:
@@ -63,8 +64,8 @@ class WorkerProcess:
         check: Callable[[], None],
         parts: LastingParts | None = None,
     ) -> None:
-        """`jobs`: whose leases, heartbeats and bad news are its business. `parts`: of a worker that
-        changes its role; they are not closed here."""
+        """`jobs`: the worker's jobs, for heartbeats and failures. `parts`: shared parts of a worker
+        that changes its role; they are not closed here."""
         self.worker_id = worker_id
         self.config = config
         self.incarnation = uuid.uuid4().hex[:12]
@@ -87,19 +88,19 @@ class WorkerProcess:
             driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
         )
         has_layers = isinstance(config, PrefillConfig) and config.layerwise
-        # Where long prompts pass layer by layer; None: whole pages for every prompt.
-        self.windows = driver.windows if has_layers and self.store.keeps_digests else None
+        # Layer ring buffers; None: chunked prefill for every prompt.
+        self.rings = driver.rings if has_layers and self.store.keeps_digests else None
         self.info = self._info(role, slots_max, profile, driver.is_native)
         self.call_limits = CallLimits(
-            self.context_tokens_max, self.engine.vocabulary_tokens, inboxes_known()
+            self.context_tokens_max, self.engine.vocabulary_tokens, inbox_prefixes()
         )
         self.owners = LeaseKeeper(self.store, config.lease_s)
         self.steps = StepTimes()
-        self.watch = StepWatch()  # the driver says when a step begins and ends
+        self.watch = StepWatch()  # the driver reports the start and the end of each step
         self.jobs = jobs
         self.is_lost = False
-        self._heartbeat_s = float("-inf")  # when they were sent last
-        self._reporting = StepWatch()  # it needs the lock that guards jobs and pages
+        self._heartbeat_s = float("-inf")  # time of the latest heartbeats (monotonic)
+        self._reporting = StepWatch()  # a report hangs if the lock of jobs and pages is held
         self.occupation = Occupation(time.monotonic())
         self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
         self._make_report = make_report
@@ -111,7 +112,7 @@ class WorkerProcess:
     def _info(
         self, role: str, slots_max: int, profile: machine_profile.MachineProfile, is_native: bool
     ) -> WorkerInfo:
-        """What the directory hears of this worker; measures how far its nodes are."""
+        """The worker's registration; measures bandwidth and latency to the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
         rates, latencies_s = parts.paths()
         return WorkerInfo(
@@ -137,7 +138,7 @@ class WorkerProcess:
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,
             chunk_tokens=config.chunk_tokens if isinstance(config, PrefillConfig) else 0,
-            load_beside_share=1 - 1 / layout.layers if self.windows is not None else 0.0,
+            load_beside_share=1 - 1 / layout.layers if self.rings is not None else 0.0,
             can_flip=parts.can_flip,
         )
 
@@ -145,22 +146,22 @@ class WorkerProcess:
         for message in messages:
             try:
                 self._on_message(message)
-            except Exception:  # edge: one bad message must not take its neighbours along
+            except Exception:  # edge: one bad message must not drop the others
                 log.exception("a message failed: %s", type(message).__name__)
 
     def join(self) -> None:
-        """Register, or raise with the reason why the pool refuses this worker."""
+        """Register. Raises with the reason if the directory rejects this worker."""
         self.directory.register_worker(self.info)
         self._reporter.start()
         self._watcher.start()
-        # The launcher takes the first of these words for Triton being about to say that the model
-        # is loaded (backends/launcher/repository.py); another role is no load.
+        # The launcher reads the first of these texts as "Triton is about to load the model"
+        # (backends/launcher/repository.py). A change of the role is no load.
         word = "has another role on node" if self.parts.has_joined else "serves on node"
         self.parts.has_joined = True
         log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
 
     def leave(self) -> None:
-        """Say goodbye and close everything; the store keeps what was put."""
+        """Deregister and close everything. Stored blocks stay in the store."""
         self._is_closing.set()
         if self._reporter.is_alive():
             self._reporter.join(timeout=3.0)
@@ -171,17 +172,17 @@ class WorkerProcess:
             self.driver.close()
 
     def deregister(self) -> None:
-        """From now on nothing is routed here."""
+        """Deregister, so that no more requests are routed here."""
         self._is_closing.set()
         try:
             self.directory.deregister_worker(self.worker_id, self.incarnation)
         except StoreError as error:
-            log.info("the directory is gone already: %s", error)
+            log.info("the directory is not reachable any more: %s", error)
 
     def lose(self, reason: str) -> None:
-        """We are of no use any more: leave, so that our jobs go on elsewhere, and end.
+        """The engine is lost: deregister, fail the jobs so that they resume elsewhere, and exit.
 
-        Without the lock that guards them, which may be what hangs.
+        Without the lock that guards the jobs, because a hung thread may hold it.
         """
         if self.is_lost:
             return
@@ -203,7 +204,7 @@ class WorkerProcess:
                     return
 
     def report_now(self) -> None:
-        """Others should not wait for the next report; raises StoreError."""
+        """Report at once. Raises StoreError."""
         self.directory.worker_report(self._make_report())
 
     def _report_loop(self) -> None:
@@ -211,7 +212,7 @@ class WorkerProcess:
             self._reporting.began(time.monotonic())
             try:
                 if not self.directory.worker_report(self._make_report()):
-                    log.warning("the directory does not know us (any more): registering again")
+                    log.warning("the directory has no registration of this worker: registering")
                     self.directory.register_worker(self.info)
             except StoreError as error:
                 log.warning("report failed: %s", error)
@@ -224,44 +225,44 @@ class WorkerProcess:
             self._send_heartbeats(time.monotonic())
 
     def _send_heartbeats(self, now_s: float) -> None:
-        """Every frontend hears now and then which of its requests we have."""
+        """Send each frontend the ids of its requests at this worker, every HEARTBEAT_S."""
         if now_s - self._heartbeat_s < HEARTBEAT_S:
             return
         self._heartbeat_s = now_s
-        in_hand: dict[str, list[str]] = defaultdict(list)
+        by_inbox: dict[str, list[str]] = defaultdict(list)
         for request_id, job in list(self.jobs.items()):
-            in_hand[job.request.reply_inbox].append(request_id)
-        for inbox, request_ids in in_hand.items():
+            by_inbox[job.request.reply_inbox].append(request_id)
+        for inbox, request_ids in by_inbox.items():
             if inbox:
                 self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
 
 
 class LeaseKeeper:
-    """Renews the leases of requests that this worker is still busy with.
+    """Renews the leases of the worker's requests.
 
-    A directory that has restarted knows of none: then the blocks are looked up once more, and so
-    leased, before anything is evicted that an engine may be about to read where it lies.
+    A restarted directory has lost all leases. Then the blocks are looked up again, which leases
+    them again, before the directory evicts a block that an engine is about to read.
     """
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
-        self._due_s: dict[str, float] = {}
-        self._keys: dict[str, Sequence[bytes]] = {}
-        self._renewing: set[str] = set()  # and not released since
+        self._due_s: dict[str, float] = {}  # request -> time of the next renewal
+        self._keys: dict[str, Sequence[bytes]] = {}  # request -> its block keys
+        self._renewing: set[str] = set()  # requests in renewal that were not released since
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def hold(self, owner: str, now_s: float, keys: Sequence[bytes] = ()) -> None:
-        """`keys`: of the blocks that it leases, as far as they have any."""
+        """Renew the leases of `owner`; `keys` are the block keys of its leased blocks."""
         with self._lock:
             self._due_s[owner] = now_s + self._lease_s / 3
             self._keys[owner] = keys
 
     def drop(self, owner: str) -> None:
-        """Stop renewing; the leases stay until they are released or run out."""
+        """Stop renewing. The leases stay until they are released or expire."""
         with self._lock:
             self._due_s.pop(owner, None)
             self._keys.pop(owner, None)
@@ -273,7 +274,7 @@ class LeaseKeeper:
         try:
             self._store.release(owner)
         except StoreError as error:
-            log.warning("leases of %s run out by themselves: %s", owner, error)
+            log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def renew_due(self, now_s: float) -> None:
         with self._lock:
@@ -293,15 +294,14 @@ class LeaseKeeper:
                 with self._lock:
                     is_over = owner not in self._renewing
                     self._renewing.discard(owner)
-            if is_over:  # it was released meanwhile
+            if is_over:  # it was released during the renewal
                 self._store.release(owner)
 
 
 def end_process(*steps: Callable[[], None]) -> None:
-    """Leave the cluster, end what can be ended (these `steps`), let answers out, and end.
+    """Run these `steps`, wait for the last replies, and exit the process. Returns at once.
 
-    Triton's stub has no other way to say that its engine is of no use any more; the launcher
-    starts it again.
+    Triton's Python stub has no other way to report a lost engine. The launcher restarts it.
     """
     is_done = threading.Event()
 
@@ -309,8 +309,8 @@ def end_process(*steps: Callable[[], None]) -> None:
         for step in steps:
             try:
                 step()
-            except Exception:  # edge: it is broken, and it will end
-                log.exception("leaving")
+            except Exception:  # edge: the process exits in any case
+                log.exception("a step before the exit failed")
         is_done.set()
 
     def end() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig
-from backends.engine.batching.layer_passes import LayerWindows
+from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.batching.pages import PagePool
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
@@ -120,8 +120,8 @@ class SteppedWriter(KvWriter):
         self._do(task)
 
 
-class OneLayerWindows(LayerWindows):
-    """Of two layers a window has one: the second lies where the first lay."""
+class OneLayerRings(RingLayout):
+    """Of two layers a ring has one: the second lies where the first lay."""
 
     layers_at_once = 1  # type: ignore[assignment]
     per_page = LAYOUT.layers  # type: ignore[assignment]
@@ -131,13 +131,13 @@ class SteppedPass:
     """A prompt through the layers of a SteppedEngine."""
 
     def __init__(
-        self, engine: SteppedEngine, token_ids: Sequence[int], windows: Sequence[int]
+        self, engine: SteppedEngine, token_ids: Sequence[int], rings: Sequence[int]
     ) -> None:
-        self._engine, self._token_ids, self._windows = engine, token_ids, windows
+        self._engine, self._token_ids, self._rings = engine, token_ids, rings
 
     def _token(self, index: int) -> np.ndarray:
-        window, tokens = self._windows[index // LAYOUT.block_tokens], LAYOUT.block_tokens
-        data = self._engine.kv_pool[window * LAYOUT.layer_bytes :][: LAYOUT.layer_bytes]
+        ring, tokens = self._rings[index // LAYOUT.block_tokens], LAYOUT.block_tokens
+        data = self._engine.kv_pool[ring * LAYOUT.layer_bytes :][: LAYOUT.layer_bytes]
         token: np.ndarray = data.reshape(tokens, -1)[index % tokens]
         return token
 
@@ -160,12 +160,12 @@ class SteppedEngine:
     vocabulary_tokens = VOCABULARY
 
     def __init__(
-        self, rng: random.Random, meanwhile: Callable[[], None], windows: LayerWindows | None
+        self, rng: random.Random, meanwhile: Callable[[], None], rings: RingLayout | None
     ) -> None:
         self.pages = PagePool(PAGES)
         self.kv_pool = np.zeros(PAGES * LAYOUT.block_bytes, np.uint8)
         self.fault_share = 0.0
-        self.windows = windows
+        self.rings = rings
         self._rng = rng
         self._meanwhile = meanwhile
 
@@ -173,12 +173,10 @@ class SteppedEngine:
 
     def export_pages(self, pages: Sequence[int]) -> None: ...
 
-    def import_layer(self, windows: Sequence[int], layer: int) -> None: ...
+    def import_layer(self, rings: Sequence[int], layer: int) -> None: ...
 
-    def begin_pass(
-        self, token_ids: Sequence[int], start: int, windows: Sequence[int]
-    ) -> SteppedPass:
-        return SteppedPass(self, token_ids, windows)
+    def begin_pass(self, token_ids: Sequence[int], start: int, rings: Sequence[int]) -> SteppedPass:
+        return SteppedPass(self, token_ids, rings)
 
     def meanwhile(self, layer: int) -> None:
         """Others have their turn, or it fails."""
@@ -309,8 +307,8 @@ class Site:
         self.workers: tuple[Any, Any] = (self.prefill, self.decode)
 
     def _engine(self) -> Any:
-        windows = OneLayerWindows(LAYOUT.layers) if self._is_layerwise else None
-        return SteppedEngine(self.rng, self.meanwhile, windows)
+        rings = OneLayerRings(LAYOUT.layers) if self._is_layerwise else None
+        return SteppedEngine(self.rng, self.meanwhile, rings)
 
     def _process(
         self,
@@ -338,7 +336,7 @@ class Site:
             fingerprint=FINGERPRINT,
             context_tokens_max=CONTEXT_TOKENS,
             call_limits=CallLimits(CONTEXT_TOKENS, VOCABULARY),
-            windows=driver.windows,
+            rings=driver.rings,
             join=lambda: None,
             leave=lambda: None,
         )

@@ -77,7 +77,7 @@ class GreenEngine:
     context_tokens_max = CONTEXT_TOKENS
     model_id, weights_id, tp_shape = "model", "weights", "tp1"
     eos_token_ids: tuple[int, ...] = ()
-    windows = None  # prompts pass chunk by chunk
+    rings = None  # prompts pass chunk by chunk
 
     def __init__(self, step_s: float, token_s: float) -> None:
         self.pages = PagePool(PAGES)

@@ -250,9 +250,9 @@ def a_prompt_passes_layer_by_layer_with_the_same_logits(bench: Bench) -> None:
                 engine.forward([Work(prompt[at : at + count], at, range(blocks))])
                 for at, count in chunks
             ][-1][0]
-            assert engine.windows is not None
-            windows = engine.windows.in_pages(range(20, 30), blocks)
-            passing = engine.begin_pass(prompt, 0, windows)
+            assert engine.rings is not None
+            rings = engine.rings.in_pages(range(20, 30), blocks)
+            passing = engine.begin_pass(prompt, 0, rings)
             for layer in range(SHAPE.layers):
                 for at, count in chunks:
                     logits = passing.compute(layer, at, count)

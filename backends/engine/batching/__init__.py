@@ -1,1 +1,1 @@
-"""What does one engine step compute, and in which pages? Pure."""
+"""Batching: which tokens one engine step computes, and in which pages. Pure."""

@@ -1,16 +1,15 @@
-"""One prompt on its way through the layers: all of its new tokens pass one, then the next. Pure.
+"""Layer-wise prefill of one prompt: all its new tokens go through layer 0, then layer 1, ... Pure.
 
-A prompt that passes layer by layer needs a layer's KV in the pages from when it is loaded or
-computed until it is computed with and in the store: of its own layers never more than three at a
-time, one that is loaded, one that is computed, one that is stored. So it takes no page for a block
-but a *window*: room for `LAYERS_AT_ONCE` consecutive layers of a block, in which layer l lies where
-layer l - LAYERS_AT_ONCE lay before. A page has room for several windows, and a prompt takes a
-fraction of the pages.
+A layer's KV has to be in GPU memory from its load or computation until it is computed and stored.
+So a prompt needs at most three of its layers at a time: one in loading, one in computation, one in
+storing. For each block it takes a *layer ring buffer* instead of a page: room for LAYERS_AT_ONCE
+consecutive layers of the block. Layer l overwrites layer l - LAYERS_AT_ONCE. Several ring buffers
+fit into a page, so the prompt needs a fraction of the pages.
 
-A window is a page of the same memory seen as pages of so few layers, so an engine computes in it
-as it does in pages.
+A ring buffer is a page of the same memory, seen as pages of LAYERS_AT_ONCE layers. The engine
+computes in ring buffers as it does in pages.
 
-Not here: which prompt is next (batching.py), who loads and stores (workers/).
+Not here: the order of prompts (batching.py), loading and storing (workers/).
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-LAYERS_AT_ONCE = 3  # loaded, computed, stored
+LAYERS_AT_ONCE = 3  # one layer is loaded, one is computed, one is stored
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWindows:
-    """Windows in pages of `layers` layers, numbered through all pages of a pool."""
+class RingLayout:
+    """Layer ring buffers in pages of `layers` layers, numbered through all pages of a pool."""
 
     layers: int
 
     @property
     def layers_at_once(self) -> int:
-        """Of a block in its window; all of them where a page has no room for two windows."""
-        return LAYERS_AT_ONCE if self._whole_windows >= 2 else self.layers
+        """Layers in one ring buffer; all layers if a page has no room for two ring buffers."""
+        return LAYERS_AT_ONCE if self._whole_rings >= 2 else self.layers
 
     @property
     def per_page(self) -> int:
-        """So many lie inside any page, wherever it begins."""
-        return self._whole_windows if self.layers_at_once < self.layers else 1
+        """Ring buffers that lie completely inside any page, for every alignment of the page."""
+        return self._whole_rings if self.layers_at_once < self.layers else 1
 
     @property
-    def _whole_windows(self) -> int:
-        """Where windows do not fill a page evenly, some lie across its borders."""
+    def _whole_rings(self) -> int:
+        # Where ring buffers do not fill a page evenly, some lie across its borders.
         across = 0 if self.layers % LAYERS_AT_ONCE == 0 else LAYERS_AT_ONCE - 1
         return (self.layers - across) // LAYERS_AT_ONCE
 
@@ -47,7 +46,7 @@ class LayerWindows:
         return -(-blocks // self.per_page)
 
     def in_pages(self, pages: Sequence[int], blocks: int) -> list[int]:
-        """A window for each of so many blocks."""
+        """Numbers of the ring buffers of that many blocks, one each."""
         assert blocks <= len(pages) * self.per_page, (blocks, len(pages), self)
         size, found = self.layers_at_once, []
         for page in pages:
@@ -57,33 +56,36 @@ class LayerWindows:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """Those of one prompt; `numbers[i]` is for its block i."""
+class LayerRings:
+    """The layer ring buffers of one prompt."""
 
-    shape: LayerWindows
-    layer_bytes: int  # of one layer of a block
-    numbers: Sequence[int]
+    shape: RingLayout
+    layer_bytes: int  # bytes of one layer of a block
+    numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Where a page would begin that had this layer where the window has it: for who reaches
-        single layers of whole pages. Not a place in the pool, and perhaps below 0."""
+        """Offset of an imaginary page that has this layer at the layer's offset in the ring buffer.
+
+        Callers that address a layer inside a whole page use it. It may be negative, and need not be
+        the offset of a page in the pool.
+        """
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
 
 
 @dataclass(slots=True)
 class LayerPass:
-    """How far a prompt has come. `loaded`, `stored`: so many leading layers are."""
+    """Progress of one prompt through the layers."""
 
-    start: int  # tokens before it are not computed: their KV is loaded
-    end: int
+    start: int  # first token to compute; KV of the tokens before it is loaded
+    end: int  # prompt tokens
     chunk_tokens: int
     layers: int
     layers_at_once: int
-    loaded: int
-    stored: int = 0
-    layer: int = 0  # that is computed
-    position: int = 0  # the tokens before it are, in that layer
+    loaded: int  # leading layers whose prefix is in the ring buffers; layer <= loaded <= layers
+    stored: int = 0  # leading layers that are in the store; 0 <= stored <= loaded
+    layer: int = 0  # the layer in computation; == layers when all are computed
+    position: int = 0  # next token to compute in `layer`; start <= position < end
 
     def __post_init__(self) -> None:
         self.position = self.start
@@ -94,7 +96,7 @@ class LayerPass:
 
     @property
     def can_load(self) -> bool:
-        """The place of the next layer is free: what was there is in the store, and is not read."""
+        """The next layer's room in the ring is free: its former layer is computed and stored."""
         return self.loaded < self.layers and self.loaded < self.stored + self.layers_at_once
 
     @property
@@ -106,13 +108,15 @@ class LayerPass:
 
     @property
     def computed_tokens(self) -> int:
-        """As many whole tokens as what was computed is worth."""
+        """The computed (token, layer) pairs divided by the layers, rounded down."""
         parts = self.layer * (self.end - self.start) + self.position - self.start
         return parts // self.layers
 
     def next_parts(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(layer, start, tokens) of what a step computes that takes as long as one of `tokens`
-        tokens through all layers; at least one chunk of a layer. Chunks are the same in each."""
+        """The (layer, start, tokens) of one step; chunks are the same in each layer.
+
+        The step is as long as one of `tokens` tokens through all layers, but has at least a chunk.
+        """
         left, layer, start = tokens * self.layers, self.layer, self.position
         is_first = True
         while self._can_compute(layer):

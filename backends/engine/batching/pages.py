@@ -1,15 +1,15 @@
-"""Who has which page of an engine's KV memory.
+"""Page allocator of an engine's KV memory.
 
-A page is free or taken, never both; nothing is shared, because the store, not the engine, is the
-prefix cache. Free pages are handed out lowest number first, so that a lightly loaded pool stays
-in few, warm memory pages and a test sees the same numbers every time.
+A page is free or taken. No page is shared, because the prefix cache is the store, not the engine.
+The lowest free page number is allocated first: a lightly loaded pool stays in few, warm memory
+pages, and tests are deterministic.
 
-`Occupation` is the VRAM occupation cost, KV memory times the time that it stays taken: the Mooncake
-paper's measure for what a prompt costs a prefill node beside computing, and why its hand-over goes
-layer by layer. Counted at each change, so it is exact, whenever it is read. Time is an argument.
+`Occupation` measures the VRAM occupation cost of the Mooncake paper: KV memory times the time for
+which it is taken. It is the reason for the layer-wise hand-over of prefill. The integral is updated
+at each change, so every reading is exact.
 
-Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). A page
-that a late transfer may still write is the worker's to keep: it releases it when that is over.
+Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). The worker
+keeps a page that a late transfer may still write, and releases it after the transfer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PagePool:
     def __init__(self, pages_max: int) -> None:
         assert pages_max > 0, pages_max
         self.pages_max = pages_max
-        self._free = list(range(pages_max))  # a heap
+        self._free = list(range(pages_max))  # heap of page numbers
         self._is_taken = bytearray(pages_max)
-        self.on_change: Callable[[int], None] = lambda used_pages: None  # for who keeps account
+        self.on_change: Callable[[int], None] = lambda used_pages: None  # for metrics
 
     @property
     def free_pages(self) -> int:
@@ -35,7 +35,7 @@ class PagePool:
         return self.pages_max - len(self._free)
 
     def take(self, pages: int) -> list[int] | None:
-        """That many fresh pages, or None (and nothing taken) when they do not fit."""
+        """Allocate that many pages; None, and nothing changes, if fewer are free."""
         assert pages > 0, pages
         if pages > len(self._free):
             return None
@@ -56,7 +56,7 @@ class PagePool:
         self.on_change(self.used_pages)
 
     def check(self) -> None:
-        """Prove the invariants. Tests call it after every step, a worker when it is idle."""
+        """Assert the invariants. Tests call it after every step, a worker when it is idle."""
         assert len(set(self._free)) == len(self._free), "a page is on the free list twice"
         assert len(self._is_taken) == self.pages_max, "the pool changed its size"
         assert not any(map(self._is_taken.__getitem__, self._free)), "a page is free and taken"
@@ -64,16 +64,15 @@ class PagePool:
 
 
 class Occupation:
-    """Changed by one thread at a time, read by any: the state is replaced as a whole."""
+    """Page seconds. One thread at a time writes, any thread reads: the state is one tuple."""
 
     def __init__(self, now_s: float) -> None:
-        self._state = (0, now_s, 0.0)  # pages taken, since when, page seconds before that
+        self._state = (0, now_s, 0.0)  # (pages taken, since when in s, page seconds before that)
 
     def changed(self, used_pages: int, now_s: float) -> None:
-        """From now on so many pages are taken."""
         self._state = (used_pages, now_s, self.page_seconds(now_s))
 
     def page_seconds(self, now_s: float) -> float:
-        """Since it was made."""
+        """Page seconds since construction."""
         pages, since_s, before = self._state
         return before + pages * max(0.0, now_s - since_s)

@@ -1,1 +1,1 @@
-"""The embedded engine's computing on torch."""
+"""The embedded engine on torch."""

@@ -1,16 +1,16 @@
-"""The memory of the KV pages: one array of bytes for the store, one tensor for the model.
+"""The memory of the KV pages: a byte array for the store, a tensor for the model.
 
-Page-major: page p is one span of bytes with exactly the layout of a block, [layers, kv_factor,
-kv_heads, block_tokens, head_dim], so moving a block is one copy, and a layer of it is one span.
+Page-major layout: page p is one span of bytes in the layout of a block, [layers, kv_factor,
+kv_heads, block_tokens, head_dim]. So moving a block is one copy, and each layer is one span.
 
-On CPU both views are the same memory. On a GPU the bytes are a pinned host mirror and pages are
-copied on demand (`import_pages`, `export_pages`, `begin_export`), beside the steps: `arrive` has a
-step wait for what is brought of its pages.
+On a CPU both views are the same memory. On a GPU the bytes are a pinned host mirror. Pages are
+copied on demand (`import_pages`, `export_pages`, `begin_export`), concurrently with steps. `arrive`
+makes a step wait for the copies into its pages.
 
-The memory is touched when it is made: the first request must not pay for page faults, and a
-machine without enough memory must fail at start.
+All memory is touched at construction: so the first request causes no page faults, and a machine
+with too little memory fails at the start.
 
-Not here: which page belongs to whom (pages.py).
+Not here: the allocation of pages (pages.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-}  # that an engine computes in
+}  # dtypes of computation
 KV_DTYPES = {**TORCH_DTYPES, "fp8": fp8.DTYPE}
 
 
@@ -51,8 +51,8 @@ class KvMemory:
         layout: KvLayout,
         pages_max: int,
         device: torch.device,
-        is_mirrored: bool | None = None,  # None: exactly when the device is not the CPU
-        queue: CopyQueue | None = None,  # of a mirror; None: the device's
+        is_mirrored: bool | None = None,  # None: True unless the device is the CPU
+        queue: CopyQueue | None = None,  # copies of a mirror; None: the device's queue
     ) -> None:
         assert pages_max > 0, pages_max
         self.layout = layout
@@ -73,14 +73,14 @@ class KvMemory:
         self._see_rows()
 
     def folded(self, layers: int) -> KvMemory:
-        """The same memory as pages of so many layers: windows, see batching/layer_passes.py."""
+        """The same memory as pages of `layers` layers: ring buffers (batching/layer_passes.py)."""
         layout = replace(self.layout, layers=layers)
         shape = _page_shape(layout)
-        windows = len(self.bytes) // layout.block_bytes
+        rings = len(self.bytes) // layout.block_bytes
         seen = copy(self)
         seen.layout = layout
-        seen._host = self._host.view(-1, *shape[1:])[: windows * layers].view(windows, *shape)
-        seen.pool = self.pool.view(-1, *shape[1:])[: windows * layers].view(windows, *shape)
+        seen._host = self._host.view(-1, *shape[1:])[: rings * layers].view(rings, *shape)
+        seen.pool = self.pool.view(-1, *shape[1:])[: rings * layers].view(rings, *shape)
         seen._see_rows()
         return seen
 
@@ -88,8 +88,8 @@ class KvMemory:
         layout, pool = self.layout, self.pool
         if layout.dtype == "fp8":  # torch gathers and scatters bytes, not fp8
             pool = pool.view(torch.uint8)
-        # The same memory as rows, seen from the first row of each layer: an index made for layer
-        # 0 is good for all layers.
+        # Views of the memory as rows, from the first row of each layer on. So row indices of layer
+        # 0 are valid for all layers.
         heads_rows = pool.view(-1, layout.block_tokens * layout.head_dim)
         token_rows = pool.view(-1, layout.head_dim)
         step = layout.rows
@@ -99,12 +99,12 @@ class KvMemory:
         ]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeros. What attention masks must still be finite: 0 x NaN is NaN."""
+        """Fill pages with zeros. Masked values must be finite too, because 0 x NaN is NaN."""
         for page in pages:
             self.pool[page].zero_()
 
     def import_pages(self, pages: Sequence[int]) -> None:
-        """From any thread. No step that has begun may have these pages."""
+        """Copy pages from the mirror. From any thread. No running step may use these pages."""
         if self.is_mirrored:
             done = self._queue.bring([(self.pool[run], self._host[run]) for run in runs(pages)])
             self._arrivals.sent(self._units(pages), done)
@@ -117,7 +117,7 @@ class KvMemory:
             self._arrivals.sent(self._units(pages, layer), done)
 
     def arrive(self, pages: Sequence[int], layer: int | None = None) -> None:
-        """A step that has these pages, or a layer of them, may be put on the computing stream."""
+        """Let the computing stream wait for copies into these pages, or into one layer of them."""
         if self.is_mirrored:
             self._arrivals.hold(self._units(pages, layer))
 
@@ -127,13 +127,13 @@ class KvMemory:
 
     def export_pages(self, pages: Sequence[int]) -> None:
         if self.is_mirrored:
-            self.arrive(pages)  # else what is still on its way in would be lost, on both sides
+            self.arrive(pages)  # else the export would overwrite pages that are being imported
             self._queue.fetch(
                 [(self._host[run], self.pool[run]) for run in runs(pages)]
             ).synchronize()
 
     def begin_export(self, pages: Sequence[int], layer: int) -> Done | None:
-        """One layer of these pages, of what is computed until now; None: it is in `bytes`."""
+        """Start the copy of a computed layer of these pages to `bytes`; None: it is there."""
         if not self.is_mirrored:
             return None
         return self._queue.fetch(
@@ -141,7 +141,7 @@ class KvMemory:
         )
 
     def _units(self, pages: Sequence[int], layer: int | None = None) -> NDArray[np.int64]:
-        """Of the arrivals; layers of all pages, and of all windows of the same memory, in turn."""
+        """Units of `PagesArriving`: the layers of all pages, or of all ring buffers, in order."""
         layers = self.layout.layers
         first = np.asarray(pages, dtype=np.int64) * layers
         if layer is not None:
@@ -155,15 +155,15 @@ def _page_shape(layout: KvLayout) -> tuple[int, ...]:
 
 
 def _faulted(size_bytes: int, is_pinned: bool) -> NDArray[np.uint8]:
-    """Zeroed bytes, aligned to memory pages, already backed by memory."""
-    if is_pinned:  # a GPU copies faster to and from such memory, and beside other work
+    """Zeroed bytes, aligned to memory pages, with all page faults taken."""
+    if is_pinned:  # a GPU copies faster to and from pinned memory, and asynchronously
         pinned: NDArray[np.uint8] = torch.zeros(
             size_bytes, dtype=torch.uint8, pin_memory=True
         ).numpy()
         return pinned
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a gather touches many places: fewer TLB misses
+    with contextlib.suppress(OSError):  # without huge pages it is only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in gathers
     array = np.frombuffer(memory, dtype=np.uint8)
     array[:: mmap.PAGESIZE] = 0
     return array

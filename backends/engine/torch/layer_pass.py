@@ -1,8 +1,8 @@
-"""One prompt through the torch engine layer by layer: the hidden states between two layers.
+"""Layer-wise prefill of one prompt in the torch engine; keeps the hidden states between layers.
 
-A chunk of the prompt is planned once for all layers and computed as a step of that chunk alone
-would be, only that the chunks behind it come before its next layer. So its numbers are those of the
-prompt computed chunk by chunk.
+A chunk of the prompt is planned once for all layers. Each layer computes it like a step of this
+chunk alone, so the results are bit-identical to chunked prefill. Only the order differs: all chunks
+go through a layer before the first chunk goes through the next layer.
 
 Not here: which chunk is next (batching/layer_passes.py), the layers themselves (transformer.py).
 """
@@ -28,8 +28,8 @@ from mooncake_store.layout import blocks_touched
 @dataclass(slots=True)
 class _Chunk:
     plan: StepPlan
-    hidden: torch.Tensor | None  # what the layers until now made of it
-    blocks: int  # up to its end
+    hidden: torch.Tensor | None  # hidden states after the layers computed so far
+    blocks: int  # blocks of the prompt up to the chunk's end
 
 
 class TorchLayerPass:
@@ -42,33 +42,33 @@ class TorchLayerPass:
         vocabulary_tokens: int,
         token_ids: Sequence[int],
         start: int,
-        windows: Sequence[int],
+        rings: Sequence[int],
     ) -> None:
-        """`memory`: folded, its pages are windows; `transformer` is one over it."""
+        """`memory`: folded, so its pages are ring buffers; `transformer` uses this memory."""
         self._transformer = transformer
         self._memory = memory
         self._vocabulary_tokens = vocabulary_tokens
         self._token_ids = token_ids
-        self._windows = windows
+        self._rings = rings
         self._layers = len(transformer.weights.layers)
-        self._chunks: dict[int, _Chunk] = {}  # by their first token
+        self._chunks: dict[int, _Chunk] = {}  # first token -> chunk
 
     @torch.inference_mode()
     def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
         if layer == 0:
             self._chunks[start] = self._begun(start, tokens)
         chunk, memory = self._chunks[start], self._memory
-        place = layer % memory.layout.layers
+        page_layer = layer % memory.layout.layers
         out: list[Done | None] = []
-        memory.arrive(self._windows[: chunk.blocks], place)
+        memory.arrive(self._rings[: chunk.blocks], page_layer)
         computed = self._transformer.forward(
             chunk.plan,
-            lambda layer: out.append(memory.begin_export(chunk.plan.pages, place)),
+            lambda layer: out.append(memory.begin_export(chunk.plan.pages, page_layer)),
             chunk.hidden,
             range(layer, layer + 1),
         )
         memory.step_is_begun()
-        for done in out:  # while a GPU still has the rest of the layer to compute
+        for done in out:  # a GPU computes the remaining part of the layer during this wait
             if done is not None:
                 done.synchronize()
         if layer < self._layers - 1:
@@ -80,10 +80,10 @@ class TorchLayerPass:
 
     def _begun(self, start: int, tokens: int) -> _Chunk:
         memory = self._memory
-        work = Work(self._token_ids[start : start + tokens], start, self._windows)
+        sequence = Work(self._token_ids[start : start + tokens], start, self._rings)
         attention = self._transformer.attention
         plan = plan_step(
-            [work],
+            [sequence],
             memory.layout,
             memory.pool.device,
             self._vocabulary_tokens,
@@ -91,7 +91,7 @@ class TorchLayerPass:
             attention.kernels,
             attention.reads_seen,
         )
-        blocks = blocks_touched(work.end, memory.layout.block_tokens)
-        memory.arrive(self._windows[:blocks], 0)
+        blocks = blocks_touched(sequence.end, memory.layout.block_tokens)
+        memory.arrive(self._rings[:blocks], 0)
         memory.clear_pages(plan.fresh_pages)
         return _Chunk(plan, None, blocks)

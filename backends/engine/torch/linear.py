@@ -1,9 +1,9 @@
-"""Matrix products with weights: the one place that knows which library is fast at them.
+"""Matrix products with weights; selects the fastest library for each.
 
-On CPU float32 and bfloat16 are packed for oneDNN (onednn.py says why), and the plain matrix is
-dropped. float32 has a second way for a single row, if the matrix is small: torch's own, which has
-less to set up. Small matrices of it are therefore kept twice. Everything else is torch's own. The
-way depends on shapes only, so the same work has the same result in every process.
+On a CPU, float32 and bfloat16 weights are packed for oneDNN (reasons in onednn.py), and the plain
+matrix is dropped. Exception: a product of a small float32 matrix with a single row uses torch,
+which has less overhead per call, so small matrices are kept in both forms. All other products use
+torch. The choice depends on shapes only, so the same batch has the same result in every process.
 
 Not here: products of activations with activations (grouped_attention.py).
 """
@@ -38,7 +38,7 @@ class Linear:
         return onednn.product(inputs, self._packed, self.bias)
 
     def add_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """residual + the product; may or may not change `residual`: use only the result."""
+        """residual + the product. It may change `residual`: use only the result."""
         plain = self._plain
         if plain is not None and (self._packed is None or len(inputs) == 1):
             if self.bias is not None:

@@ -1,17 +1,16 @@
-"""The parts of a layer between its matrix products, compiled (native.c): one pass each over memory.
+"""Fused CPU kernels (native.c) for the parts of a layer between its matrix products.
 
-RMS norm, rotary embedding with K and V into their pages, silu(gate) * up, the attention of last
-tokens straight from the pages, and in bfloat16 that of a prompt's chunk. torch makes each of
-several operations, every one a pass and a few microseconds, and its attention wants the pages
-gathered first: at batch 16 and 4,096 tokens of context that alone moved three times the bytes of
-the KV.
+The kernels: RMS norm; rotary embedding that writes K and V into their pages; silu(gate) * up;
+attention of query tokens straight from the pages; and in bfloat16 attention of a prompt's chunk.
+Each makes one pass over memory. torch needs several operations, and its attention needs gathered
+pages: at batch 16 and 4,096 tokens of context gathering moved three times the bytes of the KV.
 
-The threads are torch's own: its OpenMP runs the function (`GOMP_parallel`), so no second pool
-competes with it for the cores. Where there is no AVX-512, no compiler or no CPU tensor, torch's
-functions serve (norm.py, linear.py, grouped_attention.py say them) with the same results but for
-the last bits: bfloat16 is rounded once here where torch rounds after each operation.
+The kernels run on torch's own threads (`GOMP_parallel` of its OpenMP), so no second thread pool
+competes for the cores. Without AVX-512, without a compiler or for other devices, torch's functions
+are used (norm.py, linear.py, grouped_attention.py). Results differ in the last bits only: bfloat16
+is rounded once here, and after each operation in torch.
 
-Not here: matrix products (onednn.py), which pages a work has (step_plan.py).
+Not here: matrix products (onednn.py), the pages of a sequence (step_plan.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mooncake_store.native.library import NativeFunction, function, quick_functi
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MAX = 128
 PREFILL_SHARED_MAX, PREFILL_TILE_TOKENS = 96, 64  # ROWS_MAX and KEYS of native.c
-# With less to do, waking threads costs more than they save.
+# Below this number of scalars one thread is faster than waking the others.
 SHARED_SCALARS_MIN = 64 * 1024
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -57,7 +56,7 @@ class _RotateJob(ctypes.Structure):
 
 class _AttendJob(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("next", "works", "kv_heads", "shared", "head_dim")),
+        *((name, _INT) for name in ("next", "sequences", "kv_heads", "shared", "head_dim")),
         ("block_tokens", _INT),
         ("page_stride", _INT),
         *((name, _POINTER) for name in ("memory", "pages", "page_starts", "contexts", "queries")),
@@ -82,12 +81,12 @@ class _PrefillJob(ctypes.Structure):
 
 
 def serves(tensor: torch.Tensor) -> bool:
-    """These functions may be used for such numbers."""
+    """The kernels support this tensor's device and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has_vectors()
 
 
 def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
-    """`attend_prefill` may be used for such KV, `shared` query heads to a KV head."""
+    """`attend_prefill` supports this KV, with `shared` query heads per KV head."""
     is_shape = head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX
     return tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has_products()
 
@@ -158,10 +157,10 @@ def rotate_rows(
     memory: torch.Tensor,
     token_rows: torch.Tensor,
 ) -> None:
-    """qkv [rows, q heads + k heads + v heads, head_dim]: norm and rotate q and k in place.
+    """Norm and rotate q and k of qkv [rows, q heads + k heads + v heads, head_dim] in place.
 
-    K and V of the first tokens, as many as there are `token_rows` [tokens, 2 * kv_heads], go into
-    those rows of `memory` [any, head_dim].
+    Write K and V of the first `tokens` rows into the rows `token_rows` [tokens, 2 * kv_heads] of
+    `memory` [any, head_dim].
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads = (all_heads - heads) // 2
@@ -187,21 +186,22 @@ def rotate_rows(
     _run("rotate_rows", job, qkv.numel())
 
 
-def attend_last_tokens(
+def attend_query_tokens(
     queries: torch.Tensor, memory: torch.Tensor, seen: PagesSeen, block_tokens: int
 ) -> torch.Tensor:
-    """queries [works, heads, head_dim] -> [works, heads * head_dim], each over its own pages.
+    """queries [sequences, heads, head_dim] -> [sequences, heads * head_dim].
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer.
+    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer. Each query attends to the
+    pages of its sequence.
     """
-    works, heads, head_dim = queries.shape
+    sequences, heads, head_dim = queries.shape
     kv_heads = memory.shape[2]
     assert queries.stride()[1:] == (head_dim, 1), queries.stride()
-    assert memory[0].is_contiguous() and works <= len(seen.contexts)
-    out = queries.new_empty(works, heads * head_dim)
+    assert memory[0].is_contiguous() and sequences <= len(seen.contexts)
+    out = queries.new_empty(sequences, heads * head_dim)
     job = _AttendJob(
         0,
-        works,
+        sequences,
         kv_heads,
         heads // kv_heads,
         head_dim,
@@ -230,10 +230,10 @@ def attend_prefill(
     out: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """queries [tokens, heads, head_dim] of the tokens start.. of a work -> out, the same shape.
+    """queries [tokens, heads, head_dim] of a sequence's tokens from `start` -> out, the same shape.
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer; scratch: any contiguous
-    memory of `prefill_scratch` scalars.
+    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer; scratch: contiguous memory
+    of at least `prefill_scratch` scalars.
     """
     tokens, heads, head_dim = queries.shape
     _, _, kv_heads, block_tokens, _ = memory.shape
@@ -265,17 +265,17 @@ def attend_prefill(
 
 
 def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
-    """Scalars that `attend_prefill` packs K and V into."""
+    """Scalars of the scratch memory into which `attend_prefill` packs K and V."""
     return 2 * kv_heads * rounded_up(context_tokens, PREFILL_TILE_TOKENS) * head_dim
 
 
 def _is_fp8(memory: torch.Tensor) -> bool:
-    """Pages are fp8, and their rows its bytes; else they are of the dtype that is computed in."""
+    """The pages are fp8, and their rows bytes. Otherwise they have the dtype of computation."""
     return memory.element_size() == 1
 
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:
-    """Alone while Python waits if that is done within microseconds, else on torch's threads."""
+    """Run a small job in this thread with the GIL held, and a larger one on torch's threads."""
     if scalars < SHARED_SCALARS_MIN:
         _quick(name)(ctypes.byref(job))
         return
@@ -307,7 +307,7 @@ def _address(name: str) -> int:
 
 @functools.cache
 def _parallel() -> Callable[..., None] | None:
-    """How the OpenMP that torch has loaded runs a function on its threads; None: it cannot."""
+    """`GOMP_parallel` of the OpenMP library that torch has loaded; None: it has none."""
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except (OSError, AttributeError):

@@ -1,15 +1,16 @@
-"""Matrix products by oneDNN instead of the BLAS that torch was built with. CPU.
+"""Matrix products by oneDNN instead of the BLAS of torch. CPU only.
 
-torch multiplies float32 matrices with MKL, which on AMD processors keeps to AVX2: on an EPYC
-(Zen 5) 110 GFLOP/s of one core where oneDNN, which torch also carries, does 250 with AVX-512. On
-Intel both are alike. bfloat16 goes to oneDNN anyway, but in the order of the checkpoint: a packed
-weight streams two and a half times as fast through a product with one row. torch has no public
-switch, but the operators that its compiler emits can be called: `mkldnn::_linear_pointwise`, with a
-weight packed once or a plain one.
+torch multiplies float32 matrices with MKL, which uses only AVX2 on AMD processors: 110 GFLOP/s on
+one core of an EPYC (Zen 5). oneDNN, which is part of torch, has 250 GFLOP/s there with AVX-512. On
+Intel both are equal. torch uses oneDNN for bfloat16, but with plain weights: a packed weight is two
+and a half times as fast in a product with one row.
 
-They are not a public interface. So they are tried once on small matrices, and wherever they are
-missing or wrong the engine uses torch's public functions. Not here: who uses them (linear.py,
-causal_attention.py).
+torch has no public switch, but its compiler's operators can be called:
+`mkldnn::_linear_pointwise`, with a packed or a plain weight. They are not a public interface. So
+they are tested once on small matrices. If they are missing or wrong, torch's public functions are
+used.
+
+Not here: the users of the operators (linear.py, causal_attention.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import functools
 
 import torch
 
-TYPICAL_ROWS = 64  # a hint for the packing; any number of rows works
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the dtypes that are packed
+TYPICAL_ROWS = 64  # a hint for the packing; products may have any number of rows
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the test, for each packed dtype
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque copy of a weight [outputs, inputs] in the order that oneDNN likes best."""
+    """An opaque copy of a weight [outputs, inputs] in the layout that is fastest in oneDNN."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
     return packed
 
@@ -31,9 +32,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def product(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """inputs @ weight.T + bias. The weight is packed, contiguous, or contiguous transposed:
+    """inputs @ weight.T + bias. The weight is packed, contiguous, or contiguous transposed.
 
-    a slice of columns would be right too, but a hundred times slower.
+    A slice of columns would be correct too, but a hundred times slower.
     """
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
     return result
@@ -53,13 +54,13 @@ def product_plus(
 
 
 def serves(tensor: torch.Tensor) -> bool:
-    """These operators may be used for products with this tensor."""
+    """The operators support products with this tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in TOLERANCES and _works(tensor.dtype)
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Try each function in each way that it is used, against torch's own product."""
+    """Test each function in each way that it is used, against torch's own product."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     inputs = torch.linspace(-1, 1, 5 * 24).view(5, 24).to(dtype)
@@ -76,7 +77,7 @@ def _works(dtype: torch.dtype) -> bool:
                 (product_plus(inputs, pack(weight), bias, addend), expected + bias + addend),
             ]
     except (RuntimeError, AttributeError, NotImplementedError, TypeError):
-        return False  # another version of torch, or a CPU without this dtype: torch's own will do
+        return False  # another version of torch, or a CPU without this dtype
     tolerance = TOLERANCES[dtype]
     return all(
         torch.allclose(ours.float(), theirs, atol=tolerance, rtol=tolerance)

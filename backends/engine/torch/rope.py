@@ -1,8 +1,8 @@
-"""Rotary position embedding as a table: cosines and sines of every position, made once.
+"""Rotary position embedding: a table of cosines and sines of every position, computed once.
 
-Same arithmetic as transformers (float32 angles), so that logits agree to the last few bits.
-Rotating a head x of size D is  x * cos + roll(x, D/2) * sin  with the sign of rotate_half already
-in the table: [-sin, sin]. Three tensor operations for all heads of q and k together.
+The arithmetic is that of transformers (float32 angles), so logits agree except for the last bits.
+A head x of size D is rotated by  x * cos + roll(x, D/2) * sin.  The table's sines, [-sin, sin],
+include the sign of rotate_half. All heads of q and k together need three tensor operations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3: slow waves are stretched by `factor`, fast ones kept, between them a blend."""
+    """Llama 3: long waves are stretched by `factor`, short ones kept, with a blend between them."""
     wavelengths = 2 * math.pi / frequencies
     context = rope.original_context_tokens
     smooth = (context / wavelengths - rope.low_freq_factor) / (
@@ -61,8 +61,8 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Waves that turn often within the original context are kept, rare ones stretched; between them
-    a ramp. transformers' `_compute_yarn_parameters`."""
+    """YaRN: short waves of the original context are kept, long ones stretched, with a ramp between
+    them. As in transformers' `_compute_yarn_parameters`."""
 
     def dimension(turns: float) -> float:
         length = rope.original_context_tokens / (turns * 2 * math.pi)

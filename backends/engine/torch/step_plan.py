@@ -1,9 +1,12 @@
-"""One forward step, prepared once for all layers: which token goes where, who sees what.
+"""Plan of one forward step: index arrays that all layers share.
 
-Tokens of all works lie in one ragged row: first the works with one token (decode), sorted by
-context and, unless attention reads their pages itself, cut into groups of similar length, then the
-longer ones (prefill). Everything that layers share is computed here, so that a layer is only tensor
-operations.
+The tokens of all sequences are the rows of one ragged batch. Decode sequences (one query token)
+come first, sorted by context length, then prefill sequences. Unless attention reads the pages
+itself, decode sequences are cut into groups of similar context. With the plan, a layer consists of
+tensor operations only.
+
+A *query token* is the last token of a sequence: the only one whose attention the last layer needs,
+and the only one of a decode sequence.
 
 Not here: the tensor operations (grouped_attention.py, transformer.py).
 """
@@ -18,32 +21,37 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
-from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan, PagedWorks
+from backends.engine.torch.gpu.paged_plan import (
+    PagedAttend,
+    PagedKernels,
+    PagedPlan,
+    PagedSequences,
+)
 from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
 Integers = NDArray[np.int64]
 
-# Works of unlike context in one padded group waste memory traffic, another group costs a few
-# calls per layer: about 40 us, or the time to gather this much KV of one layer (measured on CPU).
+# Padding of sequences with different contexts in one group wastes memory traffic. Another group
+# costs calls per layer: about 40 us, the time to gather this much KV of one layer (on CPU).
 PADDING_BYTES_MAX = 512 * 1024
-# Prefill gathers its context up to a multiple of this, for the same reason as rounded_rows.
+# Prefill gathers its context up to a multiple of this, for the reason given at rounded_rows.
 CONTEXT_STEP_TOKENS = 64
 
 
 @dataclass(slots=True)
 class QueryGroup:
-    """One query per work (its last token) against its whole context, padded to a rectangle."""
+    """The query tokens of some sequences over their contexts, padded to a rectangle."""
 
-    first: int  # index of the group's first work among the works of the step
-    works: int
-    page_rows: torch.Tensor  # [rows of the layout * works * pages] rows of KvMemory.page_rows
-    context_tokens: int  # of the longest; with `ends`, rounded up to whole pages
-    ends: torch.Tensor | None  # [works] tokens of each one's context; None: all see all
+    first: int  # index of the group's first sequence in the plan
+    sequences: int
+    page_rows: torch.Tensor  # [rows of the layout * sequences * pages] rows of KvMemory.page_rows
+    context_tokens: int  # tokens of the longest context; with `ends`, rounded up to whole pages
+    ends: torch.Tensor | None  # [sequences] tokens of each context; None: all have the same length
     _mask: torch.Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """[works, 1, 1, context_tokens], 0 or -inf; made by the first layer that asks."""
+        """[sequences, 1, 1, context_tokens], 0 or -inf; created by the first layer."""
         if self._mask is None and self.ends is not None:
             positions = torch.arange(self.context_tokens, device=self.ends.device)
             is_beyond = (positions >= self.ends[:, None])[:, None, None, :]
@@ -54,19 +62,19 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagesSeen:
-    """The pages of all works as native code reads them: without padding, and on the CPU."""
+    """The pages of all sequences for native code, without padding, on the CPU."""
 
-    pages: Integers  # of all works, one work after the other
-    starts: Integers  # [works] a work's first in `pages`
-    contexts: Integers  # [works] tokens
-    tokens: int  # their sum
+    pages: Integers  # pages of all sequences, concatenated
+    starts: Integers  # [sequences] index of each sequence's first page in `pages`
+    contexts: Integers  # [sequences] tokens of each context
+    tokens: int  # sum of `contexts`
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Several queries of one work: the token at `start + i` sees the tokens up to itself."""
+    """Several queries of one sequence: the token at `start + i` attends to tokens 0..start + i."""
 
-    first: int  # row of its first token
+    first: int  # row of the first token
     tokens: int
     start: int
     page_rows: torch.Tensor  # [rows of the layout * pages], the pages rounded up to whole tiles
@@ -80,21 +88,21 @@ class PrefillSpan:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     tokens: int
-    token_ids: torch.Tensor  # [tokens, rounded up: what is beyond them is computed for nothing]
+    token_ids: torch.Tensor  # [tokens, rounded up]; the rows beyond `tokens` are padding
     positions: torch.Tensor  # the same shape
     token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
-    decode_works: int
-    # Works of one token: row of a token == index of its work. These and `query_tokens`, all
-    # works, are empty where attention reads `seen` instead.
+    decode_sequences: int
+    # Groups of decode sequences (row of a token == index of its sequence), and of the query tokens
+    # of all sequences. Both are empty if attention reads `seen` instead.
     decodes: list[QueryGroup]
     prefills: list[PrefillSpan]
     query_tokens: list[QueryGroup]
-    seen: PagesSeen | None  # by all works; None: only tensors are known (gpu/decode_graph.py)
-    last_rows: torch.Tensor | None  # [works] row of each work's last token; None: all rows
-    order: list[int] | None  # work i of the plan is batch[order[i]]; None: same order
-    pages: list[int]  # written by this step
-    fresh_pages: list[int]  # of those, entered by this step and not filled by it
-    # None: by `decodes` and `query_tokens`, or `seen`, and `prefills`; else these are empty.
+    seen: PagesSeen | None  # pages of all sequences; None in a recorded step (gpu/decode_graph.py)
+    last_rows: torch.Tensor | None  # [sequences] row of each query token; None: all rows
+    order: list[int] | None  # sequence i of the plan is batch[order[i]]; None: same order
+    pages: list[int]  # pages that this step writes
+    fresh_pages: list[int]  # those of `pages` that the step begins and does not fill
+    # The plan for kernels that read pages in place. Then the groups and `prefills` are empty.
     paged: PagedPlan | None = None
 
 
@@ -107,7 +115,7 @@ def plan_step(
     kernels: PagedKernels | None = None,
     reads_seen: bool = False,
 ) -> StepPlan:
-    """`reads_seen`: attention of last tokens takes their pages from the plan's `seen`."""
+    """`reads_seen`: attention of query tokens reads the pages from the plan's `seen`."""
     block_tokens = layout.block_tokens
     order = sorted(
         range(len(batch)),
@@ -116,31 +124,39 @@ def plan_step(
             blocks_touched(batch[index].end, block_tokens),
         ),
     )
-    works = [batch[index] for index in order]
-    decode_works = sum(len(work.token_ids) == 1 for work in works)
-    counts = [len(work.token_ids) for work in works]
+    sequences = [batch[index] for index in order]
+    decode_sequences = sum(len(sequence.token_ids) == 1 for sequence in sequences)
+    counts = [len(sequence.token_ids) for sequence in sequences]
     tables = [
-        np.asarray(work.pages[: blocks_touched(work.end, block_tokens)], dtype=np.int64)
-        for work in works
+        np.asarray(sequence.pages[: blocks_touched(sequence.end, block_tokens)], dtype=np.int64)
+        for sequence in sequences
     ]
-    token_ids = np.concatenate([np.asarray(work.token_ids, dtype=np.int64) for work in works])
+    token_ids = np.concatenate(
+        [np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences]
+    )
     check_range("token id", token_ids, vocabulary_tokens)
-    seen = _seen(works, tables)
+    seen = _seen(sequences, tables)
     check_range("page", seen.pages, pages_max)
-    positions = _positions(works, counts)
+    positions = _positions(sequences, counts)
     staging = Staging(device)
     paged, decodes, rest, spans = None, [], [], []
     if kernels is not None:
-        paged = _paged(kernels, works, tables, decode_works, staging)
+        paged = _paged(kernels, sequences, tables, decode_sequences, staging)
     else:
         if not reads_seen:
-            decodes = _groups(works[:decode_works], tables[:decode_works], 0, layout, staging)
-            rest = _groups(
-                works[decode_works:], tables[decode_works:], decode_works, layout, staging
+            decodes = _groups(
+                sequences[:decode_sequences], tables[:decode_sequences], 0, layout, staging
             )
-        spans = _spans(works, tables, decode_works, layout, staging)
-    pages, fresh_pages = _written(works, tables, block_tokens)
-    is_decode_only = decode_works == len(works)
+            rest = _groups(
+                sequences[decode_sequences:],
+                tables[decode_sequences:],
+                decode_sequences,
+                layout,
+                staging,
+            )
+        spans = _spans(sequences, tables, decode_sequences, layout, staging)
+    pages, fresh_pages = _written(sequences, tables, block_tokens)
+    is_decode_only = decode_sequences == len(sequences)
     tokens = len(token_ids)
     token_rows = staging.put(_token_rows(positions, counts, tables, layout))
     if not is_decode_only:
@@ -151,7 +167,7 @@ def plan_step(
         token_ids=staging.put(token_ids),
         positions=staging.put(positions),
         token_rows=token_rows,
-        decode_works=decode_works,
+        decode_sequences=decode_sequences,
         decodes=decodes,
         prefills=spans,
         query_tokens=decodes + rest,
@@ -167,25 +183,25 @@ def plan_step(
 
 
 def rounded_rows(rows: int) -> int:
-    """A few numbers of rows instead of any.
+    """Round rows up, so that few different shapes occur.
 
-    A library that compiles a kernel for each new shape (oneDNN: 0.3 ms each, a millisecond per
-    step) would otherwise do so for nearly every prompt length.
+    oneDNN compiles a kernel for each new shape (0.3 ms each, a millisecond per step), which would
+    happen for nearly every prompt length.
     """
     return rounded_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
 def check_range(name: str, values: Integers, limit: int) -> None:
-    """One pass: a negative number is a huge unsigned one."""
+    # One pass, because a negative number is a huge unsigned one.
     if int(values.view(np.uint64).max()) >= limit:
         wrong = [int(value) for value in values if not 0 <= value < limit]
         raise AssertionError(f"{name} {wrong[0]} is outside 0..{limit - 1}")
 
 
-def _positions(works: list[Work], counts: list[int]) -> Integers:
-    if len(works) == len(counts) == sum(counts):
-        return np.array([work.start for work in works], dtype=np.int64)
-    return np.concatenate([np.arange(work.start, work.end) for work in works])
+def _positions(sequences: list[Work], counts: list[int]) -> Integers:
+    if len(sequences) == len(counts) == sum(counts):
+        return np.array([sequence.start for sequence in sequences], dtype=np.int64)
+    return np.concatenate([np.arange(sequence.start, sequence.end) for sequence in sequences])
 
 
 def rounded_up(tokens: int, step: int) -> int:
@@ -195,7 +211,7 @@ def rounded_up(tokens: int, step: int) -> int:
 def _token_rows(
     positions: Integers, counts: list[int], tables: list[Integers], layout: KvLayout
 ) -> Integers:
-    """Where each token's K and V, or its latent, go, as rows of head_dim scalars in layer 0."""
+    """Rows of each token's K and V, or its latent, in layer 0; a row has head_dim scalars."""
     block_tokens, kv_rows = layout.block_tokens, layout.rows
     if len(counts) == len(positions):
         pages = np.array([table[-1] for table in tables], dtype=np.int64)
@@ -210,72 +226,72 @@ def _token_rows(
 
 
 def _page_rows(pages: Integers, layout: KvLayout) -> Integers:
-    """pages [works, n] -> rows [kv_factor, works, kv_heads, n] of block_tokens x head_dim, flat."""
+    """pages [sequences, n] -> rows [kv_factor, sequences, kv_heads, n] of KvMemory.page_rows."""
     kv_rows = layout.rows
     offsets = np.arange(kv_rows).reshape(layout.kv_factor, 1, layout.kv_heads, 1)
     return (pages[None, :, None, :] * (layout.layers * kv_rows) + offsets).reshape(-1)
 
 
 def _groups(
-    works: list[Work],
+    sequences: list[Work],
     tables: list[Integers],
     first: int,
     layout: KvLayout,
     staging: Staging,
 ) -> list[QueryGroup]:
-    """Cut works, sorted by context, where padding would cost more than another group."""
+    """Cut sequences, sorted by context, into groups where padding costs more than a group."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
     groups, begin, padding = [], 0, 0
-    for index in range(1, len(works) + 1):
-        if index < len(works):
+    for index in range(1, len(sequences) + 1):
+        if index < len(sequences):
             growth = len(tables[index]) - len(tables[index - 1])
             padding += growth * layout.block_tokens * (index - begin)
             if padding <= padding_tokens_max:
                 continue
         groups.append(
-            _group(works[begin:index], tables[begin:index], first + begin, layout, staging)
+            _group(sequences[begin:index], tables[begin:index], first + begin, layout, staging)
         )
         begin, padding = index, 0
     return groups
 
 
 def _group(
-    works: list[Work],
+    sequences: list[Work],
     tables: list[Integers],
     first: int,
     layout: KvLayout,
     staging: Staging,
 ) -> QueryGroup:
     width = len(tables[-1])
-    pages = np.empty((len(works), width), dtype=np.int64)
+    pages = np.empty((len(sequences), width), dtype=np.int64)
     for row, table in zip(pages, tables, strict=True):
         row[: len(table)] = table
-        row[len(table) :] = table[0]  # any page of its own: finite, and masked
-    ends = np.array([work.end for work in works], dtype=np.int64)
+        row[len(table) :] = table[0]  # padding is masked, but must be finite: one of its own pages
+    ends = np.array([sequence.end for sequence in sequences], dtype=np.int64)
     rows = staging.put(_page_rows(pages, layout))
     if (ends == ends[0]).all():
-        return QueryGroup(first, len(works), rows, int(ends[0]), None)
+        return QueryGroup(first, len(sequences), rows, int(ends[0]), None)
     context_tokens = width * layout.block_tokens
-    return QueryGroup(first, len(works), rows, context_tokens, staging.put(ends))
+    return QueryGroup(first, len(sequences), rows, context_tokens, staging.put(ends))
 
 
 def _paged(
     kernels: PagedKernels,
-    works: list[Work],
+    sequences: list[Work],
     tables: list[Integers],
-    decode_works: int,
+    decode_sequences: int,
     staging: Staging,
 ) -> PagedPlan:
-    counts = np.array([len(work.token_ids) for work in works], dtype=np.int64)
-    contexts = np.array([work.end for work in works], dtype=np.int64)
+    counts = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    contexts = np.array([sequence.end for sequence in sequences], dtype=np.int64)
 
     def planned(part: slice, counts: Integers) -> PagedAttend | None:
         if not len(contexts[part]):
             return None
-        return kernels.planned(PagedWorks(counts[part], contexts[part], tables[part]), staging)
+        return kernels.planned(PagedSequences(counts[part], contexts[part], tables[part]), staging)
 
-    decodes = planned(slice(0, decode_works), counts)
-    prefills = planned(slice(decode_works, None), counts)
+    decodes = planned(slice(0, decode_sequences), counts)
+    prefills = planned(slice(decode_sequences, None), counts)
     query_tokens = (
         planned(slice(0, None), np.ones_like(counts)) if prefills is not None else decodes
     )
@@ -283,41 +299,43 @@ def _paged(
     return PagedPlan(decodes, prefills, query_tokens)
 
 
-def _seen(works: list[Work], tables: list[Integers]) -> PagesSeen:
+def _seen(sequences: list[Work], tables: list[Integers]) -> PagesSeen:
     widths = np.array([len(table) for table in tables], dtype=np.int64)
-    contexts = np.array([work.end for work in works], dtype=np.int64)
+    contexts = np.array([sequence.end for sequence in sequences], dtype=np.int64)
     return PagesSeen(
         np.concatenate(tables), np.cumsum(widths) - widths, contexts, int(contexts.sum())
     )
 
 
 def _spans(
-    works: list[Work],
+    sequences: list[Work],
     tables: list[Integers],
-    decode_works: int,
+    decode_sequences: int,
     layout: KvLayout,
     staging: Staging,
 ) -> list[PrefillSpan]:
-    spans, first = [], decode_works
-    for work, table in zip(works[decode_works:], tables[decode_works:], strict=True):
-        # What is beyond the end is masked; any page of its own will do, it only must be finite.
-        width = blocks_touched(rounded_up(work.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
+    spans, first = [], decode_sequences
+    for sequence, table in zip(
+        sequences[decode_sequences:], tables[decode_sequences:], strict=True
+    ):
+        # Tokens beyond the end are masked, but must be finite: repeat the last page.
+        width = blocks_touched(rounded_up(sequence.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
         pages = np.pad(table, (0, width - len(table)), mode="edge")
         rows = staging.put(_page_rows(pages[None], layout))
-        spans.append(PrefillSpan(first, len(work.token_ids), work.start, rows, table))
-        first += len(work.token_ids)
+        spans.append(PrefillSpan(first, len(sequence.token_ids), sequence.start, rows, table))
+        first += len(sequence.token_ids)
     return spans
 
 
 def _written(
-    works: list[Work], tables: list[Integers], block_tokens: int
+    sequences: list[Work], tables: list[Integers], block_tokens: int
 ) -> tuple[list[int], list[int]]:
     pages: list[int] = []
     fresh: list[int] = []
-    for work, table in zip(works, tables, strict=True):
-        first = work.start // block_tokens
+    for sequence, table in zip(sequences, tables, strict=True):
+        first = sequence.start // block_tokens
         pages += table[first:].tolist()
         last_start = (len(table) - 1) * block_tokens
-        if work.start <= last_start and work.end < last_start + block_tokens:
+        if sequence.start <= last_start and sequence.end < last_start + block_tokens:
             fresh.append(int(table[-1]))
     return pages, fresh

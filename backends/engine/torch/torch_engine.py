@@ -1,4 +1,4 @@
-"""The embedded engine: models of model_config.py in torch, on CPU or any GPU that torch drives.
+"""The embedded engine: models of model_config.py in torch, on a CPU or any GPU of torch.
 
 Not here: the model (transformer.py), its memory (kv_memory.py), its weights (weights.py).
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.engine.batching.layer_passes import LayerWindows
+from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.interface import Work
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """Implements interface.Engine. `load` is the way to make one."""
+    """Implements interface.Engine. Create it with `load`."""
 
     tp_shape = "tp1"  # one device holds all heads of a page
 
@@ -50,7 +50,7 @@ class TorchEngine:
         weights_id: str,
         context_tokens_max: int,
         layers: LayerRange | None = None,  # None: all
-        recorder: Recorder | None = None,  # of decode steps; None: none is recorded
+        recorder: Recorder | None = None,  # records decode steps; None: no recording
     ) -> None:
         self.config = config
         self.layout = layout
@@ -60,19 +60,19 @@ class TorchEngine:
         self.eos_token_ids = config.eos_token_ids
         self.model_id = config.model_id
         self.weights_id = weights_id
-        self._page_layout = memory.layout  # of these layers only
+        self._page_layout = memory.layout  # only the layers of this stage
         self.pages = PagePool(len(memory.bytes) // memory.layout.block_bytes)
         self.kv_pool = memory.bytes
         self._memory = memory
         self._transformer = transformer
         self._device = memory.pool.device
         self._dtype = transformer.dtype
-        if layout.dtype == "fp8":  # K and V of other numbers are other fp8
+        if layout.dtype == "fp8":  # fp8 KV depends on the dtype that K and V were computed in
             self.tp_shape = f"tp1 in {str(self._dtype).removeprefix('torch.')}"
-        # A stage passes a chunk on through all of its layers before it takes the next one.
+        # A pipeline stage computes chunk by chunk, so only a whole engine has ring buffers.
         is_whole = len(self.layers) == layout.layers
-        self.windows = LayerWindows(layout.layers) if is_whole else None
-        self._folded = memory.folded(self.windows.layers_at_once if self.windows else 1)
+        self.rings = RingLayout(layout.layers) if is_whole else None
+        self._folded = memory.folded(self.rings.layers_at_once if self.rings else 1)
         self._layer_transformer = transformer.over(self._folded)
         self._graphs = (
             DecodeGraphs(transformer, config.vocabulary_tokens, recorder)
@@ -95,13 +95,13 @@ class TorchEngine:
     ) -> TorchEngine:
         """Read a Hugging Face folder, or raise a CheckpointError with all its problems.
 
-        `threads` is the number of CPU threads of torch in this process, not of this engine. With
-        several `stages` only the weights and the pages of this stage's layers are there.
-        `kv_dtype`: "fp8", or "auto": as the checkpoint asks, else as `dtype`.
+        `threads` sets torch's CPU threads of the whole process. With several `stages`, only the
+        weights and pages of this stage's layers are loaded. `kv_dtype`: "fp8", or "auto" for the
+        checkpoint's KV dtype if it has one, else `dtype`.
         """
         torch.set_num_threads(threads)
         config, checkpoint = _open(checkpoint_dir, dtype)
-        place = torch.device(device)
+        torch_device = torch.device(device)
         layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
         if layout.dtype == "fp8" and layout.kv_factor == 1:
             raise CheckpointError(
@@ -114,26 +114,26 @@ class TorchEngine:
             )
         layers = config.stage_layers(stage, stages)
         weights = load_weights(
-            checkpoint, config, TORCH_DTYPES[dtype], place, layers, layout.dtype == "fp8"
+            checkpoint, config, TORCH_DTYPES[dtype], torch_device, layers, layout.dtype == "fp8"
         )
-        memory = KvMemory(replace(layout, layers=len(layers)), pages_max, place)
+        memory = KvMemory(replace(layout, layers=len(layers)), pages_max, torch_device)
         context_tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
         rope = rope_table(
-            config.rope, config.rotary_dim, context_tokens_max, TORCH_DTYPES[dtype], place
+            config.rope, config.rotary_dim, context_tokens_max, TORCH_DTYPES[dtype], torch_device
         )
         kernels = paged_kernels.choose(memory, config.heads)
         transformer = Transformer(config, weights, memory, rope, kernels)
         weights_id = checkpoint.weights_id(config)
-        # Which experts a step needs, the CPU must know: such a step cannot be recorded.
-        can_record = place.type == "cuda" and config.experts is None
-        recorder = CudaRecorder(place) if can_record else None
+        # A step with experts cannot be recorded: the CPU selects the experts in the step.
+        can_record = torch_device.type == "cuda" and config.experts is None
+        recorder = CudaRecorder(torch_device) if can_record else None
         return cls(
             config, layout, memory, transformer, weights_id, context_tokens_max, layers, recorder
         )
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the hidden states of one token."""
+        """Bytes of one token's hidden states."""
         return self.config.hidden * self._dtype.itemsize
 
     def forward(
@@ -141,8 +141,8 @@ class TorchEngine:
     ) -> NDArray[np.float32]:
         assert len(self.layers) == self.layout.layers, f"a stage: {self.layers} of {self.layout}"
         if on_layer is None and self._graphs is not None and self._graphs.serves(batch):
-            for work in batch:
-                self._check(work)
+            for sequence in batch:
+                self._check(sequence)
             self._arrive(batch)
             recorded = self._graphs.logits(batch)
             if recorded is not None:
@@ -156,7 +156,7 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """`forward` of the last stage: `hidden` is what the stage before it made of this batch."""
+        """`forward` of the last pipeline stage; `hidden` is the previous stage's result."""
         logits, order = self._run(batch, hidden, on_layer)
         rows = fetched(logits.float())
         if order is None:
@@ -171,10 +171,10 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> ByteArray:
-        """The hidden states that the layers of this stage, which has not the last layer, make.
+        """Hidden states of the batch after this pipeline stage, which is not the last one.
 
-        `hidden`: what the stage before it made of this batch; None for the first stage. Both are
-        bytes that only another stage reads, with rows for padding and in an order of their own.
+        `hidden`: the previous stage's result; None for the first stage. Both are bytes for other
+        stages only, with padding rows and in the order of the plan.
         """
         states, _ = self._run(batch, hidden, on_layer)
         states_of_stage: ByteArray = fetched(states.contiguous().view(torch.uint8).view(-1))
@@ -187,10 +187,10 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None,
     ) -> tuple[torch.Tensor, list[int] | None]:
-        """What the transformer makes of it; and the order of its works, if it is another one."""
-        assert batch, "a step without work"
-        for work in batch:
-            self._check(work)
+        """The transformer's result, and the order of its sequences if it differs from `batch`."""
+        assert batch, "a step without sequences"
+        for sequence in batch:
+            self._check(sequence)
         attention = self._transformer.attention
         plan = plan_step(
             batch,
@@ -215,40 +215,40 @@ class TorchEngine:
         return made, plan.order
 
     def _arrive(self, batch: Sequence[Work]) -> None:
-        """What was brought into their pages, by now or soon, is seen by what follows."""
+        """Let the computing stream wait for pending copies into the batch's pages."""
         if not self._memory.is_mirrored:
             return
         block_tokens = self.layout.block_tokens
         self._memory.arrive(
             [
                 page
-                for work in batch
-                for page in work.pages[: blocks_touched(work.end, block_tokens)]
+                for sequence in batch
+                for page in sequence.pages[: blocks_touched(sequence.end, block_tokens)]
             ]
         )
 
     def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
-        """A copy of its own: layers may work in place."""
+        # A copy, because layers may compute in place.
         assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
         flat = torch.from_numpy(hidden.copy()).view(self._dtype)
         return flat.view(rows, self.config.hidden).to(self._device)
 
     def begin_pass(
-        self, token_ids: Sequence[int], start: int, windows: Sequence[int]
+        self, token_ids: Sequence[int], start: int, rings: Sequence[int]
     ) -> TorchLayerPass:
-        assert self.windows is not None, f"a stage: {self.layers} of {self.layout}"
-        self._check(Work(token_ids[start:], start, windows))
+        assert self.rings is not None, f"a stage: {self.layers} of {self.layout}"
+        self._check(Work(token_ids[start:], start, rings))
         return TorchLayerPass(
             self._layer_transformer,
             self._folded,
             self.vocabulary_tokens,
             token_ids,
             start,
-            windows,
+            rings,
         )
 
-    def import_layer(self, windows: Sequence[int], layer: int) -> None:
-        self._folded.import_layer(windows, layer % self._folded.layout.layers)
+    def import_layer(self, rings: Sequence[int], layer: int) -> None:
+        self._folded.import_layer(rings, layer % self._folded.layout.layers)
 
     def import_pages(self, pages: Sequence[int]) -> None:
         self._memory.import_pages(pages)
@@ -257,23 +257,23 @@ class TorchEngine:
         self._memory.export_pages(pages)
 
     def close(self) -> None:
-        """Nothing to stop; the memory goes when the last view of `kv_pool` does."""
+        """Nothing to stop. The memory is freed with the last view of `kv_pool`."""
 
-    def _check(self, work: Work) -> None:
-        assert len(work.token_ids) > 0, "a work without tokens"
-        assert work.start >= 0 and work.end <= self.context_tokens_max, (
-            f"tokens {work.start}..{work.end} of a context of {self.context_tokens_max}"
+    def _check(self, sequence: Work) -> None:
+        assert len(sequence.token_ids) > 0, "a sequence without tokens"
+        assert sequence.start >= 0 and sequence.end <= self.context_tokens_max, (
+            f"tokens {sequence.start}..{sequence.end} of a context of {self.context_tokens_max}"
         )
-        assert work.end <= len(work.pages) * self.layout.block_tokens, (
-            f"{work.end} tokens in {len(work.pages)} pages of {self.layout.block_tokens}"
+        assert sequence.end <= len(sequence.pages) * self.layout.block_tokens, (
+            f"{sequence.end} tokens in {len(sequence.pages)} pages of {self.layout.block_tokens}"
         )
 
 
 class _LeavingLayers:
-    """The layers of a step on their way to `kv_pool`, announced in order when they are there.
+    """Copies the layers of a step to `kv_pool` and announces each when it is there, in order.
 
-    Where that takes a copy, a layer is announced when the next one's is under way: so the thread
-    never waits with nothing left for a GPU to compute.
+    A copied layer is announced after the next layer's copy has started. So the GPU always has work
+    while this thread waits.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class _LeavingLayers:
         self.announce(1)
 
     def announce(self, left: int) -> None:
-        """All but the last `left` of those under way."""
+        """Announce all pending layers except the last `left` ones."""
         while len(self._under_way) > left:
             layer, done = self._under_way.popleft()
             done.synchronize()
@@ -304,7 +304,7 @@ class _LeavingLayers:
 
 
 def _open(checkpoint_dir: str | Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:
-    """Config and headers, or the problems of both together."""
+    """Read the config and the headers. Raises CheckpointError with the problems of both."""
     found: list[str] = []
     if dtype not in TORCH_DTYPES:
         found.append(f"dtype {dtype!r} is not supported; use {', '.join(TORCH_DTYPES)}")

@@ -1,11 +1,12 @@
-"""The forward pass: one step of a ragged batch through all layers of a decoder.
+"""The forward pass: one step of a ragged batch through the layers of a decoder.
 
-A layer is attention over paged KV, of the model's kind, and a feed-forward of the layer's own kind.
-Linear layers see all tokens of all works as one matrix. In the model's last layer only the last
-token of each work goes on after its KV is written, because nothing reads the others.
+A layer is attention over paged KV and a feed-forward. The model determines the kind of attention,
+and each layer the kind of its feed-forward. Linear layers compute all tokens of all sequences as
+one matrix. In the last layer, after its KV is written, only query tokens are computed further,
+because no other hidden state is needed.
 
-A stage of a pipeline runs a range of the layers: it takes the hidden states of the stage before,
-and gives them on unless it has the last layer.
+A pipeline stage computes a range of the layers. Its input are the previous stage's hidden states,
+and its output are hidden states unless it has the last layer.
 
 Not here: attention and feed-forward (layers/), the layout of the step (step_plan.py).
 """
@@ -36,7 +37,7 @@ class Transformer:
         weights: Weights,
         memory: KvMemory,
         rope: torch.Tensor,
-        kernels: PagedKernels | None = None,  # that read the pages in place
+        kernels: PagedKernels | None = None,  # attention kernels that read pages in place
     ) -> None:
         """`rope` [positions, 2, rotated scalars of a head]."""
         self.weights = weights
@@ -49,7 +50,7 @@ class Transformer:
         else:
             self.attention = GroupedAttention(memory, config.heads, rope, self._norm, kernels)
         self.dtype = rope.dtype  # of hidden states
-        self._places = memory.layout.layers  # in a page; fewer than layers where it is folded
+        self._page_layers = memory.layout.layers  # layers in a page; in ring buffers fewer than all
 
     def over(self, memory: KvMemory) -> Transformer:
         """The same model over other pages."""
@@ -62,32 +63,34 @@ class Transformer:
         hidden: torch.Tensor | None = None,
         layers: range | None = None,
     ) -> torch.Tensor:
-        """Logits [works of the plan, vocabulary] of the last token of each work.
+        """Logits [sequences of the plan, vocabulary] of the query tokens.
 
-        Of a range of layers that does not begin with the first: `hidden` [rows of the plan, hidden]
-        is what the layers before made. Of one that does not end with the last: what these make of
-        it, of all rows. `on_layer` and `layers`, those that this call runs (None: all), count from
-        the first layer here.
+        `layers`: the layers of this stage to compute; None: all. Without the first layer, `hidden`
+        [rows of the plan, hidden] is the result of the layers before. Without the last layer, the
+        result are the hidden states of all rows. `on_layer` and `layers` count from this stage's
+        first layer.
         """
         weights = self.weights
         if hidden is None:
-            assert weights.embedding is not None, "the layers before this range have not computed"
+            assert weights.embedding is not None, "a later stage needs hidden states"
             hidden = F.embedding(plan.token_ids, weights.embedding)
         attention, angles = self.attention, self.attention.angles(plan)
         last = len(weights.layers) - 1 if weights.logits is not None else -1
         layers = range(len(weights.layers)) if layers is None else layers
         for index in layers:
-            layer, place = weights.layers[index], index % self._places
-            queries = attention.project(place, layer.attention, self._norm(hidden), plan, angles)
+            layer, page_layer = weights.layers[index], index % self._page_layers
+            queries = attention.project(
+                page_layer, layer.attention, self._norm(hidden), plan, angles
+            )
             if on_layer is not None:
                 on_layer(index)
             if index != last:
-                seen = attention.all_tokens(place, layer.attention, plan, queries)
+                seen = attention.all_tokens(page_layer, layer.attention, plan, queries)
             else:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
                     queries = queries.index_select(0, plan.last_rows)
-                seen = attention.last_tokens(place, layer.attention, plan, queries)
+                seen = attention.query_tokens(page_layer, layer.attention, plan, queries)
             hidden = layer.output.add_to(hidden, seen)
             hidden = layer.feed_forward.add_to(hidden, self._norm(hidden))
         is_over = layers.stop == len(weights.layers)

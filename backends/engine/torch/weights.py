@@ -1,10 +1,10 @@
-"""The weights of a model as the forward pass wants them: fused, folded, on their device.
+"""Loads the weights of a model for the forward pass: fused, folded, on their device.
 
-q, k and v are one matrix, gate and up are one, and the weight of each RMS norm but the last is
-multiplied into the columns of the matrix after it (in float32, rounded once), so that a norm is
-only a scale. So are the scales of K and V that are kept as fp8: attention never sees them.
+q, k and v are one matrix, and gate and up are one. The weight of each RMS norm except the last is
+multiplied into the columns of the matrix after it (in float32, rounded once). The scales of fp8 K
+and V are multiplied into matrices too, so attention does not need them.
 
-Not here: where the bytes come from (checkpoint.py).
+Not here: reading the files (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 Matrix = tuple[str, int, int, bool]  # name, rows, columns, has a bias
 HEAD = "lm_head.weight"
-NAMED_MAX = 20  # of tensors that a warning names
+NAMED_MAX = 20  # tensors that a warning names
 CORRECTION = "mlp.gate.e_score_correction_bias"
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# Of fp8 KV: one number each, by one of these names (vLLM's, llm-compressor's, ModelOpt's); the last
-# is of both.
+# Names of the scale of fp8 K or V: vLLM's, llm-compressor's, ModelOpt's. The last name is that of
+# a scale of both.
 KEY_SCALES = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
 VALUE_SCALES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
 KV_SCALE_SUFFIXES = tuple(f".{name}" for name in dict.fromkeys(KEY_SCALES + VALUE_SCALES))
@@ -50,7 +50,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of a range of layers. The first stage has the embedding, the last one what makes logits."""
+    """Weights of a range of layers. The first stage has the embedding, the last one the head."""
 
     embedding: torch.Tensor | None  # [vocabulary, hidden]
     layers: list[LayerWeights]
@@ -59,7 +59,7 @@ class Weights:
 
 
 def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every tensor that this model must have. `has_own_head`: although its embeddings are tied."""
+    """Every tensor that this model needs. `has_own_head`: with lm_head despite tied embeddings."""
     hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
@@ -89,7 +89,7 @@ def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str
 
 
 def not_computed(config: ModelConfig) -> tuple[str, ...]:
-    """How names of tensors begin that a checkpoint may have beside: those of predicting layers."""
+    """Name prefixes of optional tensors that are not computed: those of predicting layers (MTP)."""
     last = config.layers + config.predicting_layers
     return tuple(f"model.layers.{layer}." for layer in range(config.layers, last))
 
@@ -147,9 +147,9 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     layers: LayerRange | None = None,  # None: all
-    is_kv_fp8: bool = False,  # then with the scales of K and V
+    is_kv_fp8: bool = False,  # True: the scales of K and V are loaded too
 ) -> Weights:
-    """Read, check, fuse. A CheckpointError lists every tensor that is missing or wrong."""
+    """Read, check and fuse. A CheckpointError lists every tensor that is missing or wrong."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
@@ -199,7 +199,7 @@ class _Loader:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.found: list[str] = []  # what is wrong with the numbers
+        self.found: list[str] = []  # problems with values of tensors
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.checkpoint.entries[name]
@@ -210,7 +210,7 @@ class _Loader:
         return tensor
 
     def scale(self, names: tuple[str, ...]) -> float:
-        """What the first of these tensors that is there holds; 1 where none is."""
+        """The value of the first of these tensors that exists; 1 if none does."""
         name = next((name for name in names if name in self.checkpoint.entries), None)
         if name is None:
             return 1.0
@@ -234,7 +234,7 @@ class _Loader:
         norm: torch.Tensor | None = None,
         factors: Mapping[str, float] = NO_FACTORS,
     ) -> torch.Tensor:
-        """The rows of these matrices, each times its factor, its columns times the norm before."""
+        """The stacked rows of these matrices, times each one's factor, times the norm before."""
         parts = [self.read(f"{prefix}{name}.weight") * factors.get(name, 1.0) for name in names]
         weight = torch.cat(parts)
         return self.place(weight if norm is None else weight * norm)
@@ -267,10 +267,10 @@ class _KvScales:
         )
 
     def factors(self, has_qk_norm: bool) -> dict[str, float]:
-        """What matrices are multiplied by, so that pages hold what they should and attention has
-        the result that it would have without: q meets K only, V goes into the output only.
+        """Factors of the matrices, so that pages hold scaled K and V but attention is unchanged.
 
-        A norm of q and k would take a factor before it out again: it is in the norm then.
+        q is multiplied with K only, and V goes into the output only. With a norm of q and k, the
+        factor is in the norm instead, because the norm would remove a factor before it.
         """
         key = 1.0 if has_qk_norm else self.key
         return {
@@ -303,7 +303,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: boo
         ),
         output=Linear(
             loader.stacked(attention, ("o_proj",), None, factors),
-            # What attention made is scaled, not what is added to it.
+            # The factor scales the result of attention, not the bias that is added to it.
             loader.biases(attention, ("o_proj",), config.has_output_bias),
         ),
         feed_forward=feed_forward,
@@ -358,7 +358,7 @@ def _load_latent(
     loader: _Loader, config: ModelConfig, latent: LatentConfig, prefix: str, norm: torch.Tensor
 ) -> LatentWeights:
     def halved(rotary: torch.Tensor) -> torch.Tensor:
-        """[..., rotary rows, columns]: first the even rows, then the odd ones."""
+        """[..., rotary rows, columns] with the even rows before the odd ones."""
         if not latent.is_interleaved:
             return rotary
         return torch.cat([rotary[..., 0::2, :], rotary[..., 1::2, :]], dim=-2)

@@ -272,9 +272,8 @@ def test_a_removed_requests_pages_stay_taken_until_the_caller_releases_them() ->
     assert batching.next_step() == []
 
 
-def test_a_request_larger_than_the_engine_is_our_mistake() -> None:
+def test_adding_a_request_larger_than_the_engine_fails_an_assertion() -> None:
     _, batching = decode(pages=2)
-    assert not batching.can_ever_fit(33)
     with pytest.raises(AssertionError):
         batching.add("a", 30, 3)
 

@@ -1,4 +1,4 @@
-"""Prompts that pass layer by layer: their windows, their order, and who overtakes them."""
+"""Layer-wise prefill: ring buffers, the order of prompts, and overtaking between chunks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import pytest
 
 from backends.engine.batching.batching import (
-    PASSES_AHEAD,
+    LAYERWISE_AHEAD_MAX,
     WHOLE_STEPS_MAX,
     Chunk,
     PrefillBatching,
 )
-from backends.engine.batching.layer_passes import LayerPass, LayerWindows
+from backends.engine.batching.layer_passes import LayerPass, RingLayout
 from backends.engine.batching.pages import PagePool
 from conductor.queue_order import short_step_tokens
 
@@ -22,7 +22,7 @@ BLOCK_TOKENS, CHUNK_TOKENS, LAYERS = 16, 64, 12
 def batching(pages: int = 64, overhead_tokens: float = 8.0) -> tuple[PagePool, PrefillBatching]:
     pool = PagePool(pages)
     return pool, PrefillBatching(
-        pool, BLOCK_TOKENS, CHUNK_TOKENS, 64, 64, overhead_tokens, LayerWindows(LAYERS)
+        pool, BLOCK_TOKENS, CHUNK_TOKENS, 64, 64, overhead_tokens, RingLayout(LAYERS)
     )
 
 
@@ -38,18 +38,18 @@ def worth_tokens(chunks: list[Chunk]) -> float:
 
 
 @pytest.mark.parametrize("layers", [*range(1, 20), 28, 32, 61, 80])
-def test_windows_lie_inside_their_pages_and_apart(layers: int) -> None:
-    windows = LayerWindows(layers)
-    size = windows.layers_at_once
+def test_rings_lie_inside_their_pages_and_apart(layers: int) -> None:
+    rings = RingLayout(layers)
+    size = rings.layers_at_once
     seen: set[int] = set()
     for page in range(3 * layers):
-        of_page = windows.in_pages([page], windows.per_page)
-        for window in of_page:
-            cells = set(range(window * size, (window + 1) * size))
+        of_page = rings.in_pages([page], rings.per_page)
+        for ring in of_page:
+            cells = set(range(ring * size, (ring + 1) * size))
             assert cells <= set(range(page * layers, (page + 1) * layers))
             assert not cells & seen
             seen |= cells
-    assert size == layers or windows.per_page * size > layers - size - 2, "pages are half empty"
+    assert size == layers or rings.per_page * size > layers - size - 2, "pages are half empty"
 
 
 def test_a_place_is_free_again_when_its_layer_is_stored() -> None:
@@ -101,10 +101,10 @@ def test_a_long_prompt_takes_a_fraction_of_the_pages_and_a_short_one_all_of_its_
     made.check()
 
 
-def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
+def test_a_prompt_that_is_cached_but_for_a_step_shares_one_with_others() -> None:
     pool, made = batching()
     for name in ("a", "b"):
-        assert made.add(name, 3 * CHUNK_TOKENS + 4, near_tokens=3 * CHUNK_TOKENS)
+        assert made.add(name, 3 * CHUNK_TOKENS + 4, local_tokens=3 * CHUNK_TOKENS)
     for admitted in made.admit():
         made.start(admitted.request_id, 3 * CHUNK_TOKENS)
     assert pool.used_pages == 2 * 13
@@ -115,19 +115,19 @@ def test_a_prompt_that_is_near_but_for_a_step_shares_one_with_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "near_tokens", "pages"),
+    ("tokens", "local_tokens", "pages"),
     [
         (3 * CHUNK_TOKENS, 2 * CHUNK_TOKENS - 1, 64),  # more than a step is new
         (WHOLE_STEPS_MAX * CHUNK_TOKENS + 1, WHOLE_STEPS_MAX * CHUNK_TOKENS, 64),  # it is long
         (3 * CHUNK_TOKENS, 3 * CHUNK_TOKENS - 1, 11),  # there are fewer pages
     ],
 )
-def test_other_long_prompts_take_windows_though_some_of_them_is_near(
-    tokens: int, near_tokens: int, pages: int
+def test_other_long_prompts_take_rings_though_some_of_them_is_cached(
+    tokens: int, local_tokens: int, pages: int
 ) -> None:
     pool, made = batching(pages)
-    assert made.add("long", tokens, near_tokens=near_tokens)
-    assert made.passes_layers("long")
+    assert made.add("long", tokens, local_tokens=local_tokens)
+    assert made.is_layerwise("long")
     made.admit()
     assert pool.used_pages == -(-tokens // BLOCK_TOKENS // 4)
     made.check()
@@ -151,11 +151,11 @@ def test_no_step_takes_longer_than_a_chunk_through_all_layers() -> None:
 
 def test_a_short_prompt_overtakes_between_two_steps_of_a_long_one() -> None:
     _, made = batching()
-    made.add("long", 1000, key_s=10.0)
+    made.add("long", 1000, order_key_s=10.0)
     started(made, "long")
     first = made.next_step()
     made.computed(first)
-    made.add("short", 20, key_s=1.0)
+    made.add("short", 20, order_key_s=1.0)
     started(made, "short")
     (chunk,) = made.next_step()
     assert (chunk.request_id, chunk.layer) == ("short", -1)
@@ -167,8 +167,8 @@ def test_a_short_prompt_overtakes_between_two_steps_of_a_long_one() -> None:
 
 def test_while_the_next_layer_is_loaded_others_are_computed_in_short_steps() -> None:
     _, made = batching()
-    made.add("first", 200, key_s=1.0)
-    made.add("behind", 300, key_s=2.0)
+    made.add("first", 200, order_key_s=1.0)
+    made.add("behind", 300, order_key_s=2.0)
     for admitted in made.admit():
         made.start(admitted.request_id, 64, is_loaded=admitted.request_id == "behind")
     chunks = made.next_step()
@@ -183,11 +183,11 @@ def test_while_the_next_layer_is_loaded_others_are_computed_in_short_steps() -> 
 def test_prompts_further_behind_get_no_pages_yet_but_one_that_goes_first_does() -> None:
     _, made = batching()
     for number in range(4):
-        made.add(f"p{number}", 200, key_s=float(10 + number))
-    assert len(made.admit()) == 1 + PASSES_AHEAD
-    made.add("hurry", 200, key_s=1.0)
+        made.add(f"p{number}", 200, order_key_s=float(10 + number))
+    assert len(made.admit()) == 1 + LAYERWISE_AHEAD_MAX
+    made.add("hurry", 200, order_key_s=1.0)
     assert [admitted.request_id for admitted in made.admit()] == ["hurry"]
-    made.add("short", 20, key_s=99.0)
+    made.add("short", 20, order_key_s=99.0)
     assert made.admit() == [], "it does not pass those that wait before it"
 
 
@@ -217,8 +217,8 @@ def test_two_thousand_random_operations_keep_every_count(seed: int) -> None:
         kind = chance.random()
         if kind < 0.2 and made.has_room:
             name, tokens = f"r{number}", chance.choice((10, 64, 65, 200, 500))
-            near_tokens = chance.choice((0, tokens - 1))
-            assert made.add(name, tokens, chance.random() * 100, near_tokens=near_tokens)
+            local_tokens = chance.choice((0, tokens - 1))
+            assert made.add(name, tokens, chance.random() * 100, local_tokens=local_tokens)
             names.append(name)
         elif kind < 0.3 and names:
             name = names.pop(chance.randrange(len(names)))
@@ -230,7 +230,7 @@ def test_two_thousand_random_operations_keep_every_count(seed: int) -> None:
         elif kind < 0.6 and loading:
             name = chance.choice(sorted(loading))
             loading.remove(name)
-            made.start(name, 0, is_loaded=not made.passes_layers(name) or chance.random() < 0.5)
+            made.start(name, 0, is_loaded=not made.is_layerwise(name) or chance.random() < 0.5)
         elif kind < 0.75:
             for name, _ in made.layers_to_load():
                 made.layer_loaded(name)

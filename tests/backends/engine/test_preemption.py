@@ -15,8 +15,10 @@ def decode(pages: int = 8, slots: int = 8) -> tuple[PagePool, DecodeBatching]:
     return pool, DecodeBatching(pool, BLOCK_TOKENS, slots, 64)
 
 
-def add(made: DecodeBatching, name: str, pages: int, priority: int = 0, came_s: float = 0) -> None:
-    assert made.add(name, 1, pages * BLOCK_TOKENS - 1, came_s=came_s)
+def add(
+    made: DecodeBatching, name: str, pages: int, priority: int = 0, arrived_s: float = 0
+) -> None:
+    assert made.add(name, 1, pages * BLOCK_TOKENS - 1, arrived_s=arrived_s)
     if priority:
         made.prioritise(name, priority)
 
@@ -39,12 +41,12 @@ def preempt_all(pool: PagePool, made: DecodeBatching) -> list[str]:
 
 def test_the_last_of_the_lowest_priority_goes_first_and_no_more_than_are_needed() -> None:
     pool, made = decode()
-    add(made, "low-old", 2, came_s=1)
-    add(made, "middle", 2, priority=1, came_s=2)
-    add(made, "low-new", 2, came_s=3)
-    add(made, "low-newest", 2, came_s=4)
+    add(made, "low-old", 2, arrived_s=1)
+    add(made, "middle", 2, priority=1, arrived_s=2)
+    add(made, "low-new", 2, arrived_s=3)
+    add(made, "low-newest", 2, arrived_s=4)
     start_all(made)
-    add(made, "high", 3, priority=2, came_s=5)
+    add(made, "high", 3, priority=2, arrived_s=5)
     assert preempt_all(pool, made) == ["low-newest", "low-new"]
     assert start_all(made) == ["high"]
 
@@ -63,7 +65,7 @@ def test_nobody_goes_in_vain() -> None:
     add(made, "high", 5, priority=1)
     add(made, "low", 2)
     start_all(made)
-    add(made, "wide", 6, priority=1, came_s=1)
+    add(made, "wide", 6, priority=1, arrived_s=1)
     assert made.to_preempt() == []
 
 
@@ -91,10 +93,10 @@ def test_while_pages_are_on_their_way_no_more_are_taken() -> None:
 
 def test_who_was_preempted_comes_back_at_its_old_place() -> None:
     pool, made = decode()
-    add(made, "low", 8, came_s=1)
+    add(made, "low", 8, arrived_s=1)
     start_all(made)
-    add(made, "high", 8, priority=1, came_s=2)
-    add(made, "later", 1, came_s=3)
+    add(made, "high", 8, priority=1, arrived_s=2)
+    add(made, "later", 1, arrived_s=3)
     preempt_all(pool, made)
     assert start_all(made) == ["high"]
     pool.release(made.remove("high"))
@@ -105,14 +107,14 @@ def test_a_stream_of_high_priority_starves_nobody(seed: int) -> None:
     """Whoever came PRIORITY_S a level later preempts nobody: it only waits so long."""
     chance = random.Random(seed)
     pool, made = decode()
-    add(made, "low", 8, came_s=0.0)
+    add(made, "low", 8, arrived_s=0.0)
     start_all(made)
     preempted, running_s, now_s = 0, 0.0, 0.0
     alive: dict[str, float] = {}
     for number in range(2_000):
         now_s += 0.1
         if number % 3 == 0 and made.has_room:
-            add(made, f"high{number}", chance.randint(1, 4), priority=1, came_s=now_s)
+            add(made, f"high{number}", chance.randint(1, 4), priority=1, arrived_s=now_s)
         for name in [name for name, until_s in alive.items() if until_s <= now_s]:
             del alive[name]
             pool.release(made.remove(name))

@@ -1,1 +1,1 @@
-"""How is a GPU kept busy? Recorded steps, kernels that read pages in place, copies beside steps."""
+"""GPU support: recorded steps, kernels that read pages in place, copies concurrent with steps."""

@@ -1,17 +1,16 @@
-"""Decode steps of a few padded shapes, recorded once and replayed: CUDA graphs.
+"""CUDA graphs of decode steps: a few padded shapes, each recorded once and replayed.
 
-A step of one token per work is hundreds of small kernels; started one by one, they take the CPU
-longer than the GPU. So a step's inputs (token ids, positions, page tables) lie in tensors that stay
-where they are, everything else is computed from these on the device, and what the device does is
-recorded once per shape. A step then is one copy of the inputs and one replay.
+A decode step consists of hundreds of small kernels, and launching them one by one takes longer than
+their execution. So the inputs of a step (token ids, positions, page tables) are static tensors, and
+the device computes everything else from them. The step is recorded once per shape. Later steps of
+the shape are one copy of the inputs and one replay.
 
-A batch is padded to the next of BATCHES and its page tables to a power of two. What pads is the
-work with the shortest context once more: it writes the numbers that this work itself writes into
-the same place, so padding needs no page of its own and touches nobody's.
+A batch is padded to the next of BATCHES, and its page tables to a power of two. Padding repeats the
+sequence with the shortest context, and writes the same values to the same rows as this sequence.
+So padding needs no page of its own and changes no other page.
 
-Without CUDA "recorded" is the same function called again (`CallAgain`): what is padded, planned and
-read is then tested without a GPU. A recording that fails is told once, and from then on every step
-takes the ragged way (step_plan.py), which is always there.
+Without CUDA, "recording" calls the same function again (`CallAgain`), which tests the padding and
+the plan without a GPU. After a failed recording every step uses the ragged plan (step_plan.py).
 
 Not here: the layers (transformer.py), which requests share a step (batching/batching.py).
 """
@@ -34,26 +33,26 @@ from mooncake_store.layout import KvLayout, blocks_touched
 
 log = logging.getLogger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WARM_TIMES = 2  # before recording: libraries choose kernels and take workspaces at a first call
+WARM_TIMES = 2  # calls before recording, in which libraries select kernels and allocate memory
 
 Step = Callable[[], torch.Tensor]
 
 
 class Recorder(Protocol):
     def record(self, step: Step) -> Step:
-        """What does again on the device what `step` does now, reading the same tensors."""
+        """A function that repeats the device work of `step`, on the same tensors."""
         ...
 
 
 class CallAgain:
-    """The twin without CUDA."""
+    """The recorder without CUDA."""
 
     def record(self, step: Step) -> Step:
         return step
 
 
 class CudaRecorder:
-    """One memory for the intermediate tensors of all graphs: only one of them runs at a time."""
+    """All graphs share a memory pool of intermediate tensors, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +66,7 @@ class CudaRecorder:
             for _ in range(WARM_TIMES):
                 step()
         torch.cuda.current_stream(self._device).wait_stream(aside)
-        # thread_local: other threads copy pages meanwhile.
+        # thread_local: other threads copy pages during the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"
         ):
@@ -81,19 +80,19 @@ class CudaRecorder:
 
 
 def padded_inputs(
-    batch: Sequence[Work], works: int, width: int, block_tokens: int
+    batch: Sequence[Work], sequences: int, width: int, block_tokens: int
 ) -> NDArray[np.int64]:
-    """Token ids [works], positions [works], then page tables [works, width], flat."""
-    inputs = np.empty(works * (2 + width), dtype=np.int64)
-    token_ids, positions = inputs[:works], inputs[works : 2 * works]
-    tables = inputs[2 * works :].reshape(works, width)
+    """Token ids [sequences], positions [sequences], then page tables [sequences, width], flat."""
+    inputs = np.empty(sequences * (2 + width), dtype=np.int64)
+    token_ids, positions = inputs[:sequences], inputs[sequences : 2 * sequences]
+    tables = inputs[2 * sequences :].reshape(sequences, width)
     real = len(batch)
-    token_ids[:real] = [work.token_ids[0] for work in batch]
-    positions[:real] = [work.start for work in batch]
-    for row, work in zip(tables, batch, strict=False):
-        count = blocks_touched(work.end, block_tokens)
-        row[:count] = work.pages[:count]
-        row[count:] = work.pages[0]  # any page of its own: finite, and masked
+    token_ids[:real] = [sequence.token_ids[0] for sequence in batch]
+    positions[:real] = [sequence.start for sequence in batch]
+    for row, sequence in zip(tables, batch, strict=False):
+        count = blocks_touched(sequence.end, block_tokens)
+        row[:count] = sequence.pages[:count]
+        row[count:] = sequence.pages[0]  # padding is masked, but must be finite
     shortest = int(positions[:real].argmin())
     for each in (token_ids, positions, tables):
         each[real:] = each[shortest]
@@ -101,35 +100,37 @@ def padded_inputs(
 
 
 class StaticStep:
-    """The inputs of one shape: so many works, of at most so many pages each."""
+    """The static inputs of one shape: `sequences` sequences of at most `width` pages each."""
 
     def __init__(
         self,
-        works: int,
+        sequences: int,
         width: int,
         layout: KvLayout,
         device: torch.device,
         kernels: PagedKernels | None = None,  # None: the pages are gathered
     ) -> None:
-        self.works, self.width = works, width
+        self.sequences, self.width = sequences, width
         self._layout = layout
-        self._attend = None if kernels is None else kernels.static(works, width)
-        # As `padded_inputs` lays them: one copy brings them all.
-        self.inputs = torch.zeros(works * (2 + width), dtype=torch.int64, device=device)
+        self._attend = None if kernels is None else kernels.static(sequences, width)
+        # In the order of `padded_inputs`, so that one copy is enough.
+        self.inputs = torch.zeros(sequences * (2 + width), dtype=torch.int64, device=device)
 
     def bring(self, inputs: NDArray[np.int64]) -> None:
-        """To the device, before what is recorded is replayed."""
+        """Copy the inputs to the device, before a replay."""
         if self._attend is not None:
-            tables = inputs[2 * self.works :].reshape(self.works, self.width)
-            self._attend.refresh(tables, inputs[self.works : 2 * self.works] + 1)
+            tables = inputs[2 * self.sequences :].reshape(self.sequences, self.width)
+            self._attend.refresh(tables, inputs[self.sequences : 2 * self.sequences] + 1)
         host = torch.from_numpy(inputs)
         self.inputs.copy_(host.pin_memory() if self.inputs.is_cuda else host, non_blocking=True)
 
     def plan(self) -> StepPlan:
-        """Made of `inputs` where they lie, by kernels alone."""
-        works, layout = self.works, self._layout
-        token_ids, positions, flat = self.inputs.split([works, works, works * self.width])
-        tables = flat.view(works, self.width)
+        """The plan, computed from the static inputs by kernels only."""
+        sequences, layout = self.sequences, self._layout
+        token_ids, positions, flat = self.inputs.split(
+            [sequences, sequences, sequences * self.width]
+        )
+        tables = flat.view(sequences, self.width)
         pages = tables.gather(1, (positions // layout.block_tokens)[:, None])
         first_rows = pages * (layout.layers * layout.rows * layout.block_tokens)
         first_rows += (positions % layout.block_tokens)[:, None]
@@ -141,11 +142,11 @@ class StaticStep:
         else:
             groups = [self._group(tables, positions, heads)]
         return StepPlan(
-            tokens=works,
+            tokens=sequences,
             token_ids=token_ids,
             positions=positions,
             token_rows=first_rows + heads * layout.block_tokens,
-            decode_works=works,
+            decode_sequences=sequences,
             decodes=groups,
             prefills=[],
             query_tokens=groups,
@@ -163,7 +164,7 @@ class StaticStep:
         layout, context_tokens = self._layout, self.width * self._layout.block_tokens
         offsets = heads.view(layout.kv_factor, 1, layout.kv_heads, 1)
         rows = tables[None, :, None, :] * (layout.layers * layout.rows) + offsets
-        return QueryGroup(0, self.works, rows.reshape(-1), context_tokens, positions + 1)
+        return QueryGroup(0, self.sequences, rows.reshape(-1), context_tokens, positions + 1)
 
 
 class DecodeGraphs:
@@ -176,48 +177,48 @@ class DecodeGraphs:
         self._is_off = False
 
     def serves(self, batch: Sequence[Work]) -> bool:
-        is_decode = all(len(work.token_ids) == 1 for work in batch)
+        is_decode = all(len(sequence.token_ids) == 1 for sequence in batch)
         return is_decode and len(batch) <= BATCHES[-1] and not self._is_off
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> torch.Tensor | None:
-        """float32 [len(batch), vocabulary] on the device, until the next step; None: no graph."""
+        """float32 [len(batch), vocabulary] on the device, until the next step; None: it failed."""
         block_tokens = self._memory.layout.block_tokens
-        works = next(size for size in BATCHES if size >= len(batch))
-        pages = max(blocks_touched(work.end, block_tokens) for work in batch)
+        sequences = next(size for size in BATCHES if size >= len(batch))
+        pages = max(blocks_touched(sequence.end, block_tokens) for sequence in batch)
         width = 1 << (pages - 1).bit_length()
-        inputs = padded_inputs(batch, works, width, block_tokens)
-        check_range("token id", inputs[:works], self._vocabulary_tokens)
-        check_range("page", inputs[2 * works :], len(self._memory.pool))
+        inputs = padded_inputs(batch, sequences, width, block_tokens)
+        check_range("token id", inputs[:sequences], self._vocabulary_tokens)
+        check_range("page", inputs[2 * sequences :], len(self._memory.pool))
         self._memory.clear_pages(self._entered(batch))
         try:
-            known = self._recorded.get((works, width))
-            static, step = known or (self._static(works, width), None)
+            known = self._recorded.get((sequences, width))
+            static, step = known or (self._static(sequences, width), None)
             static.bring(inputs)
             return (step or self._record(static))()[: len(batch)]
-        except Exception as error:  # edge: whatever a driver or a library says, the step goes on
+        except Exception as error:  # edge: without a graph the step is computed by the ragged plan
             log.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             self._is_off = True
             self._recorded.clear()
             return None
 
-    def _static(self, works: int, width: int) -> StaticStep:
+    def _static(self, sequences: int, width: int) -> StaticStep:
         memory, kernels = self._memory, self._transformer.attention.kernels
-        return StaticStep(works, width, memory.layout, memory.pool.device, kernels)
+        return StaticStep(sequences, width, memory.layout, memory.pool.device, kernels)
 
     def _record(self, static: StaticStep) -> Step:
         def step() -> torch.Tensor:
             return self._transformer.forward(static.plan(), None).float()
 
         recorded = self._recorder.record(step)
-        self._recorded[static.works, static.width] = static, recorded
+        self._recorded[static.sequences, static.width] = static, recorded
         return recorded
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
-        """Pages of which this step writes the first token: what is masked there must be finite."""
+        """Pages whose first token this step writes; cleared, because masked rows must be finite."""
         block_tokens = self._memory.layout.block_tokens
         return [
-            work.pages[work.start // block_tokens]
-            for work in batch
-            if work.start % block_tokens == 0
+            sequence.pages[sequence.start // block_tokens]
+            for sequence in batch
+            if sequence.start % block_tokens == 0
         ]

@@ -1,14 +1,14 @@
-"""FlashInfer's kernels over our pages, which have its layout HND: the one file that imports it.
+"""FlashInfer's attention kernels over the pages, which have its layout HND. Only this file imports
+it.
 
-Written against the documented interface of 0.7 (BatchDecodeWithPagedKVCacheWrapper and
+Written for the documented interface of 0.7 (BatchDecodeWithPagedKVCacheWrapper and
 BatchPrefillWithPagedKVCacheWrapper: plan with host arrays, then run once per layer). It has never
-run: there was no GPU. So paged_kernels.py tries it before it is used.
+run on a GPU, so paged_kernels.py tests it before use.
 
-A wrapper holds one plan at a time. Those of one step (its prompts, its works of one token) have a
-wrapper each; a plan that finds its wrapper with another one's plan makes its own again, so that
-several prompts may pass layer by layer in turns.
+A wrapper holds one plan at a time. Decode and prefill sequences of a step have a wrapper each. A
+plan plans again if its wrapper holds another plan, so several layer-wise prompts may alternate.
 
-Not here: which kernels are used (paged_kernels.py).
+Not here: the choice of kernels (paged_kernels.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from backends.engine.torch.gpu.paged_plan import (
     Integers,
     PagedAttend,
-    PagedWorks,
+    PagedSequences,
     StaticAttend,
 )
 from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
-WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
-# Query heads to a KV head from which its tensor cores are worth using, by its documentation.
+WORKSPACE_BYTES = 128 * 2**20  # recommended by FlashInfer's documentation
+# Query heads per KV head from which tensor cores pay, according to its documentation.
 SHARED_FOR_TENSOR_CORES = 4
 
 
@@ -51,33 +51,32 @@ class FlashInferKernels:
             self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         )
 
-    def planned(self, works: PagedWorks, staging: Staging) -> PagedAttend:
-        wrapper = self._of_decodes if works.is_decode else self._of_prefills
-        return _FlashInferAttend(self, wrapper, works)
+    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+        wrapper = self._of_decodes if sequences.is_decode else self._of_prefills
+        return _FlashInferAttend(self, wrapper, sequences)
 
-    def static(self, works: int, width: int) -> StaticAttend:
-        return _FlashInferStatic(self, works, width)
+    def static(self, sequences: int, width: int) -> StaticAttend:
+        return _FlashInferStatic(self, sequences, width)
 
-    def plan(self, wrapper: Any, works: PagedWorks) -> None:
-        """Host arrays: its planning reads them there."""
+    def plan(self, wrapper: Any, sequences: PagedSequences) -> None:
         block_tokens = self._layout.block_tokens
         tables = [
             table[: blocks_touched(int(context), block_tokens)]
-            for table, context in zip(works.tables, works.contexts, strict=True)
+            for table, context in zip(sequences.tables, sequences.contexts, strict=True)
         ]
         page_starts = np.cumsum([0, *(len(table) for table in tables)])
-        in_last_page = (works.contexts - 1) % block_tokens + 1
+        in_last_page = (sequences.contexts - 1) % block_tokens + 1
         paged = [_int32(a) for a in (page_starts, np.concatenate(tables), in_last_page)]
         shape = (self._heads, self._layout.kv_heads, self._layout.head_dim, block_tokens)
-        if works.is_decode:
+        if sequences.is_decode:
             wrapper.plan(*paged, *shape, q_data_type=self._dtype, kv_data_type=self._dtype)
             return
-        starts = _int32(np.cumsum([0, *works.counts]))
+        starts = _int32(np.cumsum([0, *sequences.counts]))
         wrapper.plan(
             starts, *paged, *shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype
         )
 
-    def static_wrapper(self, works: int, width: int) -> Any:
+    def static_wrapper(self, sequences: int, width: int) -> Any:
         def integers(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=self._device)
 
@@ -86,14 +85,14 @@ class FlashInferKernels:
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=self._has_tensor_cores,
-            paged_kv_indptr_buffer=integers(works + 1),
-            paged_kv_indices_buffer=integers(works * width),
-            paged_kv_last_page_len_buffer=integers(works),
+            paged_kv_indptr_buffer=integers(sequences + 1),
+            paged_kv_indices_buffer=integers(sequences * width),
+            paged_kv_last_page_len_buffer=integers(sequences),
         )
 
 
 class _Wrapper:
-    """One of FlashInfer's, and whose plan it holds."""
+    """A FlashInfer wrapper and the owner of its current plan."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -101,9 +100,11 @@ class _Wrapper:
 
 
 class _FlashInferAttend:
-    def __init__(self, kernels: FlashInferKernels, wrapper: _Wrapper, works: PagedWorks) -> None:
-        self.works: PagedWorks | None = works
-        self._kernels, self._wrapper, self._planned = kernels, wrapper, works
+    def __init__(
+        self, kernels: FlashInferKernels, wrapper: _Wrapper, sequences: PagedSequences
+    ) -> None:
+        self.sequences: PagedSequences | None = sequences
+        self._kernels, self._wrapper, self._planned = kernels, wrapper, sequences
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         if self._wrapper.planned_for is not self:
@@ -115,20 +116,20 @@ class _FlashInferAttend:
 
 
 class _FlashInferStatic:
-    def __init__(self, kernels: FlashInferKernels, works: int, width: int) -> None:
+    def __init__(self, kernels: FlashInferKernels, sequences: int, width: int) -> None:
         self._kernels = kernels
-        self._wrapper = kernels.static_wrapper(works, width)
+        self._wrapper = kernels.static_wrapper(sequences, width)
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
         counts = np.ones(len(contexts), dtype=np.int64)
-        self._kernels.plan(self._wrapper, PagedWorks(counts, contexts, list(tables)))
+        self._kernels.plan(self._wrapper, PagedSequences(counts, contexts, list(tables)))
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
         return _FlashInferReplayed(self._wrapper)
 
 
 class _FlashInferReplayed:
-    works: PagedWorks | None = None
+    sequences: PagedSequences | None = None
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper

@@ -1,18 +1,19 @@
-"""Copies between the pages of a GPU and their mirror in host memory, beside the steps.
+"""Copies between the pages of a GPU and their mirror in host memory, concurrent with the steps.
 
-Each direction has a stream of its own, tied to the computing stream by events, so that nobody waits
-for more than he needs:
+Each direction has its own CUDA stream. Events order it with the computing stream, so each waits
+only for what it needs:
 
-    in:   what the steps had begun when the last of them returned ──event──▶ copies
+    in:   steps that have returned ──event──▶ copies
           copies ──event──▶ a step that reads or writes one of these pages; other steps do not wait
-    out:  computing so far ──event──▶ copies ──event──▶ the thread that wants to read them
+    out:  computation so far ──event──▶ copies ──event──▶ the thread that reads the mirror
 
-A page that is on its way in belongs to one request; whoever gets the page after it may not import
-anything, but computes in it: so a step waits for all pages that it has, also those that it only
-writes (`PagesArriving`).
+A step waits for all its pages, including pages that it only writes (`PagesArriving`). Reason: the
+copy into a page may be pending when the page's request ends, and the next request may compute in
+the page without importing anything.
 
-`HereQueue` is the twin without CUDA: the same calls, done at once. Not here: the memory itself
-(backends/engine/torch/kv_memory.py).
+`HereQueue` is the implementation without CUDA, which copies at once.
+
+Not here: the memory itself (backends/engine/torch/kv_memory.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ PageCopy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 class Done(Protocol):
     def synchronize(self) -> None:
-        """This thread waits until it is."""
+        """Block the calling thread until the copies are done."""
         ...
 
     def hold(self) -> None:
-        """What the calling thread's computing stream gets from now on waits until it is."""
+        """Let the calling thread's computing stream wait for the copies, from now on."""
         ...
 
     def is_over(self) -> bool: ...
@@ -42,15 +43,15 @@ class Done(Protocol):
 
 class CopyQueue(Protocol):
     def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Into pages, after the steps that have returned. From any thread."""
+        """Copy into pages, after the steps that have returned. From any thread."""
         ...
 
     def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Out of pages, after what the computing stream has so far. From any thread."""
+        """Copy from pages, after all work queued on the computing stream. From any thread."""
         ...
 
     def step_is_begun(self) -> None:
-        """All of a step is on the computing stream. From the engine's thread, before it returns."""
+        """A whole step is queued on the computing stream. The engine's thread calls it."""
         ...
 
 
@@ -64,12 +65,12 @@ class HereQueue:
         return self.bring(copies)
 
     def step_is_begun(self) -> None:
-        """It is over."""
+        """Nothing to do: the step is complete."""
 
 
 class _Over:
     def synchronize(self) -> None:
-        """It is."""
+        """Nothing to wait for."""
 
     def hold(self) -> None:
         """Nothing to wait for."""
@@ -121,16 +122,16 @@ class _StreamDone:
 
 
 class PagesArriving:
-    """What of the pages is on its way in. A unit is a layer of a page. Thread-safe."""
+    """Pending copies into pages. A unit is a layer of a page. Thread-safe."""
 
     def __init__(self, units: int) -> None:
         self._lock = threading.Lock()
-        self.tickets = np.zeros(units, dtype=np.int64)  # of each unit's last copy; 0: none
+        self.tickets = np.zeros(units, dtype=np.int64)  # unit -> ticket of its last copy; 0: none
         self._under_way: dict[int, Done] = {}
         self._last = 0
 
     def sent(self, units: NDArray[np.int64], done: Done) -> None:
-        """`units`: what of `tickets` this copy brings."""
+        """Record a copy into these units."""
         with self._lock:
             over = [ticket for ticket, it in self._under_way.items() if it.is_over()]
             for ticket in over:
@@ -140,7 +141,7 @@ class PagesArriving:
             self.tickets[units] = self._last
 
     def hold(self, units: NDArray[np.int64]) -> None:
-        """The computing stream goes on when these are there."""
+        """Let the computing stream wait for pending copies into these units."""
         if not self._under_way:
             return
         with self._lock:
@@ -151,7 +152,7 @@ class PagesArriving:
 
 
 def runs(pages: Sequence[int]) -> Iterator[slice]:
-    """Pages that lie one after the other, each with the next: one copy instead of several."""
+    """Runs of consecutive pages, each of which needs only one copy."""
     first = stop = None
     for page in pages:
         if page == stop:

@@ -1,17 +1,17 @@
-"""Attention that reads K and V where they lie in the pages of a GPU: which kernels there are.
+"""Paged attention kernels of a GPU: selects kernels that read K and V in place.
 
-Three ways, the first that works here is used:
+The first of these that passes a test is used:
 
-    flashinfer   where the package is installed (flashinfer_kernels.py)
+    flashinfer   if the package is installed (flashinfer_kernels.py)
     torch        torch's variable-length flash attention with a block table (2.13 and newer): half
-                 precision, and where it is flash attention 2, pages of a multiple of 256 tokens
-    none         the pages are gathered, layer by layer, and torch attends (layers/)
+                 precision; flash attention 2 needs pages of a multiple of 256 tokens
+    none         the pages are gathered in each layer, for torch's attention (layers/)
 
-"Works" is tried once, on small pages of the engine's own shape, against torch's plain attention:
-neither way promises its shapes, and neither has run on a GPU of ours. What fails later, in a step,
-is told once; that step goes on with `plain`, and the next ones gather.
+The test runs once, on a few small pages of the engine's shape, and compares with torch's plain
+attention: no library guarantees its supported shapes. If a kernel fails later in a step, the
+failure is logged, this step uses `plain`, and later steps gather.
 
-Not here: what a kernel is asked (paged_plan.py), recorded decode steps (decode_graph.py).
+Not here: the kernels' interface (paged_plan.py), recorded decode steps (decode_graph.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backends.engine.torch.gpu.paged_plan import (
     Integers,
     PagedAttend,
     PagedKernels,
-    PagedWorks,
+    PagedSequences,
     StaticAttend,
 )
 from backends.engine.torch.gpu.staging import Staging
@@ -36,16 +36,16 @@ from mooncake_store.layout import blocks_touched
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
-TOLERANCE = 3e-2  # of averages of numbers like 1, in bfloat16
+TOLERANCE = 3e-2  # largest error of averages of numbers of size 1, in bfloat16
 TRIED_PAGES, TRIED_LAYERS = 4, 2
-PROBLEM_MAX = 160  # characters of what torch says, which may be a page
+PROBLEM_MAX = 160  # characters of an error text of torch
 
 
 Known = Iterable[tuple[str, Callable[[], PagedKernels]]]
 
 
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
-    """For these pages; None where they are gathered, which on a GPU is said."""
+    """The best working kernels for these pages; None: the pages are gathered. Logs the choice."""
     if memory.pool.device.type != "cuda":
         return None
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
@@ -62,18 +62,18 @@ def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
 
 
 def tried(makers: Known, memory: KvMemory, heads: int) -> Iterator[tuple[PagedKernels | None, str]]:
-    """Each that is right, or what is wrong with it."""
+    """Test each maker's kernels. Yields (kernels, "") or (None, problem)."""
     for name, make in makers:
         try:
             kernels = make()
             problem = wrong(kernels, memory, heads)
-        except Exception as error:  # edge: whatever a driver or a library says, the others remain
+        except Exception as error:  # edge: any error of a driver or library; try the next kernels
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:PROBLEM_MAX]
         yield (kernels, "") if problem is None else (None, f"{name}: {problem}")
 
 
 def known(memory: KvMemory, heads: int) -> Known:
-    """The best first."""
+    """Makers of all kernels, the best first."""
     from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
 
     layout, pool = memory.layout, memory.pool
@@ -84,7 +84,7 @@ def known(memory: KvMemory, heads: int) -> Known:
 
 @torch.inference_mode()
 def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
-    """Prompts, last tokens and a recorded step over a few pages like those of `memory`, tried."""
+    """Test prefill, query tokens and a recorded step on a few pages. Returns any problem."""
     layout, device = memory.layout, memory.pool.device
     block_tokens = layout.block_tokens
     made = torch.Generator(device).manual_seed(1)
@@ -94,21 +94,21 @@ def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
     tables = [np.array(table, dtype=np.int64) for table in ([2], [3, 0], [1, 2])]
     contexts = np.array([1, block_tokens + 1, 2 * block_tokens], dtype=np.int64)
     for counts in ([1, 1, 1], [1, min(3, block_tokens), 2 * block_tokens - 1]):
-        works = PagedWorks(np.array(counts, dtype=np.int64), contexts, tables)
-        all_heads = heads + 2 * layout.kv_heads  # queries lie in rows with K and V
+        sequences = PagedSequences(np.array(counts, dtype=np.int64), contexts, tables)
+        all_heads = heads + 2 * layout.kv_heads  # a row holds queries, K and V
         qkv = torch.randn(
             sum(counts), all_heads, layout.head_dim, generator=made, device=device
         ).to(pool.dtype)
         queries = qkv[:, :heads]
-        expected = plain(pages, works, queries).float()
+        expected = plain(pages, sequences, queries).float()
         staging = Staging(device)
-        planned = kernels.planned(works, staging)
+        planned = kernels.planned(sequences, staging)
         staging.send()
         far = _distance(planned(pages, queries), expected)
-        if works.is_decode and far < TOLERANCE:
+        if sequences.is_decode and far < TOLERANCE:
             static = kernels.static(len(counts), 2)
-            static.refresh(works.padded(), contexts)
-            padded, ends = (torch.from_numpy(a).to(device) for a in (works.padded(), contexts))
+            static.refresh(sequences.padded(), contexts)
+            padded, ends = (torch.from_numpy(a).to(device) for a in (sequences.padded(), contexts))
             far = _distance(static.over(padded, ends)(pages, queries), expected)
         if not far < TOLERANCE:  # also where it is NaN
             return f"it is off by {far:.2g} for {counts} queries"
@@ -119,13 +119,13 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.float() - other).abs().max())
 
 
-def plain(pages: torch.Tensor, works: PagedWorks, queries: torch.Tensor) -> torch.Tensor:
-    """What a PagedAttend does, work by work: the pages gathered, torch's attention."""
+def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor) -> torch.Tensor:
+    """Reference of a PagedAttend: gathers the pages of each sequence for torch's attention."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     _, _, kv_heads, block_tokens, head_dim = pages.shape
     first = 0
     for count, context, table in zip(
-        works.counts.tolist(), works.contexts.tolist(), works.tables, strict=True
+        sequences.counts.tolist(), sequences.contexts.tolist(), sequences.tables, strict=True
     ):
         own = table[: blocks_touched(context, block_tokens)]
         kv = pages.index_select(0, torch.from_numpy(own).to(pages.device))
@@ -139,7 +139,7 @@ def plain(pages: torch.Tensor, works: PagedWorks, queries: torch.Tensor) -> torc
 
 
 class VarlenKernels:
-    """torch.nn.attention.varlen. What its C++ wants beside the documented is tried: key starts."""
+    """torch.nn.attention.varlen, with or without the undocumented key starts of its C++ code."""
 
     def __init__(self, has_key_starts: bool) -> None:
         from torch.nn.attention.varlen import varlen_attn  # ImportError: torch is older than 2.10
@@ -148,19 +148,19 @@ class VarlenKernels:
         self._attend = varlen_attn
         self._has_key_starts = has_key_starts
 
-    def planned(self, works: PagedWorks, staging: Staging) -> PagedAttend:
-        starts = np.concatenate([[0], np.cumsum(works.counts)]).astype(np.int64)
-        parts = [staging.put(array) for array in (works.padded(), works.contexts, starts)]
+    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+        starts = np.concatenate([[0], np.cumsum(sequences.counts)]).astype(np.int64)
+        parts = [staging.put(array) for array in (sequences.padded(), sequences.contexts, starts)]
         return _VarlenAttend(
             self._attend,
-            works,
+            sequences,
             *parts,
-            int(works.counts.max()),
-            int(works.contexts.max()),
+            int(sequences.counts.max()),
+            int(sequences.contexts.max()),
             self._has_key_starts,
         )
 
-    def static(self, works: int, width: int) -> StaticAttend:
+    def static(self, sequences: int, width: int) -> StaticAttend:
         return _VarlenStatic(self._attend, self._has_key_starts)
 
 
@@ -173,7 +173,7 @@ class _VarlenStatic:
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
         starts = torch.arange(len(tables) + 1, device=tables.device)
-        # 0: the longest context that fits the tables, which only the pages' size can tell.
+        # 0: the longest context that fits into the tables, computed from the size of the pages.
         return _VarlenAttend(
             self._attend, None, tables, contexts, starts, 1, 0, self._has_key_starts
         )
@@ -183,7 +183,7 @@ class _VarlenAttend:
     def __init__(
         self,
         attend: Callable[..., torch.Tensor],
-        works: PagedWorks | None,
+        sequences: PagedSequences | None,
         tables: torch.Tensor,
         contexts: torch.Tensor,
         starts: torch.Tensor,
@@ -191,7 +191,7 @@ class _VarlenAttend:
         context_max: int,
         has_key_starts: bool,
     ) -> None:
-        self.works = works
+        self.sequences = sequences
         self._attend = attend
         self._integers = (tables, contexts, starts)
         self._is_ready = False
@@ -200,7 +200,7 @@ class _VarlenAttend:
         self._has_key_starts = has_key_starts
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        if not self._is_ready:  # by the first layer, for all
+        if not self._is_ready:  # in the first layer, for all layers
             self._prepare()
         tables, contexts, starts = self._integers
         keys, values = pages.transpose(2, 3).unbind(1)  # [pages, block_tokens, kv_heads, head_dim]
@@ -212,8 +212,8 @@ class _VarlenAttend:
             self._key_starts,
             self._queries_max,
             self._context_max or tables.shape[1] * keys.shape[1],
-            # A causal mask ends at the last key of each work. A last token sees all, and said so
-            # the kernel may share K and V among the queries of a head.
+            # A causal mask is aligned to the last key of each sequence. A query token attends to
+            # all keys. Without a mask, the kernel can share K and V among the queries of a head.
             window_size=(-1, -1) if self._queries_max == 1 else (-1, 0),
             enable_gqa=True,
             seqused_k=contexts,

@@ -1,6 +1,6 @@
-"""What a kernel that reads pages in place is asked, and what it answers: one attention per layer.
+"""Interface of attention kernels that read pages in place.
 
-Not here: the kernels (paged_kernels.py, flashinfer_kernels.py), the rest of a step (step_plan.py).
+Not here: the kernels (paged_kernels.py, flashinfer_kernels.py), the plan of a step (step_plan.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class PagedWorks:
-    """Works whose queries lie one after the other; each work's are its last tokens."""
+class PagedSequences:
+    """Sequences with concatenated queries. The queries of a sequence are its last tokens."""
 
-    counts: Integers  # [works] queries
-    contexts: Integers  # [works] tokens, up to the last query
-    tables: Sequence[Integers]  # of each work, the pages of its context
+    counts: Integers  # [sequences] queries of each
+    contexts: Integers  # [sequences] tokens of each context, up to the last query
+    tables: Sequence[Integers]  # pages of each sequence's context
 
     @property
     def is_decode(self) -> bool:
         return int(self.counts.max()) == 1
 
     def padded(self) -> Integers:
-        """[works, pages of the longest]; what pads is read by nobody."""
+        """[sequences, pages of the longest]; padding is not read."""
         width = max(len(table) for table in self.tables)
         found = np.zeros((len(self.tables), width), dtype=np.int64)
         for row, table in zip(found, self.tables, strict=True):
@@ -40,12 +40,12 @@ class PagedWorks:
 
 
 class PagedAttend(Protocol):
-    """The attention of planned works in one layer."""
+    """The attention of planned sequences in one layer."""
 
-    works: PagedWorks | None  # None: only the device knows them
+    sequences: PagedSequences | None  # None: they are only in device memory
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """queries [all of the works, heads, head_dim] -> the same shape.
+        """queries [all of the sequences, heads, head_dim] -> the same shape.
 
         pages [pages, 2, kv_heads, block_tokens, head_dim], of one layer.
         """
@@ -53,31 +53,31 @@ class PagedAttend(Protocol):
 
 
 class StaticAttend(Protocol):
-    """That of a recorded decode step, whose tables and contexts lie in tensors that stay."""
+    """The attention of a recorded decode step, with static tables and contexts."""
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """On the host, before each replay: tables [works, width], contexts [works]."""
+        """Set tables [sequences, width] and contexts [sequences], before each replay."""
         ...
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
-        """Part of what is recorded: the same on the device."""
+        """The attention over these static device tensors, for the recording."""
         ...
 
 
 class PagedKernels(Protocol):
     name: str
 
-    def planned(self, works: PagedWorks, staging: Staging) -> PagedAttend:
-        """May be called once `staging` has been sent."""
+    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+        """The attention of these sequences. Call it only after `staging` has been sent."""
         ...
 
-    def static(self, works: int, width: int) -> StaticAttend: ...
+    def static(self, sequences: int, width: int) -> StaticAttend: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """How a step attends: the works of one token, the others, and the last token of all."""
+    """The attention of a step."""
 
-    decodes: PagedAttend | None
-    prefills: PagedAttend | None
-    query_tokens: PagedAttend
+    decodes: PagedAttend | None  # of decode sequences
+    prefills: PagedAttend | None  # of prefill sequences
+    query_tokens: PagedAttend  # of the query tokens of all sequences

@@ -1,12 +1,11 @@
-"""What a step brings to the device and takes from it: pinned memory, and one copy each way.
+"""Transfers of a step's inputs and results through pinned memory, with one copy in each direction.
 
-A tensor made on the host and moved with `.to(device)` is a copy of its own from memory that the
-driver has to pin first, and the CPU waits for it. Here the index arrays of a step go into one
-pinned buffer and over with one copy that nobody waits for; logits come back into pinned memory,
-behind an event. Pinned memory is torch's: what nobody holds any more is used again, when the copy
-that read it is over.
+`.to(device)` would copy each tensor separately and synchronously, from memory that the driver has
+to pin first. Here all index arrays of a step are in one pinned buffer, and one asynchronous copy
+transfers them. Logits are copied into pinned memory, followed by an event. torch's allocator
+reuses pinned memory after the last copy from it.
 
-On a CPU both are no copies at all. Not here: the pages (kv_memory.py).
+On a CPU there are no copies. Not here: the pages (kv_memory.py).
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SLAB_INTEGERS = 64 * 1024  # a step of most sizes in one copy
+SLAB_INTEGERS = 64 * 1024  # most steps need one copy
 
 
 class Staging:
-    """The index arrays of one step. What `put` gives is there for kernels that follow `send`."""
+    """The index arrays of one step. Kernels after `send` may use the tensors that `put` returns."""
 
     def __init__(self, device: torch.device, is_direct: bool | None = None) -> None:
         self._device = device
         self._is_direct = device.type == "cpu" if is_direct is None else is_direct
-        self._slabs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, on the device
-        self._used = 0  # of the last slab
+        self._slabs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (host, device)
+        self._used = 0  # integers in the last slab
 
     def put(self, array: NDArray[np.int64]) -> torch.Tensor:
-        """int64, of the array's shape, on the device."""
+        """The array as an int64 tensor on the device."""
         assert array.dtype == np.int64, array.dtype
         source = torch.from_numpy(np.ascontiguousarray(array))
         if self._is_direct:
@@ -62,7 +61,7 @@ class Staging:
 
 
 def fetched(tensor: torch.Tensor) -> NDArray[Any]:
-    """On the host, in memory of its own; all that the stream had to do before is done then."""
+    """The tensor on the host. Waits for all earlier work of the stream."""
     if not tensor.is_cuda:
         array: NDArray[Any] = tensor.numpy()
         return array

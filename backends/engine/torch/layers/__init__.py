@@ -1,1 +1,1 @@
-"""What a layer of a decoder computes: kinds of attention and of feed-forward."""
+"""The parts of a decoder layer: kinds of attention and of feed-forward."""

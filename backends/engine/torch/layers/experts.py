@@ -1,8 +1,10 @@
-"""Experts: a feed-forward of which each token has a few, chosen by a router, and the shared ones.
+"""Mixture of experts as in DeepSeek-V3: each token uses a few routed experts and the shared ones.
 
-Routing is that of DeepSeek-V3: sigmoid scores in float32; a correction of each expert's counts when
-choosing and not in its weight; experts are in groups, only those of the groups whose two best are
-best are looked at. Not here: a single one (feed_forward.py).
+Routing: sigmoid scores in float32. A correction bias per expert affects the choice, but not the
+weight. Experts are in groups. A group's rank is the sum of its two best scores, and only experts of
+the best groups can be chosen.
+
+Not here: a single expert (feed_forward.py).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class ExpertsFeedForward:
         self.shared = shared
 
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Tokens are sorted by expert; each expert computes its own, in one matrix."""
+        """Sort tokens by expert, so that each expert computes its tokens as one matrix."""
         chosen, weights = self.router.choose(normed)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         order = chosen.flatten().argsort(stable=True)
@@ -63,7 +65,7 @@ class ExpertsFeedForward:
             if count == 0:
                 continue
             own = slice(first, first + count)
-            # A few numbers of rows (rounded_rows says why): some row once more, for nothing.
+            # Padded to few different shapes (see rounded_rows).
             inputs = normed.new_zeros(rounded_rows(count), normed.shape[1])
             inputs[:count] = normed[rows[own]]
             output = expert.down(expert.gate_up(inputs))[:count]

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: what is added to the hidden states of each token by itself."""
+"""The feed-forward part of a layer, computed for each token separately."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from backends.engine.torch.linear import GatedLinear, Linear
 
 class FeedForward(Protocol):
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """residual and normed [rows, hidden] -> their sum with what this makes of `normed`.
+        """residual + feed_forward(normed), all [rows, hidden].
 
-        May or may not change `residual`: use only the result.
+        It may change `residual`: use only the result.
         """
         ...
 

@@ -1,12 +1,11 @@
 """Grouped-query attention over paged KV: Llama, Mistral, Qwen2, Qwen3.
 
-No gathering is needed where native code reads the pages (native_layers.py), or a GPU's kernel
-(gpu/paged_kernels.py).
+Native code (native_layers.py) and a GPU's kernels (gpu/paged_kernels.py) read the pages in place.
+Otherwise the pages are gathered. K and V are not repeated for the query heads that share a KV head:
+these heads are rows of one matrix (query tokens), or K and V have stride 0 (prefill).
 
-Grouped-query attention needs no repeated K and V here: the query heads that share a KV head are
-laid beside each other, as rows (last token) or as heads with stride 0 (prefill).
-
-Not here: which tokens see what (step_plan.py), what all kinds of attention do (paged_attention.py).
+Not here: which tokens attend to which (step_plan.py), the common part of all kinds of attention
+(paged_attention.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
         self._norm = norm
-        self._packed = rope.new_empty(0)  # K and V of a chunk's context
+        self._packed = rope.new_empty(0)  # scratch memory: packed K and V of a chunk's context
         self.reads_seen = (
             native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
         )
@@ -63,20 +62,20 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         )
 
     def angles(self, plan: StepPlan) -> torch.Tensor | None:
-        """None: native code reads the table."""
+        # Native code reads the table itself.
         return None if self._norm.is_native else super().angles(plan)
 
     def project(
         self,
-        place: int,
+        page_layer: int,
         layer: GroupedWeights,
         normed: torch.Tensor,
         plan: StepPlan,
         angles: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[rows, q heads, head_dim]; K and V, normed and rotated with them, in their pages.
+        """Queries [rows, q heads, head_dim]. Writes the normed and rotated K and V to the pages.
 
-        Attention takes K and V from the pages, those of this step too: fp8 has rounded them there.
+        Attention reads K and V of this step from the pages too, because fp8 rounds them there.
         """
         rotated_heads = self.heads + self.kv_heads
         qkv = layer.qkv(normed).view(-1, rotated_heads + self.kv_heads, self.head_dim)
@@ -88,7 +87,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
                 plan.positions,
                 layer.qk_norm,
                 self._norm.epsilon,
-                self.memory.token_rows[place],
+                self.memory.token_rows[page_layer],
                 plan.token_rows,
             )
             return qkv[:, : self.heads]
@@ -96,71 +95,80 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         if layer.qk_norm is not None:
             rotated.copy_(self._norm(rotated)).mul_(layer.qk_norm)
         rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
-        self.write(place, plan.token_rows, qkv[: plan.tokens, self.heads :])
+        self.write(page_layer, plan.token_rows, qkv[: plan.tokens, self.heads :])
         return qkv[:, : self.heads]
 
-    def last_tokens(
-        self, place: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
+    def query_tokens(
+        self, page_layer: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         if plan.paged is not None:
-            return self._in_place(plan.paged.query_tokens, place, queries).flatten(1)
+            return self._in_place(plan.paged.query_tokens, page_layer, queries).flatten(1)
         if self.reads_seen and plan.seen is not None:
-            pages = self.memory.pool[:, place]
-            return native_layers.attend_last_tokens(
+            pages = self.memory.pool[:, page_layer]
+            return native_layers.attend_query_tokens(
                 queries, pages, plan.seen, self.memory.layout.block_tokens
             )
         parts = [
-            self._last(place, group, queries[group.first : group.first + group.works])
+            self._query_group(
+                page_layer, group, queries[group.first : group.first + group.sequences]
+            )
             for group in self.groups(plan, len(queries))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def all_tokens(
-        self, place: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
+        self, page_layer: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         if plan.paged is not None:
-            return self._all_in_place(place, plan, plan.paged, queries)
-        return super().all_tokens(place, layer, plan, queries)
+            return self._all_in_place(page_layer, plan, plan.paged, queries)
+        return super().all_tokens(page_layer, layer, plan, queries)
 
     def _all_in_place(
-        self, place: int, plan: StepPlan, paged: PagedPlan, queries: torch.Tensor
+        self, page_layer: int, plan: StepPlan, paged: PagedPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         if paged.decodes is None and paged.prefills is not None and len(queries) == plan.tokens:
-            return self._in_place(paged.prefills, place, queries).flatten(1)
+            return self._in_place(paged.prefills, page_layer, queries).flatten(1)
         if paged.prefills is None and paged.decodes is not None:
-            return self._in_place(paged.decodes, place, queries).flatten(1)
+            return self._in_place(paged.decodes, page_layer, queries).flatten(1)
         out = queries.new_zeros(len(queries), self.heads * self.head_dim)
-        works = plan.decode_works
-        parts = ((paged.decodes, slice(0, works)), (paged.prefills, slice(works, plan.tokens)))
+        sequences = plan.decode_sequences
+        parts = (
+            (paged.decodes, slice(0, sequences)),
+            (paged.prefills, slice(sequences, plan.tokens)),
+        )
         for attend, rows in parts:
             if attend is not None:
-                out[rows] = self._in_place(attend, place, queries[rows]).flatten(1)
+                out[rows] = self._in_place(attend, page_layer, queries[rows]).flatten(1)
         return out
 
-    def _in_place(self, attend: PagedAttend, place: int, queries: torch.Tensor) -> torch.Tensor:
+    def _in_place(
+        self, attend: PagedAttend, page_layer: int, queries: torch.Tensor
+    ) -> torch.Tensor:
         """queries [rows, heads, head_dim] -> the same shape."""
-        pages = self.memory.pool[:, place]
-        if attend.works is None:  # a recorded step: nothing else can take its place
+        pages = self.memory.pool[:, page_layer]
+        if attend.sequences is None:  # a recorded step has no alternative
             return attend(pages, queries)
         if self.kernels is not None:
             try:
                 return attend(pages, queries)
-            except Exception as error:  # edge: tried before, but not with every shape
+            except Exception as error:  # edge: the test before did not cover every shape
                 log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
                 self.kernels = None
-        return paged_kernels.plain(pages, attend.works, queries)
+        return paged_kernels.plain(pages, attend.sequences, queries)
 
-    def _last(self, place: int, group: QueryGroup, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self.gather(place, group.page_rows, group.works)
+    def _query_group(
+        self, page_layer: int, group: QueryGroup, queries: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = self.gather(page_layer, group.page_rows, group.sequences)
         keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
-        rows = queries.reshape(group.works, self.kv_heads, self.shared, self.head_dim)
+        rows = queries.reshape(group.sequences, self.kv_heads, self.shared, self.head_dim)
         mask = group.mask(rows.dtype)
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
-        return out.reshape(group.works, -1)
+        return out.reshape(group.sequences, -1)
 
     def prefill(
         self,
-        place: int,
+        page_layer: int,
         layer: GroupedWeights,
         span: PrefillSpan,
         queries: torch.Tensor,
@@ -171,10 +179,10 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
             if need > self._packed.numel():
                 self._packed = queries.new_empty(2 * need)
             native_layers.attend_prefill(
-                queries, self.memory.pool[:, place], span.pages, span.start, out, self._packed
+                queries, self.memory.pool[:, page_layer], span.pages, span.start, out, self._packed
             )
             return
-        keys, values = self.gather(place, span.page_rows, 1)
+        keys, values = self.gather(page_layer, span.page_rows, 1)
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
         rows, target = queries.view(grouped), out.view(grouped)
         if causal_attention.serves(queries, span.end):

@@ -1,16 +1,17 @@
 """Multi-head latent attention over paged latents: DeepSeek-V3, Kimi K2.
 
-A token's row in the pages is its normed latent and one rotated key for all heads; K and V of a head
-are projections of the latent. Two forms of the same attention:
+A token's row in the pages is its normed latent and one rotated key for all heads. K and V of a head
+are projections of the latent. There are two forms of the same attention:
 
-    absorbed   the projection of K goes into the query, that of V behind the average: one row is
-               read per token, whatever the number of heads. Last tokens, and short chunks
-    expanded   K and V of the context are made again, then attended: fewer products per score, so
-               better where a chunk has many queries (`_is_expanded`)
+    absorbed   the projection of K is applied to the query, and that of V to the average. One row
+               is read per token, for any number of heads. For query tokens and short chunks
+    expanded   K and V of the context are computed from the latents. Fewer products per score, so
+               better for chunks with many queries (`_expanded_from`)
 
-Weights of the two inner norms are folded into the matrices behind them, YaRN's factor of scores
-into the query's, and the rotary rows of interleaved checkpoints are put in halves (weights.py).
-Not here: what all kinds of attention do (paged_attention.py).
+weights.py folds the weights of the two inner norms into the matrices after them, and YaRN's score
+factor into the query matrix. It also reorders the rotary rows of interleaved checkpoints.
+
+Not here: the common part of all kinds of attention (paged_attention.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
 from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
-INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says for the others
-EXPANDED_SCALARS_MAX = 32 * 2**20  # K and V of so many heads at once
+INNER_EPSILON = 1e-6  # epsilon of the latents' norms; config.json has that of the others
+EXPANDED_SCALARS_MAX = 32 * 2**20  # largest size of expanded K and V at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
         self._latent = latent
         self._norm = RmsNorm(INNER_EPSILON, rope)
         self._scale = latent.query_dim**-0.5
-        # Products per score of each form, and per token of the context of one more projection.
+        # Products per score in each form, and per context token for the expansion.
         absorbed = latent.row + latent.rank
         expanded = latent.query_dim + latent.value_dim
         projected = latent.rank * (latent.plain_dim + latent.value_dim)
@@ -58,7 +59,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
 
     def project(
         self,
-        place: int,
+        page_layer: int,
         layer: LatentWeights,
         normed: torch.Tensor,
         plan: StepPlan,
@@ -76,22 +77,22 @@ class LatentAttention(PagedAttention[LatentWeights]):
         cosines, sines = angles[:, :1], angles[:, 1:]
         rotate_in_place(queries[..., latent.plain_dim :], cosines, sines)
         rotate_in_place(row[:, None, latent.rank :], cosines, sines)
-        self.write(place, plan.token_rows, row[: plan.tokens, None])
+        self.write(page_layer, plan.token_rows, row[: plan.tokens, None])
         return queries
 
-    def last_tokens(
-        self, place: int, layer: LatentWeights, plan: StepPlan, queries: torch.Tensor
+    def query_tokens(
+        self, page_layer: int, layer: LatentWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         rows = self._absorbed(layer, queries)
         parts = [
-            self._last(place, group, rows[group.first : group.first + group.works])
+            self._query_group(page_layer, group, rows[group.first : group.first + group.sequences])
             for group in self.groups(plan, len(queries))
         ]
         return self._values(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _last(self, place: int, group: QueryGroup, rows: torch.Tensor) -> torch.Tensor:
-        """rows [works, heads, rank + rotary_dim] -> averages of latents [works, heads, rank]."""
-        [pages] = self.gather(place, group.page_rows, group.works)
+    def _query_group(self, page_layer: int, group: QueryGroup, rows: torch.Tensor) -> torch.Tensor:
+        """rows [sequences, heads, rank + rotary_dim] -> averages [sequences, heads, rank]."""
+        [pages] = self.gather(page_layer, group.page_rows, group.sequences)
         seen = pages[:, :, : group.context_tokens]
         return F.scaled_dot_product_attention(
             rows.unsqueeze(1),
@@ -103,18 +104,19 @@ class LatentAttention(PagedAttention[LatentWeights]):
 
     def prefill(
         self,
-        place: int,
+        page_layer: int,
         layer: LatentWeights,
         span: PrefillSpan,
         queries: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         latent = self._latent
-        pages = self.gather(place, span.page_rows, 1)[0, 0]  # [1, tokens of the pages, row]
+        pages = self.gather(page_layer, span.page_rows, 1)[0, 0]  # [1, tokens of the pages, row]
         if self._expanded_from is None or span.tokens >= self._expanded_from:
             self._expand(layer, span, pages[0], queries, out)
             return
-        rows = self._absorbed(layer, queries) * (self._scale * latent.row**0.5)  # undone inside
+        # `by_torch` divides by sqrt(row); the scale has to be `_scale`.
+        rows = self._absorbed(layer, queries) * (self._scale * latent.row**0.5)
         seen = rows.new_empty(span.tokens, 1, self.heads, latent.rank)
         causal_attention.by_torch(
             rows.unsqueeze(1), pages, pages[..., : latent.rank], span.start, seen
@@ -129,7 +131,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
         queries: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """pages [tokens, row]; some heads at a time, so that K and V need little memory."""
+        """pages [tokens, row]. A few heads at a time, which bounds the memory of K and V."""
         latent = self._latent
         tokens = len(pages)
         latents, rotary = pages[:, : latent.rank], pages[:, latent.rank :]

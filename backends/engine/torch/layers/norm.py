@@ -1,4 +1,4 @@
-"""RMS norm of the last dimension: native where that serves, else torch's."""
+"""RMS norm of the last dimension, by the native kernel if it supports the tensor, else by torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from backends.engine.torch import native_layers
 
 
 class RmsNorm:
-    """Without a weight of its own: most are folded into the matrix behind (weights.py)."""
+    """RMS norm without its own weight: most weights are folded into matrices (weights.py)."""
 
     def __init__(self, epsilon: float, like: torch.Tensor) -> None:
-        """`like`: of the device and dtype of what it will get."""
+        """`like`: a tensor with the device and dtype of the inputs."""
         self.epsilon = epsilon
         self.is_native = native_layers.serves(like)
 
     def __call__(self, values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """values [..., width], weight [width] -> the same shape, in memory of its own."""
+        """values [..., width], weight [width] -> a new tensor of the same shape."""
         if self.is_native and values.dim() == 2:
             return native_layers.norm_rows(values, self.epsilon, weight)
         normed = F.rms_norm(values, (values.shape[-1],), None, self.epsilon)

@@ -1,8 +1,9 @@
-"""What all kinds of attention over paged KV share: who of a step attends how, and gathering.
+"""Base class of all kinds of attention over paged KV: dispatch of a step's parts, and gathering.
 
-A kind (grouped_attention.py) says how a layer's hidden states become queries
-and KV, and how queries meet the pages: the last token of each of many works, or a chunk of one
-prompt. Not here: which tokens see what (step_plan.py).
+A subclass (grouped_attention.py, latent_attention.py) computes queries and KV from hidden states,
+and attention of query tokens of many sequences or of a chunk of one prompt.
+
+Not here: which tokens attend to which (step_plan.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
-LayerWeights = TypeVar("LayerWeights")  # of attention, without its output projection
+LayerWeights = TypeVar("LayerWeights")  # weights of attention without the output projection
 
 
 class PagedAttention(ABC, Generic[LayerWeights]):
@@ -26,40 +27,40 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         self.memory = memory
         self.heads = heads
         self.value_dim = value_dim
-        self.rope = rope  # of the dtype of queries, and of KV when it is seen
+        self.rope = rope  # in the dtype of queries and of gathered KV
         self.is_fp8 = memory.layout.dtype == "fp8"
-        self.kernels: PagedKernels | None = None  # steps are to be planned for these
-        self.reads_seen = False  # `last_tokens` takes the pages of works from the plan's `seen`
-        # Reused by every layer and step: fresh memory of this size costs page faults each time.
+        self.kernels: PagedKernels | None = None  # the plan has to be made for these kernels
+        self.reads_seen = False  # `query_tokens` reads the pages from the plan's `seen`
+        # Reused by every layer and step, because new memory of this size would cost page faults.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
     @abstractmethod
     def project(
         self,
-        place: int,
+        page_layer: int,
         layer: LayerWeights,
         normed: torch.Tensor,
         plan: StepPlan,
         angles: torch.Tensor | None,
     ) -> torch.Tensor:
-        """normed [rows of the plan, hidden] -> queries [rows, heads, any]; KV is in its pages.
+        """normed [rows of the plan, hidden] -> queries [rows, heads, any]. Writes KV to the pages.
 
-        `place` is the layer's in a page, `angles` what the method of this name gave.
+        `page_layer` is the layer's index in a page, and `angles` the result of `self.angles`.
         """
 
     @abstractmethod
-    def last_tokens(
-        self, place: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
+    def query_tokens(
+        self, page_layer: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
-        """queries [works, heads, any] of last tokens -> [works, heads * value_dim].
+        """queries [sequences, heads, any] of query tokens -> [sequences, heads * value_dim].
 
-        The works are all of the plan, or its works of one token, which are its first.
+        The sequences are all of the plan, or its decode sequences, which come first.
         """
 
     @abstractmethod
     def prefill(
         self,
-        place: int,
+        page_layer: int,
         layer: LayerWeights,
         span: PrefillSpan,
         queries: torch.Tensor,
@@ -72,41 +73,44 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         return self.rope.index_select(0, plan.positions)
 
     def all_tokens(
-        self, place: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
+        self, page_layer: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
     ) -> torch.Tensor:
         """queries [rows of the plan, heads, any] -> [rows, heads * value_dim]."""
         if not plan.prefills:
-            return self.last_tokens(place, layer, plan, queries)
+            return self.query_tokens(page_layer, layer, plan, queries)
         out = queries.new_empty(len(queries), self.heads * self.value_dim)
-        if works := plan.decode_works:
-            out[:works] = self.last_tokens(place, layer, plan, queries[:works])
+        if sequences := plan.decode_sequences:
+            out[:sequences] = self.query_tokens(page_layer, layer, plan, queries[:sequences])
         for span in plan.prefills:
             rows = slice(span.first, span.first + span.tokens)
-            self.prefill(place, layer, span, queries[rows], out[rows])
+            self.prefill(page_layer, layer, span, queries[rows], out[rows])
         out[plan.tokens :].zero_()
         return out
 
-    def groups(self, plan: StepPlan, works: int) -> list[QueryGroup]:
-        """Of so many works: all of the plan, or its works of one token."""
-        return plan.query_tokens if works > plan.decode_works else plan.decodes
+    def groups(self, plan: StepPlan, sequences: int) -> list[QueryGroup]:
+        """The groups of all sequences of the plan, or of its decode sequences."""
+        return plan.query_tokens if sequences > plan.decode_sequences else plan.decodes
 
-    def write(self, place: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
+    def write(self, page_layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
         """kv [tokens, rows of the layout, head_dim]: K heads, then V heads; or the latent."""
         rows = fp8.rounded(kv) if self.is_fp8 else kv
-        self.memory.token_rows[place].index_put_((token_rows,), rows)
+        self.memory.token_rows[page_layer].index_put_((token_rows,), rows)
 
-    def gather(self, place: int, page_rows: torch.Tensor, works: int) -> torch.Tensor:
-        """KV [kv_factor, works, kv_heads, tokens of the pages, head_dim], until the next call."""
-        gathered = self._gathered_rows(self.memory.page_rows[place], page_rows)
+    def gather(self, page_layer: int, page_rows: torch.Tensor, sequences: int) -> torch.Tensor:
+        """KV [kv_factor, sequences, kv_heads, tokens of the pages, head_dim].
+
+        The result is valid until the next call.
+        """
+        gathered = self._gathered_rows(self.memory.page_rows[page_layer], page_rows)
         if self.is_fp8:
             gathered = fp8.widened(gathered, self.rope.dtype)
         layout = self.memory.layout
-        return gathered.view(layout.kv_factor, works, layout.kv_heads, -1, layout.head_dim)
+        return gathered.view(layout.kv_factor, sequences, layout.kv_heads, -1, layout.head_dim)
 
     def _gathered_rows(self, rows: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
         if rows.is_cuda:
-            # torch keeps such memory at hand, and a recorded step must have its own for ever: a
-            # buffer that a larger step replaces would be somebody else's when it is replayed.
+            # torch's allocator caches this memory. A recorded step needs its own buffer: a shared
+            # one could be replaced by a larger step, and freed before a replay.
             return rows.index_select(0, page_rows)
         if len(page_rows) > len(self._gathered):
             self._gathered = rows.new_empty((2 * len(page_rows), rows.shape[1]))

@@ -1,4 +1,4 @@
-"""A prompt that passes layer by layer, in windows: the numbers of one computed chunk by chunk."""
+"""A prompt that passes layer by layer, in rings: the numbers of one computed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def test_logits_and_kv_are_those_of_the_prompt_computed_chunk_by_chunk(
     layer_bytes = engine.layout.layer_bytes
     right = engine.kv_pool.reshape(PAGES, layers, layer_bytes)[pages].copy()
     engine.kv_pool[:] = 0xFF
-    assert engine.windows is not None
-    size = engine.windows.layers_at_once
+    assert engine.rings is not None
+    size = engine.rings.layers_at_once
     assert size == (3 if layers in (6, 16) else layers)
-    pages = chance.permutation(PAGES)[: engine.windows.pages_for(blocks)].tolist()
-    windows = engine.windows.in_pages(pages, blocks)
-    passing = engine.begin_pass(ids, 0, windows)
+    pages = chance.permutation(PAGES)[: engine.rings.pages_for(blocks)].tolist()
+    rings = engine.rings.in_pages(pages, blocks)
+    passing = engine.begin_pass(ids, 0, rings)
     cells = engine.kv_pool.reshape(-1, layer_bytes)
     for layer in range(layers):
         last = [passing.compute(layer, start, count) for start, count in chunks][-1]
         whole = tokens // BLOCK_TOKENS  # what is behind the end of a prompt is nobody's
-        here = cells[np.array(windows) * size + layer % size]
+        here = cells[np.array(rings) * size + layer % size]
         assert np.array_equal(here[:whole], right[:whole, layer]), f"layer {layer}"
     assert last is not None and np.array_equal(last, logits[-1][0])
 
 
-def test_a_stage_of_a_pipeline_has_no_windows(tmp_path: Path) -> None:
+def test_a_stage_of_a_pipeline_has_no_rings(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, LlamaShape(layers=2, hidden=64, heads=2, kv_heads=1))
-    assert TorchEngine.load(folder, 4, BLOCK_TOKENS, stage=1, stages=2).windows is None
+    assert TorchEngine.load(folder, 4, BLOCK_TOKENS, stage=1, stages=2).rings is None

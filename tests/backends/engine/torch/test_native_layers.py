@@ -160,7 +160,7 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
                 torch.cat(order).numpy(), widths_before, np.array(contexts), sum(contexts)
             )
             layer = kept_as(memory, dtype, is_fp8)[:, 1]
-            ours = native_layers.attend_last_tokens(queries, layer, seen_pages, block)
+            ours = native_layers.attend_query_tokens(queries, layer, seen_pages, block)
             close(ours, torch.stack(expected), dtype)
     finally:
         torch.set_num_threads(before)

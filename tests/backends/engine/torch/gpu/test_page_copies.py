@@ -137,20 +137,20 @@ def test_what_was_brought_for_a_request_that_left_does_not_disturb_the_next(
     expected = plain.forward([Work(IDS[:20], 0, [10, 11])])
     late.kv_pool[:] = 0xFF
     late.import_pages([10, 11])
-    late.import_layer([10, 11], 3)  # windows, which lie in other pages
+    late.import_layer([10, 11], 3)  # rings, which lie in other pages
     np.testing.assert_allclose(late.forward([Work(IDS[:20], 0, [10, 11])]), expected, atol=1e-4)
     queue.finish()
     step = Work([9], 20, [10, 11])
     np.testing.assert_allclose(late.forward([step]), plain.forward([step]), atol=1e-4)
 
 
-def test_windows_and_pages_are_the_same_memory(late: TorchEngine, queue: LateQueue) -> None:
-    """A layer brought into a window is waited for by whoever has the page around it later."""
+def test_rings_and_pages_are_the_same_memory(late: TorchEngine, queue: LateQueue) -> None:
+    """A layer brought into a ring is waited for by whoever has the page around it later."""
     size = late._folded.layout.layers
     assert size == 3
-    window = 2 * LAYERS // size + 1  # begins in page 2
-    late.import_layer([window], 4)
-    unit = window * size + 4 % size
+    ring = 2 * LAYERS // size + 1  # begins in page 2
+    late.import_layer([ring], 4)
+    unit = ring * size + 4 % size
     late.forward([Work([5], 0, [unit // LAYERS + 1])])
     assert queue.held == 0
     late.forward([Work([5], 0, [unit // LAYERS])])
@@ -160,19 +160,19 @@ def test_windows_and_pages_are_the_same_memory(late: TorchEngine, queue: LateQue
 def test_a_prompt_passes_layer_by_layer_while_its_prefix_comes(
     late: TorchEngine, plain: TorchEngine, queue: LateQueue
 ) -> None:
-    assert late.windows is not None
+    assert late.rings is not None
     expected = plain.forward([Work(IDS[3 * B :], 3 * B, range(6))])[0]
-    size, layer_bytes = late.windows.layers_at_once, late.layout.layer_bytes
-    windows = late.windows.in_pages([4, 5, 6], 6)
-    passing = late.begin_pass(IDS, 3 * B, windows)
+    size, layer_bytes = late.rings.layers_at_once, late.layout.layer_bytes
+    rings = late.rings.in_pages([4, 5, 6], 6)
+    passing = late.begin_pass(IDS, 3 * B, rings)
     cells = late.kv_pool.reshape(-1, layer_bytes)
     blocks = plain.kv_pool.reshape(PAGES, LAYERS, layer_bytes)
     chunks = [(start, min(B, len(IDS) - start)) for start in range(3 * B, len(IDS), B)]
 
     def bring(layer: int) -> None:
         for block in range(3):
-            cells[windows[block] * size + layer % size] = blocks[block, layer]
-        late.import_layer(windows[:3], layer)
+            cells[rings[block] * size + layer % size] = blocks[block, layer]
+        late.import_layer(rings[:3], layer)
 
     bring(0)
     logits = None
@@ -182,7 +182,7 @@ def test_a_prompt_passes_layer_by_layer_while_its_prefix_comes(
         for start, tokens in chunks:
             assert len(queue.coming) <= 2
             logits = passing.compute(layer, start, tokens)
-            page = windows[start // B]
+            page = rings[start // B]
             here = cells[page * size + layer % size]
             assert here.any(), "its KV is in the mirror when it is computed"
         if layer + 1 < LAYERS:

@@ -23,7 +23,12 @@ from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.decode_graph import CallAgain
 from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
 from backends.engine.torch.gpu.paged_kernels import VarlenKernels
-from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedWorks, StaticAttend
+from backends.engine.torch.gpu.paged_plan import (
+    PagedAttend,
+    PagedKernels,
+    PagedSequences,
+    StaticAttend,
+)
 from backends.engine.torch.gpu.staging import Staging
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers import causal_attention
@@ -101,7 +106,7 @@ def test_prompts_that_pass_layer_by_layer_in_turns_keep_their_plans(
 ) -> None:
     path = make_checkpoint("llama", tmp_path, num_hidden_layers=8)
     gathering, in_place = engines(path, kernels_of(kind, *layout_and_heads(path)))
-    assert gathering.windows is not None
+    assert gathering.rings is not None
     found = []
     for engine in (gathering, in_place):
         layers, logits = engine.layout.layers, []
@@ -122,12 +127,12 @@ class Wrong:
     def __init__(self, works_before: int = 0, error: str | None = None) -> None:
         self.left, self.error, self.theirs = works_before, error, VarlenKernels(False)
 
-    def planned(self, works: PagedWorks, staging: Staging) -> PagedAttend:
-        right = self.theirs.planned(works, staging)
+    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+        right = self.theirs.planned(sequences, staging)
         wrong = self
 
         class Attend:
-            works = right.works
+            sequences = right.sequences
 
             def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
                 wrong.left -= 1
@@ -139,7 +144,7 @@ class Wrong:
 
         return Attend()
 
-    def static(self, works: int, width: int) -> StaticAttend:
+    def static(self, sequences: int, width: int) -> StaticAttend:
         raise RuntimeError("no recorded steps")
 
 
