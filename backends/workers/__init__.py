@@ -1,1 +1,1 @@
-"""Prefill and decode workers: jobs, KV in, KV out, membership."""
+"""Prefill and decode workers: jobs, loading and writing KV, membership."""

@@ -1,9 +1,9 @@
-"""Hand-overs that began before their request came: pages reserved at a decode worker.
+"""Early hand-overs: pages that a decode worker reserves before the request itself arrives.
 
-An arrival is expected from the first message about it until its request is submitted. Requests that
-never come (their client left, prefill failed) are reaped. Requests that were stopped, or are over,
-are remembered for a while, so that messages still under way do not reserve anything for them again.
-Not thread-safe: the decode worker's lock guards it.
+An arrival is expected from the first message about it until its request is submitted. Arrivals
+whose request never comes (client disconnected, prefill failed) expire. Stopped and finished
+requests are remembered for a while, so that late messages reserve nothing for them. Not
+thread-safe: the decode worker's lock guards it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from backends.workers.protocol import BlockRef
 
 @dataclass(slots=True)
 class Arrival:
-    """The KV of one request on its way into pages of this engine."""
+    """The KV of one request that is read into pages of this engine."""
 
     request_id: str
     pages: list[int]
-    layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers that are here
+    layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers in its page
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
     is_loading: bool = False  # the loader writes into the pages
-    since_s: float | None = None  # announced, and not submitted; None: it was submitted first
-    read_bytes: dict[str, int] = field(default_factory=dict)  # by transport
+    since_s: float | None = None  # time of the first announcement; None: submitted before it
+    read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
         slot = (ref.node_id, ref.slot, ref.generation)
@@ -74,14 +74,14 @@ class Arrivals:
         self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
 
     def pop(self, request_id: str) -> Arrival:
-        """The request is here: its arrival is its own now."""
+        """Hand the arrival over to its submitted request."""
         return self._arrivals.pop(request_id)
 
     def discard(self, request_id: str) -> None:
         self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """It was stopped, or is over: give its pages back soon, take no more messages."""
+        """The request was stopped or has ended: `reap` its pages, ignore messages about it."""
         self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:
@@ -91,7 +91,7 @@ class Arrivals:
         return request_id in self._refused
 
     def reap(self, now_s: float, submitted: Collection[str]) -> list[tuple[str, list[int]]]:
-        """(request, its pages) of arrivals that nobody will claim; they are forgotten here."""
+        """Remove expired and refused arrivals. Returns each (request, pages)."""
         while self._refused:  # the oldest first
             oldest = next(iter(self._refused))
             if now_s - self._refused[oldest] <= self._ttl_s:

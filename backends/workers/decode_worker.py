@@ -1,15 +1,17 @@
-"""The decode worker: handed-over KV in, a stream of tokens out, generated blocks into the store.
+"""The decode worker: reads handed-over KV, streams tokens, writes generated blocks to the store.
 
-A request of higher priority that lacks pages preempts others (engine/batching/batching.py): between
-two steps they lose their pages, what the store lacks of their KV is put there, and they wait. With
-pages again it is read back as a hand-over is, and they go on where they were. If it is gone, they
-go on elsewhere, as after any loss.
+Hand-over: prefill announces layers while it computes. The loader reads them into reserved pages
+(arrivals.py). When the request itself arrives, the loader reads the remaining blocks, and the
+request joins the running batch.
 
-The hand-over starts early: prefill announces layers while it computes, and they are read into
-reserved pages (arrivals.py). When the request itself comes, the rest is read and it joins the
-running batch. Threads: the engine's thread takes the turns (worker.py), one loader reads KV in, the
-writer puts generated blocks, the repliers end requests. Tokens come in the one thread that the
-driver says them in, and leave as one message per frontend and step, or per several short steps.
+Preemption: if a request of higher priority lacks pages, running requests are preempted between two
+steps (engine/batching/batching.py). The writer writes the KV that the store lacks, and the
+preempted requests wait. With new pages their KV is read back like a hand-over, and they resume. If
+the KV is gone, they resume on another worker, as after a worker failure.
+
+Threads: the engine's thread runs the turns (worker.py), one loader reads KV, the writer writes
+generated blocks, the repliers end requests. The driver reports tokens in one thread. They leave as
+one message per frontend for each step, or for several short steps.
 
 Not here: Triton (decode/model.py), the text of tokens (text_stream.py), steps and engines
 (step_driver.py, trtllm/decode.py).
@@ -56,7 +58,7 @@ from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-LOADERS = 1  # layers and the request that they belong to stay in order
+LOADERS = 1  # one thread keeps the order of announced layers and their request
 REPLIERS = 8
 
 
@@ -86,9 +88,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
             config.slots,
             waiting_max=config.queue_requests_max,
         )
-        # These, and the updates by frontend, wait for `send_news`.
+        # Both are sent by the next `send_news`.
         self._ended: list[DecodeJob] = []
-        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
+        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by reply inbox
         self._pace = MessagePace()
         self._repliers = Repliers()
         driver.begin(self)
@@ -111,7 +113,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         with self.lock:
             self._refuse(job)
             if self._arrivals.is_refused(request.request_id):
-                raise Cancelled("it was stopped before it came")
+                raise Cancelled("the request was stopped before it arrived at this worker")
             self._refuse_incomplete(request, len(ids) - 1)
             self._check_again(request, len(ids))
             if not self._arrivals.has(request.request_id) and not self._reserve(
@@ -121,7 +123,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
-            # Before anybody can end it: leases of a request that is over are nobody's to renew.
+            # Under the lock: the request cannot end before, so its leases cannot be left behind.
             self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
 
@@ -129,16 +131,20 @@ class DecodeWorker(JobWorker[DecodeJob]):
         return self._tokenizer
 
     def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
-        """Exactly the blocks that its engine wants, each once: pages that nothing was read into
-        hold whatever was there before. With the lock held."""
+        """Raise KvMissing unless each block that the engine needs was handed over exactly once.
+
+        A page into which no block is read would hold old data. With the lock held.
+        """
         given = sorted(ref.index for ref in request.blocks)
         due = list(range(self.driver.blocks_due(len(given), kv_tokens)))
         if given != due:
             self._refuse_arrival(request.request_id)
-            raise KvMissing(f"blocks {given[:8]} were handed over, {len(due)} from 0 on are due")
+            raise KvMissing(
+                f"blocks {given[:8]} were handed over; blocks 0 to {len(due) - 1} are required"
+            )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Refuse a request that would slow everybody down too much; with the lock held."""
+        """Reject a request that would slow the whole batch beyond its SLO. With the lock held."""
         jobs = self.jobs.values()
         there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
@@ -151,7 +157,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
 
     def _refuse_arrival(self, request_id: str) -> None:
-        """What was reserved for it is freed at the next turn; with the lock held."""
+        """Free what is reserved for the request at the next turn. With the lock held."""
         self._arrivals.refuse(request_id, time.monotonic())
         self.lock.notify_all()
 
@@ -174,20 +180,20 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """It waits for pages and a slot. False: the queue is full. With the lock held."""
+        """Queue a request for pages and a slot. False: the queue is full. With the lock held."""
         now_s = time.monotonic()
-        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, came_s=now_s)
+        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
 
-    # -- KV comes in
+    # -- reading KV
 
-    def _heard(self, message: WorkerMessage) -> None:
+    def _handle(self, message: WorkerMessage) -> None:
         if isinstance(message, LayersReady):
             self._on_layers(message)
         else:
-            super()._heard(message)
+            super()._handle(message)
 
     def _on_layers(self, message: LayersReady) -> None:
-        """Reserve pages for a request that is still in prefill, and read ahead."""
+        """Reserve pages for a request that is still in prefill, and read the announced layer."""
         request_id = message.request_id
         with self.lock:
             if request_id in self.jobs or self._arrivals.is_refused(request_id):
@@ -205,21 +211,21 @@ class DecodeWorker(JobWorker[DecodeJob]):
         with self.lock:
             arrival = self._arrivals.get(message.request_id)
             if arrival is None and message.request_id in self.jobs:
-                # The request came meanwhile; its own loading stands behind this message in line.
+                # The request has arrived; its own load is after this message in the loader's queue.
                 arrival = self.jobs[message.request_id].arrival
             if arrival is None or not arrival.pages:
                 return
             arrival.is_loading = True
         try:
             self._loader.load_announced(arrival, message)
-        except Exception as error:  # edge: only the head start is lost
+        except Exception as error:  # edge: `_load_rest` reads the layer later
             log.warning("an announced layer was not read: %s", error)
         finally:
             with self.lock:
                 arrival.is_loading = False
 
     def _load_rest(self, job: DecodeJob) -> bool:
-        """In the loader's thread, when the job has pages: everything not read yet."""
+        """Read all blocks of a job with pages that are not read yet. In the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
@@ -244,12 +250,12 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 self.release_handed_over(job)
         return True
 
-    # -- KV goes out for a while, and comes back
+    # -- preemption
 
     def _preempt(self, job: DecodeJob) -> None:
         """Between two steps, with the lock held."""
         pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
-        if job.has_update:  # it would wait for as long as the job does
+        if job.has_update:  # send it now: the job may wait for long
             update = Tokens(self.process.incarnation, [job.take_update()])
             self.process.outbox.send(job.request.reply_inbox, update)
         log.info("%s is preempted", job.request_id)
@@ -258,35 +264,35 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.writer.then(lambda: self._save(job, put, pages))
 
     def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
-        """In the writer's thread, behind what it had to do in these pages."""
+        """Save a preempted job's KV. In the writer's thread, after earlier tasks for the job."""
         error: Exception | None = None
         try:
             if not job.is_leaving:
                 job.saved = self.writer.save(put)
         except (ServingError, StoreError) as problem:
-            error = WorkerUnavailable(f"it was preempted, and its KV was not saved: {problem}")
-        except Exception as problem:  # edge: its pages must come back all the same
+            error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem}")
+        except Exception as problem:  # edge: the pages must be released in any case
             log.exception("saving %s failed", job.request_id)
-            error = WorkerUnavailable(f"it was preempted, and its KV was not saved: {problem!r}")
+            error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem!r}")
         with self.lock:
             self.batching.saved(job.request_id)
             if error is not None:
                 self.fail(job, error)
         self.release(pages)
 
-    # -- what a driver says of a request
+    # -- called by a driver
 
     def join_batch(self, job: DecodeJob) -> bool:
-        """Its KV is in its pages: it may decode. False: it leaves instead. With the lock held."""
+        """Start decoding a loaded job. False: it leaves instead. With the lock held."""
         if not self._may_join(job):
             return False
         self.batching.start(job.request_id, len(job.token_ids))
         return True
 
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
-        """These tokens came, a job's one after the other; behind them `send_news` is due."""
+        """Record new tokens of jobs, in order. The caller calls `send_news` afterwards."""
         computed: list[str] = []
-        gaps_s: dict[str, float] = {}  # by inbox
+        gaps_s: dict[str, float] = {}  # reply inbox -> gap between messages
         now_s = time.monotonic()
         with self.lock:
             for job, token_ids in tokens_of:
@@ -297,10 +303,10 @@ class DecodeWorker(JobWorker[DecodeJob]):
                         job.decoded(token_id)
                         computed.append(job.request_id)
                     has_news = job.has_update and not job.finish_reason
-                    if has_news and self._may_tell(job, gaps_s, now_s):
+                    if has_news and self._is_update_due(job, gaps_s, now_s):
                         job.update_sent_s = now_s
                         self._updates[job.request.reply_inbox].append(job.take_update())
-                except Exception as error:  # edge: it must not fail its neighbours in the batch
+                except Exception as error:  # edge: one request must not fail others in the batch
                     self.fail(job, error)
                 if job.filled:
                     self.put_saved(job)
@@ -309,7 +315,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.batching.computed(computed)
             self.tokens_generated += len(computed)
 
-    def _may_tell(self, job: DecodeJob, gaps_s: dict[str, float], now_s: float) -> bool:
+    def _is_update_due(self, job: DecodeJob, gaps_s: dict[str, float], now_s: float) -> bool:
         inbox = job.request.reply_inbox
         if not job.waits_for_more:
             return True
@@ -320,14 +326,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
         return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.update_sent_s)
 
     def put_saved(self, job: DecodeJob) -> None:
-        """Blocks that it has filled go to the store once they are in a page. With the lock held:
-        what gives the pages back must stand behind this in the writer's line."""
+        """Queue the write of full blocks whose KV is complete in pages. With the lock held: the
+        release of the pages must be after this task in the writer's queue."""
         if blocks := job.take_saved():
             self.writer.put_whole(job.put, blocks)
 
     def send_news(self) -> None:
-        """To the clients of what was decoded: who has ended, and one message per frontend with the
-        tokens of those that go on. In the thread of `decoded`."""
+        """End the finished jobs and send each frontend one message with the tokens of the others.
+        In the thread of `decoded`."""
         ended, self._ended = self._ended, []
         updates, self._updates = self._updates, defaultdict(list)
         for job in ended:
@@ -336,8 +342,10 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
 
     def end(self, job: DecodeJob, error: Exception | None = None) -> None:
-        """It leaves now, and its client hears; its pages go back behind the writer's work on them.
-        Never while a step computes in its pages, unless from that step."""
+        """Remove a job and answer its client. The writer releases the pages after its tasks.
+
+        Never call it while a step computes in the job's pages, except from that step.
+        """
         with self.lock:
             if self.has_left(job):
                 return
@@ -345,7 +353,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             pages = self.batching.remove(job.request_id)
             self._pages.leave(pages)
             self.driver.abort(job)
-            self._refuse_arrival(job.request_id)  # messages may still come
+            self._refuse_arrival(job.request_id)  # late messages about it may still arrive
         self.writer.then(lambda: self.driver.free(job, pages))
         if error is None:
             self._repliers.send(job.reply)
@@ -353,13 +361,16 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self._repliers.send(lambda: job.client.fail(error))
 
     def forget(self, job: DecodeJob) -> None:
-        """In the writer's thread: nothing more of it goes to the store."""
+        """Write no more of the job's blocks to the store. In the writer's thread."""
         job.end_put()
         self.release_handed_over(job)
 
     def release_handed_over(self, job: DecodeJob) -> None:
-        """The prefill worker's leases on blocks, which are its own business where the engines hand
-        KV over: there it may still be writing slots in the name of this request."""
+        """Release the leases on the handed-over blocks.
+
+        If the engines hand KV over themselves, the prefill worker releases them: it may still be
+        writing slots under this request's leases.
+        """
         owners = self.process.owners
         (owners.drop if job.request.native else owners.release)(job.request_id)
 
@@ -378,29 +389,31 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 self._loading.submit(self._load, job, self._load_rest)
 
     def _drop_leaving(self) -> None:
-        """Also arrivals whose request never came."""
+        """Also drops arrivals whose request never came."""
         for request_id, pages in self._arrivals.reap(time.monotonic(), self.jobs.keys()):
             self.batching.remove(request_id)
             self._pages.release(pages)
         for job in [j for j in self.jobs.values() if j.is_leaving and not j.is_loading]:
             if self._arrivals.is_loading(job.request_id):
-                continue  # a layer of it is just being read into its pages
+                continue  # the loader is reading an announced layer into the job's pages
             self._arrivals.discard(job.request_id)
             job.finish_reason = "cancelled"
             self.end(job, error=job.error)
 
 
 class MessagePace:
-    """When the tokens of a frontend's streams leave. The frontend lets tokens wait that come close
-    together (token_streams.py): rather here, where those of several steps then cost one message.
-    A step later than that gap at most, so not where steps are long. Not thread-safe.
+    """Decides when the new tokens of a frontend's streams are sent.
+
+    A frontend delays tokens that follow each other closely (token_streams.py). Delaying them here
+    instead saves messages: the tokens of several steps need only one. The delay is at most a step
+    longer than the frontend's gap, so it applies to short steps only. Not thread-safe.
     """
 
-    INBOXES_MAX = 256  # frontends come and go
-    STEPS_MIN = 4  # in a gap, so that it gets a quarter longer at most
+    INBOXES_MAX = 256  # bounds `_sent_s`, because frontends restart under new inboxes
+    STEPS_MIN = 4  # steps in a gap; the gap gets longer by a quarter at most
 
     def __init__(self) -> None:
-        self._sent_s: dict[str, float] = {}  # inbox -> when it had its latest message
+        self._sent_s: dict[str, float] = {}  # inbox -> time of its latest message
 
     def is_due(
         self,
@@ -410,10 +423,10 @@ class MessagePace:
         now_s: float,
         update_sent_s: float = float("inf"),
     ) -> bool:
-        """What the latest step brought leaves now, with what waits. `step_s`: 0, nobody knows.
+        """Whether to send the latest and all waiting tokens now. `step_s`: 0 if unknown.
 
-        `update_sent_s`: when this stream had its latest tokens. Engines say those of a step one
-        request after the other, so one that had none in this gap may have them yet.
+        `update_sent_s`: when this stream's latest tokens were sent. Engines report the tokens of a
+        step one request after the other, so a stream without tokens in this gap may still send.
         """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
         sent_s = self._sent_s.get(inbox, float("-inf"))
@@ -426,27 +439,24 @@ class MessagePace:
 
 
 class Repliers:
-    """Threads that answer requests, because a reply blocks until Triton has taken it.
-
-    The engine's thread must not wait for that.
-    """
+    """Threads that send replies: a reply blocks until Triton has taken it, and the engine's thread
+    must not wait."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
         self._replies: set[Future[None]] = set()
-        begun = threading.Barrier(REPLIERS + 1)  # all its threads now, and none under load
+        begun = threading.Barrier(REPLIERS + 1)  # start all threads now instead of under load
         for _ in range(REPLIERS):
             self._pool.submit(begun.wait)
         begun.wait()
 
     def send(self, reply: Callable[[], None]) -> None:
-        """Soon, in a thread of ours."""
         future = self._pool.submit(reply)
         self._replies.add(future)
         future.add_done_callback(self._sent)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for those that are on their way, at most so long."""
+        """Wait at most `timeout_s` for replies that are being sent."""
         wait(list(self._replies), timeout=timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,10 +1,10 @@
-"""What a worker has whichever role it plays: its engine's fingerprint, store, directory, outbox.
+"""Parts of a worker that outlive a change of its role: fingerprint, store, directory, outbox.
 
-A worker that takes another role gets a new incarnation (worker_process.py); what is slow to make or
-stands for the engine and its memory stays: the model, the page pool, the store's client with the
-pool registered for transfers, and how fast its nodes reach it.
+A worker with a new role gets a new incarnation (worker_process.py). Parts that are slow to create
+or belong to the engine's memory stay: the model, the page pool, the store client with the pool
+registered for transfers, and the measured rates from the store nodes.
 
-Not here: what belongs to one incarnation (worker_process.py).
+Not here: parts of one incarnation (worker_process.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 
-MEASURE_S_MAX = 4.0  # for nodes that keep silent when a worker starts, as all others do then
+MEASURE_S_MAX = 4.0  # time limit for store nodes that do not answer
 
 
 class LastingParts:
@@ -57,25 +57,24 @@ class LastingParts:
         self._paths: tuple[dict[str, float], dict[str, float]] | None = None
 
     def paths(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(bytes per second, seconds of a small read) from each node; measured once."""
+        """({node: bytes per second}, {node: seconds of a small read}); measured once."""
         if self._paths is None:
             rates = self.store.measure_rates(MEASURE_S_MAX)
-            self._paths = rates, self.store.latencies_s()  # as those found them
+            self._paths = rates, self.store.latencies_s()  # from the same measurement
         return self._paths
 
     def close(self) -> None:
-        """The store keeps what was put."""
         self.outbox.close()
         self.store.close()
         self.directory.close()
 
 
 def _context_tokens_max(config: WorkerConfig, allowed: int, folder: Path) -> int:
-    """Longest prompt and output; raises ConfigError where the checkpoint allows less."""
-    asked = config.context_tokens_max
-    if asked > allowed:
+    """Largest prompt and output together. Raises ConfigError if the checkpoint allows less."""
+    wanted = config.context_tokens_max
+    if wanted > allowed:
         raise ConfigError(
-            f"context_tokens_max is {asked}, but {folder.name} allows {allowed}; lower it or "
+            f"context_tokens_max is {wanted}, but {folder.name} allows {allowed}; lower it or "
             "leave it 0"
         )
-    return min(asked or allowed, config.kv_pages * config.block_tokens)
+    return min(wanted or allowed, config.kv_pages * config.block_tokens)

@@ -1,9 +1,9 @@
-"""How fast this very machine computes: measured once, kept on disk, read by every worker.
+"""Machine profile: the engine's speed on this machine, measured once and saved on disk.
 
-The conductor predicts in seconds, so each worker registers with coefficients fitted to a short
-measurement of its own engine (`Driver.measure`) with its own number of threads. The
-first worker of a role measures under a file lock, so that workers that start together do not
-disturb each other's numbers; the others read the file. Delete the file to measure again.
+The conductor predicts in seconds. So each worker registers coefficients fitted to a short
+measurement of its own engine (`Driver.measure`), with its own number of threads. The first worker
+of a role measures under a file lock, so workers that start together do not disturb the measurement.
+The others read the file. Delete the file to measure again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BUDGET_S = 4.0
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
     prefill: tuple[float, ...]  # conductor.estimates.PrefillEstimate coefficients
-    decode: tuple[float, ...]
+    decode: tuple[float, ...]  # conductor.estimates.DecodeEstimate coefficients
     error: float  # mean relative error of the fit
 
 
 def load_or_measure(
     driver: Driver[Any, Any], role: str, threads: int, state_dir: Path
 ) -> MachineProfile:
-    """The profile of (machine, model, role, threads), from disk where it was measured before."""
+    """The profile of (machine, model, role, threads), from disk if it was measured before."""
     engine, hardware = driver.engine, driver.hardware or cpu_model()
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def load_or_measure(
 
 
 def measure(driver: Driver[Any, Any], role: str) -> MachineProfile:
-    """A few seconds of work of this role, fitted."""
+    """Measure a few seconds of this role's work and fit the coefficients."""
     measured = driver.measure(BUDGET_S)
     if role == "prefill":
         prefill = estimates.fit_prefill([estimates.PrefillSample(*each) for each in measured])

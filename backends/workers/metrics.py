@@ -1,6 +1,8 @@
-"""What a worker shows on Triton's metrics port: where each number comes from.
+"""A worker's metrics on Triton's metrics port: the source of each number.
 
-`MetricsLoop` calls these a few times a second. Not here: what the names mean (metrics/table.py).
+`MetricsLoop` calls these functions a few times a second.
+
+Not here: the meaning of the names (metrics/table.py).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.records.membership import WorkerReport
 
-# What they count goes on when a worker changes its role: the store's client lasts.
+# Counters that continue when a worker changes its role, because the store client stays.
 LASTING = (
     "mooncake_transfers_total",
     "mooncake_transfer_bytes_total",
@@ -56,7 +58,7 @@ def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s
     )
     page.gauge("mooncake_start_time_seconds", process.started_at_s, now_s)
     page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
-    used_pages = process.engine.pages.used_pages  # those on their way back, too
+    used_pages = process.engine.pages.used_pages  # including pages of ended requests
     page.gauge("mooncake_pages_used", used_pages, now_s)
     page.gauge("mooncake_pages_max", info.pages_max, now_s)
     page.gauge("mooncake_kv_bytes_used", used_pages * page_bytes, now_s)

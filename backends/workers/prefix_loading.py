@@ -1,12 +1,13 @@
-"""Finding the cached prefix of a prompt, bringing it to the own node, loading it into pages.
+"""Finds the cached prefix of a prompt, fetches it to the local node, and loads it into pages.
 
-The conductor decided how much may be fetched from other nodes and from which (Algorithm 1); here it
-is carried out: each block from the named node, else from the conductor's second choice, else from
-whoever has it. What a node failed to send is asked of the next one. A block that is gone when we
-come for it is a miss: the prefix is shorter, nothing fails. Of a prompt that passes layer by layer
-the prefix is only traced here, and its blocks go from wherever they are into the pages, a layer at
-a time (prefill_worker.py). `SingleFlight` keeps two prompts of one
-worker from bringing the same block.
+The conductor decides how much may be fetched from other nodes, and from which (Algorithm 1). Each
+block is fetched from the named node, else from the conductor's second choice, else from any node
+that has a copy. If a node fails to send a block, the next one is asked. A block that is gone by
+then is a cache miss: the prefix becomes shorter, and the request does not fail.
+
+For layer-wise prefill the prefix is only traced here. Its blocks are loaded from their nodes into
+the layer ring buffers, one layer at a time (prefill_worker.py). `SingleFlight` prevents two prompts
+of one worker from fetching or computing the same block.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from mooncake_store.client.store import Store
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 
-ROUNDS_MAX = 3  # the named node, the second choice, anybody
+ROUNDS_MAX = 3  # the named node, the second choice, any other node
 
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """What the conductor allows: so many blocks beyond the own ones, from these nodes first."""
+    """The remote fetch that the conductor allows."""
 
-    blocks: int = 0
-    nodes: tuple[str, ...] = ()
+    blocks: int = 0  # blocks beyond the locally cached ones
+    nodes: tuple[str, ...] = ()  # preferred nodes, the best first
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """What the directory knows of a prompt's leading blocks; leased to the request."""
+    """Copies of a prompt's leading blocks in the directory, leased to the request."""
 
-    copies: list[tuple[Copy, ...]]  # of each block, up to the first that nobody has
-    own: list[Copy]  # on the own node, up to the first that it lacks
+    copies: list[tuple[Copy, ...]]  # copies of each block, up to the first block without a copy
+    local: list[Copy]  # copies in the local node's memory, up to the first block without one
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrefix:
-    """Leading blocks that are in the pages now, each with its copy on the own node."""
+    """The leading blocks that are in the pages."""
 
-    copies: list[Copy]
-    fetched_blocks: int  # of those and beyond: what came from another node for this request
-    fetched_from: dict[str, int]  # bytes, by node
+    copies: list[Copy]  # one copy of each block, on the local node
+    fetched_blocks: int  # blocks fetched for this request; may exceed len(copies)
+    fetched_from: dict[str, int]  # node -> fetched bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredPrefix:
-    """Leading blocks that can be read layer by layer, from wherever they are."""
+    """The leading blocks that can be read layer by layer from their nodes."""
 
-    copies: list[Copy]
-    digests: list[tuple[int, ...]]  # of the layers of each
+    copies: list[Copy]  # one copy of each block, on any node
+    digests: list[tuple[int, ...]]  # digests of each block's layers
     fetched_blocks: int
-    fetched_from: dict[str, int]
+    fetched_from: dict[str, int]  # node -> bytes
 
-    def far(self, node_id: str) -> list[int]:
-        """Blocks that the own node lacks."""
+    def remote(self, node_id: str) -> list[int]:
+        """Indices of the blocks that are read from other nodes than `node_id`."""
         return [i for i, copy in enumerate(self.copies) if copy.node_id != node_id]
 
     @property
@@ -69,7 +70,7 @@ class LayeredPrefix:
 
 
 class PrefixLoading:
-    """Raises StoreError when the directory does not answer."""
+    """Its methods raise StoreError if the directory does not answer."""
 
     def __init__(
         self, store: Store, loader: KvLoader, node_id: str, lease_s: float, deadline_s: float
@@ -82,7 +83,7 @@ class PrefixLoading:
 
     def find(self, keys: Sequence[bytes], owner: str) -> FoundPrefix:
         copies = self._store.lookup(keys, owner, self._lease_s) if keys else []
-        return FoundPrefix(copies, self._on_own_node(copies))
+        return FoundPrefix(copies, self._on_local_node(copies))
 
     def load(
         self,
@@ -92,15 +93,15 @@ class PrefixLoading:
         allowed: Fetching,
         owner: str,
     ) -> LoadedPrefix:
-        """Fetch what is allowed beyond the own copies, then read all into `pages`.
+        """Fetch the allowed blocks to the local node, then read all local blocks into `pages`.
 
-        What lies on the own node's SSD is restored in any case: that is faster than computing it,
-        and the conductor only decides about other nodes. What it allows begins behind that.
+        Blocks on the local node's SSD are always restored, which is faster than their computation.
+        The conductor's allowance is for other nodes, and counts from the first block after these.
         """
-        before = len(found.own)
+        before = len(found.local)
         found, from_node = self._fetch(keys, found, allowed, owner)
-        arrived = self._loader.load_copies(found.own, pages)
-        return LoadedPrefix(found.own[:arrived], len(found.own) - before, from_node)
+        arrived = self._loader.load_copies(found.local, pages)
+        return LoadedPrefix(found.local[:arrived], len(found.local) - before, from_node)
 
     def trace(
         self,
@@ -108,48 +109,51 @@ class PrefixLoading:
         found: FoundPrefix,
         allowed: Fetching,
         owner: str,
-        from_far: bool,
+        from_remote: bool,
     ) -> LayeredPrefix:
-        """What is to be loaded, without loading it. What lies on an SSD is brought to memory first,
-        and all that is on other nodes unless it may come `from_far`, layer by layer."""
+        """The blocks to load layer by layer, without loading them.
+
+        `from_remote`: blocks in the memory of other nodes may be read from there. Otherwise, and if
+        a block is on an SSD, they are first fetched into local memory.
+        """
         wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())
-        if wanted and from_far and self._in_memory(wanted):
-            copies = [*found.own, *wanted]
+        if wanted and from_remote and self._in_memory(wanted):
+            copies = [*found.local, *wanted]
             digests = self._known_digests(copies)
-            if len(digests) == len(copies):  # else its node does not answer, say: others may
+            if len(digests) == len(copies):  # else a node does not answer: fetch from another one
                 from_node = Counter[str]()
                 for copy in wanted:
-                    if copy.node_id != self._node_id:  # one behind a block that is not here
+                    if copy.node_id != self._node_id:  # a local block may follow a remote one
                         from_node[copy.node_id] += copy.size_bytes
                 return LayeredPrefix(copies, digests, len(wanted), from_node)
-        before, fetched_from = len(found.own), dict[str, int]()
+        before, fetched_from = len(found.local), dict[str, int]()
         if wanted:
             found, fetched_from = self._fetch(keys, found, allowed, owner)
-        digests = self._known_digests(found.own)
+        digests = self._known_digests(found.local)
         blocks = len(digests)
-        return LayeredPrefix(found.own[:blocks], digests, max(0, blocks - before), fetched_from)
+        return LayeredPrefix(found.local[:blocks], digests, max(0, blocks - before), fetched_from)
 
     def _known_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...]]:
-        """Of the layers of leading blocks, up to the first whose digests cannot be had."""
+        """Layer digests of leading blocks, up to the first block whose digests are unavailable."""
         found = self._store.layer_digests(copies) if copies else []
         return [digests for digests in takewhile(lambda known: known is not None, found) if digests]
 
     def _fetch(
         self, keys: Sequence[bytes], found: FoundPrefix, allowed: Fetching, owner: str
     ) -> tuple[FoundPrefix, dict[str, int]]:
-        """What is on the own node then, and the bytes that came from each other one."""
+        """Fetch blocks to the local node. Returns the new prefix and the bytes by source node."""
         from_node = Counter[str]()
         limit = self._blocks_here(found) + allowed.blocks
         until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
         for turn in range(ROUNDS_MAX):
-            start, left_s = len(found.own), until_s - time.monotonic()
+            start, left_s = len(found.local), until_s - time.monotonic()
             wanted = self._wanted(found, limit, allowed.nodes, asked)
             if not wanted or left_s <= 0:
                 break
             asked.update(wanted)
             span = slice(start, start + len(wanted))
             if turn + 1 < ROUNDS_MAX and self._has_others(found.copies[span]):
-                left_s /= 2  # a node that hangs leaves time to ask another one
+                left_s /= 2  # if this node hangs, there is time for another one
             got = self._store.fetch(keys[span], wanted, owner, self._lease_s, left_s)
             from_node.update(got.bytes_from)
             if got.blocks:
@@ -161,20 +165,23 @@ class PrefixLoading:
     def _wanted(
         self, found: FoundPrefix, limit: int, nodes: Sequence[str], asked: Collection[Copy]
     ) -> list[Copy]:
-        """The copies to be brought here, for consecutive blocks after the own ones: those of block
-        `limit` and beyond only from the own SSD. Without those that were asked for in vain."""
-        offers, start = [], len(found.own)
+        """The copies to fetch, for consecutive blocks after the locally cached ones.
+
+        From block `limit` on only copies on the local SSD count. Copies in `asked`, which an
+        earlier round did not bring, are left out.
+        """
+        offers, start = [], len(found.local)
         for number, copies in enumerate(found.copies[start:], start):
             left = [copy for copy in copies if copy not in asked]
-            near = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id]
-            if not near and number >= limit:
+            here = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id]
+            if not here and number >= limit:
                 break
-            offers.append(near or left)
+            offers.append(here or left)
         chosen = self._store.choose(offers, nodes)
         return list(takewhile(lambda copy: copy is not None, chosen))  # type: ignore[arg-type]
 
     def _blocks_here(self, found: FoundPrefix) -> int:
-        """How many leading blocks the own node has, on its SSD too."""
+        """Number of leading blocks in the local node's memory or on its SSD."""
         here = {self._node_id, self._node_id + SSD_SUFFIX}
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
@@ -182,45 +189,44 @@ class PrefixLoading:
         return not any(copy.node_id.endswith(SSD_SUFFIX) for copy in copies)
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
-        """Whether some of these blocks could come from more than one other node."""
-        own = self._node_id
+        """Whether more than one other node has a copy of one of these blocks."""
+        local = self._node_id
         return any(
-            len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {own}) > 1
+            len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1
             for copies in found
         )
 
-    def _on_own_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
-        own = []
+    def _on_local_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
+        local = []
         for copies in found:
             here = [copy for copy in copies if copy.node_id == self._node_id]
             if not here:
                 break
-            own.append(here[0])
-        return own
+            local.append(here[0])
+        return local
 
 
 class SingleFlight:
-    """Who of this worker's prompts is just bringing which block: so that nobody brings it twice.
+    """Single-flight deduplication of missing blocks: one prompt of the worker produces each block.
 
-    Twenty prompts with one new prefix in a burst would otherwise all find it missing and all
-    compute (or fetch) it. The first leads: it brings the blocks that it lacks. One whose next
-    missing block is brought by another is blocked on it until that block is in the store, and looks
-    again. Whoever is blocked brings nothing, so nobody waits in a circle. Pure; the worker's lock
-    guards it.
+    Without it, a burst of prompts with one new prefix would all compute or fetch that prefix. The
+    first prompt leads: it computes or fetches the blocks that it lacks. A prompt whose next missing
+    block belongs to a leader is blocked until that block is in the store, and then looks again. A
+    blocked prompt leads no block, so there is no cyclic wait. Pure; the worker's lock guards it.
     """
 
     def __init__(self) -> None:
-        self._owner_of: dict[bytes, str] = {}
-        self._keys_of: dict[str, set[bytes]] = {}
+        self._owner_of: dict[bytes, str] = {}  # block key -> request that produces the block
+        self._keys_of: dict[str, set[bytes]] = {}  # request -> block keys
 
     def __len__(self) -> int:
         return len(self._owner_of)
 
     def lead(self, missing: Sequence[bytes], owner: str) -> bool:
-        """`missing` are the keys that `owner` lacks, in order. False: wait for another owner."""
+        """Lead the `missing` block keys of `owner`, in order. False: wait for another owner."""
         if missing and self._owner_of.get(missing[0], owner) != owner:
             return False
-        # Blocks further on may be another's; then both bring them, which is waste, not harm.
+        # A later block may have another leader. Then both produce it: wasteful, but correct.
         for key in missing:
             if key not in self._owner_of:
                 self._owner_of[key] = owner
@@ -231,13 +237,13 @@ class SingleFlight:
         return self._owner_of.get(key)
 
     def settle(self, keys: Sequence[bytes], owner: str) -> None:
-        """These blocks are in the store now (or will not come)."""
-        own = self._keys_of.get(owner, set())
+        """These blocks are in the store, or `owner` will not produce them."""
+        led = self._keys_of.get(owner, set())
         for key in keys:
-            if key in own:
-                own.discard(key)
+            if key in led:
+                led.discard(key)
                 del self._owner_of[key]
-        if not own:
+        if not led:
             self._keys_of.pop(owner, None)
 
     def settle_all(self, owner: str) -> None:
@@ -246,4 +252,4 @@ class SingleFlight:
     def check(self) -> None:
         pairs = {(key, owner) for owner, keys in self._keys_of.items() for key in keys}
         assert pairs == set(self._owner_of.items()), "blocks and owners disagree"
-        assert all(self._keys_of.values()), "an owner that brings nothing is remembered"
+        assert all(self._keys_of.values()), "an owner without blocks is remembered"

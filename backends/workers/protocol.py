@@ -1,17 +1,15 @@
-"""What frontends and workers say to each other.
+"""Protocol between frontends and workers.
 
-Two channels. *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC
-(grpc_calls.py): token ids travel as a tensor, the rest as one MessagePack string. `CallLimits` says
-which of them a worker takes.
+*Calls* are requests to the models `prefill_*` and `decode_*` over gRPC (grpc_calls.py). Token ids
+are a tensor, all other fields one MessagePack string. `CallLimits` validates them in the worker.
 
-*Messages* go to the inbox of one very process, rather than to "whoever serves that model now" (a
-model name may be served by two processes while a config.pbtxt reloads): stop a request, hand-over
-progress from prefill to decode, the tokens of all streams that a frontend has at a decode worker,
-one message per step (token_streams.py), which of its requests a worker has in hand, and the steps
-of a pipeline group, from stage to stage, with their hidden states. Losing one is harmless: progress
-of a hand-over only saves time, a stop is sent again while the request lives, lost tokens are
-noticed, and a group that misses a step begins anew. What comes from outside this launch is dropped:
-it does not know its secret (launch_secret.py).
+*Messages* go to the inbox of one process. Two processes may serve the same model name while a
+config.pbtxt reloads, so a name would not identify the receiver. There are messages to stop a
+request, to announce handed-over layers, to stream tokens (one message per frontend and step, see
+token_streams.py), for heartbeats of requests, and for the steps of a pipeline group with their
+hidden states. A lost message is harmless: an announcement only saves time, a stop is sent again, a
+gap in the tokens is detected, and a pipeline group starts a new epoch. An inbox drops messages
+without the secret of its launch (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -37,20 +35,20 @@ from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
-# Of the calls, beside the request; a release that changes what they mean counts it up.
+# A parameter of each call. A release that changes the meaning of calls increments the version.
 VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 2
 
 REQUEST_ID_CHARACTERS_MAX = 256
-ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # where other hosts reach this one; unset: one host only
-LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # which of its addresses it binds, when that is another one
-PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of all hosts of the deployment, comma separated ...
-ANY_PEER = "*"  # ... or this: hosts that no file names may join
-HEARTBEAT_S = 5.0  # between the signs of life of a request that waits or is computed
-GAP_S_MAX = 0.1  # between the messages of a stream, however many streams there are
+ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # this host's address for other hosts; unset: one host only
+LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # the address to bind, if it differs
+PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of the deployment's hosts, comma separated, or ...
+ANY_PEER = "*"  # ... this: hosts that no file lists may join
+HEARTBEAT_S = 5.0  # interval between heartbeats of a waiting or running request
+GAP_S_MAX = 0.1  # largest gap between messages of a stream, for any number of streams
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where block `index` of a request's KV lies in the store."""
+    """Location of block `index` of a request's KV in the store."""
 
     index: int
     node_id: str
@@ -62,26 +60,26 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True):
 class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the KV of input_ids and sample one token.
 
-    `prompt_tokens` of input_ids are the client's; what follows are tokens that it already got
-    (a request that continues after a decode worker died).
+    The first `prompt_tokens` of input_ids are the prompt. Further ones are output tokens that the
+    client already has, if the request resumes after a decode worker's failure.
     """
 
     request_id: str
-    prompt_tokens: int
+    prompt_tokens: int  # 1 <= prompt_tokens <= len(input_ids)
     sampling: SamplingParams
     cache_salt: str
-    fetch_blocks: int  # how many leading blocks may be copied from other nodes
-    decode_inbox: str  # where layers may be announced while they are computed; "" for nowhere
-    reply_inbox: str  # of the frontend: a FirstToken may go there ahead of the reply; "": not
-    reserve_tokens: int  # KV that the decode worker should make room for
-    # Its position in the queue: so many seconds behind its own arrival (conductor/queue_order.py).
+    fetch_blocks: int  # blocks that may be fetched from other nodes
+    decode_inbox: str  # inbox of the decode worker for announced layers; "": announce none
+    reply_inbox: str  # inbox of the frontend for a FirstToken before the reply; "": send none
+    reserve_tokens: int  # KV tokens for which the decode worker reserves pages
+    # Queue order key minus arrival time, in s (conductor/queue_order.py).
     place_s: float = 0.0
-    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
-    # Which nodes those blocks are to be copied from: the conductor's choice, then its second one.
-    # Others are asked only for what these do not have.
+    is_resumed: bool = False  # it resumes after a failure: a full queue does not reject it
+    # Source nodes of the fetch: the conductor's choice, then its second choice. Other nodes are
+    # asked only for blocks that these lack.
     fetch_nodes: list[str] = []
     trace_id: str = ""  # for the worker's log
-    near_blocks: int = 0  # leading ones in the memory of its node, when the conductor decided
+    near_blocks: int = 0  # leading blocks in the local node's memory at the conductor's decision
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -89,63 +87,62 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     cached_tokens: int
     fetched_blocks: int
     fetched_bytes: int
-    blocks: list[BlockRef]  # all of the request's KV; the last may be partial
+    blocks: list[BlockRef]  # all KV of the request; the last block may be partial
     queue_s: float
     load_s: float
     compute_s: float
-    put_s: float
-    queue_ahead: int = 0  # prompts in front of it when it came
-    native: bytes = b""  # where the engine itself hands KV over: what its other half needs
-    fetched_from: dict[str, int] = {}  # bytes that came from each node for this request
-    load_at_s: float = -1.0  # loading began so long after the prompt came; -1: it does not say
-    compute_at_s: float = -1.0  # and its first chunk
-    logprobs: list[TokenLogprobs] = []  # of the token, where the request wants them
+    put_s: float  # from the end of computation to the commit of the last block
+    queue_ahead: int = 0  # prompts before it in the queue order at its arrival
+    native: bytes = b""  # the engine's own hand-over data for the decode engine
+    fetched_from: dict[str, int] = {}  # node -> bytes fetched for this request
+    load_at_s: float = -1.0  # from the arrival to the start of loading; -1: unknown
+    compute_at_s: float = -1.0  # from the arrival to the start of the first chunk; -1: unknown
+    logprobs: list[TokenLogprobs] = []  # of the token, if requested
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
-    """Go on from input_ids, whose KV is in `blocks` except for the last token's."""
+    """Continue after input_ids, whose KV is in `blocks`, except for the last token's."""
 
     request_id: str
     prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str
     blocks: list[BlockRef]
-    stream_interval: int  # tokens per message; 0: all with the reply
-    reply_inbox: str  # of the frontend: where messages before the reply go
-    tbt_slo_s: float = 0.0  # refuse it when a step with it would take longer; 0: no limit
-    native: bytes = b""  # PrefillReply's
-    is_resumed: bool = False  # it goes on after a loss: a full queue does not refuse it
-    # Of the last token of input_ids, where the request wants them: text that may become a stop word
-    # is held back together with its tokens, so this worker may be the one that releases it.
+    stream_interval: int  # tokens per message; 0: all tokens in the reply
+    reply_inbox: str  # inbox of the frontend for messages before the reply
+    tbt_slo_s: float = 0.0  # reject the request if a step with it would take longer; 0: no limit
+    native: bytes = b""  # PrefillReply.native
+    is_resumed: bool = False  # it resumes after a failure: a full queue does not reject it
+    # Logprobs of the last token of input_ids, if requested. Text that may become a stop word is
+    # held back together with its tokens, so this worker may have to send them.
     first_logprobs: list[TokenLogprobs] = []
     trace_id: str = ""  # for the worker's log
-    priority: int = 0  # a higher one waits less, and preempts lower ones where pages are short
-    # That the frontend sends to all of its clients, so that tokens that would wait there wait here,
-    # and cost one message instead of several; 0: none waits.
+    priority: int = 0  # a higher priority waits less, and preempts lower ones if pages are short
+    # The frontend's limit on messages to all its clients. Tokens that it would delay are delayed
+    # here, where several cost one message. 0: no limit.
     messages_per_s_max: float = 0.0
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
-    """The end of a request and its last tokens, which travel beside it as a tensor."""
+    """The end of a request. Its remaining tokens are sent with it, as a tensor."""
 
-    incarnation: str  # of the process that was at work
-    tokens_before: int  # decoded ones that messages have brought, or will
+    incarnation: str  # of the worker process
+    tokens_before: int  # decoded tokens in messages before this reply
     text: str
     context_ids: list[int]
     cut_bytes: int
     finish_reason: str
     queue_s: float = 0.0
     load_s: float = 0.0
-    loaded_early_blocks: int = 0  # handed over layer by layer before the request came
-    read_bytes: dict[str, int] = {}
-    logprobs: list[TokenLogprobs] = []  # of each of those last tokens, or of none
+    loaded_early_blocks: int = 0  # blocks read layer by layer before the request arrived
+    read_bytes: dict[str, int] = {}  # transport -> bytes read for the request
+    logprobs: list[TokenLogprobs] = []  # of each remaining token, or empty
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """Instead of a reply: the request failed; `message` as errors.wire_message writes it.
+    """Sent instead of a reply if the request failed; `message` is from errors.wire_message.
 
-    Not a Triton error: those lose their class on the way, and by BLS an error that follows other
-    responses never arrives (2.51).
+    A Triton error would lose its class, and with BLS an error after other responses is lost (2.51).
     """
 
     message: str
@@ -154,8 +151,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
 class LayersReady(msgspec.Struct, frozen=True, tag="layers"):
     """Layer `layer` of these blocks is in the store (prefill -> decode inbox).
 
-    `checksums[i]` is that of the layer in blocks[i]. `layer` -1: whole blocks, with the checksum
-    in the BlockRef itself.
+    `checksums[i]` is the checksum of the layer in blocks[i]. `layer` -1 announces whole blocks, and
+    the checksums are in the BlockRefs.
     """
 
     request_id: str
@@ -172,9 +169,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Take no new requests, or, with `is_on` false, take them again (operator -> worker).
+    """Reject new requests, or with `is_on` false accept them again (operator -> worker).
 
-    `moves`: those that are there fail with WorkerGone, so that they go on elsewhere.
+    `moves`: the worker's requests fail with WorkerGone, so that they resume on other workers.
     """
 
     is_on: bool
@@ -182,9 +179,9 @@ class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class TakeRole(msgspec.Struct, frozen=True, tag="take_role"):
-    """Finish what you have, then register as a worker of this role (frontend -> worker).
+    """Finish all requests, then register as a worker of this role (frontend -> worker).
 
-    Only to the incarnation that is named: whoever has changed its role meanwhile is another one.
+    Only for the named incarnation: a worker that has changed its role has a new one.
     """
 
     role: str  # "prefill" | "decode"
@@ -195,25 +192,25 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in the order of decoding."""
 
     request_id: str
-    tokens_before: int  # decoded ones of this request: shows a lost message
+    tokens_before: int  # tokens in earlier messages of this request; a gap shows a lost message
     token_ids: list[int]
     text: str
     context_ids: list[int]
     cut_bytes: int
-    logprobs: list[TokenLogprobs] = []  # of each token, or of none
+    logprobs: list[TokenLogprobs] = []  # of each token, or empty
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """What a step brought for the streams of one frontend (decode worker -> frontend)."""
+    """New tokens of all streams of one frontend (decode worker -> frontend)."""
 
     incarnation: str
     updates: list[TokenUpdate]
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first"):
-    """A prompt is computed (prefill worker -> frontend), while its KV is still being put.
+    """The first token of a computed prompt, before its KV is stored (prefill worker -> frontend).
 
-    Only when the token does not end the answer, whatever its text.
+    Sent only if the token cannot end the output.
     """
 
     request_id: str
@@ -223,26 +220,26 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """These requests of one frontend are in hand, queued or at work (worker -> frontend)."""
+    """These requests of one frontend are queued or running (worker -> frontend)."""
 
     incarnation: str
     request_ids: list[str]
 
 
 class GroupBegins(msgspec.Struct, frozen=True, tag="group"):
-    """A pipeline group is whole (stage 0 -> each other stage): from now on work of this epoch only.
+    """An epoch of a pipeline group begins (stage 0 -> each other pipeline stage).
 
-    The stage is to finish or drop what it has of earlier epochs, and then says StageBeat.
+    The stage finishes or drops all work of earlier epochs, and then sends StageBeat.
     """
 
     epoch: str
-    first_inbox: str
-    next_inbox: str  # of the next stage; "" for the last
-    chunk_tokens: int  # longest step
+    first_inbox: str  # inbox of stage 0
+    next_inbox: str  # inbox of the next stage; "" for the last stage
+    chunk_tokens: int  # tokens of the longest step
 
 
 class StageBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """A stage is there (stage -> stage 0): in this epoch; "": in none, it has lost its place."""
+    """Heartbeat of a pipeline stage with its epoch; "": none, it missed a step (-> stage 0)."""
 
     epoch: str
     stage: int
@@ -250,7 +247,7 @@ class StageBeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class PrefixWanted(msgspec.Struct, frozen=True, tag="prefix_wanted"):
-    """Read your layers of these blocks into these pages (stage 0 -> each other stage)."""
+    """Request to read a stage's layers of these blocks into these pages (stage 0 -> each other)."""
 
     epoch: str
     number: int
@@ -259,7 +256,7 @@ class PrefixWanted(msgspec.Struct, frozen=True, tag="prefix_wanted"):
 
 
 class PrefixLoaded(msgspec.Struct, frozen=True, tag="prefix_loaded"):
-    """So many leading blocks are in the pages, and nothing more will be written there."""
+    """`blocks` leading blocks are in the pages; no later write will follow (-> stage 0)."""
 
     epoch: str
     stage: int
@@ -267,16 +264,16 @@ class PrefixLoaded(msgspec.Struct, frozen=True, tag="prefix_loaded"):
     blocks: int
 
 
-class LastTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What the last stage needs to sample: of a prompt that a step completes."""
+class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
+    """Inputs for sampling in the last stage, for a prompt that a step completes."""
 
     sampling: SamplingParams
     prompt_ids: bytes  # int32
-    output_ids: bytes
+    output_ids: bytes  # int32
 
 
 class StageWork(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a step, and where the KV of the blocks that it completes goes."""
+    """One chunk of a step, and the slots for the KV of the blocks that it completes."""
 
     request_id: str
     start: int
@@ -285,8 +282,8 @@ class StageWork(msgspec.Struct, frozen=True, array_like=True):
     kv_tokens: int
     reserve_tokens: int
     decode_inbox: str
-    slots: list[tuple[int, Slot]]  # of each completed block that the store lacks
-    last: LastTokens | None = None
+    slots: list[tuple[int, Slot]]  # (block, slot) of each completed block that the store lacks
+    last: SampleInputs | None = None
 
 
 class StageStep(msgspec.Struct, frozen=True, tag="step"):
@@ -295,7 +292,7 @@ class StageStep(msgspec.Struct, frozen=True, tag="step"):
     epoch: str
     number: int  # consecutive within an epoch
     works: list[StageWork]
-    error: str = ""  # a stage failed with it: nothing is attached, and nothing is to be computed
+    error: str = ""  # error of an earlier stage: nothing is attached, nothing is computed
 
 
 class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
@@ -303,24 +300,24 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
 
     epoch: str
     number: int
-    token_ids: list[int]  # of each work; -1 where none was due
-    errors: list[str]  # of each work; of all of them when the step failed
-    logprobs: list[list[TokenLogprobs]] = []  # of each work: of its token, or none
+    token_ids: list[int]  # of each chunk; -1 unless the chunk is its prompt's last
+    errors: list[str]  # of each chunk; "" if it succeeded
+    logprobs: list[list[TokenLogprobs]] = []  # of each chunk's token, or empty
 
 
 class StageWritten(msgspec.Struct, frozen=True, tag="written"):
-    """What a stage computed of a step is in the store, not committed yet (-> stage 0)."""
+    """A stage's layers of a step are in the store, not committed yet (-> stage 0)."""
 
     epoch: str
     stage: int
     number: int
-    digests: list[dict[int, dict[int, int]]]  # of each work: of the layers of its blocks
-    errors: list[str]  # of each work
+    digests: list[dict[int, dict[int, int]]]  # of each chunk: block -> layer -> digest
+    errors: list[str]  # of each chunk; "" if it succeeded
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedStep:
-    """A step with its hidden states, as they came."""
+    """A received step with its attached hidden states."""
 
     step: StageStep
     hidden: memoryview
@@ -349,7 +346,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def gap_s(streams: int, messages_per_s_max: float) -> float:
-    """Between two messages of a stream, when a frontend has so many."""
+    """Gap between two messages of a stream, if the frontend has that many streams."""
     return min(streams / messages_per_s_max, GAP_S_MAX)
 
 
@@ -358,13 +355,13 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_message(data: bytes) -> WorkerMessage:
-    """Raises msgspec.DecodeError on anything else."""
+    """Raises msgspec.DecodeError for any other data."""
     return _decode_message.decode(data)
 
 
 def inbox_address(name: str) -> str:
-    """Where an inbox of this process listens: a socket of this launch, or, where the deployment has
-    other hosts, any free port of this host's address."""
+    """Address for an inbox of this process: a socket of this launch, or with several hosts any free
+    port of this host's address."""
     if host := os.environ.get(ADDRESS_VARIABLE):
         return f"tcp://{host}:0"
     folder = os.environ["MOONCAKE_SOCKETS"]
@@ -373,8 +370,8 @@ def inbox_address(name: str) -> str:
     return f"ipc://{folder}/{name}"
 
 
-def inboxes_known() -> tuple[str, ...]:
-    """What the addresses of this launch's or deployment's inboxes begin with."""
+def inbox_prefixes() -> tuple[str, ...]:
+    """Prefixes of the inbox addresses of this launch or deployment."""
     if not os.environ.get(ADDRESS_VARIABLE):
         return (f"ipc://{os.environ['MOONCAKE_SOCKETS']}/",)
     peers = os.environ.get(PEERS_VARIABLE, "").split(",")
@@ -385,17 +382,17 @@ def inboxes_known() -> tuple[str, ...]:
 
 
 def check_version(given: object) -> None:
-    """WorkerGone for a call of another version: the frontend goes on at a worker of its own."""
-    version = given if isinstance(given, int) else 0  # before there were versions
+    """Raises WorkerGone for a call of another version: the frontend retries on another worker."""
+    version = given if isinstance(given, int) else 0  # the first releases sent no version
     if version != CALLS_VERSION:
         raise WorkerGone(
-            f"the frontend speaks version {version} of the calls to workers, this worker "
+            f"the frontend uses version {version} of the calls to workers, this worker uses "
             f"{CALLS_VERSION}; run the same release on both"
         )
 
 
 def attached(message: WorkerMessage, attachment: memoryview) -> ArrivedStep:
-    """The one message that has large bytes beside it."""
+    """Attach hidden states to a StageStep. Raises ValueError for other messages."""
     if not isinstance(message, StageStep):
         raise ValueError(f"{type(message).__name__} has no attachment")
     return ArrivedStep(message, attachment)
@@ -427,15 +424,15 @@ def open_outbox() -> WorkerOutbox:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What a worker can serve, and every reason why it cannot serve a call.
+    """Limits of a worker on calls.
 
-    The frontend has checked what clients send; a worker looks again before a call joins a batch,
-    because one value that its engine cannot take would fail all requests of the batch.
+    The frontend validates clients' requests. A worker validates again before a call joins a batch,
+    because a value that the engine cannot handle would fail all requests of the batch.
     """
 
-    context_tokens_max: int
+    context_tokens_max: int  # largest number of prompt and output tokens
     vocabulary_tokens: int
-    inboxes: tuple[str, ...] = ("",)  # what addresses of inboxes of ours begin with
+    inboxes: tuple[str, ...] = ("",)  # allowed prefixes of inbox addresses
 
     def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
         """Raises InvalidRequest with every reason."""
@@ -450,7 +447,7 @@ def _problems(
     if not 1 <= len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX:
         yield f"request_id has {len(request.request_id)} characters"
     if not least <= len(ids) <= context:
-        yield f"{len(ids)} input_ids came; this worker takes {least} to {context}"
+        yield f"there are {len(ids)} input_ids; this worker accepts {least} to {context}"
     elif int(ids.min()) < 0 or int(ids.max()) >= limits.vocabulary_tokens:
         yield f"input_ids must be 0 to {limits.vocabulary_tokens - 1}"
     if not 1 <= request.prompt_tokens <= len(ids):
@@ -471,4 +468,4 @@ def _problems(
         yield f"stream_interval is {request.stream_interval}"
     for inbox in inboxes:
         if inbox and not inbox.startswith(limits.inboxes):
-            yield f"{inbox!r} is no inbox of this deployment"
+            yield f"{inbox!r} is not an inbox of this deployment"

@@ -1,9 +1,9 @@
-"""What prefill and decode workers have in common: jobs, the lock that guards them, one loop.
+"""Common part of prefill and decode workers: jobs, the lock that guards them, the engine loop.
 
-The engine's thread takes turns: who leaves leaves, who waits is admitted, the driver computes. Jobs
-come and go between two turns only, so a step never loses pages that it computes in.
+Each turn of the engine's thread drops leaving jobs, admits waiting ones, and lets the driver
+compute a step. Jobs join and leave between two steps only, so a step never loses its pages.
 
-Not here: what a job needs and gives (prefill_worker.py, decode_worker.py), the engine (driver.py),
+Not here: inputs and results of a job (prefill_worker.py, decode_worker.py), the engine (driver.py),
 the cluster (worker_process.py).
 """
 
@@ -53,7 +53,7 @@ J = TypeVar("J", bound=Job[Any, Any])
 
 
 class JobWorker(ABC, Generic[J]):
-    """A worker of either role; `_admit` and `_drop_leaving` are the role's."""
+    """A worker of either role. The role implements `_admit` and `_drop_leaving`."""
 
     batching: Admission
 
@@ -74,8 +74,8 @@ class JobWorker(ABC, Generic[J]):
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
         self.jobs: dict[str, J] = {}
         self.is_closing = False
-        self.is_draining = False  # an operator empties this host: no new jobs
-        self.is_changing = False  # it will take another role: those on their way still come in
+        self.is_draining = False  # an operator drains this host: new jobs are rejected
+        self.is_changing = False  # another role follows: jobs routed before are still accepted
         self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
@@ -110,13 +110,13 @@ class JobWorker(ABC, Generic[J]):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _serve(self) -> None:
-        """Everything is there: run the engine and join the cluster."""
+        """Run the engine and join the cluster. The last call of a role's constructor."""
         self._thread.start()
         self.process.join()
         self._is_ready.set()
 
     def stop(self, request_id: str) -> None:
-        """End a request between two steps; one that is not here yet will not start at decode."""
+        """Stop a request between two steps. Decode also rejects it if it arrives later."""
         with self.lock:
             if request_id in self.jobs:
                 self.jobs[request_id].is_stopped = True
@@ -128,7 +128,7 @@ class JobWorker(ABC, Generic[J]):
     def report(self) -> WorkerReport: ...
 
     def _report(self, **of_role: Any) -> WorkerReport:
-        """With what the role says of its queue and its batch; with the lock held."""
+        """The report with the role's numbers of its queue and batch. With the lock held."""
         return WorkerReport(
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
@@ -140,13 +140,13 @@ class JobWorker(ABC, Generic[J]):
 
     @property
     def is_idle(self) -> bool:
-        """No job, nobody whose KV is on its way, and no page that could still be written."""
+        """No job, no pending hand-over, and no page that a transfer could still write."""
         with self.lock:
             waits = self.jobs or self.batching.waiting or self.batching.admitted
             return not waits and not self._pages.used_pages and self.driver.is_drained
 
     def move_jobs(self) -> None:
-        """Those that are here go on elsewhere."""
+        """Fail all jobs with WorkerGone, so that they resume on other workers."""
         with self.lock:
             for job in list(self.jobs.values()):
                 self.fail(job, WorkerGone(f"{self.process.worker_id} takes another role"))
@@ -157,58 +157,58 @@ class JobWorker(ABC, Generic[J]):
         return is_leaving or self.process.is_lost or not self.driver.is_available
 
     def check(self) -> None:
-        """Prove the invariants of everything that this worker owns."""
+        """Assert the invariants of the batching and the pages."""
         with self.lock:
             self.batching.check()
             self._pages.check()
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was accepted (at most `timeout_s`), then leave the cluster."""
+        """Finish accepted jobs for at most `timeout_s`, then leave the cluster."""
         give_up_s = time.monotonic() + timeout_s
         self.is_closing = True
         for job in self._unfinished(give_up_s):
             self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
-        for pool in (self._loading, self._guiding):  # the second gets work from the first
+        for pool in (self._loading, self._guiding):  # `_loading` submits to `_guiding`
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
-        for job in list(self.jobs.values()):  # the engine's thread never let go of them
+        for job in list(self.jobs.values()):  # the engine's thread did not drop them
             self.process.owners.release(job.request_id)
             job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._replied(give_up_s)
         self.process.leave()
 
     def _unfinished(self, give_up_s: float) -> list[J]:
-        """Wake the engine's thread and wait until it has emptied `jobs`; what is left then."""
+        """Wait until the engine's thread has emptied `jobs`. Returns jobs left at `give_up_s`."""
         with self.lock:
             self.lock.notify_all()
             while self.jobs and time.monotonic() < give_up_s:
                 self.lock.wait(IDLE_WAIT_S)
             return list(self.jobs.values())
 
-    # -- what a driver says
+    # -- called by a driver
 
     def fail(self, job: J, error: Exception) -> None:
-        """From any thread: it leaves at the next turn, when nobody is at its pages."""
+        """Fail a job; it leaves at the next turn, when no thread uses its pages. Any thread."""
         with self.lock:
             if self.jobs.get(job.request_id) is job and job.error is None:
                 job.fail(error)
                 self.lock.notify_all()
 
     def release(self, pages: list[int]) -> None:
-        """Nothing reads or writes these pages any more. From any thread."""
+        """Release pages that no thread reads or writes any more. From any thread."""
         with self.lock:
             self._pages.release(pages)
             self.lock.notify_all()
 
     def has_left(self, job: J) -> bool:
-        """Somebody else has ended it already. With the lock held."""
+        """The job has already ended. With the lock held."""
         return self.jobs.get(job.request_id) is not job
 
-    # -- jobs come, their KV is loaded
+    # -- accepting and loading jobs
 
     def _refuse(self, job: J) -> None:
-        """What is wrong with taking this job just now; with the lock held."""
+        """Raise a ServingError if the worker cannot accept the job. With the lock held."""
         name = self.process.worker_id
         if self.process.is_lost:
             raise WorkerGone(f"{name} has lost its engine")
@@ -223,8 +223,10 @@ class JobWorker(ABC, Generic[J]):
         return Tokenizer.load(self._checkpoint)
 
     def _guide(self, job: J) -> bool:
-        """What holds the answer to its schema, behind the tokens that the answer has by now: so it
-        goes on where another worker stopped. Raises InvalidRequest."""
+        """Create the job's grammar matcher, advanced by its earlier output tokens.
+
+        So a request resumes where another worker failed. Raises InvalidRequest.
+        """
         sampling, output_ids = job.request.sampling, job.given_output_ids()
         job.guide = self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
         return True
@@ -238,9 +240,11 @@ class JobWorker(ABC, Generic[J]):
         )
 
     def _load(self, job: J, load: Callable[[J], bool]) -> None:
-        """In a loader's thread: `load`, which is False where it will be called again, and start.
-        A guide comes between them, in another thread: a schema that is new takes milliseconds, up
-        to a second, for which the KV of nobody else may wait."""
+        """Run `load` and start the job. In a loader's thread.
+
+        If `load` returns False, it is called again later. A grammar matcher is created between both
+        in another thread: compiling a new schema takes up to a second and must not delay loads.
+        """
         needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
         try:
             if not load(job):
@@ -252,9 +256,9 @@ class JobWorker(ABC, Generic[J]):
             return
         except StoreError as problem:  # without the store there is no hand-over
             error: Exception = WorkerUnavailable(f"store: {problem}")
-        except ServingError as problem:  # it says itself what is wrong, with the request say
+        except ServingError as problem:
             error = problem
-        except Exception as problem:  # edge: one request must not take the loader down
+        except Exception as problem:  # edge: one request must not end the loader's thread
             of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
             log.exception("loading %s failed", job.request_id, extra=of_request)
             error = problem
@@ -263,16 +267,16 @@ class JobWorker(ABC, Generic[J]):
             self.fail(job, error)
 
     def _may_join(self, job: J) -> bool:
-        """It is loaded; False: it leaves instead. With the lock held."""
+        """The job is loaded. False: it has left or is leaving. With the lock held."""
         job.is_loading = False
         self.lock.notify_all()
         return not self.has_left(job) and not job.is_leaving
 
     def _on_message(self, message: WorkerMessage) -> None:
         if self._is_ready.is_set():
-            self._heard(message)
+            self._handle(message)
 
-    def _heard(self, message: WorkerMessage) -> None:
+    def _handle(self, message: WorkerMessage) -> None:
         if isinstance(message, Stop):
             self.stop(message.request_id)
         elif isinstance(message, DrainWorker):
@@ -280,27 +284,25 @@ class JobWorker(ABC, Generic[J]):
         elif isinstance(message, TakeRole):
             self.on_take_role(message)
         else:
-            self.driver.heard(message)
+            self.driver.on_message(message)
 
     def _drain(self, message: DrainWorker) -> None:
         with self.lock:
             if self.is_draining != message.is_on:
-                said = "takes no new requests" if message.is_on else "takes requests again"
-                log.info("%s %s", self.process.worker_id, said)
+                change = "rejects new requests" if message.is_on else "accepts requests again"
+                log.info("%s %s", self.process.worker_id, change)
             self.is_draining = message.is_on
             for job in list(self.jobs.values()) if message.is_on and message.moves else []:
                 self.fail(job, WorkerGone(f"{self.process.worker_id} is being drained"))
 
     def _keep_role(self, message: TakeRole) -> None:
-        log.warning(
-            "%s was told to take the role %s, and cannot", self.process.worker_id, message.role
-        )
+        log.warning("%s cannot change to the role %s", self.process.worker_id, message.role)
 
     def _stopped_early(self, request_id: str) -> None:
-        """A request that is not here was stopped: none of our business, where none is expected."""
+        """A request was stopped that this worker does not have; decode overrides it."""
 
     def _replied(self, give_up_s: float) -> None:
-        """Replies that are on their way have left, or it is too late for them."""
+        """Wait until pending replies are sent, or until `give_up_s`; decode overrides it."""
 
     # -- the engine's thread
 
@@ -309,7 +311,7 @@ class JobWorker(ABC, Generic[J]):
             pass
 
     def _turn(self) -> bool:
-        """One turn of the engine's thread; False: it was the last."""
+        """One turn of the engine's thread. False: it was the last one."""
         with self.lock:
             if self.is_closing and not self.jobs and self.driver.is_drained:
                 return False
@@ -325,8 +327,8 @@ class JobWorker(ABC, Generic[J]):
 
     @abstractmethod
     def _drop_leaving(self) -> None:
-        """Those that were stopped or failed, and that nobody loads, leave; with the lock held."""
+        """Drop stopped and failed jobs that no thread is loading. With the lock held."""
 
     @abstractmethod
     def _admit(self) -> None:
-        """Hand out pages and start loading; with the lock held."""
+        """Allocate pages and start loads. With the lock held."""

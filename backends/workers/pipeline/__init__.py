@@ -1,1 +1,1 @@
-"""How do several workers, each with a share of the layers, compute prompts together?"""
+"""Pipeline parallelism: several workers, each with a share of the layers, compute prompts."""

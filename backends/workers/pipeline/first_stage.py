@@ -1,16 +1,16 @@
-"""Stage 0 of a pipeline group, as the driver of a prefill worker: all requests are its own.
+"""Stage 0 of a pipeline group, the driver of a prefill worker. It owns all requests of the group.
 
-It batches, picks pages and slots for all stages (their pools are equal, so page i holds the same
-tokens everywhere), computes its layers, and sends the plan of the step with the hidden states to
-the next stage. It does not wait for the last stage before it computes the next chunk: while chunk i
-is at stage 1, chunk i + 1 is here. Each stage writes its layers of a block into the slots that are
-allocated here, and says their digests; with all of them the block is committed. The last stage
-samples. So a request has its leases, pages and answer in one process, and the others have plans.
+Stage 0 batches, and allocates pages and slots for all stages. The page pools of all stages are
+equal, so page i holds the same tokens everywhere. Stage 0 computes its layers and sends the plan of
+the step with the hidden states to the next stage. Steps are pipelined: while stage 1 computes chunk
+i, stage 0 computes chunk i + 1. Each stage writes its layers of a block into the slots that stage 0
+allocated, and sends the digests. With the digests of all layers, stage 0 commits the block. The
+last stage samples. So the leases, pages and reply of a request are in one process.
 
-When the group breaks (group.py), its requests fail with the errors that send them elsewhere, and
-pages that another stage may still use wait until all stages are in the next epoch.
+If the group breaks (group.py), its requests fail with errors that make them resume on other
+workers. Pages that another stage may still use are parked until all stages are in the next epoch.
 
-Not here: what the other stages do (later_stage.py), steps in flight (step_window.py).
+Not here: the other stages (later_stage.py), steps in flight (step_window.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from backends.workers.pipeline.step_window import SentStep, StepWindow
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import (
     GroupBegins,
-    LastTokens,
     PrefixLoaded,
     PrefixWanted,
+    SampleInputs,
     StageBeat,
     StageComputed,
     StageStep,
@@ -51,18 +51,18 @@ from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.5  # between two looks at who is registered
+LOOK_S = 0.5  # interval of reading the registered workers
 
 
 class PipelinePrefill(StagePrefill):
     def __init__(self, engine: TorchEngine, config: PrefillConfig) -> None:
         super().__init__(engine, config)
         self._window = StepWindow(config.pipeline_stages)
-        self._parked: list[int] = []  # pages that another stage may use until it is in a new epoch
+        self._parked: list[int] = []  # pages that another stage may use until the next epoch
         self._is_closed = threading.Event()
 
     def begin(self, worker: PrefillWorker) -> None:
-        """Raises ConfigError with every mistake against the stages that are registered."""
+        """Raises ConfigError with every mismatch with the registered stages."""
         super().begin(worker)
         own = worker.process.info
         self._group = PipelineGroup(own)
@@ -80,26 +80,26 @@ class PipelinePrefill(StagePrefill):
         return self._group.is_whole
 
     def _watch(self) -> None:
-        """Looks after the group, beside the engine's thread, which a step may keep busy."""
+        """Supervise the group. In its own thread, because a step may occupy the engine's thread."""
         while not self._is_closed.wait(LOOK_S):
             try:
                 self._look(self._registered(), time.monotonic())
-            except Exception:  # edge: a group that nobody looks after never becomes whole again
-                if self._worker.is_closing:  # its directory client is closed by now
+            except Exception:  # edge: an unsupervised group would never become complete again
+                if self._worker.is_closing:  # the directory client is closed by now
                     return
-                log.exception("looking after pipeline group %s", self.config.pipeline_group)
+                log.exception("supervising pipeline group %s", self.config.pipeline_group)
 
     def _registered(self) -> Sequence[WorkerInfo] | None:
         try:
             return self._worker.process.directory.workers()
         except StoreError as error:
-            log.debug("who is registered is not known: %s", error)
+            log.debug("the registered workers are unknown: %s", error)
             return None
 
     def _look(self, workers: Sequence[WorkerInfo] | None, now_s: float) -> None:
         with self._worker.lock:
-            lost = self._group.registered(workers) if workers is not None else ""
-            lost = lost or self._group.silent(now_s) or self._late(now_s)
+            lost = self._group.update_registered(workers) if workers is not None else ""
+            lost = lost or self._group.silence(now_s) or self._late(now_s)
             if lost:
                 self._broken(lost)
             if self._group.to_begin(now_s):
@@ -121,13 +121,13 @@ class PipelinePrefill(StagePrefill):
             self._worker.process.outbox.send(inbox, begins)
 
     def _broken(self, reason: str) -> None:
-        """With the lock held: no request is lost, each goes on elsewhere."""
+        """Fail all requests, so that each resumes on another worker. With the lock held."""
         worker = self._worker
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
-        log.warning("%s: %s; %d requests go on elsewhere", name, reason, len(worker.jobs))
-        at_work = self._window.requests()
+        log.warning("%s: %s; %d requests resume elsewhere", name, reason, len(worker.jobs))
+        in_flight = self._window.requests()
         for job in list(worker.jobs.values()):
-            kind = WorkerUnavailable if job.request_id in at_work else WorkerGone
+            kind = WorkerUnavailable if job.request_id in in_flight else WorkerGone
             worker.fail(job, kind(f"{name}: {reason}"))
         self._window.clear()
         worker.lock.notify_all()
@@ -137,11 +137,11 @@ class PipelinePrefill(StagePrefill):
             if not self._group.is_whole:
                 raise WorkerGone(f"{self._worker.process.worker_id}: {self._group.missing()}")
 
-    def heard(self, message: WorkerMessage) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         """In the inbox's thread."""
         with self._worker.lock:
             if isinstance(message, StageBeat):
-                self._heard_beat(message)
+                self._on_beat(message)
             elif getattr(message, "epoch", "") != self._group.epoch or not self._group.is_whole:
                 return
             elif isinstance(message, PrefixLoaded):
@@ -152,23 +152,26 @@ class PipelinePrefill(StagePrefill):
                 self._written(message)
             self._worker.lock.notify_all()
 
-    def _heard_beat(self, beat: StageBeat) -> None:
+    def _on_beat(self, beat: StageBeat) -> None:
         was_whole = self._group.is_whole
         now_s = time.monotonic()
-        if lost := self._group.heard(beat.stage, beat.incarnation, beat.epoch, now_s):
+        if lost := self._group.beat(beat.stage, beat.incarnation, beat.epoch, now_s):
             self._broken(lost)
         elif self._group.is_whole and not was_whole:
             log.info("pipeline group %s is whole", self.config.pipeline_group)
             parked, self._parked = self._parked, []
             self._worker.release(parked)
 
-    # -- a prompt comes
+    # -- loading a prompt's prefix
 
     def prefix_loader(self, loader: KvLoader) -> KvLoader:
         return cast(KvLoader, _GroupLoader(self, loader))
 
     def load_with_group(self, loader: KvLoader, copies: Sequence[Copy], pages: list[int]) -> int:
-        """In a loader's thread: every stage loads its layers; how many leading blocks all have."""
+        """Let every stage load its layers. Returns the number of leading blocks that all have.
+
+        In a loader's thread.
+        """
         worker, stages = self._worker, range(1, self.config.pipeline_stages)
         patience_s = 2 * self.config.transfer_s_max
         with worker.lock:
@@ -187,7 +190,7 @@ class PipelinePrefill(StagePrefill):
         return min(blocks, load.blocks)
 
     def start(self, job: PrefillJob) -> None:
-        """In a loader's thread: slots for what is to be computed, which all stages will fill."""
+        """Allocate slots that all stages will fill, then start the job. In a loader's thread."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         worker = self._worker
         worker.writer.allocate(job.put, range(job.put.first_block, blocks))
@@ -204,15 +207,15 @@ class PipelinePrefill(StagePrefill):
         worker, started_s = self._worker, time.monotonic()
         with worker.lock:
             epoch = self._group.epoch
-        works, finished, on_layer = self._prepare(chunks, jobs)
-        hidden = self.engine.forward_stage(works, None, on_layer)
+        batch, finished, on_layer = self._prepare(chunks, jobs)
+        hidden = self.engine.forward_stage(batch, None, on_layer)
         worker.process.steps.took(time.monotonic() - started_s)
         parts = zip(chunks, jobs, finished, strict=True)
         plans = [_plan(chunk, job, blocks, self._block_tokens) for chunk, job, blocks in parts]
         predicted_s = sum(worker.estimate.seconds(c.tokens, c.start) for c in chunks)
         with worker.lock:
             if self._group.epoch != epoch or not self._group.is_whole:
-                return  # its requests have failed with the group
+                return  # the group broke, and the step's requests have failed
             sent = SentStep(
                 number=self._window.next_number,
                 chunks=chunks,
@@ -227,7 +230,7 @@ class PipelinePrefill(StagePrefill):
             step = StageStep(epoch, sent.number, plans)
             inbox = self._group.others[1]
             if not worker.process.outbox.send(inbox, step, hidden.data):
-                self._broken(self._group.end("stage 1 does not take a step"))
+                self._broken(self._group.end("stage 1 accepts no step"))
 
     def _computed(self, message: StageComputed) -> None:
         step = self._window.computed(message.number)
@@ -248,7 +251,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.send_first_token(job, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:
-        """Of one stage; the blocks of the step are committed when all have written."""
+        """A stage has written its layers of a step. The last one's message commits the blocks."""
         worker = self._worker
         step = self._window.written(message.number, message.stage)
         if step is None:
@@ -268,7 +271,7 @@ class PipelinePrefill(StagePrefill):
                 worker.answer(job, step.token_ids[index])
         self._window.over(step)
 
-    # -- and leaves
+    # -- leaving
 
     def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
         self._window.behind(job, action)
@@ -283,13 +286,13 @@ class PipelinePrefill(StagePrefill):
         with self._worker.lock:
             if self._group.is_whole:
                 self._worker.release(pages)
-            else:  # a stage that is lost may still compute in them
+            else:  # a lost stage may still compute in these pages
                 self._parked += pages
         then()
 
 
 class _GroupLoader:
-    """A KvLoader of all stages, for who loads prefixes."""
+    """The part of KvLoader that prefix_loading.py uses, for all stages."""
 
     def __init__(self, driver: PipelinePrefill, own: KvLoader) -> None:
         self._driver, self._own = driver, own
@@ -304,7 +307,7 @@ def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> St
     put, last = job.put, None
     if chunk.is_last:
         prompt_tokens = job.request.prompt_tokens
-        last = LastTokens(
+        last = SampleInputs(
             sampling=job.request.sampling,
             prompt_ids=job.token_ids[:prompt_tokens].tobytes(),
             output_ids=job.token_ids[prompt_tokens:].tobytes(),

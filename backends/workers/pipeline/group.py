@@ -1,12 +1,12 @@
-"""What stage 0 knows of its pipeline group: who the other stages are, and whether all are ready.
+"""Membership of a pipeline group at stage 0: the other stages, and whether all are ready. Pure.
 
-A group works in epochs. One begins when every other stage is registered: stage 0 says so, each
-stage ends what it has of earlier epochs and says that it is there, again and again. It ends when
-one of them falls silent, is another incarnation, or has lost its place; then nothing of it counts
-any more. The group is whole from the moment that all are in the epoch. Pure: time is an argument,
-and the worker's lock guards it.
+A group works in epochs. Stage 0 announces an epoch when every other stage is registered. Each stage
+ends its work of earlier epochs, and then sends beats with the new epoch. The group is complete
+(`is_whole`) when all stages have sent one. An epoch ends when a stage sends no beats, has a new
+incarnation, or has missed a step. Then all its work is void. Time is an argument, and the worker's
+lock guards the state.
 
-Not here: what is said and sent (first_stage.py), what a stage does (later_stage.py).
+Not here: messages (first_stage.py), the work of a stage (later_stage.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from backends.errors import ConfigError
 from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
-SILENT_S = 5.0  # a stage speaks twice a second
-BEGIN_AGAIN_S = 1.0  # between two times that a stage hears of an epoch
+SILENT_S = 5.0  # largest gap between beats, which a stage sends twice a second
+BEGIN_AGAIN_S = 1.0  # interval between two announcements of an epoch
 
 
 @dataclass(slots=True)
 class GroupStage:
-    """Another one than ours."""
+    """One of the other stages."""
 
     worker_id: str
     incarnation: str
     inbox: str
-    epoch: str = ""  # that it said it is in
-    heard_s: float = float("-inf")
+    epoch: str = ""  # epoch of its latest beat
+    beat_s: float = float("-inf")  # time of its latest beat
 
 
 class PipelineGroup:
@@ -40,8 +40,8 @@ class PipelineGroup:
         self._stages: dict[int, GroupStage] = {}
         self._epochs = 0
         self._asked_s = float("-inf")
-        self.epoch = ""  # that has begun, or is to; "" while a stage is missing
-        self.is_whole = False
+        self.epoch = ""  # the announced epoch; "" while a stage is missing
+        self.is_whole = False  # all stages are in the epoch
 
     @property
     def stages(self) -> int:
@@ -53,17 +53,18 @@ class PipelineGroup:
         return {number: self._stages[number].inbox for number in sorted(self._stages)}
 
     def missing(self) -> str:
-        """Why it is not whole."""
+        """Why the group is not complete."""
         ready = {
             n for n, stage in self._stages.items() if stage.epoch and stage.epoch == self.epoch
         }
         numbers = ", ".join(str(n) for n in range(1, self.stages) if n not in ready)
         return (
-            f"pipeline group {self._own.pipeline_group} is not whole: it waits for stage {numbers}"
+            f"pipeline group {self._own.pipeline_group} is not complete: it waits for stage "
+            f"{numbers}"
         )
 
-    def registered(self, workers: Sequence[WorkerInfo]) -> str:
-        """Who is registered now. Returns why the epoch has ended with that; "": it has not."""
+    def update_registered(self, workers: Sequence[WorkerInfo]) -> str:
+        """Update from the registered workers. Returns the reason if this ends the epoch, or ""."""
         found = {
             info.pipeline_stage: info
             for info in workers
@@ -82,37 +83,37 @@ class PipelineGroup:
                 self._stages[number] = GroupStage(info.worker_id, info.incarnation, info.inbox)
         return self.end(lost) if lost else ""
 
-    def heard(self, number: int, incarnation: str, epoch: str, now_s: float) -> str:
-        """A stage says where it is. Returns why the epoch has ended with that; "": it has not."""
+    def beat(self, number: int, incarnation: str, epoch: str, now_s: float) -> str:
+        """Record a stage's beat. Returns the reason if this ends the epoch, or ""."""
         stage = self._stages.get(number)
         if stage is None or stage.incarnation != incarnation:
             return ""
-        stage.heard_s, stage.epoch = now_s, epoch
+        stage.beat_s, stage.epoch = now_s, epoch
         if self.is_whole and epoch != self.epoch:
-            return self.end(f"stage {number} has lost its place")
+            return self.end(f"stage {number} has missed a step")
         if not self.is_whole and self.epoch and len(self._stages) == self.stages - 1:
             self.is_whole = all(
-                each.epoch == self.epoch and now_s - each.heard_s <= SILENT_S
+                each.epoch == self.epoch and now_s - each.beat_s <= SILENT_S
                 for each in self._stages.values()
             )
         return ""
 
     def end(self, reason: str) -> str:
-        """Nothing of this epoch counts any more."""
+        """End the epoch, whose work is void. Returns `reason`."""
         self.is_whole, self.epoch, self._asked_s = False, "", float("-inf")
         for stage in self._stages.values():
             stage.epoch = ""
         return reason
 
-    def silent(self, now_s: float) -> str:
-        """Why the epoch has ended, if nobody has heard of a stage for too long."""
+    def silence(self, now_s: float) -> str:
+        """End the epoch if a stage has sent no beat for SILENT_S. Returns the reason, or ""."""
         for number, stage in self._stages.items():
-            if self.is_whole and now_s - stage.heard_s > SILENT_S:
-                return self.end(f"stage {number} has said nothing for {SILENT_S:g} s")
+            if self.is_whole and now_s - stage.beat_s > SILENT_S:
+                return self.end(f"stage {number} has sent no beat for {SILENT_S:g} s")
         return ""
 
     def to_begin(self, now_s: float) -> bool:
-        """The other stages are to hear (again) that the epoch begins."""
+        """Whether to announce the epoch to the other stages now, for the first time or again."""
         if self.is_whole or len(self._stages) < self.stages - 1:
             return False
         if not self.epoch:
@@ -129,9 +130,9 @@ def is_of_group(info: WorkerInfo, own: WorkerInfo) -> bool:
 
 
 def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
-    """What two stages of one group must have in common, and have not; with the remedy.
+    """Settings in which two stages of a group differ but must not, with the remedy.
 
-    Their fingerprints are equal: the directory takes no others.
+    Their fingerprints are equal: the directory rejects other workers.
     """
     name = f"{other.worker_id} (stage {other.pipeline_stage} of {other.pipeline_group})"
     for field, label in (
@@ -148,10 +149,10 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
 
 
 def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
-    """ConfigError with all that this stage and the registered ones should have in common.
+    """Raises ConfigError with every mismatch of this stage and the registered ones.
 
-    While this very worker is served (its config.pbtxt reloads) only a warning: two stages that are
-    to change together would refuse each other for good.
+    While this worker is registered (its config.pbtxt reloads) it only logs a warning: two stages
+    whose settings change together would reject each other forever.
     """
     found = [
         problem
@@ -162,7 +163,7 @@ def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
     if not found:
         return
     lines = "\n".join(f"  - {line}" for line in found)
-    said = f"{own.worker_id}/config.pbtxt has {len(found)} mistake(s):\n{lines}"
+    text = f"{own.worker_id}/config.pbtxt has {len(found)} mistake(s):\n{lines}"
     if not any(info.worker_id == own.worker_id for info in workers):
-        raise ConfigError(said)
-    log.warning("%s", said)
+        raise ConfigError(text)
+    log.warning("%s", text)

@@ -1,14 +1,14 @@
-"""A stage of a pipeline group behind the first: it takes steps, runs its layers, and passes on.
+"""A later stage of a pipeline group: receives steps, computes its layers, and sends steps on.
 
-It knows no requests: a step says which tokens lie in which pages and which slots their KV goes to.
-What it computes of the blocks of a step is written into those slots, and stage 0 hears the digests,
-which commits. The last stage samples. Steps of an epoch come in order and without a gap; a stage
-that misses one has lost its place, and the group begins anew (group.py).
+A later stage has no requests. A step contains the pages of its tokens and the slots for their KV.
+The stage writes its layers into these slots and sends the digests to stage 0, which commits the
+blocks. The last stage samples. The steps of an epoch arrive in order and without a gap. If a stage
+misses a step, the group starts a new epoch (group.py).
 
-Threads: the inbox queues, the engine's thread computes one step after the other, loaders bring
-prefixes in, the writer moves KV out.
+Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
+the writer writes KV.
 
-Not here: who decides what is computed (first_stage.py).
+Not here: the plan of a step (first_stage.py).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from backends.workers.protocol import (
     ArrivedStep,
     DrainWorker,
     GroupBegins,
-    LastTokens,
     PrefixLoaded,
     PrefixWanted,
+    SampleInputs,
     StageBeat,
     StageComputed,
     StageStep,
@@ -54,7 +54,7 @@ from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 LOADERS = 2
-LATE_READ_WAIT_S = 0.05  # between two looks whether a read that is late is over
+LATE_READ_WAIT_S = 0.05  # interval of checking for the end of a late read
 NO_TOKEN = Drawn(-1, None)
 
 
@@ -66,13 +66,13 @@ class StageWorker:
         self._engine = engine = driver.engine
         checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
-        self._lock = threading.Condition()  # guards what the inbox and loaders change
-        self._newest_epoch = self._epoch = ""
+        self._lock = threading.Condition()  # guards the state that the inbox and loaders change
+        self._newest_epoch = self._epoch = ""  # latest announced epoch; epoch of accepted steps
         self._expected = 0  # number of the next step
-        self._begins: GroupBegins | None = None
-        self._loads = 0  # under way
-        self._beating = threading.Lock()  # beats leave in the order of what they say
-        self._writing: dict[int, list[BlockPut]] = {}  # by step of this epoch
+        self._begins: GroupBegins | None = None  # of the latest epoch
+        self._loads = 0  # running loads of prefixes
+        self._beating = threading.Lock()  # keeps the order of beats
+        self._writing: dict[int, list[BlockPut]] = {}  # step of this epoch -> its writes
         self._is_closing = self._is_draining = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
@@ -115,10 +115,10 @@ class StageWorker:
         )
 
     def submit(self, request: object, ids: object, client: object) -> None:
-        raise WorkerGone(f"{self._name}: its stage 0 takes requests")
+        raise WorkerGone(f"{self._name}: only stage 0 accepts requests")
 
     def stop(self, request_id: str) -> None:
-        """Stage 0 sends no further chunks of it."""
+        """Nothing to do: stage 0 sends no further chunks of a stopped request."""
 
     def report(self) -> WorkerReport:
         now_s = time.monotonic()
@@ -136,11 +136,11 @@ class StageWorker:
         )
 
     def check(self) -> None:
-        """Prove the invariants: there are none beside those of the engine's pages."""
+        """Assert the invariants of the engine's pages; a later stage has no others."""
         self._engine.pages.check()
 
     def close(self, timeout_s: float) -> None:
-        """Leave the group: its requests go on elsewhere, or here once it is whole again."""
+        """Leave the group. Its requests resume on other workers."""
         with self._lock:
             self._is_closing, self._newest_epoch = True, ""
         self._tasks.put(self._lose_place)
@@ -150,7 +150,7 @@ class StageWorker:
         self._writer.close()
         self.process.leave()
 
-    # -- what comes
+    # -- messages
 
     def _on_message(self, message: WorkerMessage | ArrivedStep) -> None:
         if isinstance(message, GroupBegins):
@@ -171,12 +171,12 @@ class StageWorker:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # edge: the group begins anew, this stage goes on
+            except Exception:  # edge: the group starts a new epoch, this stage stays in service
                 log.exception("%s failed", self._name)
                 self._lose_place()
 
     def _begin(self, begins: GroupBegins) -> None:
-        """Everything of earlier epochs ends first: then pages are nobody's."""
+        """Join an epoch, after the end of all work of earlier epochs: then no page is in use."""
         if begins.epoch != self._newest_epoch:
             return
         if begins.chunk_tokens != self.config.chunk_tokens:
@@ -190,12 +190,15 @@ class StageWorker:
         if begins.epoch != self._epoch:
             self._end_epoch()
             self._begins, self._expected, self._epoch = begins, 0, begins.epoch
-            log.info("%s: it is whole, epoch %s", self._name, begins.epoch)
+            log.info("%s: joined epoch %s", self._name, begins.epoch)
         self._beat()
 
     def _end_epoch(self) -> None:
-        """Until nothing of it reads or writes any more. Where that does not end, nor does the
-        group become whole: so it is watched like a step, and the worker starts afresh."""
+        """Wait until no work of this epoch reads or writes any more.
+
+        The wait is watched like a step: if it hangs, the worker exits and is restarted. Otherwise
+        the group would never become complete.
+        """
         self._epoch = ""
         for puts in list(self._writing.values()):
             for put in puts:
@@ -231,7 +234,7 @@ class StageWorker:
         try:
             if wanted.epoch == self._newest_epoch:
                 blocks = self._loader.load_copies(wanted.copies, wanted.pages)
-            # Until a read that is late is over nobody may compute in these pages.
+            # No stage may compute in these pages before the end of a late read.
             while self._loader.pending_pages().intersection(wanted.pages):
                 time.sleep(LATE_READ_WAIT_S)
         except Exception:  # edge: the prefix is computed again
@@ -252,12 +255,14 @@ class StageWorker:
         if step.epoch != self._epoch or step.epoch != self._newest_epoch:
             return
         if step.number != self._expected:
-            log.warning("%s: step %d came, not %d", self._name, step.number, self._expected)
+            log.warning(
+                "%s: received step %d, expected %d", self._name, step.number, self._expected
+            )
             self._lose_place()
             return
         self._expected += 1
         if step.error or hidden is None:
-            self._pass_on_failure(step, step.error or "its hidden states are missing")
+            self._pass_on_failure(step, step.error or "the step has no hidden states")
             return
         predicted_s = sum(self._estimate.seconds(w.tokens, w.start) for w in step.works)
         started_s = time.monotonic()
@@ -272,7 +277,7 @@ class StageWorker:
             self.process.steps.took(time.monotonic() - started_s)
 
     def _compute(self, step: StageStep, hidden: np.ndarray) -> None:
-        works = [Work([0] * work.tokens, work.start, work.pages) for work in step.works]
+        batch = [Work([0] * work.tokens, work.start, work.pages) for work in step.works]
         self._writing[step.number] = puts = [_put(work) for work in step.works]
         writer, begins = self._writer, self._begins
         assert begins is not None, "a step before the group began"
@@ -283,12 +288,12 @@ class StageWorker:
                     writer.layer_done(put, list(put.slots), layer)
 
         if begins.next_inbox:
-            states = self._engine.forward_stage(works, hidden, on_layer)
+            states = self._engine.forward_stage(batch, hidden, on_layer)
             passed = StageStep(step.epoch, step.number, step.works)
             if not self.process.outbox.send(begins.next_inbox, passed, states.data):
                 self._lose_place()
         else:
-            logits = self._engine.forward_last(works, hidden, on_layer)
+            logits = self._engine.forward_last(batch, hidden, on_layer)
             sampled = [
                 _sampled(work, row, self._guides)
                 for work, row in zip(step.works, logits, strict=True)
@@ -304,7 +309,7 @@ class StageWorker:
         writer.then(lambda: self._written(step, puts))
 
     def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
-        """In the writer's thread, behind the layers of this step."""
+        """Report the step's written layers to stage 0. In the writer's thread, after them."""
         self._writing.pop(step.number, None)
         digests = [put.digests for put in puts]
         errors = ["" if put.error is None else str(put.error) for put in puts]
@@ -312,27 +317,27 @@ class StageWorker:
         self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
 
     def _pass_on_failure(self, step: StageStep, error: str) -> None:
-        """Those behind keep count, and stage 0 fails the requests."""
-        begins, works = self._begins, len(step.works)
+        """Send the failed step on, so that later stages keep count and stage 0 fails the jobs."""
+        begins, chunks = self._begins, len(step.works)
         assert begins is not None
         if begins.next_inbox:
             failed = StageStep(step.epoch, step.number, step.works, error)
             self.process.outbox.send(begins.next_inbox, failed)
         else:
-            tokens, errors = [NO_TOKEN.token_id] * works, [error] * works
+            tokens, errors = [NO_TOKEN.token_id] * chunks, [error] * chunks
             self._answer(StageComputed(step.epoch, step.number, tokens, errors))
         written = StageWritten(
             epoch=step.epoch,
             stage=self.config.pipeline_stage,
             number=step.number,
             digests=[{} for _ in step.works],
-            errors=[error] * works,
+            errors=[error] * chunks,
         )
         self._writer.then(lambda: self._answer(written))
 
 
 def _put(work: StageWork) -> BlockPut:
-    """The blocks of this chunk; the slots and their leases are stage 0's."""
+    """The writes of this chunk. Stage 0 owns the slots and their leases."""
     return BlockPut(
         work.request_id,
         work.kv_tokens,
@@ -347,8 +352,8 @@ def _put(work: StageWork) -> BlockPut:
 
 
 def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn, str]:
-    """(token, what went wrong): one request must not fail its neighbours in the step."""
-    last: LastTokens | None = work.last
+    """(token, error or ""): an error must not fail other requests of the step."""
+    last: SampleInputs | None = work.last
     if last is None:
         return NO_TOKEN, ""
     prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
@@ -358,7 +363,7 @@ def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn
         if sampling.guided_json:
             guide = guides.guide(sampling.guided_json, sampling.end_ids, output)
         return draw(logits, sampling, len(output), prompt, output, guide), ""
-    except InvalidRequest as error:  # its schema: no worker could follow it
+    except InvalidRequest as error:  # the request's schema is invalid at every worker
         return NO_TOKEN, error.wire_message()
     except Exception as error:  # edge: see above
         log.exception("sampling of %s failed", work.request_id)

@@ -1,6 +1,6 @@
-"""What every stage's driver has: an engine with a share of the layers, and how fast that is.
+"""Common driver of all pipeline stages: an engine with a share of the layers, and its speed.
 
-Not here: what a stage does with a step (first_stage.py, later_stage.py).
+Not here: the steps of a stage (first_stage.py, later_stage.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from backends.engine.torch.torch_engine import TorchEngine
 from backends.workers.driver import Samples
 from backends.workers.step_driver import StepPrefill
 
-FRAMING_BYTES = 2**20  # of a message, beside the hidden states
+FRAMING_BYTES = 2**20  # bytes of a message without its hidden states, at most
 
 
 class _Rehearsal:
-    """An engine for who wants to know how long a step takes: what a stage computes is no logits."""
+    """Adapter that measures a stage as an Engine, although a stage may compute no logits."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
@@ -49,7 +49,7 @@ class StagePrefill(StepPrefill):
 
     @property
     def message_bytes_max(self) -> int:
-        """Hidden states of the longest step, each row padded as the plan of a step does."""
+        # The hidden states of the longest step, with rows rounded up as in the plan of a step.
         rows = rounded_rows(self.config.chunk_tokens)
         return rows * self.engine.hidden_bytes + FRAMING_BYTES
 

@@ -1,11 +1,11 @@
-"""Steps of a pipeline group that are under way, and prefixes that its stages load. Pure.
+"""Steps of a pipeline group in flight, and prefixes that its stages load. Pure.
 
-A step is over when the last stage has computed it and every other stage has written its layers. At
-most one more than there are stages are being computed at once: enough that no stage waits for a
-plan, and so few that a prompt that goes first still meets a short line. What is to happen behind a
-request's last step (its pages and leases go back) waits for it here.
+A step is over when the last stage has computed it and every later stage has written its layers. At
+most `stages + 1` steps are in computation. So no stage waits for a plan, and an urgent prompt waits
+for few steps. Actions after a request's last step (release of its pages and leases) are queued
+here. The worker's lock guards the state.
 
-The worker's lock guards it. Not here: who the stages are (group.py).
+Not here: the stages of the group (group.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SentStep:
     finished: Sequence[range]  # blocks of each job that the step completes and the store lacks
     started_s: float
     sent_s: float
-    predicted_s: float  # of one stage
+    predicted_s: float  # predicted time of one stage
     token_ids: Sequence[int] = ()
-    is_computed: bool = False
-    unwritten: set[int] = field(default_factory=set)  # stages
+    is_computed: bool = False  # by the last stage
+    unwritten: set[int] = field(default_factory=set)  # stages that have not written their layers
 
     @property
     def is_over(self) -> bool:
@@ -40,10 +40,10 @@ class SentStep:
 class PrefixLoad:
     number: int
     pages: frozenset[int]
-    waiting: set[int]  # stages
-    blocks: int  # that all stages who have answered have
-    late_s: float  # who has not answered by then has not heard of it, or hangs
-    is_lost: bool = False
+    waiting: set[int]  # stages that have not answered
+    blocks: int  # leading blocks that all stages with an answer have
+    late_s: float  # deadline; a stage without an answer by then hangs, or a message was lost
+    is_lost: bool = False  # the group has broken
 
     @property
     def is_here(self) -> bool:
@@ -72,7 +72,7 @@ class StepWindow:
         return not self._steps and not self._behind
 
     def requests(self) -> set[str]:
-        """Those whose chunks are under way."""
+        """Requests with chunks in flight."""
         return {job.request_id for step in self._steps.values() for job in step.jobs}
 
     def sent(self, step: SentStep) -> None:
@@ -82,7 +82,7 @@ class StepWindow:
         self.next_number += 1
 
     def computed(self, number: int) -> SentStep | None:
-        """None: it is not known (any more)."""
+        """None: the step is unknown, or was reported before."""
         step = self._steps.get(number)
         if step is None or step.is_computed:
             return None
@@ -117,7 +117,7 @@ class StepWindow:
             self._run_behind()
 
     def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
-        """`action` when no stage reads or writes its pages any more."""
+        """Run `action` when no stage reads or writes the job's pages any more."""
         self._behind.append((job, action))
         self._run_behind()
 
@@ -135,9 +135,10 @@ class StepWindow:
         return loads or any(job in step.jobs for step in self._steps.values())
 
     def late(self, now_s: float) -> str:
-        """What takes so long that some stage must hang, or that was lost on its way; "": nothing.
+        """The step or load that exceeds its time limit, or "".
 
-        Both would keep requests here for ever: their pages are not theirs alone until it is over.
+        Then a stage hangs or a message was lost. Without a limit its requests would stay forever,
+        because their pages stay in use.
         """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
@@ -149,7 +150,7 @@ class StepWindow:
         return ""
 
     def clear(self) -> None:
-        """The group has broken: nothing of this comes any more."""
+        """Forget all steps and loads, because the group has broken."""
         self._steps.clear()
         for load in self._loads.values():
             load.is_lost = True

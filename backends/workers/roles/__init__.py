@@ -1,1 +1,1 @@
-"""How does a worker change its role while it serves?"""
+"""Role changes of a worker in service."""

@@ -1,19 +1,19 @@
-"""One engine, two roles, one at a time: a worker that changes its role while it serves.
+"""A worker that changes its role (prefill or decode) in service.
 
-At any moment it is a `PrefillWorker` or a `DecodeWorker`, over the same engine, page pool and store
-client (lasting_parts.py). Told to take the other role it
+At any moment it is a `PrefillWorker` or a `DecodeWorker`, with the same engine, page pool and store
+client (lasting_parts.py). Steps of a change:
 
-    says that it drains          frontends route nothing new to it
-    looks who else has its role  if nobody is left that does not drain too, it keeps its role. Who
-                                 says so first and looks then cannot be one of two that both leave
-    finishes what it has         requests that were routed before still come in; those that are not
-                                 finished after DRAIN_S_MAX go on elsewhere
-    leaves, and joins anew       with another incarnation, in the other role
+    1. report that it drains     frontends route no new requests to it
+    2. check the other workers   if every other worker of its role drains too, it keeps its role.
+                                 Each reports before it checks, so the last two cannot both leave
+    3. finish its requests       requests routed before are still accepted; requests not finished
+                                 after DRAIN_S_MAX resume on other workers
+    4. leave and join again      with a new incarnation, in the other role
 
-A call for the role that it does not have is refused (`WrongRole`), and its frontend goes on
-elsewhere. When it cannot join again its process ends, and the launcher starts it in its first role.
+A call for the other role is rejected (`WrongRole`), and its frontend retries on another worker. If
+the worker cannot join again, its process exits, and the launcher restarts it in its first role.
 
-Not here: when a flip is worth it (conductor/roles), Triton (triton/worker_model.py).
+Not here: when a change of roles pays (conductor/roles), Triton (triton/worker_model.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from backends.workers.worker_process import end_process
 from mooncake_store.errors import StoreError
 
 log = logging.getLogger(__name__)
-IDLE_S = 1.0  # without anything to do before it changes: what was routed before may be on its way
+IDLE_S = 1.0  # idle time before the change, because requests routed before may still arrive
 LOOK_S = 0.02
-# Longer than all but the longest answers take; who is here after that is moved. Another frontend's
-# order is not counted on for longer either (ORDER_S_MAX in conductor/roles/controller.py).
+# Longer than nearly all outputs take; later requests are moved to other workers. A frontend counts
+# on another frontend's order for as long (ORDER_S_MAX in conductor/roles/controller.py).
 DRAIN_S_MAX = 60.0
-MOVE_S_MAX = 30.0  # for those to leave, and for transfers that may still write into pages
+MOVE_S_MAX = 30.0  # time limit for the moved requests, and for transfers into their pages
 CLOSE_S = 10.0
 
 ActiveWorker = PrefillWorker | DecodeWorker
@@ -55,7 +55,7 @@ class FlippingWorker:
         makers: Mapping[str, MakeWorker],
         close_engine: Callable[[], None],
     ) -> None:
-        """`makers`: a worker of each role, which registers when it is made."""
+        """`makers`: creates a worker of each role, which registers in its constructor."""
         self.on_change: Callable[[ActiveWorker], None] = lambda worker: None
         self._parts, self._makers, self._close_engine = parts, makers, close_engine
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class FlippingWorker:
         return self._worker
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """To the worker of the role that the request is for; raises ServingError."""
+        """Submit to the worker. Raises ServingError, also if it has the other role."""
         worker: Any = self._worker
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
@@ -77,12 +77,11 @@ class FlippingWorker:
         worker.submit(request, ids, client)
 
     def stop(self, request_id: str) -> None:
-        """End a request, wherever it is."""
         if (worker := self._worker) is not None:
             worker.stop(request_id)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was accepted, then leave the cluster."""
+        """Finish accepted requests, then leave the cluster."""
         self._is_closing.set()
         if self._changing is not None:
             self._changing.join(timeout_s)
@@ -92,7 +91,7 @@ class FlippingWorker:
         self._close_engine()
 
     def take_role(self, message: TakeRole) -> None:
-        """From the inbox's thread; a thread of its own does it."""
+        """Start the change in its own thread. Called in the inbox's thread."""
         with self._lock:
             worker = self._worker
             if worker is None or self._is_closing.is_set() or worker.is_changing:
@@ -119,7 +118,7 @@ class FlippingWorker:
             if not self._may_leave(worker) or not self._drained(worker):
                 worker.is_changing = False
                 return
-        except Exception:  # edge: whatever it was, it serves on as before
+        except Exception:  # edge: the worker continues to serve in its role
             log.exception("%s keeps its role", name)
             worker.is_changing = False
             return
@@ -128,16 +127,16 @@ class FlippingWorker:
             worker.close(CLOSE_S)
             assert not worker.driver.engine.pages.used_pages, "pages stayed behind"
             changed = self._made(role)
-            changed.is_draining = worker.is_draining  # an operator empties this host all the same
+            changed.is_draining = worker.is_draining  # an operator's drain outlives the change
             self._worker = changed
             log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
             self.on_change(changed)
-        except Exception:  # edge: without a role it is of no use; the launcher starts it again
+        except Exception:  # edge: a worker without a role exits, and the launcher restarts it
             log.exception("%s could not take the role %s", name, role)
             end_process(self._parts.close)
 
     def _may_leave(self, worker: ActiveWorker) -> bool:
-        """Says that it drains, and then looks: somebody else must have its role."""
+        """Report the drain, then check that another worker of its role does not drain."""
         process = worker.process
         try:
             process.report_now()
@@ -145,7 +144,7 @@ class FlippingWorker:
         except StoreError as error:
             log.warning("%s keeps its role: %s", process.worker_id, error)
             return False
-        # Whoever has not reported yet has just come; who drains has said so before it looked.
+        # A worker without a report has just registered, so it does not drain.
         leaving = {
             (report.worker_id, report.incarnation)
             for report in snapshot.reports
@@ -160,14 +159,14 @@ class FlippingWorker:
         ]
         if not others:
             log.warning(
-                "%s keeps its role: nobody else is a %s worker",
+                "%s keeps its role: there is no other %s worker",
                 process.worker_id,
                 process.info.role,
             )
         return bool(others)
 
     def _drained(self, worker: ActiveWorker) -> bool:
-        """It has nothing to do any more. False: it was told to close, or something never ends."""
+        """Wait until the worker is idle. False: it is closing, or did not become idle in time."""
         now_s = time.monotonic()
         idle_since_s, move_s = now_s, now_s + DRAIN_S_MAX
         while now_s < move_s + MOVE_S_MAX:
@@ -180,5 +179,5 @@ class FlippingWorker:
                 return True
             if now_s >= move_s:
                 worker.move_jobs()
-        log.warning("%s keeps its role: it did not get idle", worker.process.worker_id)
+        log.warning("%s keeps its role: it did not become idle", worker.process.worker_id)
         return False

@@ -19,7 +19,7 @@ from backends.workers.protocol import (
     decode_message,
     encode,
     inbox_address,
-    inboxes_known,
+    inbox_prefixes,
 )
 
 INBOXES = "ipc:///tmp/launch/"
@@ -70,7 +70,7 @@ def test_what_a_frontend_sends_is_taken(request_: Any) -> None:
         ({"prompt_tokens": 11}, "prompt_tokens is 11"),
         ({"prompt_tokens": -1}, "prompt_tokens is -1"),
         ({"request_id": ""}, "request_id has 0 characters"),
-        ({"reply_inbox": "tcp://elsewhere:1"}, "no inbox of this deployment"),
+        ({"reply_inbox": "tcp://elsewhere:1"}, "not an inbox of this deployment"),
     ],
 )
 def test_values_that_an_engine_cannot_take_are_refused(
@@ -88,7 +88,7 @@ def test_token_ids_outside_the_vocabulary_or_the_context_are_refused(
 
 
 def test_addresses_and_counts_of_a_prefill_are_checked() -> None:
-    assert "no inbox" in reasons(PREFILL, decode_inbox="ipc:///tmp/theirs/decode_0")
+    assert "not an inbox" in reasons(PREFILL, decode_inbox="ipc:///tmp/theirs/decode_0")
     assert "fetch_blocks is -1" in reasons(PREFILL, fetch_blocks=-1)
     assert "near_blocks is -1" in reasons(PREFILL, near_blocks=-1)
     assert "reserve_tokens is 65" in reasons(PREFILL, reserve_tokens=65)
@@ -110,15 +110,15 @@ def test_inboxes_of_the_deployment_s_hosts_are_taken_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOONCAKE_SOCKETS", "/tmp/launch")
-    assert inboxes_known() == ("ipc:///tmp/launch/",)
+    assert inbox_prefixes() == ("ipc:///tmp/launch/",)
     assert inbox_address("decode_0-1") == "ipc:///tmp/launch/decode_0-1"
     assert inbox_address(f"{'w' * 100}-123abc") == "ipc:///tmp/launch/123abc", "a path is short"
     monkeypatch.setenv("MOONCAKE_ADDRESS", "10.77.0.1")
     monkeypatch.setenv("MOONCAKE_PEERS", "10.77.0.1,10.77.0.2")
-    limits = replace(LIMITS, inboxes=inboxes_known())
+    limits = replace(LIMITS, inboxes=inbox_prefixes())
     assert inbox_address("decode_0-1") == "tcp://10.77.0.1:0"
     ours = {"decode_inbox": "tcp://10.77.0.2:40001", "reply_inbox": "tcp://10.77.0.1:40002"}
     limits.check(msgspec.structs.replace(PREFILL, **ours), IDS)
     for foreign in ("tcp://10.77.0.21:40001", "tcp://10.77.0.3:1", "ipc:///tmp/launch/decode_0-1"):
-        with pytest.raises(InvalidRequest, match="no inbox of this deployment"):
+        with pytest.raises(InvalidRequest, match="not an inbox of this deployment"):
             limits.check(msgspec.structs.replace(PREFILL, **{**ours, "decode_inbox": foreign}), IDS)

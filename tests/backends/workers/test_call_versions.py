@@ -18,5 +18,5 @@ def test_any_other_is_refused_as_a_worker_that_is_not_there(given: object) -> No
         check_version(given)
     version = given if isinstance(given, int) else 0
     assert f"version {version} " in str(refusal.value)
-    assert f"worker {CALLS_VERSION};" in str(refusal.value)
+    assert f"worker uses {CALLS_VERSION};" in str(refusal.value)
     assert isinstance(from_wire(refusal.value.wire_message(), "decode_0"), WorkerGone)

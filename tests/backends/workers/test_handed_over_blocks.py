@@ -116,7 +116,7 @@ def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
     ours.load_announced(arrival, LayersReady("r", 8, 9, 0, refs(0, 1), [0, 0]))
     assert len(reads) == 1 and set(arrival.layers_of) == {0}
     assert ours.load_rest(arrival, refs(0, 1)) == [1]
-    with pytest.raises(WorkerUnavailable, match="late"):
+    with pytest.raises(WorkerUnavailable, match="past its deadline"):
         ours.refuse_late([0, 3])
     ours.refuse_late([0, 1])
 

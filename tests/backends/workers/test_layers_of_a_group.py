@@ -172,7 +172,7 @@ def test_a_worker_that_only_helps_does_not_end_the_leases_of_the_request(
     monkeypatch.setattr(group[1].stage.store, "write", lambda *_: [None] * 3)
     group[1].compute(puts[1], range(3))
     group[1].settle()
-    assert isinstance(puts[1].error, WorkerUnavailable) and "taken away" in str(puts[1].error)
+    assert isinstance(puts[1].error, WorkerUnavailable) and "reclaimed" in str(puts[1].error)
     monkeypatch.undo()
     puts[1].error = None  # it was told to go on, with the leases that are there still
     for worker, put in zip(group, puts, strict=True):

@@ -1,6 +1,6 @@
 """Prompts that pass a prefill worker layer by layer: the tokens and blocks of those that do not.
 
-The real workers and store; the model is random, with layers enough that windows are reused.
+The real workers and store; the model is random, with layers enough that rings are reused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_prompts_get_the_tokens_of_the_model_with_layers_on_and_off(
     layerwise: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pair in pairs_of(checkpoint, monkeypatch, layerwise=layerwise):
-        assert (pair.prefill.batching._windows is not None) == (layerwise == "true")
+        assert (pair.prefill.batching._rings is not None) == (layerwise == "true")
         for length in (CHUNK, CHUNK + 1, 3 * BLOCK, 500, 900):
             ids = prompt(length, length)
             right = wanted(checkpoint, ids)
@@ -211,10 +211,10 @@ def test_a_node_that_dies_between_two_layers_costs_its_blocks_only(
     far.compute(ids[:400])
     load_layer = pair.prefill._loader.load_layer
 
-    def dying(copies: Any, digests: Any, windows: Any, layer: int, deadline_s: float) -> bool:
+    def dying(copies: Any, digests: Any, rings: Any, layer: int, deadline_s: float) -> bool:
         if layer == 3:
             far.node.kill()
-        return load_layer(copies, digests, windows, layer, deadline_s)
+        return load_layer(copies, digests, rings, layer, deadline_s)
 
     monkeypatch.setattr(pair.prefill._loader, "load_layer", dying)
     asked = ask_fetching(pair, ids, 6)

@@ -11,7 +11,7 @@ import pytest
 from backends.engine.sampling_params import SamplingParams
 from backends.workers.protocol import (
     ArrivedStep,
-    LastTokens,
+    SampleInputs,
     StageBeat,
     StageStep,
     StageWork,
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 
 
 def a_step() -> StageStep:
-    last = LastTokens(
+    last = SampleInputs(
         sampling=SamplingParams(max_tokens=3, stop_words=("end",), end_ids=(2,), seed=2**64 - 1),
         prompt_ids=np.arange(40, dtype=np.int32).tobytes(),
         output_ids=b"",
