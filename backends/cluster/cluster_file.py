@@ -32,6 +32,7 @@ from backends.cluster.deployment import (
     is_loopback,
 )
 from backends.cluster.model_rendering import (
+    ROLES,
     TemplateMissing,
     parameters_of,
     template,
@@ -55,7 +56,6 @@ DNS_NAME = re.compile(
 )
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
-ROLES = ("prefill", "decode")
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
 OF_TRTLLM = ("page_tokens", "tp_size", "handoff")
 # Parameters that must be equal in all workers.
@@ -69,10 +69,8 @@ NODE_BYTES_MIN = 1 << 20
 
 
 def load(path: Path, base: Path | None = None) -> Deployment:
-    """Raises ClusterFileInvalid with every mistake, or if the file cannot be read.
-
-    `base` is the model repository that models are rendered from, if it is known.
-    """
+    """Raises ClusterFileInvalid with every mistake, or if the file cannot be read. `base` is the
+    model repository that models are rendered from, if it is known."""
     try:
         with path.open("rb") as file:
             content = file.read(4 * CHARACTERS_MAX + 1)
@@ -93,9 +91,7 @@ def parse(
     text: str, path: str = "cluster.yaml", templates: Mapping[str, str] | None = None
 ) -> Deployment:
     """Raises ClusterFileInvalid with every mistake, and no other exception for any text.
-
-    `templates` maps each model of the base repository to its config.pbtxt.
-    """
+    `templates` maps each model of the base repository to its config.pbtxt."""
     try:
         tree, problems = read_tree(text)
     except YamlInvalid as error:

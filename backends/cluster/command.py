@@ -146,11 +146,8 @@ def drain(
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:
-    """Give this process the keys of `host`; returns the directory's address.
-
-    Without `host`, the first host whose keys are on this machine. Raises ClusterFileInvalid if
-    there are no keys.
-    """
+    """Give this process the keys of `host`; returns the directory's address. Without `host`, the
+    first host whose keys are on this machine. Raises ClusterFileInvalid if there are no keys."""
     if deployment.is_insecure:
         os.environ[INSECURE_VARIABLE] = "1"
     if deployment.keys_folder:

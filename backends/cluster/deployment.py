@@ -1,12 +1,12 @@
 """The parts of a deployment, as its cluster file defines them.
 
-name, hosts                name of the deployment; its machines with their addresses
-etcd, directories          etcd, which elects the serving directory; hosts of directories
-storage_nodes              DRAM and SSD of hosts
-frontends                  addresses for clients
-pools, defaults            groups of equal workers; parameters of all pools
-conductor, slo             parameters of routing and admission; latency targets
-keys, trusted_data_network access keys; network interfaces on which KV moves unencrypted
+    name, hosts                name of the deployment; its machines with their addresses
+    etcd, directories          etcd, which elects the serving directory; hosts of directories
+    storage_nodes              DRAM and SSD of hosts
+    frontends                  addresses for clients
+    pools, defaults            groups of equal workers; parameters of all pools
+    conductor, slo             parameters of routing and admission; latency targets
+    keys, trusted_data_network access keys; network interfaces on which KV moves unencrypted
 
 A `Deployment` is always valid. A file with mistakes raises `ClusterFileInvalid`, which lists all
 mistakes, each with its line, path and remedy.
@@ -154,17 +154,12 @@ class Deployment:
     def workers(self) -> list[WorkerSpec]:
         return [worker for pool in self.pools for worker in pool.workers]
 
-    def pool_of(self, worker: WorkerSpec) -> PoolSpec:
-        return next(pool for pool in self.pools if worker in pool.workers)
-
     def nodes_of(self, host: str) -> list[NodeSpec]:
         return [node for node in self.storage_nodes if node.host == host]
 
     def port_step(self, host: str) -> int:
-        """The offset of the host's frontend and metrics ports.
-
-        Hosts with equal addresses run on one machine and need different ports.
-        """
+        """The offset of the host's frontend and metrics ports. Hosts with equal addresses run on
+        one machine and need different ports."""
         address = self.hosts[host].address
         there = [name for name, each in self.hosts.items() if each.address == address]
         return HOST_PORT_STEP * there.index(host)

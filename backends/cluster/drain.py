@@ -1,12 +1,12 @@
 """Drains a host while the deployment serves: its requests, then its only copies of blocks.
 
-1. The host's workers accept no new requests.
-2. Their requests finish. Requests that take too long are moved: they fail as if the worker
-   had left, and their frontends resume them on other workers.
-3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
-   Those nodes pull the blocks, so the bytes do not pass through this process. A block on SSD
-   is first loaded into its node's DRAM, so the host's nodes accept blocks until this step.
-4. The host's storage nodes accept no new blocks. Blocks that arrived since are copied too.
+    1. The host's workers accept no new requests.
+    2. Their requests finish. Requests that take too long are moved: they fail as if the worker
+       had left, and their frontends resume them on other workers.
+    3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
+       Those nodes pull the blocks, so the bytes do not pass through this process. A block on SSD
+       is first loaded into its node's DRAM, so the host's nodes accept blocks until this step.
+    4. The host's storage nodes accept no new blocks. Blocks that arrived since are copied too.
 
 Then the host can be stopped without loss. A restarted worker accepts requests again. The drain flag
 of a storage node stays until `undo`, until the node registers again, or until another directory
@@ -169,11 +169,8 @@ class HostDrain:
         return len(blocks)
 
     def _copy(self, keys: list[bytes], give_up_s: float, is_scattered: bool) -> None:
-        """Copy each block once.
-
-        The directory chooses one node for each batch by its first block, or one node for each block
-        if `is_scattered`.
-        """
+        """Copy each block once. The directory chooses one node for each batch by its first block,
+        or one node for each block if `is_scattered`."""
         directory = self._store.directory
         for start in range(0, len(keys), MOVED_AT_ONCE):
             left_s = min(COPY_S_MAX, give_up_s - time.monotonic())

@@ -153,8 +153,9 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
         if is_frontend
         else None,
         workers=tuple(
-            _worker(worker, deployment.pool_of(worker), host)
-            for worker in deployment.workers
+            _worker(worker, pool, host)
+            for pool in deployment.pools
+            for worker in pool.workers
             if worker.host == name
         ),
     )
@@ -191,11 +192,8 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
 
 
 def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Model -> its CUDA devices, for the TensorRT-LLM workers of one host.
-
-    `workers` maps models to their parameters. A worker without `gpus` gets the next tp_size devices
-    that no worker names.
-    """
+    """Model -> its CUDA devices, for the TensorRT-LLM workers of one host. `workers` maps models to
+    their parameters. A worker without `gpus` gets the next tp_size devices that no worker names."""
     on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
     named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
     free = (number for number in itertools.count() if str(number) not in named)
@@ -261,7 +259,9 @@ def _environment(deployment: Deployment, host: Host) -> dict[str, str]:
     if deployment.is_insecure:
         found["MOONCAKE_INSECURE"] = "1"
     if deployment.keys_folder:
-        found["MOONCAKE_KEYS"] = _below(deployment.folder, deployment.keys_folder)
+        is_absolute = deployment.keys_folder.startswith("/")
+        base = "" if is_absolute else f"{deployment.folder}/"
+        found["MOONCAKE_KEYS"] = base + deployment.keys_folder
     if deployment.trusted_data_network is not None:
         found["MOONCAKE_TRUSTED_NICS"] = ",".join(deployment.trusted_data_network)
     return found
@@ -337,5 +337,7 @@ def _at(address: str, port: int) -> str:
     return f"{address}:{port}"
 
 
-def _below(folder: str, path: str) -> str:
-    return path if path.startswith("/") else f"{folder}/{path}"
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of [SCHEME://]HOST:PORT."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    return host, int(port)

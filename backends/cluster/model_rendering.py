@@ -98,10 +98,8 @@ def parameters_of(text: str) -> dict[str, str]:
 def with_parameters(
     text: str, parameters: Mapping[str, str], comment: str = "As the cluster file says."
 ) -> str:
-    """The config.pbtxt with these values; its comments are kept.
-
-    New parameters are appended below the line `comment`.
-    """
+    """The config.pbtxt with these values; its comments are kept. New parameters are appended below
+    the line `comment`."""
 
     def replaced(match: re.Match[str]) -> str:
         value = parameters.get(match["key"])

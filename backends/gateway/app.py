@@ -1,10 +1,10 @@
 """The routes of OpenAI's interface, and the routes for operators and load balancers.
 
-POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
-GET  /v1/models, /v1/models/NAME                the served model
-POST /tokenize                                  number and ids of a prompt's tokens
-GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
-GET  /, /status                                 the status page, and its contents as JSON
+    POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
+    GET  /v1/models, /v1/models/NAME                the served model
+    POST /tokenize                                  number and ids of a prompt's tokens
+    GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
+    GET  /, /status                                 the status page, and its contents as JSON
 
 Not here: checks before every route (doors.py), sending an answer (generation.py), the process
 (server.py).
@@ -174,7 +174,9 @@ class Gateway:
 
     def _generate(self, route: str) -> Any:
         async def generate(request: Request) -> Response:
-            wanted = await read_body(request, lambda body: read_request(route, body, new_seed))
+            wanted = await read_body(
+                request, lambda body: read_request(route, body, secrets.randbits(63))
+            )
             served = await self._served(wanted.model)
             wanted = of_tenant(wanted, request.scope["tenant"])
             if traceparent := traceparent_in(request.scope):
@@ -190,25 +192,14 @@ class Gateway:
             facts = AnswerFacts(
                 route, answer_id, int(time.time()), served.name, wanted.counts_each_event
             )
-            return GenerationResponse(
-                call,
-                facts,
-                wanted.is_stream,
-                wanted.includes_usage,
-                wanted.timeout_s,
-                self.counts,
-                logprobs,
-            )
+            return GenerationResponse(call, facts, wanted, self.counts, logprobs)
 
         generate.__name__ = f"generate_{route}"
         return generate
 
     async def _served(self, name: str) -> ServedModel:
-        """The served model of this name; "" stands for any model.
-
-        The first request may arrive before the first probe of the frontend, so the call then
-        probes.
-        """
+        """The served model of this name; "" stands for any model. The first request may arrive
+        before the first probe of the frontend, so the call then probes."""
         assert self.calls is not None
         if self.calls.served is None:
             await self.calls.probe(waits=True)
@@ -278,10 +269,7 @@ class Gateway:
 
     async def metrics(self, request: Request) -> Response:
         """The launcher's page with all gateways and Tritons; without a launcher, this process'
-        page.
-
-        With API keys, the series of other tenants are removed.
-        """
+        page. With API keys, the series of other tenants are removed."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
@@ -345,10 +333,8 @@ def decoded(body: bytes) -> object:
 
 
 def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
-    """The request with the tenant of its API key and a proof for the frontend.
-
-    `tenant` is None without API keys; then the request is returned unchanged.
-    """
+    """The request with the tenant of its API key and a proof for the frontend. `tenant` is None
+    without API keys; then the request is returned unchanged."""
     if tenant is None:
         return request
     named = request.parameters.get("tenant", tenant.name)
@@ -357,10 +343,6 @@ def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayReque
         raise HttpRefusal(403, "forbidden", what, "tenant")
     parameters = {**request.parameters, **tenant_parameters(tenant.name)}
     return replace(request, parameters=parameters)
-
-
-def new_seed() -> int:
-    return secrets.randbits(63)
 
 
 def _json(content: object, status: int = 200) -> Response:

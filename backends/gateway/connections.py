@@ -78,9 +78,7 @@ class BoundedListener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Raises BlockingIOError if no client waits, or if the connection was closed at once.
-
-        asyncio then calls again in its next turn, so a flood of clients does not stall the loop.
-        """
+        asyncio then calls again in its next turn, so a flood of clients does not stall the loop."""
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
         if self._admit(connection, str(address[0])):

@@ -58,10 +58,6 @@ class AnswerFacts:
     counts_each_event: bool = False  # token counts in each event, not only in the last
 
 
-def finish_reason(word: str) -> str:
-    return FINISH_REASONS.get(word, word)
-
-
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, object]:
     return {
         "prompt_tokens": prompt_tokens,
@@ -119,7 +115,8 @@ class EventStream:
         begin = self._before + encode(piece.text.decode("utf-8", "replace")) + between
         if not piece.finish_reason:
             return begin + b"null" + end
-        return begin + encode(finish_reason(piece.finish_reason)) + end + self._closing()
+        reason = FINISH_REASONS.get(piece.finish_reason, piece.finish_reason)
+        return begin + encode(reason) + end + self._closing()
 
     def _usage(self) -> bytes:
         return encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
@@ -159,7 +156,8 @@ def whole(
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
         choice["text"] = text
-    choice |= {"logprobs": of_tokens, "finish_reason": finish_reason(last.finish_reason)}
+    reason = FINISH_REASONS.get(last.finish_reason, last.finish_reason)
+    choice |= {"logprobs": of_tokens, "finish_reason": reason}
     output_tokens = sum(piece.output_tokens for piece in pieces)
     answer = {
         "id": facts.answer_id,

@@ -102,11 +102,8 @@ class FrontendCalls:
             await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
 
     async def probe(self, waits: bool = False) -> bool:
-        """Update `is_ready` and `served`; True if the conductor is ready.
-
-        `waits` waits for a connection. Otherwise gRPC fails at once during its backoff after a
-        failed connection.
-        """
+        """Update `is_ready` and `served`; True if the conductor is ready. `waits` waits for a
+        connection. Otherwise gRPC fails at once during its backoff after a failed connection."""
         config_call = service_pb2.ModelConfigRequest(name=MODEL)
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:

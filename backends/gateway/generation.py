@@ -26,6 +26,7 @@ from backends.gateway.events import (
 )
 from backends.gateway.frontend_calls import FrontendCall
 from backends.gateway.gateway_counts import GatewayCounts
+from backends.gateway.infer_request import GatewayRequest
 from backends.gateway.logprobs import LogprobsWriter
 from backends.statuses import HttpRefusal
 
@@ -44,16 +45,13 @@ class GenerationResponse(Response):
         self,
         call: FrontendCall,
         facts: AnswerFacts,
-        is_stream: bool,
-        includes_usage: bool,
-        timeout_s: float,
+        request: GatewayRequest,
         counts: GatewayCounts,
         logprobs: LogprobsWriter | None = None,
     ) -> None:
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
-        self._is_stream, self._includes_usage = is_stream, includes_usage
-        self._timeout_s, self._logprobs = timeout_s, logprobs
+        self._request, self._logprobs = request, logprobs
         self._leaving: asyncio.Future[None] | None = None
         self._is_late = False
         self._is_begun = False
@@ -61,16 +59,19 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._leaving = watch = asyncio.ensure_future(self._watch(receive))
         late = None
-        if self._timeout_s:
+        if self._request.timeout_s:
             loop = asyncio.get_running_loop()
-            late = loop.call_later(self._timeout_s + GRACE_S, self._end_late)
+            late = loop.call_later(self._request.timeout_s + GRACE_S, self._end_late)
         try:
-            await (self._stream(send) if self._is_stream else self._whole(scope, receive, send))
+            await (
+                self._stream(send) if self._request.is_stream else self._whole(scope, receive, send)
+            )
         except asyncio.CancelledError:
             if not self._call.is_left:
                 raise
             if self._is_late:
-                await self._refuse(_deadline_passed(self._timeout_s), scope, receive, send)
+                what = f"its timeout of {self._request.timeout_s:g} s has passed"
+                await self._refuse(HttpRefusal(504, "deadline", what), scope, receive, send)
             else:
                 self._counts.left()
         except HttpRefusal as refusal:
@@ -97,7 +98,7 @@ class GenerationResponse(Response):
         self._call.leave()
 
     async def _stream(self, send: Send) -> None:
-        events = EventStream(self._facts, self._includes_usage, self._logprobs)
+        events = EventStream(self._facts, self._request.includes_usage, self._logprobs)
         count = self._counts.message
         async for piece in self._call:
             body = events.event(piece)
@@ -139,7 +140,3 @@ class GenerationResponse(Response):
             await refusal_response(refusal)(scope, receive, send)
             return
         await send({"type": "http.response.body", "body": error_event(refusal)})
-
-
-def _deadline_passed(timeout_s: float) -> HttpRefusal:
-    return HttpRefusal(504, "deadline", f"its timeout of {timeout_s:g} s has passed")

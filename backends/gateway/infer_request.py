@@ -9,7 +9,7 @@ Not here: reading fields (fields.py, prompts.py), sending (frontend_calls.py).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class GatewayRequest:
         return "return_log_probs" in self.inputs
 
 
-def read_request(route: str, content: object, new_seed: Callable[[], int]) -> GatewayRequest:
+def read_request(route: str, content: object, default_seed: int) -> GatewayRequest:
     """Read a request. Raises HttpRefusal for the first bad field."""
     given = read(route, content)
     inputs: dict[str, Any] = {}
@@ -99,8 +99,7 @@ def read_request(route: str, content: object, new_seed: Callable[[], int]) -> Ga
     if not inputs.get("stop_words", True):
         del inputs["stop_words"]
     inputs.setdefault("temperature", TEMPERATURE)
-    seed = given.get("seed")
-    inputs["seed"] = new_seed() if seed is None else seed
+    inputs["seed"] = given.get("seed", default_seed)
     if given.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
     inputs |= _logprobs(route, given)

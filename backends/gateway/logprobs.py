@@ -87,10 +87,8 @@ class _TextOffsets:
         self._begun = b""  # bytes of an incomplete character at the end
 
     def add(self, raw: bytes) -> int:
-        """The offset of the token with these bytes.
-
-        Several tokens may share one character. Each of them has the offset of this character.
-        """
+        """The offset of the token with these bytes. Several tokens may share one character. Each of
+        them has the offset of this character."""
         if raw and self._begun and not _goes_on(self._begun, raw):
             self._characters += len(self._begun.decode("utf-8", "replace"))
             self._begun = b""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -39,7 +39,6 @@ from mooncake_store.keys import folder
 console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 WORKERS_MAX = 64  # workers of one role
-READY_S_MAX = 300.0  # limit of a start on one machine; a host of a cluster file has no limit
 
 
 # Options that are rejected with --cluster, because the cluster file defines them for each host.
@@ -196,7 +195,7 @@ def serve(
 ) -> None:
     """Run directory, storage nodes and Tritons on this machine until Ctrl-C. With --cluster, run
     the processes that the file assigns to --host."""
-    more = {
+    more: dict[str, Any] = {
         "is_self_checked": self_check,
         "open_apis": tuple(open_api or ()),
         "triton_args": tuple(triton_arg or ()),
@@ -208,6 +207,8 @@ def serve(
             openai_port, openai_workers, openai_certificate, openai_private_key
         ),
     }
+    if ready_s_max is not None:
+        more["ready_s_max"] = ready_s_max
     if cluster is not None:
         refuse_options_of_one_machine(context, is_elastic=bool(pool))
         plan = plan_in_file(cluster, host, pool, address, model_repository)
@@ -216,8 +217,7 @@ def serve(
                 "--openai-port needs a frontend, and this host has none: give the option to a host "
                 "with a frontend"
             )
-        ready = {} if ready_s_max is None else {"ready_s_max": ready_s_max}
-        sys.exit(serve_until_stopped(HostOptions(plan, **ready, **more)))
+        sys.exit(serve_until_stopped(HostOptions(plan, **more)))
     if host or pool:
         refuse("--host and --pool choose a part of a cluster file: name the file with --cluster")
     named = parse_nodes(nodes)
@@ -239,7 +239,6 @@ def serve(
                 ssd_bytes=parse_bytes(ssd_bytes, "--ssd-bytes"),
                 ssd_path=ssd_path,
                 state_dir=state_dir,
-                ready_s_max=READY_S_MAX if ready_s_max is None else ready_s_max,
                 **more,
             )
         )
@@ -323,13 +322,11 @@ def plan_in_file(
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
         )
     except KeyError:
-        there = (
-            ", ".join(each.name for each in deployment.elastic_pools)
-            if pool
-            else (", ".join(deployment.hosts))
-        )
-        what = f"elastic pool {pool!r}" if pool else f"host {host!r}"
-        refuse(f"{path} has no {what}: {'--pool' if pool else '--host'} takes one of {there}")
+        what, option, names = f"host {host!r}", "--host", list(deployment.hosts)
+        if pool:
+            what, option = f"elastic pool {pool!r}", "--pool"
+            names = [each.name for each in deployment.elastic_pools]
+        refuse(f"{path} has no {what}: {option} takes one of {', '.join(names)}")
     if plan.is_idle:
         refuse(f"{path} gives host {host!r} nothing to run")
     try:

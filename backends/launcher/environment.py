@@ -20,6 +20,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from backends.extras import install_line
@@ -132,21 +133,19 @@ def problems(
     size_source: str = "--store-bytes",
     port_source: str = "with --{}-port",
 ) -> Iterator[str]:
-    """Every reason why serving would fail. `ports` maps a name to (address, port).
-
-    `size_source` and `port_source` name where the operator sets sizes and ports.
-    """
+    """Every reason why serving would fail. `ports` maps a name to (address, port). `size_source`
+    and `port_source` name where the operator sets sizes and ports."""
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
             yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
-    numpy_major = _numpy_major()
+    numpy_major = int(version("numpy").split(".")[0])
     if triton.is_bundled and numpy_major >= 2:
         yield (
             f"numpy {numpy_major}.x is installed, but the Triton inside nvidia-pytriton loses the "
             "bytes of tensors with it. Install 'numpy<2' in this environment."
         )
     yield from _port_problems(ports, port_source)
-    free_bytes = _free_bytes(Path("/dev/shm"))
+    free_bytes = shutil.disk_usage("/dev/shm").free
     if shared_memory_bytes > free_bytes:
         yield (
             f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the storage nodes and Triton "
@@ -172,8 +171,8 @@ def make_writable(folder: Path, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):  # a file system can be read-only for root as well
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        disk = os.statvfs(folder)
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < STATE_BYTES_MIN:
+        disk = shutil.disk_usage(folder)
+        if disk.total and disk.free < STATE_BYTES_MIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise EnvironmentProblem(
@@ -207,12 +206,6 @@ def free_ports(
     return ports
 
 
-def _numpy_major() -> int:
-    from importlib.metadata import version
-
-    return int(version("numpy").split(".")[0])
-
-
 def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterator[str]:
     seen: dict[int, str] = {}
     for name, (address, port) in ports.items():
@@ -237,11 +230,6 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
                     f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
                     f"listens there, or choose another {source.format(name)}."
                 )
-
-
-def _free_bytes(folder: Path) -> int:
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize
 
 
 def _pids_max() -> int | None:

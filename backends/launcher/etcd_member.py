@@ -80,12 +80,9 @@ def etcd_command(
 
 
 def etcd_environment() -> dict[str, str]:
-    """The environment variables of the etcd member.
-
-    etcd 3.4 runs on some architectures only if a variable names them. The address of a peer is not
-    verified against its certificate, because a host with several network cards or a pod may call
-    from another address.
-    """
+    """The environment variables of the etcd member. etcd 3.4 runs on some architectures only if a
+    variable names them. The address of a peer is not verified against its certificate, because a
+    host with several network cards or a pod may call from another address."""
     return {
         "ETCD_UNSUPPORTED_ARCH": os.uname().machine,
         "ETCD_EXPERIMENTAL_PEER_SKIP_CLIENT_SAN_VERIFICATION": "true",
@@ -146,10 +143,8 @@ def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class EtcdAnswers:
-    """The endpoints that answer and those that do not.
-
-    This distinguishes a dead member from a lost quorum.
-    """
+    """The endpoints that answer and those that do not. This distinguishes a dead member from a lost
+    quorum."""
 
     alive: tuple[str, ...]
     silent: tuple[str, ...]
@@ -170,10 +165,8 @@ class EtcdAnswers:
 
 
 def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:
-    """Call all endpoints in parallel, each for at most ASK_S_MAX.
-
-    A live member answers this call even without a quorum.
-    """
+    """Call all endpoints in parallel, each for at most ASK_S_MAX. A live member answers this call
+    even without a quorum."""
     with ThreadPoolExecutor(max(len(endpoints), 1)) as pool:
         problems = dict(zip(endpoints, pool.map(_problem, endpoints), strict=True))
     return EtcdAnswers(

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from backends.cluster.host_plan import GatewayPlan, HostPlan
+from backends.cluster.host_plan import GatewayPlan, HostPlan, host_and_port
 from backends.extras import MODULES, install_line
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsSource
 from backends.launcher.processes import ChildProcess, Command, GrowingPauses, RestartPolicy
-from backends.launcher.triton_process import PROMISED, Restart
+from backends.launcher.triton_process import PROMISED, Restart, restarts_of
 from backends.tenants import api_keys
 from mooncake_store.keys.curve import INSECURE_VARIABLE, is_loopback
 
@@ -85,11 +85,7 @@ class Gateways:
             child.wait_for_line("ready", READY_S_MAX)
 
     def supervise(self) -> list[Restart]:
-        return [
-            Restart(child.name, pause_s)
-            for child in self.children
-            if (pause_s := child.supervise()) is not None
-        ]
+        return restarts_of(self.children)
 
     def sources(self) -> list[MetricsSource]:
         return [
@@ -104,12 +100,12 @@ class Gateways:
         promised = {port for each in PROMISED.values() for port in each}
         [own_port] = PROMISED[name] = free_ports(1, promised)
         self._own_ports[name] = own_port
-        host, _, port = plan.listen.rpartition(":")
+        host, port = host_and_port(plan.listen)
         given = {
             "--name": name,
             "--frontend": self._frontend,
             "--host": host,
-            "--port": port,
+            "--port": str(port),
             "--metrics": self._metrics,
             "--own-metrics-port": str(own_port),
             "--drain-s-max": str(DRAIN_S_MAX),
@@ -123,5 +119,5 @@ class Gateways:
 
 def _reachable(address: str) -> str:
     """The address at which a process of this host calls a service listening on `address`."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     return f"127.0.0.1:{port}" if host == UNSPECIFIED else address

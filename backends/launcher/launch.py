@@ -25,7 +25,7 @@ from pathlib import Path
 
 from backends import launch_secret
 from backends.cluster.drain import move_requests
-from backends.cluster.host_plan import EtcdMember, NodePlan
+from backends.cluster.host_plan import EtcdMember, NodePlan, host_and_port
 from backends.cluster.manifests.doors import FREE_PORTS
 from backends.launcher import admin_key, environment, gateways, launch_plan
 from backends.launcher.admin_key import AdminKey
@@ -69,6 +69,7 @@ from backends.launcher.triton_process import (
     WorkerTriton,
     all_states,
     end_orphans,
+    restarts_of,
 )
 from backends.tenants import api_keys
 from backends.tracing.export import ENDPOINT_VARIABLE
@@ -170,10 +171,10 @@ class Launcher:
         self._gateways = Gateways(plan, env, self._with_log)
         if plan.deployment:
             self._watch = DeploymentWatch(plan.directory_address, self._deployment)
-        host, _, port = plan.metrics.rpartition(":")
+        address = host_and_port(plan.metrics)
         try:
             self._metrics = MetricsServer(
-                (host, int(port)), self._sources, self.states, self._serves_models, self.settings
+                address, self._sources, self.states, self._serves_models, self.settings
             )
         except OSError as error:
             raise environment.EnvironmentProblem(
@@ -357,11 +358,7 @@ class Launcher:
         The other processes reconnect to a restarted one, and KV stays in the storage nodes that are
         alive. Raises ChildDied when a process that all others need keeps dying.
         """
-        restarts = [
-            Restart(child.name, pause_s)
-            for child in self.children
-            if (pause_s := child.supervise()) is not None
-        ]
+        restarts = restarts_of(self.children)
         for child in self.children:
             child.bound_log()
         everyone = [*self._tritons(), *self._leaving]
@@ -375,10 +372,8 @@ class Launcher:
         return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
-        """Start Tritons for new worker folders, and drain those of removed folders.
-
-        A worker with outdated certificates is drained as well, and added again in a later call.
-        """
+        """Start Tritons for new worker folders, and drain those of removed folders. A worker with
+        outdated certificates is drained as well, and added again in a later call."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from backends.launcher.environment import EnvironmentProblem
@@ -48,10 +47,8 @@ class LaunchFiles:
             raise
 
     def _make_socket_dir(self) -> Path:
-        """Make the socket folder outside the state folder, because socket paths must be short.
-
-        /tmp replaces a $TMPDIR that is too long or not ASCII, which Triton's stubs require.
-        """
+        """Make the socket folder outside the state folder, because socket paths must be short. /tmp
+        replaces a $TMPDIR that is too long or not ASCII, which Triton's stubs require."""
         parent = Path(tempfile.gettempdir())
         parent = parent if holds_sockets(parent) else SHORT_PLACE
         try:
@@ -92,22 +89,17 @@ def remove_leftovers(shm: Path = SHM) -> list[str]:
         match = _LOCK_NAME.fullmatch(path.name)
         if match is None:
             continue
-        with contextlib.suppress(OSError), _opened(path) as lock:
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", 0) as file,
+        ):
+            lock = file.fileno()
             is_ours = os.fstat(lock).st_uid == os.getuid()
             if is_ours and try_lock(lock, fcntl.LOCK_EX, keep=True):
                 _remove_all(match[1], shm)
                 unlink_if_same(str(path), lock)  # last, because it protects the others
                 removed.append(match[1])
     return removed
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _remove_all(name: str, shm: Path, pattern: str = "-*") -> None:

@@ -17,6 +17,7 @@ from backends.cluster.host_plan import (
     GatewayPlan,
     HostPlan,
     NodePlan,
+    host_and_port,
 )
 from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from backends.model_settings.serve_settings import NO_SETTINGS, ServeSettings
@@ -162,7 +163,7 @@ class HostOptions(LaunchOptions):
         frontend = self.host_plan.frontend
         if frontend is None:
             return self.host_plan
-        gateway = self.gateway.plan(frontend.http.rpartition(":")[0])
+        gateway = self.gateway.plan(host_and_port(frontend.http)[0])
         return replace(self.host_plan, frontend=replace(frontend, gateway=gateway))
 
 
@@ -185,15 +186,10 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
         )
     found |= {worker.model: worker.listen_grpc for worker in plan.workers}
     return {
-        name: _host_and_port(address)
+        name: host_and_port(address)
         for name, address in found.items()
         if address and not address.startswith("ipc://")
     }
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition("//")[2].rpartition(":")
-    return host, int(port)
 
 
 def command_of_directory(host: HostPlan, *options: str) -> list[str]:

@@ -1,11 +1,11 @@
 """The metrics port of `mooncake serve`: one page for all Tritons, and their readiness.
 
-GET /metrics   for Prometheus
-GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
-               (always 200 on a host without models)
-GET /settings  the served model repository, and the state of each model's newest edit,
-               as JSON (model_settings/running_system.py)
-GET /live      always 200 while this launcher runs, whatever the Tritons do
+    GET /metrics   for Prometheus
+    GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
+                   (always 200 on a host without models)
+    GET /settings  the served model repository, and the state of each model's newest edit,
+                   as JSON (model_settings/running_system.py)
+    GET /live      always 200 while this launcher runs, whatever the Tritons do
 
 Each Triton serves a page of its own, and this port merges them. The metrics of metrics/table.py
 already have a label for their model; Triton's own metrics get the label `triton`. The merged

@@ -48,10 +48,8 @@ class RestartPolicy(Protocol):
 
 @dataclass(slots=True)
 class LimitedRestarts:
-    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S.
-
-    For a process that all others need.
-    """
+    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S. For a process that all
+    others need."""
 
     _at_s: list[float] = field(default_factory=list)
 
@@ -63,10 +61,8 @@ class LimitedRestarts:
 
 @dataclass(slots=True)
 class GrowingPauses:
-    """Always restarts, with pauses that double up to PAUSE_S_MAX while lives are short.
-
-    For one of several similar processes, whose failure must not end the others.
-    """
+    """Always restarts, with pauses that double up to PAUSE_S_MAX while lives are short. For one of
+    several similar processes, whose failure must not end the others."""
 
     _short_lives: int = 0
 
@@ -121,11 +117,8 @@ class ChildProcess:
             )
 
     def supervise(self) -> float | None:
-        """Restart a child that ended, after its pause.
-
-        Returns the pause in seconds once for each end, else None. Raises ChildDied if the policy
-        allows no further restart.
-        """
+        """Restart a child that ended, after its pause. Returns the pause in seconds once for each
+        end, else None. Raises ChildDied if the policy allows no further restart."""
         if self._process.poll() is None:
             return None
         now_s, pause_s = time.monotonic(), None

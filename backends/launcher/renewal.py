@@ -59,10 +59,8 @@ log = logging.getLogger(__name__)
 
 
 class HostTurn:
-    """This host's turn to restart processes, by an election in etcd.
-
-    The first call of `is_held` starts the campaign; `give_back` ends the turn.
-    """
+    """This host's turn to restart processes, by an election in etcd. The first call of `is_held`
+    starts the campaign; `give_back` ends the turn."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         self._address, self._host = directory_address, host
@@ -117,11 +115,8 @@ class HostTurn:
 
 
 class DirectoryTurn(HostTurn):
-    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn.
-
-    A directory gives the slot of an uncommitted block to one owner only, until the owner's lease
-    expires.
-    """
+    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn. A directory
+    gives the slot of an uncommitted block to one owner only, until the owner's lease expires."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         super().__init__(directory_address, host)

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan
-from backends.cluster.model_rendering import BYTES, CONFIG
+from backends.cluster.model_rendering import BACKEND, BYTES, CONFIG, ROLES
 from backends.direct_http import DIRECTLY
 from backends.errors import ConfigError
 from backends.model_settings.model_file import reading_problem, without_comments
@@ -55,8 +55,6 @@ from backends.model_settings.serve_settings import (
 SETTLED_S = 0.15  # a folder's content must stay the same for so long before the mirror copies it
 # A leading underscore marks a parameter that the launcher adds.
 INCARNATION_PARAMETER = "_incarnation"
-WORKER_BACKENDS = ("prefill", "decode")
-BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 
 
 def backend_of(model: Path) -> str | None:
@@ -120,7 +118,7 @@ class WorkerFolders:
         found = {
             path.name: backend_of(path) for path in self._repository.iterdir() if path.is_dir()
         }
-        return {name: backend for name, backend in found.items() if backend in WORKER_BACKENDS}
+        return {name: backend for name, backend in found.items() if backend in ROLES}
 
     def names(self) -> set[str]:
         """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role."""
@@ -132,7 +130,7 @@ class WorkerFolders:
         self._names = {
             name
             for name, backend in found.items()
-            if backend in WORKER_BACKENDS or (backend is None and name in self._names)
+            if backend in ROLES or (backend is None and name in self._names)
         } - self.left_out
         if self._served.made:
             workers = {
@@ -148,10 +146,8 @@ class WorkerFolders:
 
 
 class EditStates:
-    """The state of the newest config.pbtxt of each model: pending, loaded or refused.
-
-    Any thread may read the states.
-    """
+    """The state of the newest config.pbtxt of each model: pending, loaded or refused. Any thread
+    may read the states."""
 
     def __init__(self) -> None:
         self._now: dict[str, EditState] = {}
@@ -368,10 +364,8 @@ class RepositoryMirror:
 
 
 def _lost_backend(name: str, folder: ModelFolder, taken: ModelFolder | None) -> str:
-    """The problem of a config.pbtxt that lost its backend line; "" if it did not.
-
-    A config.pbtxt without this line is valid, because Triton can guess a model's backend.
-    """
+    """The problem of a config.pbtxt that lost its backend line; "" if it did not. A config.pbtxt
+    without this line is valid, because Triton can guess a model's backend."""
     if taken is None or BACKEND.search(folder.raw.decode("utf-8", BYTES)):
         return ""
     found = BACKEND.search(taken.raw.decode("utf-8", BYTES))
@@ -474,11 +468,8 @@ class TritonLog:
         self._log_offset = max(0, self._log_offset - length_bytes)
 
     def news(self) -> list[ModelLoad]:
-        """Loads and refusals since the last call.
-
-        Triton retries a refused model at every poll. Equal refusals are reported once, until the
-        model loads or fails for another reason.
-        """
+        """Loads and refusals since the last call. Triton retries a refused model at every poll.
+        Equal refusals are reported once, until the model loads or fails for another reason."""
         try:
             with self._log_path.open("rb") as log:
                 if os.fstat(log.fileno()).st_size < self._log_offset:

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from backends.cluster.host_plan import host_and_port
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.environment import TritonInstall
 from backends.launcher.triton_process import Endpoints
@@ -67,11 +68,8 @@ def frontend_arguments(
 
 
 def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
-    """The further arguments of a worker's Triton.
-
-    Frontends of other hosts ping a worker (frontend/grpc_calls.py) more often than a gRPC server
-    accepts by default.
-    """
+    """The further arguments of a worker's Triton. Frontends of other hosts ping a worker
+    (frontend/grpc_calls.py) more often than a gRPC server accepts by default."""
     return [
         f"--exit-timeout-secs={WORKER_EXIT_S}",
         "--allow-cpu-metrics=false",
@@ -82,7 +80,7 @@ def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
 
 
 def listening(service: str, address: str) -> list[str]:
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     return [f"--{service}-address={host}", f"--{service}-port={port}"]
 
 

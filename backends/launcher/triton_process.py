@@ -48,10 +48,8 @@ STUB = "triton_python_backend_stub"
 
 
 class Stubs:
-    """Finds the stub processes of all Tritons with one scan of /proc.
-
-    Processes that are no child of a Triton are inspected once and then skipped.
-    """
+    """Finds the stub processes of all Tritons with one scan of /proc. Processes that are no child
+    of a Triton are inspected once and then skipped."""
 
     def __init__(self) -> None:
         self._strangers: set[str] = set()  # pids of live processes that are no child of a Triton
@@ -146,6 +144,12 @@ class Restart:
         return f"{self.name} died, starting it again{when}"
 
 
+def restarts_of(children: Iterable[ChildProcess]) -> list[Restart]:
+    """Supervise child processes; returns those that died and are started again."""
+    pauses = ((child.name, child.supervise()) for child in children)
+    return [Restart(name, pause_s) for name, pause_s in pauses if pause_s is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class AnyPort:
     """Chooses the port of a Triton without a planned port."""
@@ -180,11 +184,8 @@ class Triton:
         any_port: AnyPort = ANY_OF_LOOPBACK,
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """Does not start the process.
-
-        `fixed` are the planned addresses. Without them, each start chooses a free port from
-        `any_port`. The metrics service always listens on loopback.
-        """
+        """Does not start the process. `fixed` are the planned addresses. Without them, each start
+        chooses a free port from `any_port`. The metrics service always listens on loopback."""
         self.name = name
         self.number = next(NUMBERS)
         self.mirror = mirror
@@ -319,10 +320,8 @@ class Triton:
         self._loaded |= {load.model for load in news if not load.reason}
 
     def states(self) -> list[ModelState] | None:
-        """The state of each model; None while Triton does not answer.
-
-        A Triton answers only after it tried each of its models once. Any thread may call this.
-        """
+        """The state of each model; None while Triton does not answer. A Triton answers only after
+        it tried each of its models once. Any thread may call this."""
         models, ask = sorted(self.mirror.models()), self._readiness_call()
         if ask is None:
             return None

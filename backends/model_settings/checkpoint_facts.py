@@ -17,10 +17,8 @@ from backends.text.tokenizer import Tokenizer
 
 
 def facts_beside(repository: Path) -> LookUp:
-    """A cached function from a checkpoint to its facts.
-
-    Relative paths start at the parent folder of the repository.
-    """
+    """A cached function from a checkpoint to its facts. Relative paths start at the parent folder
+    of the repository."""
 
     @cache
     def look_up(checkpoint: str) -> CheckpointFacts:

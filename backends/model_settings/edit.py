@@ -42,10 +42,6 @@ class ValueChange:
     default: str
     after: str
 
-    @property
-    def is_none(self) -> bool:
-        return self.before == self.after
-
     def __str__(self) -> str:
         before = f"{self.default!r} (the default)" if self.before is None else repr(self.before)
         return f"{self.model}.{self.parameter}: {before} -> {self.after!r}"
@@ -85,7 +81,7 @@ def plan_edit(
         except ConfigError as error:
             problems.append(str(error))
     changes = [change for model, file in files.items() for change in _changes(file, wanted[model])]
-    changes = [change for change in changes if not change.is_none]
+    changes = [change for change in changes if change.before != change.after]
     new_texts: dict[str, str] = {}
     for model, file in files.items():
         own = {each.parameter: each.after for each in changes if each.model == model}
@@ -129,11 +125,8 @@ def _assigned(
     wanted: Mapping[str, Mapping[str, str]],
     running: RunningSettings | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """(model, parameter, value) for each model that the assignment matches.
-
-    `wanted` maps models to parameters of the same edit so far. Raises ConfigError if no model
-    matches.
-    """
+    """(model, parameter, value) for each model that the assignment matches. `wanted` maps models to
+    parameters of the same edit so far. Raises ConfigError if no model matches."""
     left, equals, value = assignment.partition("=")
     pattern, _, parameter = left.strip().rpartition(".")
     if not (equals and pattern and parameter):
@@ -166,11 +159,8 @@ def _assigned(
 
 
 def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
-    """The model's parameters, and those that it would have with one of `settings`.
-
-    By default these are all parameters that an edit may add. The set is empty for models of other
-    backends.
-    """
+    """The model's parameters, and those that it would have with one of `settings`. By default these
+    are all parameters that an edit may add. The set is empty for models of other backends."""
     try:
         file = read_model_file(model, text)
     except ConfigError:

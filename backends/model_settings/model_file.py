@@ -18,10 +18,9 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from backends.cluster.model_rendering import BYTES, CONFIG, parameters_of, with_parameters
+from backends.cluster.model_rendering import BYTES, CONFIG, ROLES, parameters_of, with_parameters
 from backends.errors import ConfigError
 
-WORKER_ROLES = ("prefill", "decode")
 TYPE = "TYPE_"  # before the name of each type of tensor
 TAKE_ANOTHER = "take one of the same kind as a model"
 COMMENT = re.compile(
@@ -48,7 +47,7 @@ class ModelFile:
 
     @property
     def is_worker(self) -> bool:
-        return self.backend in WORKER_ROLES
+        return self.backend in ROLES
 
     def value(self, parameter: str, default: object = "") -> str:
         return self.parameters.get(parameter, str(default))
@@ -83,10 +82,8 @@ def reading_problem(model: str, raw: bytes) -> str:
 
 
 def without_comments(text: str) -> str:
-    """The text without comments and with single spaces.
-
-    Triton reloads a model only if this part of its text changes.
-    """
+    """The text without comments and with single spaces. Triton reloads a model only if this part of
+    its text changes."""
     return " ".join(COMMENT.sub(_without_comment, text).split())
 
 

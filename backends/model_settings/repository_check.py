@@ -16,6 +16,7 @@ from typing import Any
 
 from backends import tensors
 from backends.cluster.cluster_file import FINGERPRINT, OF_TRTLLM
+from backends.cluster.model_rendering import ROLES
 from backends.config_pbtxt import (
     MORE_FRONTENDS,
     MORE_WORKERS,
@@ -29,7 +30,6 @@ from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
 from backends.model_settings.model_file import (
     TAKE_ANOTHER,
-    WORKER_ROLES,
     ModelFile,
     read_model_file,
 )
@@ -116,7 +116,7 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
     """The configuration classes of a model; () for models of other backends."""
-    if file.backend in WORKER_ROLES:
+    if file.backend in ROLES:
         return config_classes(file.backend, file.parameters)
     if file.backend == "conductor":
         return (FrontendConfig, ConductorConfig), lambda *configs: ()
@@ -226,7 +226,7 @@ def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator
                 f"{file.model}: there is no storage node {node!r} (--nodes: {known}); set its "
                 "store_node, or name the node"
             )
-    for role in WORKER_ROLES:
+    for role in ROLES:
         if not any(file.backend == role for file in workers):
             yield f"no model has the backend {role!r}: requests need a worker of both roles"
     for group, stages in _stages(workers).items():

@@ -39,10 +39,8 @@ def read_texts(repository: Path) -> dict[str, str]:
 
 
 def read_config(model: Path) -> bytes:
-    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if it is unreadable.
-
-    A pipe of this name does not block the caller.
-    """
+    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if it is unreadable. A
+    pipe of this name does not block the caller."""
     path = model / CONFIG
     try:
         found = path.stat()

@@ -55,10 +55,8 @@ Ask = Callable[[], RunningSettings | None]
 
 
 def named_or_served(repository: Path, ask: Ask) -> Path:
-    """`repository`, or that of the running system if the default repository does not exist.
-
-    The default repository exists only in a checkout.
-    """
+    """`repository`, or that of the running system if the default repository does not exist. The
+    default repository exists only in a checkout."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         running = ask()
         if running is not None and Path(running.repository).is_dir():
@@ -109,9 +107,7 @@ def wait_for(
     is_there: Callable[[str], bool] = lambda model: True,
 ) -> list[ReloadOutcome]:
     """Wait until no outcome is pending, for at most `seconds_max`, or until the system is gone.
-
-    `wanted` maps models to digests. `is_there(model)` is True if its file still has this digest.
-    """
+    `wanted` maps models to digests. `is_there(model)` is True if its file still has this digest."""
     answered_s = time.monotonic()
     give_up_s = answered_s + seconds_max
     while True:

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from backends.cluster.model_rendering import backend_named, parameters_of, with_parameters
+from backends.cluster.model_rendering import ROLES, backend_named, parameters_of, with_parameters
 from backends.errors import ConfigError
-from backends.model_settings.model_file import WORKER_ROLES
 from backends.model_settings.repository_files import by_number
 
 OF_WORKERS = ("checkpoint", "dtype", "device")
@@ -43,7 +42,7 @@ class ServeSettings:
 
     def of_model(self, text: str) -> dict[str, str]:
         """The given options that apply to the model with this config.pbtxt."""
-        if backend_named(text) in WORKER_ROLES:
+        if backend_named(text) in ROLES:
             return self.parameters
         if self.checkpoint and "checkpoint" in parameters_of(text):
             return {"checkpoint": self.checkpoint}
@@ -70,14 +69,13 @@ class ServedWorkers:
         if model in backends:
             return model
         role, _ = self.made[model]
-        return _first_of(role, backends, self.left_out)
+        alike = (name for name, backend in backends.items() if backend == role)
+        return min((name for name in alike if name not in self.left_out), key=by_number, default="")
 
 
 def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> ServedWorkers:
-    """The workers at the start; `backends` maps the existing folders to their backends.
-
-    Raises ConfigError if a role has no folder.
-    """
+    """The workers at the start; `backends` maps the existing folders to their backends. Raises
+    ConfigError if a role has no folder."""
     left_out: set[str] = set()
     made: dict[str, tuple[str, int]] = {}
     for role, count in settings.workers.items():
@@ -124,8 +122,3 @@ def made_problems(texts: Mapping[str, str], made: Mapping[str, str]) -> list[str
                 "copy its folder and set the parameter gpus there"
             )
     return found
-
-
-def _first_of(role: str, backends: Mapping[str, str], left_out: frozenset[str]) -> str:
-    there = [model for model in backends if backends[model] == role and model not in left_out]
-    return min(there, key=by_number, default="")

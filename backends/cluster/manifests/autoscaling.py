@@ -14,7 +14,8 @@ from backends.cluster.manifests.pods import (
     Document,
     documents_text,
     labels,
-    metadata,
+    metrics_port,
+    resource,
     selector,
 )
 
@@ -52,70 +53,41 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
 def _monitor(deployment: Deployment) -> list[Document]:
     """A Service with all pods, whose metrics pages Prometheus reads."""
     name = "metrics"
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": name, "labels": selector(deployment, name)},
-            "spec": {
-                "clusterIP": "None",
-                "selector": labels(deployment),
-                "ports": [
-                    {
-                        "name": METRICS,
-                        "port": deployment.frontends.metrics_port,
-                        "targetPort": METRICS,
-                    }
-                ],
-            },
-        },
-        {
-            "apiVersion": "monitoring.coreos.com/v1",
-            "kind": "ServiceMonitor",
-            "metadata": metadata(deployment, name),
-            "spec": {
-                "selector": {"matchLabels": selector(deployment, name)},
-                "targetLabels": [INSTANCE],
-                "endpoints": [{"port": METRICS, "interval": "10s"}],
-            },
-        },
-    ]
+    chosen = selector(deployment, name)
+    service = {
+        "clusterIP": "None",
+        "selector": labels(deployment),
+        "ports": metrics_port(deployment),
+    }
+    monitor = {
+        "selector": {"matchLabels": chosen},
+        "targetLabels": [INSTANCE],
+        "endpoints": [{"port": METRICS, "interval": "10s"}],
+    }
+    found = resource(deployment, "Service", name, service)
+    found["metadata"]["labels"] = chosen
+    api = "monitoring.coreos.com/v1"
+    return [found, resource(deployment, "ServiceMonitor", name, monitor, api)]
 
 
 def _scaler(deployment: Deployment, pool: PoolSpec) -> Document:
     assert pool.elastic is not None
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata(deployment, pool.name),
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": pool.name},
-            "minReplicas": max(1, pool.elastic.least),
-            "maxReplicas": pool.elastic.most,
-            "metrics": [
-                {
-                    "type": "External",
-                    "external": {
-                        "metric": {
-                            "name": LIVE,
-                            "selector": {"matchLabels": {SERIES_LABEL: deployment.name}},
-                        },
-                        "target": {"type": "AverageValue", "averageValue": str(LIVE_PER_WORKER)},
-                    },
-                },
-                {
-                    "type": "Pods",
-                    "pods": {
-                        "metric": {"name": WAITING},
-                        "target": {"type": "AverageValue", "averageValue": str(WAITING_PER_WORKER)},
-                    },
-                },
-            ],
-            "behavior": {
-                "scaleDown": {
-                    "stabilizationWindowSeconds": CALM_S,
-                    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
-                }
-            },
+    live = {"name": LIVE, "selector": {"matchLabels": {SERIES_LABEL: deployment.name}}}
+    of_live = {"type": "AverageValue", "averageValue": str(LIVE_PER_WORKER)}
+    of_waiting = {"type": "AverageValue", "averageValue": str(WAITING_PER_WORKER)}
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": pool.name},
+        "minReplicas": max(1, pool.elastic.least),
+        "maxReplicas": pool.elastic.most,
+        "metrics": [
+            {"type": "External", "external": {"metric": live, "target": of_live}},
+            {"type": "Pods", "pods": {"metric": {"name": WAITING}, "target": of_waiting}},
+        ],
+        "behavior": {
+            "scaleDown": {
+                "stabilizationWindowSeconds": CALM_S,
+                "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
+            }
         },
     }
+    return resource(deployment, "HorizontalPodAutoscaler", pool.name, spec, "autoscaling/v2")

@@ -26,7 +26,7 @@ from backends.cluster.deployment import (
     is_ip,
     is_loopback,
 )
-from backends.cluster.host_plan import HostPlan, host_plan
+from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
 
 STOP_S = 30
@@ -35,10 +35,8 @@ BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
-    """The text of compose.yaml, which is two folders below the cluster file.
-
-    `owners` maps hosts to the user id that owns their keys.
-    """
+    """The text of compose.yaml, which is two folders below the cluster file. `owners` maps hosts to
+    the user id that owns their keys."""
     file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
@@ -110,7 +108,7 @@ def _service(
 
 
 def _ask(plan: HostPlan) -> str:
-    port = plan.metrics.rpartition(":")[2]
+    port = host_and_port(plan.metrics)[1]
     # Docker passes its proxy settings to containers, and urlopen would use them for loopback.
     opener = "u.build_opener(u.ProxyHandler({}))"
     return f"import urllib.request as u; {opener}.open('http://127.0.0.1:{port}/ready', timeout=4)"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends.cluster.deployment import Deployment, is_loopback
-from backends.cluster.host_plan import HostPlan
+from backends.cluster.host_plan import HostPlan, host_and_port
 
 CLIENTS, FLEET, FRONTENDS, MEMBERS, MONITORS = (
     "clients",
@@ -40,7 +40,7 @@ class Door:
 
 def doors(plan: HostPlan) -> list[Door]:
     """The ports of one host in ascending order."""
-    found = (Door(_port(address), what, who) for address, what, who in _listeners(plan))
+    found = (Door(host_and_port(address)[1], what, who) for address, what, who in _listeners(plan))
     free = Door(FREE_PORTS[0], "inboxes of processes, KV by NIXL", FLEET, FREE_PORTS[1])
     return sorted([*found, free], key=lambda door: door.port)
 
@@ -56,21 +56,13 @@ def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
     for node in plan.storage_nodes:
         yield node.listen_control, f"storage node {node.name}: control", FLEET
         yield node.listen_data, f"storage node {node.name}: KV by TCP", FLEET
-    if plan.frontend is not None and not is_loopback(_host(plan.frontend.http)):
+    if plan.frontend is not None and not is_loopback(host_and_port(plan.frontend.http)[0]):
         yield plan.frontend.http, "frontend: HTTP of clients", CLIENTS
         yield plan.frontend.grpc, "frontend: gRPC of clients", CLIENTS
-    if not is_loopback(_host(plan.metrics)):
+    if not is_loopback(host_and_port(plan.metrics)[0]):
         yield plan.metrics, "metrics page", MONITORS
     for worker in plan.workers:
         yield worker.listen_grpc, f"worker {worker.model}: gRPC", FRONTENDS
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 def hosts_of(deployment: Deployment, who: str) -> list[str]:

@@ -3,8 +3,8 @@
     nft -f rendered/a/firewall.nft          # loads the rules, and replaces earlier ones
     nft delete table inet mooncake_NAME     # removes the rules
 
-    Elastic hosts are not in the cluster file. Their addresses are added on every running host, and
-    a later load of the rules keeps them:
+Elastic hosts are not in the cluster file. Their addresses are added on every running host, and a
+later load of the rules keeps them:
 
     nft add element inet mooncake_NAME elastic '{ 10.77.0.9 }'
 

@@ -5,8 +5,8 @@ NAME-NUMBER.NAME comes from the headless service NAME. An elastic pool is a Depl
 are hosts outside the file. All pods read the same cluster file from a ConfigMap. The name of the
 ConfigMap changes with its content, so an edit causes a rolling update.
 
-hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
-hosts with frontends      a Service for clients
+    hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
+    hosts with frontends      a Service for clients
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports (doors.py)          NetworkPolicies
 
@@ -23,15 +23,15 @@ from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.cluster.manifests.pods import (
     GRPC,
     HTTP,
-    METRICS,
     OPENAI,
     STATE_FOLDER,
     Document,
     PodGateway,
     documents_text,
     labels,
-    metadata,
+    metrics_port,
     pod,
+    resource,
     selector,
 )
 
@@ -164,31 +164,16 @@ def _group(
         template["spec"]["volumes"] = [
             volume for volume in template["spec"]["volumes"] if volume["name"] != "state"
         ]
+    headless = {
+        "clusterIP": "None",
+        # Directories and etcd members resolve each other's names before they are ready.
+        "publishNotReadyAddresses": True,
+        "selector": selector(deployment, name),
+        "ports": metrics_port(deployment),
+    }
     documents = [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata(deployment, name),
-            "spec": {
-                "clusterIP": "None",
-                # Directories and etcd members resolve each other's names before they are ready.
-                "publishNotReadyAddresses": True,
-                "selector": selector(deployment, name),
-                "ports": [
-                    {
-                        "name": METRICS,
-                        "port": deployment.frontends.metrics_port,
-                        "targetPort": METRICS,
-                    }
-                ],
-            },
-        },
-        {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": metadata(deployment, name),
-            "spec": spec,
-        },
+        resource(deployment, "Service", name, headless),
+        resource(deployment, "StatefulSet", name, spec, "apps/v1"),
         _budget(deployment, name),
     ]
     if plan.frontend is not None:
@@ -199,17 +184,11 @@ def _group(
 def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Document:
     """The Service for clients, which routes to a ready frontend."""
     ports = _client_ports(deployment, gateway)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(deployment, f"{group}-clients"),
-        "spec": {
-            "selector": selector(deployment, group),
-            "ports": [
-                {"name": name, "port": port, "targetPort": name} for name, port in ports.items()
-            ],
-        },
+    spec = {
+        "selector": selector(deployment, group),
+        "ports": [{"name": name, "port": port, "targetPort": name} for name, port in ports.items()],
     }
+    return resource(deployment, "Service", f"{group}-clients", spec)
 
 
 def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
@@ -224,33 +203,23 @@ def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
     assert pool.elastic is not None
     plan = pool_host_plan(deployment, pool.name, "pod", "192.0.2.1")  # any name and address
     arguments = ["--pool", pool.name, "--host", "$(POD_NAME)", "--address", "$(POD_IP)"]
-    return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": metadata(deployment, pool.name),
-            "spec": {
-                "replicas": max(1, pool.elastic.least),
-                "selector": {"matchLabels": selector(deployment, pool.name)},
-                # A new worker must be ready before an old one stops.
-                "strategy": {
-                    "type": "RollingUpdate",
-                    "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-                },
-                "template": pod(deployment, pool.name, plan, arguments),
-            },
+    spec = {
+        "replicas": max(1, pool.elastic.least),
+        "selector": {"matchLabels": selector(deployment, pool.name)},
+        # A new worker must be ready before an old one stops.
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
         },
-        _budget(deployment, pool.name),
-    ]
+        "template": pod(deployment, pool.name, plan, arguments),
+    }
+    workers = resource(deployment, "Deployment", pool.name, spec, "apps/v1")
+    return [workers, _budget(deployment, pool.name)]
 
 
 def _budget(deployment: Deployment, name: str) -> Document:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(deployment, name),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, name)}},
-    }
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, name)}}
+    return resource(deployment, "PodDisruptionBudget", name, spec, "policy/v1")
 
 
 def _network_policies(
@@ -285,13 +254,5 @@ def _network_policies(
 def _policy(
     deployment: Deployment, name: str, pods: dict[str, str], ingress: list[Any]
 ) -> Document:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(deployment, name),
-        "spec": {
-            "podSelector": {"matchLabels": pods},
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
-    }
+    spec = {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"], "ingress": ingress}
+    return resource(deployment, "NetworkPolicy", name, spec, "networking.k8s.io/v1")

@@ -75,8 +75,17 @@ def selector(deployment: Deployment, component: str) -> dict[str, str]:
     return labels(deployment) | {"app.kubernetes.io/component": component}
 
 
-def metadata(deployment: Deployment, name: str) -> Document:
-    return {"name": name, "labels": labels(deployment)}
+def resource(
+    deployment: Deployment, kind: str, name: str, spec: Document, api: str = "v1"
+) -> Document:
+    metadata = {"name": name, "labels": labels(deployment)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def metrics_port(deployment: Deployment) -> list[Document]:
+    """The ports of a headless service: the metrics port alone."""
+    port = deployment.frontends.metrics_port
+    return [{"name": METRICS, "port": port, "targetPort": METRICS}]
 
 
 def pod(
@@ -214,11 +223,8 @@ def _probe(path: str, period_s: int, failures: int) -> Document:
 
 
 def _keys_copier() -> Document:
-    """The container that copies the pod's keys from the Secret.
-
-    Names of a pod's files begin with the pod's name. The shared files of a pool have no such
-    prefix.
-    """
+    """The container that copies the pod's keys from the Secret. Names of a pod's files begin with
+    the pod's name. The shared files of a pool have no such prefix."""
     script = (
         'cd /secret; for file in *; do case "$file" in "$POD_NAME".*) '
         'install -m 600 "$file" "/keys/${file#"$POD_NAME".}";; '

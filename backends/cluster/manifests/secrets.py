@@ -14,7 +14,7 @@ import yaml
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.manifests.kubernetes import POD_HOST
-from backends.cluster.manifests.pods import API_KEYS, API_KEYS_FILE, Document, metadata
+from backends.cluster.manifests.pods import API_KEYS, API_KEYS_FILE, Document, labels
 
 
 def secrets(deployment: Deployment, folder: Path) -> str:
@@ -50,7 +50,7 @@ def _secret(deployment: Deployment, name: str, files: dict[str, bytes]) -> str:
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
-        "metadata": metadata(deployment, name),
+        "metadata": {"name": name, "labels": labels(deployment)},
         "data": {file: base64.b64encode(raw).decode() for file, raw in files.items()},
     }
     return yaml.safe_dump(document, sort_keys=False, width=100)

@@ -34,17 +34,17 @@ NUMPY = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.
 
 
 def chat(**more: Any) -> GatewayRequest:
-    return read_request(CHAT, {"messages": MESSAGES, **more}, lambda: SEED)
+    return read_request(CHAT, {"messages": MESSAGES, **more}, SEED)
 
 
 def completion(**more: Any) -> GatewayRequest:
-    return read_request(COMPLETION, {"prompt": "hello", **more}, lambda: SEED)
+    return read_request(COMPLETION, {"prompt": "hello", **more}, SEED)
 
 
 def refused(route: str, **said: Any) -> HttpRefusal:
     base: dict[str, Any] = {"messages": MESSAGES} if route == CHAT else {"prompt": "hello"}
     with pytest.raises(HttpRefusal) as caught:
-        read_request(route, {**base, **said}, lambda: SEED)
+        read_request(route, {**base, **said}, SEED)
     assert caught.value.status == 400
     return caught.value
 
@@ -330,7 +330,7 @@ def test_a_misspelt_field_is_answered_with_the_likely_name() -> None:
 @pytest.mark.parametrize("content", [None, [], "x", 5, [{}]])
 def test_a_body_that_is_no_object_is_refused(content: object) -> None:
     with pytest.raises(HttpRefusal) as caught:
-        read_request(CHAT, content, lambda: SEED)
+        read_request(CHAT, content, SEED)
     assert caught.value.status == 400 and caught.value.param is None
 
 
@@ -436,7 +436,7 @@ def test_what_the_conductor_refuses_names_the_clients_field(
     route: str, said: dict[str, Any], param: str, tokenizer: Tokenizer
 ) -> None:
     base: dict[str, Any] = {"messages": MESSAGES} if route == CHAT else {"prompt": "hello"}
-    asked = read_request(route, {**base, **said}, lambda: SEED)
+    asked = read_request(route, {**base, **said}, SEED)
     with pytest.raises(InvalidRequest) as caught:
         as_the_conductor_reads(asked, tokenizer)
     refusal = refusal_of(caught.value.wire_message(), asked.names)
