@@ -103,7 +103,7 @@ def distrust(folder: Path) -> str:
     if found.st_uid != os.getuid():
         return f"{folder} belongs to user {found.st_uid}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write {folder} (chmod go-w {folder})"
+        return f"other users may write to {folder} (chmod go-w {folder})"
     return ""
 
 

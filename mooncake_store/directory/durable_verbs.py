@@ -69,7 +69,7 @@ def restore(
     known.outnumber(state.number)
     if state.pins or state.quotas:
         log.info(
-            "took over %d pins and %d quotas of the earlier directory",
+            "restored %d pins and %d quotas of the earlier directory",
             len(directory.pins),
             len(state.quotas),
         )

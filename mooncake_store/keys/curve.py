@@ -306,7 +306,7 @@ def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
 
 
 _UNKNOWN_CLIENT = (
-    "it does not know the key of this host. Was the host added (mooncake keys add-host) and the "
+    "the key of this host is unknown there. Was the host added (mooncake keys add-host) and the "
     f"folder copied to all hosts, or is {folder.VARIABLE} the folder of another cluster, or of "
     "keys that were renewed since?"
 )

@@ -175,7 +175,7 @@ def problems(folder: Path) -> list[str]:
         hint = f"; name the folder of one host ({', '.join(hosts)})" if hosts else ""
         return [f"{folder} has no {', '.join(missing)}{hint}"]
     return [
-        f"others may read {folder / name}: chmod 600 {folder / name}"
+        f"other users may read {folder / name}: chmod 600 {folder / name}"
         for name in PRIVATE_FILES
         # A group may read them: Kubernetes mounts secrets this way for users other than root.
         if (folder / name).stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO)

@@ -317,7 +317,7 @@ class StorageNode:
             level = (
                 logging.DEBUG if self._is_unanswered else logging.WARNING
             )  # warn once per outage
-            log.log(level, "node_id=%s directory silent: %s", self.info.node_id, error)
+            log.log(level, "node_id=%s no answer of the directory: %s", self.info.node_id, error)
             self._is_unanswered = True
             return False
         if self._is_unanswered:

@@ -12,7 +12,7 @@ def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     lines = (proc / "meminfo").read_text().splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     if not found:
-        raise OSError(f"{proc / 'meminfo'} does not say how much memory is available")
+        raise OSError(f"{proc / 'meminfo'} has no line MemAvailable")
     return min([found[0] * 1024, *_left_in_container(cgroup)])
 
 

@@ -30,7 +30,7 @@ from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
 PATIENCE_S = 30.0  # far more than a refusal takes: what needs it all is a mere timeout
-WHO = {"stranger": "does not know the key of this host|key is another", "": "requires? keys"}
+WHO = {"stranger": "key of this host is unknown|key is another", "": "requires? keys"}
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_host_that_was_removed_is_let_in_nowhere(
         assert kept.curve.host == "c"
     with hosts.being("c", "b"):
         client = DirectoryClient(directory.address, PATIENCE_S)
-        with pytest.raises(AccessRefused, match="does not know the key of this host"):
+        with pytest.raises(AccessRefused, match="key of this host is unknown"):
             client.nodes()
         client.close()
 
