@@ -48,7 +48,7 @@ class WorkerConfig:
     kv_dtype: str = "auto"  # auto: as the checkpoint specifies, else as dtype | fp8
     device: str = "cpu"  # cpu | cuda | cuda:N
     threads: int = 1  # CPU threads of the engine; all workers of a host share its cores
-    store_node: str = "s0"  # the storage node this worker belongs to
+    store_node: str = "s0"  # the storage node to which this worker belongs
     block_tokens: int = 64  # tokens per block; equal in all workers, or no prefix is found
     context_tokens_max: int = 0  # longest prompt + output; 0: the checkpoint's limit
     kv_pages: int = 256  # engine memory, in pages of block_tokens tokens
@@ -222,7 +222,7 @@ def check_configs(
             values[name] = _convert(kind, raw[name])
         except ValueError:
             found.append(f"{name} is {raw[name]!r}; expected {kind}")
-    # The readable values are checked even beside unreadable ones: one load shows every mistake.
+    # Readable values are checked even beside unreadable ones, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ class FrontendConfig:
 
     checkpoint: str = "demo"  # tokenizer and chat template; the same checkpoint as the workers'
     requests_max: int = 256  # requests in flight; each holds a thread of the frontend
-    attempts_max: int = 3  # losses to give up at (frontend/lifecycle/attempts.py, counts)
+    attempts_max: int = 3  # worker deaths and failures at which a request is given up
     tenant_requests_share: float = 0.5  # of requests_max, for one tenant beside other tenants
     cancel_poll_s: float = 0.1  # period of checks for disconnected clients
     output_tokens_default: int = 256  # default of max_tokens

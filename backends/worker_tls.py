@@ -77,7 +77,7 @@ def refusal(address: str, details: str | None) -> WorkerRefused | None:
     # On one machine without TLS keys, a closed connection means that the Triton exits.
     is_one_machine = folder.of_process() is None and is_loopback(address)
     if not is_one_machine and any(word in text for word in SILENT):
-        return WorkerRefused(_message(address, details, "closes each connection, maybe refused"))
+        return WorkerRefused(_message(address, details, "closes each connection of this host"))
     return None
 
 

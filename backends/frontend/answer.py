@@ -76,7 +76,7 @@ class WholeAnswer:
 
 
 def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
-    """The delta with the prompt in front (exclude_input_in_output explicitly false)."""
+    """The delta with the prompt before it (for exclude_input_in_output false)."""
     text = request.prompt_text + delta.text
     return OutputDelta(
         token_ids=(*request.prompt_ids.tolist(), *delta.token_ids),

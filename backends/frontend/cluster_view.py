@@ -83,7 +83,7 @@ class ClusterView:
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # sends the flip to its worker
         self.held: Callable[[], set[str]] = set  # returns the ids of the frontend's open attempts
         self.config = config
-        self.copies_by_heat: Sequence[HeatClass] = ()  # as of the latest tick
+        self.copies_by_heat: Sequence[HeatClass] = ()  # at the latest tick
         self._latest = LatestDecisions()
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])

@@ -74,7 +74,7 @@ from conductor.messages import Reject, Request
 from mooncake_store.block_keys import block_keys, chain_seed
 
 log = logging.getLogger(__name__)
-FULL_WORKERS_MAX = 2  # full workers after which a new request is retried on another worker
+FULL_WORKERS_MAX = 2  # most retries of a new request on another worker after full ones
 SERVED_WAIT_S = 2.0  # longest wait of a request for the first worker to register
 
 Work = Callable[[], LifecycleEvent | None]  # blocks; returns the next event

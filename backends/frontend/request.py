@@ -54,10 +54,10 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One valid request."""
+    """A valid request with every default filled in."""
 
     request_id: str
-    prompt_ids: np.ndarray  # int32
+    prompt_ids: np.ndarray  # token ids of the prompt, int32
     prompt_text: str  # text of prompt_ids; "" unless includes_prompt
     sampling: SamplingParams
     is_stream: bool

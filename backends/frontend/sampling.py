@@ -64,7 +64,7 @@ def read(
     end_id = reader.integer("end_id")
     if end_id is not None:
         end_ids = () if end_id == NEVER_ENDS else (end_id,)
-    reader.integer("pad_id")  # nothing is padded here; checked, then not used
+    reader.integer("pad_id")  # checked only: nothing is padded
     words = given.pop("stop", [])
     params = SamplingParams(
         **given,

@@ -260,11 +260,11 @@ def _first_line(error: str) -> str:
     """The error's essential line, without states of the parser."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     if not lines:
-        return "it leaves no answer"
+        return "no answer satisfies it"
     if lines[0].startswith("regex parse error"):
         return f"pattern: {lines[-1]}"
     if "NoExtension" in lines[0]:
-        return "it leaves no answer"
+        return "no answer satisfies it"
     if lines[0].startswith("lexer error"):
         return f"pattern, format or maxLength: too large ({lines[0]})"
     if lines[0].startswith("oneOf constraints"):

@@ -259,7 +259,7 @@ class _Walk:
             return "only whole numbers above 0 are supported"
         self._multiple_of = math.lcm(self._multiple_of, value)
         is_small = self._multiple_of <= MULTIPLE_MAX
-        return "" if is_small else f"all of them together may be {MULTIPLE_MAX} at most"
+        return "" if is_small else f"the least common multiple of all may be at most {MULTIPLE_MAX}"
 
     def _other(self, keyword: str, value: Any) -> str:
         match keyword:

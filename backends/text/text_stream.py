@@ -195,7 +195,7 @@ class TextStream:
         return self.push((), is_last=True)
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         held_bytes = sum(len(piece) for _, piece in self._held)
         assert self._released_bytes + held_bytes == self._pushed_bytes
         assert len(self._pushed) <= CONTEXT_TOKENS >= len(self._released)

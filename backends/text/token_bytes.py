@@ -73,7 +73,7 @@ class _Vocabulary:
         return self.token(token_id) is not None
 
     def token(self, token_id: int) -> str | None:
-        """None: the token has no text."""
+        """The token of an id; None for a token without text."""
         try:
             return self._token_by_id[token_id]
         except KeyError:

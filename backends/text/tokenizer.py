@@ -247,7 +247,7 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
         elif name.endswith("_token"):  # the checkpoint's own names come first, in this file's order
             own = merged.pop(name) if isinstance(config.get(name), str) else each
             merged[name] = special({"content": own} if isinstance(own, str) else own)
-        elif isinstance(each, dict):  # more names
+        elif isinstance(each, dict):  # more named tokens
             merged[name] = each
     return merged
 
