@@ -170,7 +170,7 @@ def serve_when_elected(
         except LeadLost as error:
             log.warning("lost the lead: %s", error)
         finally:
-            # Writers must mark recently granted slots before the next leader begins
+            # Writers must mark recently granted slots before the next leader begins.
             if won.may_serve():
                 time.sleep(won.margin_s)
             won.close()

@@ -213,7 +213,7 @@ class DurableVerbs:
                 self._journal.write(change)
             except StoreError as failed:
                 error = failed
-            # Edge: after a bug here, waiting verbs still need an answer
+            # Edge: after a bug here, waiting verbs still need an answer.
             except Exception as failed:
                 log.exception("writing the log of pins failed")
                 error = StoreUnavailable(f"bug in the directory: {failed!r}")

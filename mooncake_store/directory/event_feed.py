@@ -196,7 +196,7 @@ class EventFeed:
         if leader.events != self.events_address:
             if self.events_address:
                 self._access.close()
-                # Rejected: the socket has already disconnected
+                # Rejected: the socket has already disconnected.
                 with contextlib.suppress(zmq.ZMQError):
                     stream.disconnect(self.events_address)
             self.events_address = leader.events

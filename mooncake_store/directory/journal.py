@@ -53,7 +53,7 @@ class Head(msgspec.Struct, frozen=True):
 class SavedState:
     """Pins and quotas of the earlier directories."""
 
-    # (number, record), in order of the numbers
+    # (number, record), in order of the numbers.
     pins: list[tuple[int, PinRecord]] = field(default_factory=list)
     quotas: dict[str, int] = field(default_factory=dict)
     number: int = 0  # of the latest change

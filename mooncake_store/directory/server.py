@@ -222,7 +222,7 @@ class DirectoryServer:
         self, kind: MessageKind, body: protocol.Events | protocol.EventHeartbeat
     ) -> None:
         frames = [pack_header(kind, 0), self._encoder.encode(body)]
-        # Drops messages for slow subscribers, never blocks
+        # Drops messages for slow subscribers, never blocks.
         self._subscribers.send_multipart(frames)
 
     def _has_new_subscriber(self) -> bool:

@@ -68,7 +68,7 @@ class AuthorityState(msgspec.Struct):
     secret: str
     hosts: dict[str, bool]  # whether a directory may run there
     generations: list[ClusterGeneration]
-    # Host -> address, where one is given
+    # Host -> address, where one is given.
     addresses: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __repr__(self) -> str:

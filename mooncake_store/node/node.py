@@ -213,7 +213,7 @@ class StorageNode:
         options = self.options
         if options.is_mapped_only:
             return OpenAgents()
-        # NIXL peers reject a known name, so a restart needs a new one
+        # NIXL peers reject a known name, so a restart needs a new one.
         name = f"{options.node_id}#{self._incarnation}"
         segment = self._segment.address, options.segment_bytes
         try:
@@ -314,9 +314,8 @@ class StorageNode:
         except RequestInvalid:
             raise
         except StoreError as error:
-            level = (
-                logging.DEBUG if self._is_unanswered else logging.WARNING
-            )  # warn once per outage
+            # Warn once per outage.
+            level = logging.DEBUG if self._is_unanswered else logging.WARNING
             log.log(level, "node_id=%s no answer of the directory: %s", self.info.node_id, error)
             self._is_unanswered = True
             return False

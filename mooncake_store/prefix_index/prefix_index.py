@@ -114,10 +114,10 @@ class HolderNumbers:
 
     def clear(self) -> None:
         self.holders: dict[str, NumberedHolder] = {}  # name -> holder with blocks
-        # Bit -> dropped holder whose bit is still in bitmaps
+        # Bit -> dropped holder whose bit is still in bitmaps.
         self.dropped: dict[int, NumberedHolder] = {}
         self.live = 0  # bitmap of all bits in `holders`
-        # Number -> holder, live or dropped; None: free
+        # Number -> holder, live or dropped; None: free.
         self._by_number: list[NumberedHolder | None] = []
         self._changed()
 
@@ -193,7 +193,7 @@ class HolderNumbers:
     def _changed(self) -> None:
         """Reset the cached arrays after a change of the numbers."""
         self.version += 1
-        # Length of the arrays, more than there are numbers
+        # Length of the arrays, more than there are numbers.
         self._size = (len(self._by_number) // 8 + 1) * 8
         self._masks = _Masks(self._size)
         self._starts = _Starts(self._masks)

@@ -17,7 +17,7 @@ from mooncake_store.errors import StoreError
 from mooncake_store.process.bounded_http import BoundedHttpServer
 
 LOOPBACK = "127.0.0.1"  # default address of pages
-# Bucket limits in seconds
+# Bucket limits in seconds.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 

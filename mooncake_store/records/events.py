@@ -21,8 +21,8 @@ from itertools import islice
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-# Bytes of frontends' notes in the log: one turn of the server loop can receive 1,024 requests of 16
-# KiB. Subscribers therefore receive all of them before the first is dropped.
+# Bound of the bytes of frontends' notes in the log. One turn of the server loop can receive 1,024
+# requests of 16 KiB. Subscribers therefore receive all of them before the first is dropped.
 NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 

@@ -72,12 +72,12 @@ class WorkerInfo:
     slots_max: int  # request slots: concurrent requests
     prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
-    # Node_id -> rate of reads from it; measured at the worker's start
+    # node_id -> rate of reads from it; measured at the worker's start.
     transfer_bytes_per_s: dict[str, float]
-    # Node_id -> latency of one small read, measured with the rates
+    # node_id -> latency of one small read, measured with the rates.
     transfer_latency_s: dict[str, float]
     grpc_address: str = ""  # HOST:PORT of the Triton that serves the worker; "" without one
-    # Whether its engine transfers KV itself, so its node need not hold a prompt
+    # Whether its engine transfers KV itself, so its node need not hold a prompt.
     is_native: bool = False
     can_flip: bool = False  # whether it can drain and register in the other role on request
     # A pipeline group is the prefill workers with the same group name, each with a share of the

@@ -49,7 +49,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # as it grants fewer than 10**9 per second. If the clock was set back, the generations that nodes
 # report in their inventories move the counter forward (outgrow).
 
-# Quarantine of a corrupt copy's slot: a reader may learn late that its lease ended
+# Quarantine of a corrupt copy's slot: a reader may learn late that its lease ended.
 BAD_QUARANTINE_S = 2.0
 LOOK_AGAIN_S = 1e-4  # delay of the next slab search, per idle block; visiting one takes 1e-6 s
 _made = tuple.__new__
@@ -385,7 +385,7 @@ class CopyTable:
             return []
         self.leases.refuse_too_many(owner, len(chosen))
         spills: list[Spill] = []
-        # The coldest block is the deepest: it becomes idle first
+        # The coldest block is the deepest: it becomes idle first.
         for depth, copy in enumerate(reversed(chosen)):
             if not self._tenant_has_room(copy):  # earlier blocks have filled the quota
                 continue

@@ -233,7 +233,7 @@ class Holder:
     evictions: int = 0
     adopted: int = 0
     look_again_s: float = float("-inf")  # earliest time of the next search for slabs of other sizes
-    # Reported so far; empty once the holder is open
+    # Reported so far; empty once the holder is open.
     inventory: list[InventoryBlock] = field(default_factory=list)
 
     def size_class(self, units: int) -> SizeClass:

@@ -70,7 +70,7 @@ def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[Invento
         for j in reaching:
             is_torn[i if block.generation <= sane[j].generation else j] = True
         reaching.append(i)
-    # Key -> newest generation, for a block that was evicted and stored again
+    # Key -> newest generation, for a block that was evicted and stored again.
     newest: dict[bytes, int] = {}
     whole = [block for block, is_bad in zip(sane, is_torn, strict=True) if not is_bad]
     for block in whole:

@@ -202,7 +202,7 @@ class PinTable:
 
     def __init__(self) -> None:
         self._pins: dict[bytes, tuple[Pin, float]] = {}  # key -> (kind, until_s; inf for hard)
-        # (until_s, key) of soft pins; entries may be stale
+        # (until_s, key) of soft pins; entries may be stale.
         self._heap: list[tuple[float, bytes]] = []
 
     def __len__(self) -> int:

@@ -304,7 +304,7 @@ class Density:
     def __init__(self) -> None:
         self._once = RecencyQueue()
         self._again = RecencyQueue()
-        # Leased key -> queue that it joins after the lease
+        # Leased key -> queue that it joins after the lease.
         self._away: dict[bytes, RecencyQueue] = {}
         self._ghosts = Ghosts()
         self._reuse = ReuseTimes()
