@@ -87,8 +87,8 @@ class WorkerInfo:
     pipeline_stages: int = 1
     pipeline_hop_s: float = 0.0  # seconds to receive a chunk's hidden states; 0: not measured
     chunk_tokens: int = 0  # most new tokens of a prefill step; 0: unknown
-    # Layer-wise prefill of a prompt longer than a step: this share of its computation overlaps with
-    # the load of its prefix, except for the first layer's load. 0: no overlap.
+    # Layer-wise prefill of a prompt longer than a step: share of its computation that overlaps with
+    # the load of its prefix, which is that of all layers but the first. 0: load, then compute.
     load_beside_share: float = 0.0
 
     @property
