@@ -155,7 +155,7 @@ def test_a_tenant_that_leaves_the_file_is_refused_from_then_on(keyed: Keyed) -> 
     keyed.write(late=TenantEntry())
     assert keyed.rejection("late", prompt(60))[0] == ""
     keyed.write()
-    assert "forbidden: there is no tenant 'late'" in keyed.ask("late", prompt(60)).error
+    assert "forbidden: tenant 'late' is no longer" in keyed.ask("late", prompt(60)).error
     keyed.path.write_text("{")
     assert keyed.rejection("a", prompt(60))[0] == "", "what cannot be read changes nothing"
     keyed.write()

@@ -219,7 +219,7 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor avoids this worker during a cool-down."""
+    """The conductor avoids this worker until its next report, or for a cool-down."""
 
     worker: WorkerId
 
