@@ -218,7 +218,7 @@ class PeerAccess:
 
     @property
     def monitor(self) -> zmq.Socket[bytes] | None:
-        """Readable when `must_redial` has something to do; None for addresses without CURVE."""
+        """Readable when `must_redial` has something to do; None except for tcp:// addresses."""
         return self._monitor
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
