@@ -5,15 +5,12 @@
 TensorRT-LLM calls `get_num_new_matched_tokens` while it holds the lock of its own prefix tree. It
 calls `build_connector_meta` in every step, after describing the step (the part of the description
 that we replace: backends/engine/trtllm/connector.py). Each call gets a fresh list of tokens, as in
-the real engine. The rows compare them with the unavoidable cost (reading the list once) and with
-hashing the block keys instead.
+the real engine. The rows compare them with reading the list once and with hashing the block keys.
 
 Copies on a GPU move 1 GiB of pages of 32 tokens in random order between the GPU and a segment with
-locked pages. They run in one call and one by one, and are compared with one copy of 1 GiB. Both
-also run beside a matrix product on another stream, whose speed is measured with and without copies.
-Without a GPU the copies are a memcpy; its rows are shown, and the targets have a reason instead of
-a value. torch is imported for copies only. On any machine, blocks are verified in their slots, and
-compared with verifying them while copying them to a pool.
+locked pages, in one call and one by one, alone and beside a matrix product on another stream.
+Without a GPU they are a memcpy, and the targets have a reason instead of a value. On any machine,
+blocks are verified in their slots, and compared with verifying them while copying them to a pool.
 
 Not here: the correctness of copies (tests), a whole engine, which needs a GPU.
 """

@@ -227,26 +227,19 @@ def measure(links: int, pairs: int, block_bytes: int, seed: int) -> dict[str, An
                 "mooncake_store.node",
                 "--node-id",
                 "b0",
-                "--directory",
-                address,
-                "--segment-bytes",
-                str((HELD_MIB + 64) * MB),
-                "--segment-path",
-                f"/dev/shm/mooncake-bench-{os.getpid()}-b0",
+                f"--directory={address}",
+                f"--segment-bytes={(HELD_MIB + 64) * MB}",
+                f"--segment-path=/dev/shm/mooncake-bench-{os.getpid()}-b0",
             ),
             folder,
         )
         reader = start(
             "a",
             "bench.cross_host",
-            "--inside",
-            address,
-            "--pairs",
-            str(pairs),
-            "--block-mib",
-            str(block_bytes // MB),
-            "--seed",
-            str(seed),
+            f"--inside={address}",
+            f"--pairs={pairs}",
+            f"--block-mib={block_bytes // MB}",
+            f"--seed={seed}",
         )
         found: dict[str, Any] = json.loads(_line(reader, folder))
         return found

@@ -3,8 +3,8 @@
     python -m bench.engine_gpu [--device cuda:0]
 
 It needs torch, numpy, the checkout and some minutes. The model is a Llama-3-8B of random numbers,
-bfloat16, made on the device, so nothing is read from a disk or a network. The rates to compare with
-are measured in the same run (reading memory, a large product, copying from pinned memory):
+bfloat16, made on the device. The rates to compare with are measured in the same run (reading
+memory, a large product, copying from pinned memory):
 
     decode    a step of batch 1, 16 and 64 with 512 tokens of context: the bytes that must be read
               (every matrix once, the KV of every sequence) over its time
@@ -13,12 +13,9 @@ are measured in the same run (reading memory, a large product, copying from pinn
     load      the KV of a 32k prefix from host memory into pages
     ttft      32k tokens of which 95 % are cached in host memory, over computing all of them
 
-Decode and prefill are measured in every way that works here: steps recorded as CUDA graphs or
-launched, pages read in place by each kernel or gathered. The targets are of the way that the engine
-chooses, which the row `device` names. Standard error has the reasons against the other ways.
-
-`--shape tiny --device cpu` runs the same on a CPU in seconds as a test of the script; its numbers
-mean nothing.
+Decode and prefill are measured in every way that works here. The targets are of the way that the
+engine chooses, which the row `device` names; standard error has the reasons against the others.
+`--shape tiny --device cpu` is a test of the script in seconds; its numbers mean nothing.
 
 Not here: the engine beside transformers on a CPU (bench/engine).
 """

@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import typer
 
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import CannotMeasure
+from loadtest.harness.server import CannotMeasure, own_ports
 from mooncake_store.client.client import StoreClient, key_of
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.event_feed import EventFeed
@@ -56,42 +55,34 @@ class ElectedSite:
         self._stack, self._ttl_s, self._started = stack, ttl_s, 0
         folder = tempfile.TemporaryDirectory(prefix="mooncake-leader-")
         self.folder = Path(stack.enter_context(folder))
-        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        client, peer = (f"http://127.0.0.1:{port}" for port in own_ports(2))
         self._run(
             "etcd",
             binary,
             "--data-dir",
             str(self.folder / "data"),
-            "--listen-client-urls",
-            client,
-            "--advertise-client-urls",
-            client,
-            "--listen-peer-urls",
-            peer,
-            "--initial-advertise-peer-urls",
-            peer,
-            "--initial-cluster",
-            f"default={peer}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
         )
         self.address = f"etcd://{client.removeprefix('http://')}/bench"
         self.directories: dict[str, subprocess.Popen[bytes]] = {}  # by the address for requests
 
     def directory(self) -> None:
         self._started += 1
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        port, events_port = own_ports(2)
+        address = f"tcp://127.0.0.1:{port}"
         self.directories[address] = self._run(
             f"directory-{self._started}",
             sys.executable,
             "-m",
             "mooncake_store.directory",
-            "--address",
-            address,
-            "--events",
-            f"tcp://127.0.0.1:{_free_port()}",
-            "--etcd",
-            self.address,
-            "--ttl-s",
-            str(self._ttl_s),
+            f"--address={address}",
+            f"--events=tcp://127.0.0.1:{events_port}",
+            f"--etcd={self.address}",
+            f"--ttl-s={self._ttl_s}",
         )
 
     def node(self, node_id: str) -> None:
@@ -102,13 +93,10 @@ class ElectedSite:
             "mooncake_store.node",
             "--node-id",
             node_id,
-            "--directory",
-            self.address,
-            "--segment-bytes",
-            str(64 * 2**20),
+            f"--directory={self.address}",
+            f"--segment-bytes={64 * 2**20}",
             "--mapped-only",
-            "--segment-path",
-            f"/dev/shm/mooncake-leader-{os.getpid()}-{node_id}",
+            f"--segment-path=/dev/shm/mooncake-leader-{os.getpid()}-{node_id}",
         )
 
     def kill_leader(self, client: DirectoryClient) -> None:
@@ -205,11 +193,6 @@ def _put(address: str, keys: Sequence[bytes]) -> None:
             if time.monotonic() > until_s:
                 raise CannotMeasure(f"the blocks cannot be stored: {error}") from error
         time.sleep(POLL_S)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def main(

@@ -3,20 +3,19 @@
     python -m bench.leaks [--seconds 300] [--users 20] [--mixed 1000]
     python -m bench.leaks --seconds 3600 --capacity-share 0.8
 
-It starts its own server with `--self-check`: every process checks its invariants each second, and
-exits when one is broken. Storage nodes, and the blocks whose hits the conductor counts, are small
-so that they are full after a minute. Then
+Every process of its server checks its invariants each second, and exits when one is broken. Storage
+nodes, and the blocks whose hits the conductor counts, are small so that they are full after a
+minute.
 
     warm_up  mixed requests, more at once than later: they fill thread pools and open connections.
-    pace     with `--capacity-share` only: the requests answered per second without think time, and
-             the think time at which users request this share of it. The rate is measured again
-             after the load, because the speed of a shared machine changes.
+    pace     with `--capacity-share` only: the rate of answers without think time, and the think
+             time at which users request this share of it. The rate is measured again after the
+             load, because the speed of a shared machine changes.
     load     Locust's users of the default mix for `--seconds`. Of each process the medians of the
              last minute are compared with those of the second minute (the first one fills the
              store): resident memory, threads, file descriptors.
     mixed    good, wrong and abandoned requests in random order, over gRPC and HTTP; threads and
-             descriptors of the idle server are compared before and after. Each request ends as
-             expected, or it is unexpected, with the reason.
+             descriptors of the idle server are compared before and after.
 
 After each phase no request, page, slot or lease may be held, by the server's own metrics.
 
@@ -226,23 +225,20 @@ def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
         str(LOCUST_FILE),
         "--headless",
         "--only-summary",
-        "--host",
-        addresses.grpc,
+        f"--host={addresses.grpc}",
         "-u",
         str(load.users),
         "-r",
         str(load.users),
         "-t",
         f"{load.seconds:.0f}s",
-        "--seed",
-        str(load.seed),
+        f"--seed={load.seed}",
         *think,
         "--slo-ttft-p90",
         "none",
         "--slo-tbt-p90",
         "none",
-        "--unloaded-requests",
-        "1",
+        "--unloaded-requests=1",
     ]
     with log.open("wb") as output:
         return subprocess.run(

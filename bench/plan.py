@@ -215,12 +215,9 @@ def main(
                 with served(
                     None,
                     [
-                        "--model-repository",
-                        str(repository),
-                        "--nodes",
-                        nodes,
-                        "--store-bytes",
-                        str(size),
+                        f"--model-repository={repository}",
+                        f"--nodes={nodes}",
+                        f"--store-bytes={size}",
                     ],
                 ) as addresses:
                     records = asyncio.run(

@@ -8,9 +8,8 @@ Each fresh prompt of random tokens is sent three times, alone, with its workers 
     cached   prefill_0 again: finds them in its own node
     fetched  prefill_1: its node s1 has nothing, so the blocks come from s0 over NIXL
 
-A ratio compares medians over the prompts. The server's counter
-`mooncake_transfer_bytes_total{transport="nixl"}` must rise with each fetch; otherwise the target
-has no value.
+The server's counter `mooncake_transfer_bytes_total{transport="nixl"}` must rise with each fetch;
+otherwise the target has no value.
 """
 
 from __future__ import annotations

@@ -21,13 +21,7 @@ import typer
 from rich.console import Console
 
 from bench.clients import aiperf, curl, curl_gateway, genai_perf, libraries, replay, tensorrt_llm
-from bench.clients.agreement import (
-    Agreement,
-    ClientLoad,
-    ClientReport,
-    risen,
-    settled_totals,
-)
+from bench.clients.agreement import Agreement, ClientLoad, ClientReport, risen, settled_totals
 from bench.clients.call_matrix import CalledServer
 from bench.clients.environment import ENVIRONMENTS, ClientFailed, environment
 from bench.clients.keyed_gateway import PublicServer, public_server

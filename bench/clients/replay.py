@@ -54,17 +54,12 @@ def run(load: ClientLoad, model: str, folder: Path, trace: ScaledTrace) -> Clien
         "-m",
         "loadtest.replay",
         str(trace.path),
-        "--model",
-        model,
-        "--url",
-        load.addresses.grpc,
+        f"--model={model}",
+        f"--url={load.addresses.grpc}",
         "--json",
-        "--seed",
-        str(secrets.randbits(62)),
-        "--length-scale",
-        str(trace.length_scale),
-        "--speed",
-        str(trace.speed),
+        f"--seed={secrets.randbits(62)}",
+        f"--length-scale={trace.length_scale}",
+        f"--speed={trace.speed}",
     ]
     *lines, last = run_client(command, folder).strip().splitlines()
     found = json.loads(last)

@@ -29,13 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.dynamo.blocks import PARTIAL, BlockPool, Key
-from bench.dynamo.timing import (
-    BLOCK_TOKENS,
-    PASS_TOKENS_MAX,
-    SEQUENCES_MAX,
-    Steps,
-    blocks_of,
-)
+from bench.dynamo.timing import BLOCK_TOKENS, PASS_TOKENS_MAX, SEQUENCES_MAX, Steps, blocks_of
 from loadtest.simulator.cluster.job import SimulatedJob
 
 SEQUENCE_BLOCKS_MAX = 2**20  # blocks of one sequence

@@ -22,12 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from bench.dynamo.blocks import PARTIAL, BlockPool, Watcher
-from bench.dynamo.timing import (
-    BLOCK_TOKENS,
-    PASS_TOKENS_MAX,
-    blocks_of,
-    prefill_pass_s,
-)
+from bench.dynamo.timing import BLOCK_TOKENS, PASS_TOKENS_MAX, blocks_of, prefill_pass_s
 from conductor.queue_order import ALWAYS, shares_step
 from loadtest.simulator.cluster.job import SimulatedJob
 

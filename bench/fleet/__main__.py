@@ -132,10 +132,8 @@ class FleetNumbers:
             sys.executable,
             "-m",
             "tests.chaos_serve",
-            "--seconds",
-            f"{seconds:g}",
-            "--seed",
-            str(seed),
+            f"--seconds={seconds:g}",
+            f"--seed={seed}",
         ]
         with console.status(f"{seconds:g} s of faults on a fleet ..."):
             done = subprocess.run(

@@ -1,10 +1,8 @@
 """The time from `kill -9` of the leading directory until a cached prefix is found again.
 
 A whole fleet runs. A prompt is cached; then the leader is killed, and every ASK_S a request with
-that prefix is sent to the frontend of the other host. The time ends with the first token of the
-first request whose prefix was cached. By then a leader is elected, the nodes have reported their
-blocks, and the frontend and a prefill worker have found the new directory. Earlier requests are
-rejected or computed in full, which is counted too.
+that prefix is sent to the frontend of the other host, until one has its prefix cached. Earlier
+requests are rejected or computed in full, which is counted too.
 
 Not here: the other costs of a fleet (__main__.py).
 """

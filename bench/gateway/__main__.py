@@ -4,14 +4,11 @@
     python -m bench.gateway --soak-s 0       without the five minutes of users that leave
 
 With the real server and API keys, in turns: pairs of the same request over Triton's gRPC and over
-the gateway (`ttft_added_ms`, its median), and many streams at once over either
-(`stream_throughput_over_direct`). The CPU time of the gateway's process is compared with that of
-this process while it only reads the direct streams: the cost of one message on this machine without
-a gateway. Prompts are fresh tokens, so the second of a pair finds nothing cached. Then users send
-requests for minutes, a tenth of them leaves early, and the memory of the gateway's process is
-sampled.
-
-With a frontend that replays: messages per second through one gateway process.
+the gateway, and many streams at once over either. The CPU time of the gateway's process is compared
+with that of this process while it only reads the direct streams. Prompts are fresh tokens, so the
+second of a pair finds nothing cached. Then users send requests for minutes, a tenth of them leaves
+early, and the memory of the gateway's process is sampled. With a frontend that replays: messages
+per second through one gateway process.
 
 Not here: sending (loads.py).
 """
@@ -63,10 +60,7 @@ def keyed() -> Iterator[Keyed]:
         path = Path(folder) / "tenants.json"
         path.write_text(
             json.dumps(
-                {
-                    "tenants": {"bench": {}},
-                    "keys": [{"sha256": sha256_of(key), "tenant": "bench"}],
-                }
+                {"tenants": {"bench": {}}, "keys": [{"sha256": sha256_of(key), "tenant": "bench"}]}
             )
         )
         path.chmod(0o600)
@@ -109,12 +103,12 @@ def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, see
     cpu_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
     for turn in range(WARM_ROUNDS + ROUNDS):
         for name, route in (("direct", routes.direct), ("gateway", routes.gateway)):
-            before_s = cpu_of(processes[name])
+            before_s = cpu_s(processes[name])
             load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, rng))
             if turn < WARM_ROUNDS:
                 continue
             rates[name].append(load.tokens / load.seconds)
-            cpu_s[name] += cpu_of(processes[name]) - before_s
+            cpu_s[name] += cpu_s(processes[name]) - before_s
             messages[name] += load.messages
     direct, through = (statistics.median(rates[name]) for name in ("direct", "gateway"))
     reader_us, gateway_us = (cpu_s[name] / messages[name] * 1e6 for name in ("direct", "gateway"))
@@ -134,11 +128,6 @@ def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, see
     ]
 
 
-def cpu_of(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 @contextlib.contextmanager
 def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Process]]:
     """A gateway, its process, and a frontend that replays with such pauses between tokens."""
@@ -147,10 +136,8 @@ def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Proc
         ModuleProcess(
             stack,
             "bench.harness.replayed_frontend",
-            "--address",
-            f"127.0.0.1:{frontend}",
-            "--interval-s",
-            str(interval_s),
+            f"--address=127.0.0.1:{frontend}",
+            f"--interval-s={interval_s}",
         )
         gateway = ModuleProcess(
             stack, "backends.gateway", "--frontend", f"127.0.0.1:{frontend}", "--port", str(port)

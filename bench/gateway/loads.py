@@ -142,22 +142,14 @@ async def until_ready(address: str) -> None:
 
 
 async def soak(
-    route: GatewayWay,
-    users: int,
-    seconds: float,
-    rss_bytes: Callable[[], int],
-    rng: random.Random,
+    route: GatewayWay, users: int, seconds: float, rss_bytes: Callable[[], int], rng: random.Random
 ) -> SoakRun:
     """Users send one request after the other; some leave in the middle of their answer."""
     found, begin_s = SoakRun(), time.monotonic()
 
     async def user() -> None:
         while time.monotonic() - begin_s < seconds:
-            body = {
-                "prompt": "hi",
-                "max_tokens": rng.randint(2, 2 * USER_TOKENS),
-                "stream": True,
-            }
+            body = {"prompt": "hi", "max_tokens": rng.randint(2, 2 * USER_TOKENS), "stream": True}
             if rng.random() < LEAVING_SHARE:
                 answer = await sse_client.ask(
                     route.address,

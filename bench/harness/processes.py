@@ -41,44 +41,27 @@ class BenchStore:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
         )
         self.address = f"ipc://{self.folder}/directory"
-        self.directory = self._start(
-            "directory",
-            "--address",
-            self.address,
-            "--events",
-            f"ipc://{self.folder}/events",
+        self.directory = ModuleProcess(
+            stack,
+            "mooncake_store.directory",
+            f"--address={self.address}",
+            f"--events=ipc://{self.folder}/events",
             *directory_options,
         )
 
     def node(self, node_id: str, segment_bytes: int, *options: str) -> None:
-        self._start(
-            "node",
+        ModuleProcess(
+            self._stack,
+            "mooncake_store.node",
             "--node-id",
             node_id,
-            "--directory",
-            self.address,
-            "--events",
-            f"ipc://{self.folder}/events",
+            f"--directory={self.address}",
+            f"--events=ipc://{self.folder}/events",
             "--die-with-parent",
-            "--segment-bytes",
-            str(segment_bytes),
-            "--segment-path",
-            f"/dev/shm/mooncake-bench-{os.getpid()}-{node_id}",
+            f"--segment-bytes={segment_bytes}",
+            f"--segment-path=/dev/shm/mooncake-bench-{os.getpid()}-{node_id}",
             *options,
         )
-
-    def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        log = self.folder / "log"
-        command = [sys.executable, "-m", f"mooncake_store.{module}", *arguments]
-        with log.open("a") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        self._stack.enter_context(process)
-        self._stack.callback(process.terminate)
-        assert process.stdout is not None
-        if not process.stdout.readline().startswith("ready"):
-            process.wait()
-            raise RuntimeError(f"{module} did not start: {log.read_text()[-LAST_WORDS:]}")
-        return process
 
 
 class ModuleProcess:
@@ -271,13 +254,13 @@ class CpuTime:
             self.seconds[name] = self.seconds.get(name, 0.0) + time_s - before.get(name, time_s)
 
     def _times_s(self) -> dict[str, float]:
-        times_s = {CLIENT: _cpu_s(psutil.Process())}
+        times_s = {CLIENT: cpu_s(psutil.Process())}
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                times_s[self._names[process.pid]] = _cpu_s(process)
+                times_s[self._names[process.pid]] = cpu_s(process)
         return times_s
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -35,14 +35,7 @@ import typer
 
 from bench.index import decision
 from bench.index.indexes import IndexedTrace, memory_per_block, placed, requests_of
-from bench.index.lookups import (
-    BYTES,
-    IDS,
-    Contender,
-    DynamoIndex,
-    LookupTimes,
-    contenders,
-)
+from bench.index.lookups import BYTES, IDS, Contender, DynamoIndex, LookupTimes, contenders
 from conductor.routing.policies import POLICIES
 from loadtest.harness.benchmark import benchmark, best_s, console, in_turns, timed_s
 from loadtest.harness.result import Cell, Target
@@ -310,8 +303,7 @@ class IndexPart(str, Enum):
 
 def main(
     traces: Annotated[
-        Path,
-        typer.Option(envvar="MOONCAKE_TRACES", help="Folder with conversation_trace.jsonl."),
+        Path, typer.Option(envvar="MOONCAKE_TRACES", help="Folder with conversation_trace.jsonl.")
     ],
     peer_python: Annotated[
         Path | None, typer.Option(help="A Python that has Dynamo's wheel, to measure it too.")

@@ -13,8 +13,6 @@ conductor's form of a result: an array of blocks per worker. Both take either ki
 integers as in the trace or 16 random bytes as in production. Consecutive integers lie side by side
 in a dictionary, hashed keys do not, and a cache miss costs more than all other parts of a lookup.
 
-`Adapter` has the five methods that the script of the first measurement calls.
-
 Their memory is measured in a process of its own:
 
     python -m bench.index.indexes LOAD.npz WAY        one JSON object
@@ -189,28 +187,6 @@ class OurIndex:
     def scores(self, found: Sequence[Segment]) -> dict[int, int]:
         blocks: BlockCounts = self.index.blocks_by_number(found)
         return {int(self.index.name(n)): int(blocks[n]) for n in blocks.nonzero()[0].tolist()}
-
-
-class Adapter:
-    """For that script. Its `scores` is a dict of all workers, which the script compares; our
-    scorer's array is `OurIndex.consumed`."""
-
-    name, version = "mooncake-triton", "-"
-
-    def __init__(self) -> None:
-        self._ours = OurIndex()
-
-    def prep(self, worker: int, parent: int | None, hashes: list[int]) -> tuple[int, list[int]]:
-        return worker, hashes
-
-    def store(self, prepared: tuple[int, list[int]]) -> None:
-        self._ours.store(*prepared)
-
-    def find(self, hashes: list[int]) -> list[Segment]:
-        return self._ours.find(hashes)  # type: ignore[arg-type]  # integers serve as keys too
-
-    def scores(self, found: list[Segment]) -> dict[int, int]:
-        return self._ours.scores(found)
 
 
 def memory_per_block(load: IndexedTrace, way: str, folder: Path) -> dict[str, float]:

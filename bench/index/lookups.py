@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness.processes import PeerProcess
-from bench.index.indexes import (
-    ComparedIndex,
-    IndexedTrace,
-    Keys,
-    OurIndex,
-    PyDict,
-    block_key,
-)
+from bench.index.indexes import ComparedIndex, IndexedTrace, Keys, OurIndex, PyDict, block_key
 
 IDS, BYTES = "trace ids", "16 bytes"  # kinds of keys
 COMPARED = 300  # requests whose answers are compared

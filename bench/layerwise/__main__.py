@@ -24,11 +24,12 @@ import itertools
 import multiprocessing
 import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -36,7 +37,6 @@ import typer
 from bench.harness.prefill_process import FirstTokens, PrefillProcess
 from bench.harness.processes import BenchStore
 from bench.harness.random_checkpoint import LlamaShape, make_llama
-from bench.layerwise.link import throttle
 from loadtest.harness.benchmark import BlocksSeed, benchmark, console
 from loadtest.harness.result import Cell, Target
 
@@ -48,6 +48,41 @@ SPARE_TOKENS = 2  # of the context, for the output
 TTFT_GOAL, PAGE_SECONDS_GOAL, QUEUE_GOAL = 1.15, 0.60, 0.95
 TRANSFER_S_MAX = 25.0
 PAIRS = 3  # single prompts with and without layers, in each round
+
+
+class SlowLink:
+    """A link shared by all reads of a process from other nodes: bytes follow each other at
+    `rate`.
+    """
+
+    def __init__(self, rate: Any) -> None:
+        self._rate = rate  # bytes per second, in memory that processes share; 0: not throttled
+        self._lock = threading.Lock()
+        self._free_s = 0.0  # end of the earlier transfers
+
+    def passed(self, moved_bytes: int, started_s: float) -> None:
+        """Wait until bytes that were requested at `started_s` would have passed."""
+        if (rate := self._rate.value) <= 0:
+            return
+        with self._lock:
+            self._free_s = max(self._free_s, started_s) + moved_bytes / rate
+            until_s = self._free_s
+        time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+def throttle(rate: Any) -> None:
+    """In a worker's process: NIXL's reads pass through a link and are otherwise unchanged."""
+    from mooncake_store.transports import known_nodes
+
+    link = SlowLink(rate)
+
+    class Throttled(known_nodes.NixlTransport):
+        def read(self, node: Any, remote: Any, local: Any, deadline_s: float) -> None:
+            started_s = time.monotonic()
+            super().read(node, remote, local, deadline_s)
+            link.passed(sum(span.length_bytes for span in remote), started_s)
+
+    known_nodes.NixlTransport = Throttled  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)

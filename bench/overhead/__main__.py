@@ -4,20 +4,11 @@
 
 One server has one prefill and one decode worker, and the bare engine runs in this process with as
 many threads as a worker. Compared ways take turns in each round; medians over the rounds.
-
-    ttft-tbt      a short prompt whose KV is cached: the client's time to the first token, against
-                  the engine computing the same tokens over KV that is in its pages already; and 16
-                  streams at once, against the engine with a batch of the same 16 prompts
-    throughput    16 answers at once to cached prompts, streamed and whole, by `conductor`,
-                  `ensemble` and the gateway, against the same engine decoding that batch
-    interference  how much the prefill of an 8k prompt raises the 99th percentile of the time
-                  between the tokens of 4 streams: on another worker, and in the batches of one
-                  engine loop, a chunk in each. The workers are pinned to a core each
+docs/reference/benchmarks.md describes the three parts.
 
 TBT of a stream is its mean: (last token - first token of the full batch) / tokens between. A token
 counts when its message arrives. A message may carry several tokens, so single intervals would show
-the packing rather than the speed. The rows have the tokens per message, and each process's CPU time
-for one step of the streams.
+the packing rather than the speed.
 
 Not here: requests (served.py), the bare engine (bare_engine.py).
 """

@@ -4,18 +4,11 @@
     python -m bench.overload --decode-bound   too many answers (decode_bound.py)
 
 It starts a server and sends fresh prompts of one length. The policy is changed in config.pbtxt
-while the server runs. The load is four times the prefill capacity, with admission `predictive` and
-without any:
-
-    unloaded   one request after the other: the service levels are multiples of its TTFT and TBT
-    full       enough at once that the server is never idle: completed requests per second
-    none       an open loop at 4x that rate, nothing is rejected
-    predictive the same requests, with ttft_slo_s = 10x and tbt_slo_s = 5x the unloaded medians
-
-Two requests at a time are in flight while the policy changes: `policy_change_lost` counts those
-that were not answered. TBT of a request is the mean of its longest 10 % of intervals
-(loadtest/results/metrics.py); a level is kept when the P90 over the admitted is below it. Prompts
-are fresh, so the workers' counter must rise by exactly the tokens of the admitted ones.
+while the server runs. The load is four times the prefill capacity, without admission and with
+`predictive` and limits of 10x and 5x the unloaded medians. Two requests at a time are in flight
+while the policy changes: `policy_change_lost` counts those that were not answered. A level is kept
+when the P90 over the admitted requests is below it. Prompts are fresh, so the workers' counter must
+rise by exactly the tokens of the admitted ones.
 
 Not here: sending (load.py).
 """

@@ -1,30 +1,15 @@
 """An overload of decoding: five admission policies take turns on one server.
 
 Prompts are short and answers long, so the decode workers' steps are the bottleneck. Without
-checking them, prompts are computed for requests that their decode worker then refuses. First
-
-    unloaded   one request after the other: TTFT, and the step of a batch of one
-    full       many at once, nothing is rejected: the step of such batches beside their prefills,
-               and completed requests per second
-
-Both are measured anew in each run, on the machine as it is at that time, and all other numbers
-follow from them: tbt_slo_s is 1.2 x that step, ttft_slo_s is loose, arrivals come at 2.5 x that
-rate, and the first guess of a request's decode time is the measured one. Then in each round
+checking them, prompts are computed for requests that their decode worker then refuses. The limits
+and the rate of arrivals follow from a measurement at the start. Then in each round
 
     reserved, baseline, early, predictive, predictive_lengths
 
-in turns (every other round backwards), with the same arrivals for all of a round. `shedding` is
+take turns (every other round backwards), with the same arrivals for all of a round. `shedding` is
 `limit`: fair shares would reject requests before a limit is reached, and hide the effect of
-admission.
-
-A request is *within* when it was answered, its TTFT is at most ttft_slo_s and the mean interval
-between its tokens at most tbt_slo_s; that limit is about a mean step. *Wasted* are the prompt
-tokens that prefill computed, by its own counter, for requests that got no answer. The targets
-compare medians over the rounds of a policy's ratio to the baseline of the same round. While the
-baseline wastes less than a tenth of its computed tokens there is no overload to judge by.
-
-After each overload the policy changes under a light load of two short answers at a time. A
-rejection then is due to an overload that has ended (`rejected_after_change`).
+admission. The targets compare medians over the rounds of a policy's ratio to the baseline of the
+same round; docs/reference/benchmarks.md defines the columns.
 
 Not here: sending (load.py), the policies (conductor/admission/admission.py).
 """

@@ -6,7 +6,7 @@ python -m bench.paper --experiment scheduling --traces FOLDER [--json] [--plot s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -31,18 +31,18 @@ from bench.paper.figures import (
     bandwidth,
     cache_policies,
     capacity,
-    datasets,
     global_cache,
     gpu_time,
     long_prefix,
     pd_ratio,
+    poisson,
     real,
     replicas,
-    simulated_long,
 )
 from bench.paper.figures.reasons import PAPER_SAYS, WHY_APART
 from loadtest.harness.result import Result
 from loadtest.replay.trace import TraceError
+from loadtest.report.page import ReportPage, write_page
 from loadtest.simulator.command import (
     Admissions,
     Blocks,
@@ -57,7 +57,14 @@ from loadtest.simulator.command import (
     Prefills,
     profile_at,
 )
-from loadtest.simulator.experiment_page import Chapter, svg_of, write_experiment
+from loadtest.simulator.experiment_page import ABOUT as SIMULATED
+from loadtest.simulator.experiment_page import (
+    Chapter,
+    chapter_section,
+    svg_of,
+    targets_section,
+    write_experiment,
+)
 from loadtest.simulator.options import (
     SUFFIXES,
     Answer,
@@ -70,73 +77,33 @@ from loadtest.simulator.options import (
     reasons_shown,
 )
 
-
-class PaperExperiment(str, Enum):
-    SCHEDULING = "scheduling"
-    REJECTION = "rejection"
-    COUPLED = "coupled"
-    DYNAMO_REPLAY = "dynamo-replay"
-    FRONTENDS = "frontends"
-    ROLES = "roles"
-    GPU_TIME = "gpu-time"
-    CAPACITY = "capacity"
-    GLOBAL_CACHE = "global-cache"
-    PD_RATIO = "pd-ratio"
-    LONG_PREFIX = "long-prefix"
-    BANDWIDTH = "bandwidth"
-    REPLICAS = "replicas"
-    SIMULATED_LONG = "simulated-long"
-    DATASETS = "datasets"
-    REAL = "real"
-    CACHE_POLICIES = "cache-policies"
-    SSD = "ssd"
-    CPP = "cpp"
-    SCALE = "scale"
-    CROWD = "crowd"
-
-
-EXPERIMENTS: Mapping[PaperExperiment, Callable[[SimulationOptions, Begin], Answer]] = {
-    PaperExperiment.SCHEDULING: scheduling.answer,
-    PaperExperiment.REJECTION: rejection.answer,
-    PaperExperiment.COUPLED: coupled_baselines.answer,
-    PaperExperiment.DYNAMO_REPLAY: dynamo_replay.answer,
-    PaperExperiment.FRONTENDS: frontends.answer,
-    PaperExperiment.ROLES: roles.answer,
-    PaperExperiment.GPU_TIME: gpu_time.answer,
-    PaperExperiment.CAPACITY: capacity.answer,
-    PaperExperiment.GLOBAL_CACHE: global_cache.answer,
-    PaperExperiment.PD_RATIO: pd_ratio.answer,
-    PaperExperiment.LONG_PREFIX: long_prefix.answer,
-    PaperExperiment.BANDWIDTH: bandwidth.answer,
-    PaperExperiment.REPLICAS: replicas.answer,
-    PaperExperiment.SIMULATED_LONG: simulated_long.answer,
-    PaperExperiment.DATASETS: datasets.answer,
-    PaperExperiment.REAL: real.answer,
-    PaperExperiment.CACHE_POLICIES: cache_policies.answer,
-    PaperExperiment.SSD: ssd.answer,
-    PaperExperiment.CPP: pipeline_groups.answer,
-    PaperExperiment.SCALE: scale.answer,
-    PaperExperiment.CROWD: crowd.answer,
+EXPERIMENTS: Mapping[str, Callable[[SimulationOptions, Begin], Answer]] = {
+    "scheduling": scheduling.answer,
+    "rejection": rejection.answer,
+    "coupled": coupled_baselines.answer,
+    "dynamo-replay": dynamo_replay.answer,
+    "frontends": frontends.answer,
+    "roles": roles.answer,
+    "gpu-time": gpu_time.answer,
+    "capacity": capacity.answer,
+    "global-cache": global_cache.answer,
+    "pd-ratio": pd_ratio.answer,
+    "long-prefix": long_prefix.answer,
+    "bandwidth": bandwidth.answer,
+    "replicas": replicas.answer,
+    "simulated-long": poisson.simulated_long,
+    "datasets": poisson.data_sets,
+    "real": real.answer,
+    "cache-policies": cache_policies.answer,
+    "ssd": ssd.answer,
+    "cpp": pipeline_groups.answer,
+    "scale": scale.answer,
+    "crowd": crowd.answer,
 }
-
-OF_PAPERS = (
-    PaperExperiment.GPU_TIME,
-    PaperExperiment.CAPACITY,
-    PaperExperiment.GLOBAL_CACHE,
-    PaperExperiment.REPLICAS,
-    PaperExperiment.BANDWIDTH,
-    PaperExperiment.LONG_PREFIX,
-    PaperExperiment.PD_RATIO,
-    PaperExperiment.SIMULATED_LONG,
-    PaperExperiment.DATASETS,
-    PaperExperiment.REAL,
-    PaperExperiment.CACHE_POLICIES,
-    PaperExperiment.SSD,
-    PaperExperiment.CPP,
-    PaperExperiment.ROLES,
-    PaperExperiment.SCALE,
-    PaperExperiment.CROWD,
+PaperExperiment = Enum(  # type: ignore[misc]
+    "PaperExperiment", {name.upper().replace("-", "_"): name for name in EXPERIMENTS}, type=str
 )
+OF_PAPERS = tuple(map(PaperExperiment, PAPER_SAYS))
 
 ABOUT = """What to find out.
 
@@ -172,14 +139,14 @@ capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefi
 """
 # Experiments on workers of this project alone, which a profile can replace.
 OF_ANY_WORKER = (
-    PaperExperiment.SCHEDULING,
-    PaperExperiment.REJECTION,
-    PaperExperiment.FRONTENDS,
-    PaperExperiment.GLOBAL_CACHE,
-    PaperExperiment.REPLICAS,
-    PaperExperiment.BANDWIDTH,
-    PaperExperiment.PD_RATIO,
-    PaperExperiment.SSD,
+    "scheduling",
+    "rejection",
+    "frontends",
+    "global-cache",
+    "replicas",
+    "bandwidth",
+    "pd-ratio",
+    "ssd",
 )
 Which = Annotated[PaperExperiment | None, typer.Option(help=ABOUT)]
 Every = Annotated[
@@ -235,10 +202,7 @@ def main(
     peer_python: PeerPython = None,
     jobs: Jobs = 1,
     kept: Kept = ".mooncake/simulations",
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write it as one HTML page."),
-    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
     ] = None,
@@ -300,7 +264,7 @@ def answer(
     """The experiment's result; writes its picture and page if requested."""
     started_s = time.monotonic()
     with progress_bar() as begin:
-        rows, targets = EXPERIMENTS[experiment](options, begin)
+        rows, targets = EXPERIMENTS[experiment.value](options, begin)
     if options.picture is not None:
         draw(experiment, options.picture, rows)
     result = Result(
@@ -338,13 +302,24 @@ def write_all(options: SimulationOptions, path: Path) -> None:
         raise SimulationRefused(
             "--all needs the paper's nodes: leave out --profile and --length-scale"
         )
-    from bench.paper.book import write_book  # loads matplotlib
-
     chapters: list[Chapter] = []
     for experiment in OF_PAPERS:
         chapters.append(chapter_of(answer(experiment, options)))
         write_book(path, chapters)
     console.print(f"written: {path}", markup=False, soft_wrap=True)
+
+
+def write_book(path: Path, chapters: Sequence[Chapter]) -> None:
+    """All figures as one page; OSError when `path` cannot be written."""
+    sections = [targets_section(chapters), *map(chapter_section, chapters)]
+    page = ReportPage(
+        "The papers' figures, simulated",
+        sections,
+        lead=[SIMULATED],
+        settings=constants.stated(),
+        settings_heading="Constants of every experiment",
+    )
+    write_page(page, path)
 
 
 def run(arguments: list[str] | None = None) -> None:

@@ -6,21 +6,16 @@ SVG or PDF, by the name of the file. Not here: the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from loadtest.harness.result import Cell
 from loadtest.report.pictures.style import MANY, NAMED
-from loadtest.simulator.pictures import (
-    DOTS_PER_INCH,
-    Row,
-    finish_panel,
-    number_of,
-    panels_beside,
-)
+from loadtest.simulator.pictures import DOTS_PER_INCH, Row, finish_panel, number_of, panels_beside
 
 BAR_SHARE = 0.8  # of the width of a group of bars
 REJECTION_PANELS = (
@@ -36,15 +31,10 @@ DYNAMO_PANELS = (
 
 def save_scheduling(path: Path, rows: Sequence[Row]) -> None:
     """Mean TTFT of each policy, one panel a speed; a line where the paper has it."""
-    speeds = list(dict.fromkeys(number_of(row, "speed") for row in rows))
-    figure, panels = panels_beside(len(speeds), 3.2 * len(speeds))
-    for panel, speed in zip(panels, speeds, strict=True):
-        chosen = [row for row in rows if row["speed"] == speed]
-        values = [number_of(row, "ttft_mean_s") for row in chosen]
-        names = [str(row["policy"]) for row in chosen]
-        draw_bars(panel, names, values, [row["paper_ttft_s"] for row in chosen], ".2f")
+    columns = (("ttft_mean_s", "paper_ttft_s", "{}x as fast as recorded"),)
+    figure, panels = bar_panels(rows, "speed", "policy", columns, 3.2)
+    for panel in panels:
         panel.set_yscale("log")
-        finish_panel(panel, f"{speed:g}x as fast as recorded")
     panels[0].set_ylabel("mean TTFT, s (lines: the paper)")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -55,7 +45,7 @@ def save_rejection(path: Path, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if row["speed"] == rows[-1]["speed"]]
     figure, panels = panels_beside(len(REJECTION_PANELS), 10.0)
     for panel, (column, title) in zip(panels, REJECTION_PANELS, strict=True):
-        values = [number_of(row, column) for row in rows]
+        values = numbers(rows, column)
         paper: list[Cell] = [None for row in rows]
         if column == "rejected":
             shares = zip(values, rows, strict=True)
@@ -91,7 +81,7 @@ def save_dynamo_replay(path: Path, rows: Sequence[Row]) -> None:
 
 def save_ssd(path: Path, rows: Sequence[Row]) -> None:
     """Hit rate and mean TTFT by the size of the DRAM, with and without an SSD behind it."""
-    traces = list(dict.fromkeys(str(row["trace"]) for row in rows))
+    traces = values_of(rows, "trace")
     figure, panels = panels_beside(2 * len(traces), 6.4 * len(traces))
     columns = (("hit_percent", "prompt tokens cached, %"), ("ttft_mean_s", "mean TTFT, s"))
     for number, panel in enumerate(panels):
@@ -100,9 +90,8 @@ def save_ssd(path: Path, rows: Sequence[Row]) -> None:
             chosen = [
                 row for row in rows if row["trace"] == trace and bool(row["ssd_blocks"]) == has_ssd
             ]
-            sizes = [number_of(row, "dram_blocks") for row in chosen]
-            values = [number_of(row, column) for row in chosen]
-            panel.plot(sizes, values, "o-", color=colour, markersize=4, label=label)
+            draw_line(panel, chosen, "dram_blocks", column, colour, label)
+            sizes = numbers(chosen, "dram_blocks")
         panel.set_xscale("log")
         panel.xaxis.set_major_locator(FixedLocator(sizes))
         panel.xaxis.set_minor_locator(NullLocator())
@@ -117,19 +106,20 @@ def save_ssd(path: Path, rows: Sequence[Row]) -> None:
 def save_scale(path: Path, rows: Sequence[Row]) -> None:
     """CPU milliseconds of a request by part, the time of a decision, and the requests' results."""
     figure, (cost, decision, served) = panels_beside(3, 11.0)
-    workers = [number_of(row, "workers") for row in rows]
-    names, below = [f"{count:,.0f}" for count in workers], [0.0] * len(rows)
-    parts = [column for column in rows[0] if column.endswith("_cpu_s") and "per" not in column]
-    for part, colour in zip(parts, MANY, strict=False):
-        values = [1e3 * number_of(row, part) / number_of(row, "requests") for row in rows]
-        cost.bar(names, values, BAR_SHARE, below, color=colour, label=part.removesuffix("_cpu_s"))
-        below = [one + value for one, value in zip(below, values, strict=True)]
+    workers = numbers(rows, "workers")
+    names = [f"{count:,.0f}" for count in workers]
+    parts = {
+        column.removesuffix("_cpu_s"): [
+            1e3 * number_of(row, column) / number_of(row, "requests") for row in rows
+        ]
+        for column in rows[0]
+        if column.endswith("_cpu_s") and "per" not in column
+    }
+    draw_stacked(cost, names, parts)
     for column, colour in (("decision_mean_us", MANY[0]), ("decision_p99_us", MANY[1])):
-        values = [number_of(row, column) for row in rows]
-        decision.plot(workers, values, "o-", color=colour, label=column.split("_")[1])
+        draw_line(decision, rows, "workers", column, colour, column.split("_")[1])
     for column, colour in (("within_slo_percent", MANY[0]), ("hit_percent", MANY[1])):
-        values = [number_of(row, column) for row in rows]
-        served.plot(workers, values, "o-", color=colour, label=column.removesuffix("_percent"))
+        draw_line(served, rows, "workers", column, colour, column.removesuffix("_percent"))
     decision.set_ylim(bottom=0)
     served.set_ylim(0, 102)
     for panel, title in (
@@ -155,16 +145,14 @@ def save_roles(path: Path, rows: Sequence[Row]) -> None:
         name: [row for row in rows if row["system"] == name]
         for name in ("fixed", "controller", "oracle")
     }
-    xs = [number_of(row, "prefills") for row in of["fixed"]]
     for column, label, colour in (
         ("within_percent", "fixed, both phases", MANY[0]),
         ("within_first_percent", "fixed, first phase", NAMED["muted"]),
         ("within_second_percent", "fixed, second phase", MANY[3]),
     ):
-        ys = [number_of(row, column) for row in of["fixed"]]
-        panels[0].plot(xs, ys, "o-", color=colour, markersize=3, label=label)
+        draw_line(panels[0], of["fixed"], "prefills", column, colour, label)
     for name, colour in (("controller", MANY[1]), ("oracle", MANY[2])):
-        best = max(number_of(row, "within_percent") for row in of[name])
+        best = max(numbers(of[name], "within_percent"))
         panels[0].axhline(best, color=colour, label=f"{name}: {best:.1f} %")
     panels[0].set_xlabel("prefill nodes of 16")
     panels[0].set_ylabel("requests within both limits, %")
@@ -186,17 +174,13 @@ def save_roles(path: Path, rows: Sequence[Row]) -> None:
 
 def save_cpp(path: Path, rows: Sequence[Row]) -> None:
     """Mean TTFT of long prompts and of all by mix, over that of nodes alone; lines: the goals."""
-    policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
-    columns = (("long_of_baseline", "over 64k tokens", 0.6), ("of_baseline", "all prompts", 1.0))
-    figure, panels = panels_beside(2 * len(policies), 4.6 * len(policies))
+    columns = (
+        ("long_of_baseline", "", "{}: over 64k tokens"),
+        ("of_baseline", "", "{}: all prompts"),
+    )
+    figure, panels = bar_panels(rows, "policy", "mix", columns, 4.6)
     for number, panel in enumerate(panels):
-        policy, (column, title, goal) = policies[number // 2], columns[number % 2]
-        chosen = [row for row in rows if row["policy"] == policy and row[column] is not None]
-        values = [number_of(row, column) for row in chosen]
-        names = [str(row["mix"]) for row in chosen]
-        draw_bars(panel, names, values, [None] * len(chosen), ".2f")
-        panel.axhline(goal, color=NAMED["ink"], linewidth=0.8, linestyle=":")
-        finish_panel(panel, f"{policy}: {title}")
+        panel.axhline((0.6, 1.0)[number % 2], color=NAMED["ink"], linewidth=0.8, linestyle=":")
     panels[0].set_ylabel("mean TTFT / nodes alone (dotted: goal)")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -205,24 +189,16 @@ def save_crowd(path: Path, rows: Sequence[Row]) -> None:
     """How the requests ended with each seed, and how late."""
     figure, (ends, late) = panels_beside(2, 8.0)
     names = [f"seed {row['seed']}" if number_of(row, "kills") else "nothing breaks" for row in rows]
-    finished = [number_of(row, "finished_percent") for row in rows]
-    typed = [number_of(row, "typed_error_percent") for row in rows]
     hung = [100 * number_of(row, "hung") / number_of(row, "requests") for row in rows]
-    below = [0.0] * len(rows)
-    for label, values, colour in (
-        ("finished", finished, MANY[0]),
-        ("typed error", typed, MANY[1]),
-        ("hung", hung, MANY[2]),
-    ):
-        ends.bar(names, values, BAR_SHARE, below, color=colour, label=label)
-        below = [one + value for one, value in zip(below, values, strict=True)]
+    finished, typed = numbers(rows, "finished_percent"), numbers(rows, "typed_error_percent")
+    draw_stacked(ends, names, {"finished": finished, "typed error": typed, "hung": hung})
     dynamo = [
         100 - 100 * number_of(row, "dynamo_hung") / number_of(row, "requests") for row in rows
     ]
     ends.plot(
         names, dynamo, "_", color=NAMED["ink"], markersize=24, label="ended in Dynamo's issue"
     )
-    late.bar(names, [number_of(row, "late_most_s") for row in rows], color=MANY[0])
+    late.bar(names, numbers(rows, "late_most_s"), color=MANY[0])
     finish_panel(ends, "requests, %")
     finish_panel(late, "latest end after a client's timeout, s")
     for panel in (ends, late):
@@ -247,6 +223,59 @@ def _scheduler(row: Row) -> str:
     if row["engine"] == "here":
         return f"{row['policy']}, {row['passes']} passes"
     return f"Dynamo {row['policy']}"
+
+
+def numbers(rows: Sequence[Row], column: str) -> list[float]:
+    return [number_of(row, column) for row in rows]
+
+
+def values_of(rows: Sequence[Row], column: str) -> list[str]:
+    """The different values of a column as text, in order of appearance."""
+    return list(dict.fromkeys(str(row[column]) for row in rows))
+
+
+def bar_panels(
+    rows: Sequence[Row],
+    by: str,
+    name: str,
+    columns: Sequence[tuple[str, str, str]],
+    width_in: float,
+) -> tuple[Figure, Sequence[Axes]]:
+    """A panel of bars for each value of `by` and each of `columns`: (column, the paper's column or
+    "", title). `name`: column of the bars' names; `width_in`: of the panels of a value."""
+    groups = list(dict.fromkeys(row[by] for row in rows))
+    figure, panels = panels_beside(len(groups) * len(columns), width_in * len(groups))
+    for number, panel in enumerate(panels):
+        group, (column, paper, title) = (
+            groups[number // len(columns)],
+            columns[number % len(columns)],
+        )
+        chosen = [row for row in rows if row[by] == group and row[column] is not None]
+        papers = [row[paper] if paper else None for row in chosen]
+        draw_bars(panel, [str(row[name]) for row in chosen], numbers(chosen, column), papers, ".2f")
+        finish_panel(panel, title.format(f"{group:g}" if isinstance(group, float) else group))
+    return figure, panels
+
+
+def draw_stacked(panel: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """A bar for each name, made of its value in each part."""
+    below = [0.0] * len(names)
+    for (label, values), colour in zip(parts.items(), MANY, strict=False):
+        panel.bar(names, values, BAR_SHARE, below, color=colour, label=label)
+        below = [one + value for one, value in zip(below, values, strict=True)]
+
+
+def draw_line(
+    panel: Axes,
+    rows: Sequence[Row],
+    across: str,
+    column: str,
+    colour: str,
+    label: str,
+    mark: str = "o-",
+) -> None:
+    xs, ys = numbers(rows, across), numbers(rows, column)
+    panel.plot(xs, ys, mark, color=colour, markersize=4, label=label, markerfacecolor="none")
 
 
 def draw_bars(

@@ -2,15 +2,12 @@
 
     python -m bench.store [--peer-python PATH] [--ssd-folder DIR]
 
-It starts a directory and three storage nodes as processes and moves batches of 16 blocks of 256 KiB
-and 1 MiB between them and a client's registered, pre-faulted memory: random blocks over more memory
-than the CPU caches, metadata calls included. Own node: the mapped segment; other node: one-sided
-NIXL. Compared ways take turns, batch by batch: memcpy of the same pattern between the same two
-memories and raw NIXL on as many lanes; and then, with --peer-python, Mooncake's client
-(mooncake.py). A segment has small pages in /dev/shm here, which slow memcpy too: the row `memcpy
-huge pages` is the same between two arrays in huge pages. Mooncake has turns of its own, because its
-processes empty the CPU's caches of ours, which a memcpy does not. O_DIRECT reads of the node's SSD
-file are compared with gets from the SSD. Mooncake does not verify; ours does, unless a row states
+It starts a directory and three storage nodes as processes and moves batches of 16 random blocks
+between them and a client's registered, pre-faulted memory, metadata calls included. Own node: the
+mapped segment; other node: one-sided NIXL. Compared ways take turns, batch by batch. Mooncake has
+turns of its own, because its processes empty the CPU's caches of ours, which a memcpy does not. A
+segment has small pages in /dev/shm here, which slow memcpy too: the row `memcpy huge pages` is the
+same between two arrays in huge pages. Mooncake does not verify; ours does, unless a row states
 otherwise.
 
 Not here: the ways and several clients at once (ways.py), the SSD (ssd_tier.py), Mooncake's

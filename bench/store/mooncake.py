@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from bench.harness.processes import PeerProcess
+from loadtest.harness.server import own_ports
 
 TCP, OWN_PROCESS = "TCP", "own process"
 NODE_MIB = 2_048
@@ -35,16 +36,16 @@ class Mooncake:
         if not binary.exists():
             raise RuntimeError(f"{binary} does not exist: {python} has no Mooncake wheel")
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-peer-"))
-        port = free_port()
+        port, metrics_port, metadata_port, client_port, node_port = own_ports(5)
         master = f"127.0.0.1:{port}"
         process = subprocess.Popen(
             [
                 str(binary),
                 f"--rpc_port={port}",
-                f"--metrics_port={free_port()}",
+                f"--metrics_port={metrics_port}",
                 "--rpc_thread_num=4",
                 "--enable_http_metadata_server=true",
-                f"--http_metadata_server_port={free_port()}",
+                f"--http_metadata_server_port={metadata_port}",
                 "--default_kv_lease_ttl=5000",
             ],
             stdout=subprocess.DEVNULL,
@@ -55,7 +56,7 @@ class Mooncake:
         stack.callback(process.kill)
         wait_for(port)
         if path == TCP:
-            node = ("node", master, str(NODE_MIB), str(free_port()))
+            node = ("node", master, str(NODE_MIB), str(node_port))
             PeerProcess(stack, python, script, *node).answer()
         own_mib = NODE_MIB if path == OWN_PROCESS else 0
         self._client = PeerProcess(
@@ -65,7 +66,7 @@ class Mooncake:
             "client",
             master,
             str(own_mib),
-            str(free_port()),
+            str(client_port),
             variables={"MC_STORE_MEMCPY": "1"} if path == OWN_PROCESS else None,
         )
         self._client.answer()
@@ -73,12 +74,6 @@ class Mooncake:
     def ask(self, way: str, *sizes_bytes: int) -> float:
         """Seconds of one call; mooncake_client.py lists the ways."""
         return float(self._client.ask(" ".join([way, *map(str, sizes_bytes)]))["s"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(port: int) -> None:

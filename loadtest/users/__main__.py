@@ -2,10 +2,9 @@
 
     python -m loadtest.users --users 5 --seconds 60 [any option of Locust and ours]
 
-It uses the server at --host, or else one at the default ports. If none is ready there, it starts a
-server and stops it at the end; with `--via openai` that is the server's gateway. Locust runs
-headless in a process of its own. Ctrl-C is forwarded to Locust, which ends as at the end of its
-time. Its exit status is this command's.
+It uses the server at --host, or else one at the default ports, or else one that it starts and stops
+itself; with `--via openai` that is the server's gateway. Locust runs headless in a process of its
+own. Ctrl-C is forwarded to Locust, and Locust's exit status is this command's.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ PROBE_S_MAX, POLL_S, GATEWAY_S_MAX = 5.0, 0.2, 60.0
 
 def parser_of(is_help: bool) -> argparse.ArgumentParser:
     """The parser for --help with the options of the load test, which are otherwise passed to
-    Locust.
-
-    Locust prints its own --help before it reads a locustfile, so it cannot show ours.
-    """
+    Locust. Locust prints its own --help before it reads a locustfile, so it cannot show ours."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.users",
         description="Load a server with users for a while, and check its limits.",
@@ -61,8 +57,6 @@ def parser_of(is_help: bool) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """The addresses that Locust receives."""
-
     host: str
     metrics_url: str
 
@@ -139,11 +133,9 @@ def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[s
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """Run a command with our signals forwarded to it; returns its exit status.
-
-    The command has a session of its own. A terminal sends Ctrl-C to every foreground process, and
-    Locust stops at once on a second one.
-    """
+    """Run a command with our signals forwarded to it; returns its exit status. The command has a
+    session of its own. A terminal sends Ctrl-C to every foreground process, and Locust stops at
+    once on a second one."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, _: object) -> None:

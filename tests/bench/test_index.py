@@ -9,7 +9,7 @@ import pytest
 
 from bench.index import decision
 from bench.index.indexes import (
-    Adapter,
+    OurIndex,
     PyDict,
     memory_per_block,
     placed,
@@ -33,16 +33,16 @@ def conversations(seed: int, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("placement", ["rr", "rep4"])
 @pytest.mark.parametrize("workers", [3, 64, 200])
-def test_the_adapter_scores_what_the_reference_scores(
+def test_our_index_scores_what_the_reference_scores(
     seed: int, placement: str, workers: int
 ) -> None:
     load = placed(conversations(seed, 300), placement, workers)
-    ours, reference = Adapter(), PyDict()
-    for worker, parent, ids in load.stored:
-        ours.store(ours.prep(worker, parent, ids))
+    ours, reference = OurIndex(), PyDict()
+    for worker, _, ids in load.stored:
+        ours.store(worker, ids)
         reference.store(worker, ids)
     for ids in load.requests:
-        scores = ours.scores(ours.find(list(ids)))
+        scores = ours.scores(ours.find(ids))
         assert scores == reference.find(ids) and max(scores.values()) == len(ids)
 
 

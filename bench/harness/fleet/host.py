@@ -173,10 +173,8 @@ class FleetHost(HostProcesses):
             "-m",
             "backends.cli",
             "serve",
-            "--cluster",
-            str(cluster_file.resolve()),
-            "--host",
-            host,
+            f"--cluster={cluster_file.resolve()}",
+            f"--host={host}",
             *options,
         ]
         self.launcher_pids: list[int] = []  # one for each start

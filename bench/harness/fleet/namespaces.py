@@ -7,12 +7,10 @@
 
 The switch (a bridge for each link) is in a namespace of its own. This machine's network only gets
 one interface more, through which this process reaches all hosts from `outside`. Links of a host are
-e0, e1, ...; each host has its own `lo`, so a listener on loopback belongs to one host only.
-
-All hosts share the machine's files, /dev/shm, process ids and clock.
+e0, e1, ...; each host has its own `lo`. All hosts share files, /dev/shm, process ids and the clock.
 
 The end of the block removes everything. The next run removes the namespaces and processes of a run
-that was killed. Names carry the process id (mc-PID-HOST); a namespace older than the process of
+that was killed: names carry the process id (mc-PID-HOST), and a namespace older than the process of
 that id belongs to a dead run.
 
 Not here: faults of the network (faults.py), processes of a host (host.py).
@@ -36,13 +34,7 @@ from typing import Any
 
 import psutil
 
-from bench.harness.fleet.faults import (
-    NamespaceFailed,
-    NetworkFault,
-    dropped,
-    run_tool,
-    slowed,
-)
+from bench.harness.fleet.faults import NamespaceFailed, NetworkFault, dropped, run_tool, slowed
 
 TOOLS = ("ip", "nft", "tc")
 FOLDER = Path("/run/netns")  # `ip netns` keeps a file here for each

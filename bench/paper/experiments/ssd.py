@@ -14,13 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.paper.figures.served import (
-    TRACES,
-    ServedRun,
-    ours,
-    serve_all,
-    traces_of,
-)
+from bench.paper.figures.served import TRACES, ServedRun, ours, serve_all, traces_of
 from loadtest.harness.result import Target
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench.paper import constants
-from bench.paper.figures.served import (
-    TRACES,
-    ServedRun,
-    ServePlan,
-    ours,
-    serve_all,
-    traces_of,
-)
+from bench.paper.figures.served import TRACES, ServedRun, ServePlan, ours, serve_all, traces_of
 from loadtest.harness.result import Target
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 

@@ -9,32 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from bench.paper.pictures import draw_bars
+from bench.paper.pictures import bar_panels, draw_bars, draw_line, numbers, values_of
 from loadtest.report.pictures.style import MANY, NAMED
-from loadtest.simulator.pictures import (
-    DOTS_PER_INCH,
-    Row,
-    finish_panel,
-    number_of,
-    panels_beside,
-)
+from loadtest.simulator.pictures import DOTS_PER_INCH, Row, finish_panel, number_of, panels_beside
 
 PAPER_BASELINES = ("vllm", "vllm, one at a time")
 
 
 def save_gpu_time(path: Path, rows: Sequence[Row]) -> None:
     """GPU time of each system over ours, one panel a trace."""
-    traces = _values(rows, "trace")
-    figure, panels = panels_beside(len(traces), 4.2 * len(traces))
-    for panel, trace in zip(panels, traces, strict=True):
-        chosen = [row for row in rows if row["trace"] == trace]
-        ratios = [number_of(row, "of_mooncake") for row in chosen]
-        papers = [row["paper_of_mooncake"] for row in chosen]
-        draw_bars(panel, [str(row["system"]) for row in chosen], ratios, papers, ".2f")
-        finish_panel(panel, f"{trace} trace")
+    columns = (("of_mooncake", "paper_of_mooncake", "{} trace"),)
+    figure, panels = bar_panels(rows, "trace", "system", columns, 4.2)
     panels[0].set_ylabel("GPU time / ours (lines: the paper)")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -42,12 +29,12 @@ def save_gpu_time(path: Path, rows: Sequence[Row]) -> None:
 def save_capacity(path: Path, rows: Sequence[Row]) -> None:
     """Share within the service levels by speed, one panel for each trace and limit; a row of panels
     a trace would be too small."""
-    traces, limits = _values(rows, "trace"), ("100", "200", "300")
+    traces, limits = values_of(rows, "trace"), ("100", "200", "300")
     figure, panels = panels_beside(len(traces) * len(limits), 3.4 * len(traces) * len(limits))
     for number, panel in enumerate(panels):
         trace, limit = traces[number // len(limits)], limits[number % len(limits)]
         chosen = [row for row in rows if row["trace"] == trace]
-        for system, colour in zip(_values(chosen, "system"), MANY, strict=False):
+        for system, colour in zip(values_of(chosen, "system"), MANY, strict=False):
             points = sorted(
                 (number_of(row, "speed"), number_of(row, f"within_{limit}_ms_percent"))
                 for row in chosen
@@ -70,18 +57,10 @@ def save_capacity(path: Path, rows: Sequence[Row]) -> None:
 def save_global_cache(path: Path, rows: Sequence[Row]) -> None:
     """Hit rate and GPU time of each policy over load balancing with local caches."""
     columns = (
-        ("hits_of_load_balance", "paper_hits_of_local", "hit rate"),
-        ("time_of_load_balance", "paper_time_of_local", "GPU time of prefill"),
+        ("hits_of_load_balance", "paper_hits_of_local", "{}: hit rate"),
+        ("time_of_load_balance", "paper_time_of_local", "{}: GPU time of prefill"),
     )
-    traces = _values(rows, "trace")
-    figure, panels = panels_beside(2 * len(traces), 6.4 * len(traces))
-    for number, panel in enumerate(panels):
-        trace, (column, paper, title) = traces[number // 2], columns[number % 2]
-        chosen = [row for row in rows if row["trace"] == trace]
-        values = [number_of(row, column) for row in chosen]
-        names = [str(row["policy"]) for row in chosen]
-        draw_bars(panel, names, values, [row[paper] for row in chosen], ".2f")
-        finish_panel(panel, f"{trace}: {title}")
+    figure, panels = bar_panels(rows, "trace", "policy", columns, 6.4)
     panels[0].set_ylabel("of load_balance (lines: the paper's best)")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -98,11 +77,11 @@ def save_pd_ratio(path: Path, rows: Sequence[Row]) -> None:
         ),
         strict=True,
     ):
-        _line(panel, rows, "prefills", column, MANY[0], "ours")
+        draw_line(panel, rows, "prefills", column, MANY[0], "ours")
         panel.set_xlabel("prefill nodes of 16")
         finish_panel(panel, title, axis="both")
     papers = [row for row in rows if row["paper_tbt_s"] is not None]
-    _line(panels[2], papers, "prefills", "paper_tbt_s", NAMED["ink"], "the paper", "s")
+    draw_line(panels[2], papers, "prefills", "paper_tbt_s", NAMED["ink"], "the paper", "s")
     panels[0].axvspan(7, 9, color=NAMED["pale"], alpha=0.4, label="the paper: best near 1:1")
     for panel in (panels[0], panels[2]):
         panel.legend(frameon=False, fontsize=8)
@@ -115,15 +94,15 @@ def save_long_prefix(path: Path, rows: Sequence[Row]) -> None:
     for panel, (column, title) in zip(
         panels, (("prefill_s", "prefill, s"), ("ttft_s", "TTFT, s")), strict=True
     ):
-        for where, colour in zip(_values(rows, "cached"), MANY, strict=False):
+        for where, colour in zip(values_of(rows, "cached"), MANY, strict=False):
             chosen = [row for row in rows if row["cached"] == where]
-            _line(panel, chosen, "prompt_tokens", column, colour, f"95 % on: {where}")
+            draw_line(panel, chosen, "prompt_tokens", column, colour, f"95 % on: {where}")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlabel("tokens of the prompt")
         finish_panel(panel, title, axis="both")
     bare = [row for row in rows if row["paper_prefill_s"] is not None]
-    _line(panels[0], bare, "prompt_tokens", "paper_prefill_s", NAMED["ink"], "the paper", "s")
+    draw_line(panels[0], bare, "prompt_tokens", "paper_prefill_s", NAMED["ink"], "the paper", "s")
     for panel, column, paper in (
         (panels[0], "prefill_s", "paper_prefill_less_percent"),
         (panels[1], "ttft_s", "paper_ttft_less_percent"),
@@ -147,12 +126,12 @@ def save_long_prefix(path: Path, rows: Sequence[Row]) -> None:
 def save_bandwidth(path: Path, rows: Sequence[Row]) -> None:
     """Mean TTFT by the speed of the cards, and the paper's bound."""
     figure, (panel,) = panels_beside(1, 5.0)
-    _line(panel, rows, "gbps", "ttft_mean_s", MANY[0], "with the hand-over to decode")
-    _line(panel, rows, "gbps", "ttft_prefill_mean_s", MANY[1], "until the prompt is computed")
+    draw_line(panel, rows, "gbps", "ttft_mean_s", MANY[0], "with the hand-over to decode")
+    draw_line(panel, rows, "gbps", "ttft_prefill_mean_s", MANY[1], "until the prompt is computed")
     panel.hlines(2.0, 100, 800, color=NAMED["ink"], label="the paper: below this from 100 Gb/s on")
     panel.set_xscale("log")
     panel.set_yscale("log")
-    speeds = [number_of(row, "gbps") for row in rows]
+    speeds = numbers(rows, "gbps")
     panel.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlabel("network of each node, Gb/s")
@@ -164,14 +143,14 @@ def save_bandwidth(path: Path, rows: Sequence[Row]) -> None:
 
 def save_replicas(path: Path, rows: Sequence[Row]) -> None:
     """Copies over time of blocks by rank, one panel a policy."""
-    policies = _values(rows, "policy")
+    policies = values_of(rows, "policy")
     figure, panels = panels_beside(len(policies), 4.6 * len(policies))
     ranks = [column for column in rows[0] if column.startswith("copies_")]
     for panel, policy in zip(panels, policies, strict=True):
         chosen = [row for row in rows if row["policy"] == policy]
         for column, colour in zip(ranks, MANY, strict=False):
             label = column.removeprefix("copies_").replace("_", " ")
-            _line(panel, chosen, "at_s", column, colour, label)
+            draw_line(panel, chosen, "at_s", column, colour, label)
         panel.set_xlabel("s since the first request")
         finish_panel(panel, policy, axis="both")
         if chosen[0]["paper"]:
@@ -192,9 +171,9 @@ def save_real(path: Path, rows: Sequence[Row]) -> None:
     for panel, (column, title, limit_s) in zip(
         panels, (("ttft_s", "TTFT, s", 30.0), ("tbt_s", "TBT, s", 0.1)), strict=True
     ):
-        for name, colour in zip(_values(rows, "name"), MANY, strict=False):
+        for name, colour in zip(values_of(rows, "name"), MANY, strict=False):
             chosen = [row for row in rows if row["name"] == name and row[column] is not None]
-            _line(panel, chosen, column, "percentile", colour, name)
+            draw_line(panel, chosen, column, "percentile", colour, name)
             if column == "tbt_s":
                 paper = number_of(chosen[0], "paper_tbt_met_percent")
                 panel.plot(
@@ -216,7 +195,7 @@ def save_real(path: Path, rows: Sequence[Row]) -> None:
 
 def save_poisson(path: Path, rows: Sequence[Row]) -> None:
     """The rate of each system, one panel a workload, in units of the paper's baseline."""
-    workloads = _values(rows, "workload")
+    workloads = values_of(rows, "workload")
     figure, panels = panels_beside(len(workloads), 3.4 * len(workloads), 4.2)
     for panel, workload in zip(panels, workloads, strict=True):
         chosen = [row for row in rows if row["workload"] == workload]
@@ -235,7 +214,7 @@ def save_poisson(path: Path, rows: Sequence[Row]) -> None:
 
 def save_cache_policies(path: Path, rows: Sequence[Row]) -> None:
     """Hit rate by capacity, one panel a trace; dotted: the report's trace."""
-    traces, policies = _values(rows, "trace"), _values(rows, "policy")
+    traces, policies = values_of(rows, "trace"), values_of(rows, "policy")
     figure, panels = panels_beside(len(traces), 4.6 * len(traces))
     for panel, trace in zip(panels, traces, strict=True):
         for policy, colour in zip(policies, MANY, strict=False):
@@ -244,9 +223,9 @@ def save_cache_policies(path: Path, rows: Sequence[Row]) -> None:
                 for row in rows
                 if row["trace"] == trace and row["policy"] == policy and row["blocks"] is not None
             ]
-            _line(panel, chosen, "blocks", "hit_percent", colour, policy)
+            draw_line(panel, chosen, "blocks", "hit_percent", colour, policy)
             if chosen[0]["paper_hit_percent"] is not None:
-                _line(
+                draw_line(
                     panel,
                     chosen,
                     "blocks",
@@ -276,21 +255,3 @@ SAVE = {
     "datasets": save_poisson,
     "cache-policies": save_cache_policies,
 }
-
-
-def _values(rows: Sequence[Row], column: str) -> list[str]:
-    return list(dict.fromkeys(str(row[column]) for row in rows))
-
-
-def _line(
-    panel: Axes,
-    rows: Sequence[Row],
-    across: str,
-    column: str,
-    colour: str,
-    label: str,
-    mark: str = "o-",
-) -> None:
-    xs = [number_of(row, across) for row in rows]
-    ys = [number_of(row, column) for row in rows]
-    panel.plot(xs, ys, mark, color=colour, markersize=4, label=label, markerfacecolor="none")

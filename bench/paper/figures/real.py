@@ -14,12 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench.paper import constants
-from bench.paper.figures.served import (
-    ServedRun,
-    ServePlan,
-    ours,
-    serve_all,
-)
+from bench.paper.figures.served import ServedRun, ServePlan, ours, serve_all
 from loadtest.harness.result import Target
 from loadtest.simulator.options import Answer, Begin, Rows, SimulationOptions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.paper.book import write_book
+from bench.paper.__main__ import write_book
 from loadtest.harness.result import Result, Target
 from loadtest.simulator.experiment_page import Chapter, svg_of, write_experiment
 from tests.loadtest.report.pages import ParsedPage

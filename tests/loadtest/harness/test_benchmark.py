@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 from rich.console import Console
@@ -136,7 +137,7 @@ def test_a_process_of_the_store_that_does_not_start_says_why() -> None:
         with pytest.raises(RuntimeError, match=r"(?s)directory did not start: .*no-such-policy"):
             BenchStore(stack, "--eviction", "no-such-policy")
         store = BenchStore(stack)
-    assert store.directory.poll() is not None, "it ends with the stack"
+    assert not psutil.pid_exists(store.directory.pid), "it ends with the stack"
 
 
 @pytest.mark.parametrize(
