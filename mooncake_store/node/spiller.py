@@ -125,8 +125,8 @@ class Spiller:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit the written copies and abandon the other slots. After a failure, the manifest lists
-        blocks that the directory does not; they are in the next inventory, or are overwritten."""
+        """Commit the written copies and abandon the other slots. After a failure the manifest has
+        blocks that the directory lacks; they are in the next inventory, or are overwritten."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]
