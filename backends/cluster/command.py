@@ -32,7 +32,7 @@ from backends.cluster.options import (
     console,
     errors,
     plans_of,
-    say,
+    print_line,
     shown_mistakes,
 )
 from backends.cluster.render_command import render
@@ -49,7 +49,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="A deployment of several hosts, as one file describes it: check, render, show, drain.",
+    help="Check, render, show and drain a deployment of several hosts, which one file describes.",
 )
 app.add_typer(render)
 
@@ -66,12 +66,12 @@ def check(
         plans = plans_of(deployment, host)
         console.print(_hosts_table(deployment, plans))
         for note in _notes(deployment):
-            say(f"note: {note}")
+            print_line(f"note: {note}")
         for plan in plans:
             for difference in RenderedFolder(deployment, plan, model_repository).differences():
                 if host or difference.kind != "missing":  # other hosts' models are on their disks
-                    say(f"{plan.host}: {difference}")
-    say(f"{cluster} is right")
+                    print_line(f"{plan.host}: {difference}")
+    print_line(f"{cluster} is right")
 
 
 @app.command()
@@ -93,18 +93,18 @@ def status(
         else:
             console.print(_status_table(deployment, found))
             for stranger in found.strangers:
-                say(f"not in the file: {stranger}")
+                print_line(f"not in the file: {stranger}")
             for line in (each for host in found.hosts for each in host.down):
-                say(line)
+                print_line(line)
             if found.problem:
-                say(f"the directory does not answer: {found.problem}")
+                print_line(f"the directory does not answer: {found.problem}")
     if not found.is_well:
         sys.exit(1)
 
 
 @app.command()
 def drain(
-    host: Annotated[str, typer.Argument(help="The host to empty, of the file or elastic.")],
+    host: Annotated[str, typer.Argument(help="A host of the file or an elastic host.")],
     cluster: ClusterFile = Path("cluster.yaml"),
     undo: Annotated[bool, typer.Option("--undo", help="Accept requests and blocks again.")] = (
         False
@@ -130,13 +130,15 @@ def drain(
                 sys.exit(1)
             if undo:
                 draining.undo()
-                say(f"{host} accepts requests and blocks again")
+                print_line(f"{host} accepts requests and blocks again")
                 return
-            left = draining.run(requests_s, deadline_s, say)
+            left = draining.run(requests_s, deadline_s, print_line)
         if host in deployment.frontends.hosts:
-            say(f"{host} has a frontend: its streams end when it stops; send clients elsewhere")
+            print_line(
+                f"{host} has a frontend: its streams end when it stops; send clients elsewhere"
+            )
         if left.is_empty:
-            say(f"{host} is drained: it can be stopped without loss")
+            print_line(f"{host} is drained: it can be stopped without loss")
             return
         errors.print(
             f"{left.requests} requests and {left.blocks} blocks are on {host} alone: other hosts "

@@ -43,7 +43,7 @@ class Host:
     identity: str = ""  # distinguishes hosts that share a kernel; "": the machine's own identity
     state_dir: str = ""  # relative to the folder of the cluster file
     rack: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)  # of all its processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of all its processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Frontends:
 class WorkerSpec:
     """One worker of a pool on a host of the file."""
 
-    model: str  # POOL_HOST_NUMBER
+    model: str  # its name: POOL_HOST_NUMBER
     host: str
     grpc_port: int
     store_node: str
@@ -131,7 +131,7 @@ class Deployment:
     frontends: Frontends
     pools: tuple[PoolSpec, ...]
     conductor: Mapping[str, str]  # parameters of the model `conductor`
-    checkpoint: str  # of all workers and tokenizers
+    checkpoint: str  # path of the checkpoint of all workers and tokenizers
     keys_folder: str = ""  # relative to the folder of the file; "": the deployment has no keys
     is_insecure: bool = False
     trusted_data_network: tuple[str, ...] | None = None  # interfaces; None: all are trusted

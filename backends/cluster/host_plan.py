@@ -119,7 +119,7 @@ class HostPlan:
     storage_nodes: tuple[NodePlan, ...] = ()
     frontend: FrontendPlan | None = None
     workers: tuple[WorkerPlan, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of all processes
 
     @property
     def shm_bytes(self) -> int:

@@ -39,7 +39,7 @@ def shown_mistakes() -> Iterator[None]:
         sys.exit(1)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line without markup and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 

@@ -21,7 +21,14 @@ from backends.cluster.manifests import kubernetes as kustomize
 from backends.cluster.manifests import secrets as secrets_manifest
 from backends.cluster.manifests import systemd as systemd_unit
 from backends.cluster.manifests.pods import PodGateway
-from backends.cluster.options import Base, ClusterFile, OneHost, plans_of, say, shown_mistakes
+from backends.cluster.options import (
+    Base,
+    ClusterFile,
+    OneHost,
+    plans_of,
+    print_line,
+    shown_mistakes,
+)
 from backends.cluster.rendered_folder import RenderedFolder
 from backends.tenants import tenants_file
 
@@ -44,7 +51,7 @@ def models(
         for plan in plans_of(deployment, host):
             folder = RenderedFolder(deployment, plan, model_repository)
             written = folder.write(keeps_edits=False)
-            say(f"{folder.repository}: {', '.join(written) or 'nothing new'}")
+            print_line(f"{folder.repository}: {', '.join(written) or 'nothing new'}")
 
 
 @render.command()
@@ -61,9 +68,9 @@ def firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") ->
         for plan in plans:
             text = firewall_rules.firewall(deployment, plan)
             path = _write(deployment, f"{plan.host}/firewall.nft", text)
-            say(f"{path}: load it on {plan.host} with nft -f")
+            print_line(f"{path}: load it on {plan.host} with nft -f")
         if elastic:
-            say(
+            print_line(
                 f"add the address of each elastic host on every host: nft add element "
                 f"{firewall_rules.table(deployment)} {firewall_rules.ELASTIC} '{{ ADDRESS }}'"
             )
@@ -88,7 +95,9 @@ def systemd(
             text = systemd_unit.unit(deployment, plan, program, folder, user)
             name = systemd_unit.unit_name(deployment, plan.host)
             path = _write(deployment, f"{plan.host}/{name}", text)
-            say(f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now")
+            print_line(
+                f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now"
+            )
 
 
 @render.command()
@@ -106,8 +115,12 @@ def compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
         path = _write(deployment, "compose/compose.yaml", text)
         if deployment.keys_folder and (missing := deployment.hosts.keys() - owners):
             named = ", ".join(sorted(missing))
-            say(f"there are no keys of {named}: make them (`mooncake keys`), then render again")
-        say(f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up")
+            print_line(
+                f"there are no keys of {named}: make them (`mooncake keys`), then render again"
+            )
+        print_line(
+            f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up"
+        )
 
 
 @render.command()
@@ -131,21 +144,21 @@ def kubernetes(
         files = kustomize.kustomize_base(deployment, cluster.read_text(), gateway)
         for name, text in files.items():
             path = _write(deployment, f"kubernetes/base/{name}", text)
-        say(f"{path.parent}: {', '.join(files)}")
+        print_line(f"{path.parent}: {', '.join(files)}")
         for name, text in autoscaling.monitoring_component(deployment).items():
             path = _write(deployment, f"kubernetes/monitoring/{name}", text)
-        say(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
+        print_line(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
         if raw:
             text = secrets_manifest.api_keys_secret(deployment, raw)
             path = _write(deployment, "kubernetes/api-keys.yaml", text, mode=0o600)
-            say(f"{path}: kubectl apply -f it, now and after each edit of {api_keys}")
+            print_line(f"{path}: kubectl apply -f it, now and after each edit of {api_keys}")
         keys = Path(deployment.folder) / deployment.keys_folder
         if deployment.keys_folder and keys.is_dir():
             text = secrets_manifest.secrets(deployment, keys)
             path = _write(deployment, "kubernetes/secrets.yaml", text, mode=0o600)
-            say(f"{path}: kubectl apply -f it, and keep it as the keys")
+            print_line(f"{path}: kubectl apply -f it, and keep it as the keys")
         elif deployment.keys_folder:
-            say(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
+            print_line(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
 
 
 def _checked_api_keys(path: Path) -> tuple[bytes, tenants_file.TenantsFile]:

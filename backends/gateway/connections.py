@@ -50,7 +50,7 @@ class AcceptedConnection(socket.socket):
     """A connection in its listener's table, from `accept` to `close`."""
 
     address = ""  # the client's IPv4 address, or the /64 network of its IPv6 address
-    idle_s: float | None = None  # loop time of its last request's end; None during a request
+    idle_s: float | None = None  # loop time since when it is idle; None during a request
     is_shaking = False  # True during the TLS handshake
     is_over = False  # True if there are too many connections, so that this one is rejected
     table: set[AcceptedConnection] | None = None

@@ -39,7 +39,10 @@ AMBIGUOUS = (
 )
 # Without API keys, any web page in a user's browser could call the gateway on the user's machine.
 FOREIGN_PAGES = (b"cross-site", b"same-site")
-FOREIGN_PAGE = "this request comes from a page of another site, which needs an API key; send one"
+FOREIGN_PAGE = (
+    "this request comes from a page of another site, which is refused without API keys; give the "
+    "server keys (--api-keys)"
+)
 # Such a page must not call the gateway by a DNS name of its own that points to this machine.
 FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "

@@ -60,7 +60,7 @@ OF_ONE_MACHINE = (
 )
 ReadySMax = Annotated[
     float | None,
-    typer.Option(help="Give up when not ready after this; 300, or never with --cluster."),
+    typer.Option(help="Limit of the start in seconds; default 300, or none with --cluster."),
 ]
 OpenApis = Annotated[
     list[str] | None,
@@ -78,7 +78,7 @@ ApiKeysFile = Annotated[
 ]
 TritonArguments = Annotated[
     list[str] | None,
-    typer.Option(help="Passed as it is to the tritonserver that clients call; repeatable."),
+    typer.Option(help="An unchanged argument for the frontend's tritonserver; repeatable."),
 ]
 ClusterFile = Annotated[
     Path | None,
@@ -99,12 +99,12 @@ OpenaiWorkers = Annotated[int, typer.Option(min=1, max=64, help="Processes that 
 OpenaiCertificate = Annotated[
     Path | None, typer.Option(help="PEM file: OpenAI's interface over HTTPS.")
 ]
-OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the key to it.")]
+OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of its TLS key.")]
 OtlpEndpoint = Annotated[
     str,
     typer.Option(help="Trace requests to this OpenTelemetry collector (gRPC): http://HOST:4317."),
 ]
-HostName = Annotated[str, typer.Option(help="Which host of the cluster file this is.")]
+HostName = Annotated[str, typer.Option(help="Name of this host in the cluster file.")]
 ModelRepository = Annotated[
     Path, typer.Option(help="Folder of Triton models; edit its config.pbtxt files freely.")
 ]
@@ -113,7 +113,7 @@ HttpPort = Annotated[int, typer.Option(help="KServe HTTP port.")]
 GrpcPort = Annotated[int, typer.Option(help="KServe gRPC port.")]
 MetricsPort = Annotated[int, typer.Option(help="Prometheus port.")]
 MetricsAddress = Annotated[
-    str, typer.Option(help="Address of that port; others than this host need another one.")
+    str, typer.Option(help="Address of the metrics port; other hosts cannot reach the default.")
 ]
 StorageNodes = Annotated[str, typer.Option(help="Storage nodes, comma separated.")]
 StoreBytes = Annotated[
@@ -130,12 +130,12 @@ StateDir = Annotated[
 ]
 CheckpointOption = Annotated[
     str,
-    typer.Option(help="Hugging Face folder of all models, instead of the one in config.pbtxt."),
+    typer.Option(help="Hugging Face folder of all models; overrides config.pbtxt."),
 ]
 Dtype = Annotated[
     str, typer.Option(help="Of weights, and of KV without kv_dtype: float32, bfloat16.")
 ]
-Device = Annotated[str, typer.Option(help="Where all workers compute: cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="Device of all workers: cpu, cuda or cuda:N.")]
 Prefill = Annotated[
     int | None,
     typer.Option(
@@ -316,7 +316,7 @@ def plan_in_file(
     except ClusterFileInvalid as error:
         refuse(str(error))
     if pool:
-        refuse_what_is_no_elastic_host(deployment, host, address)
+        refuse_unfit_elastic_host(deployment, host, address)
     try:
         plan = (
             pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
@@ -338,7 +338,7 @@ def plan_in_file(
     return plan
 
 
-def refuse_what_is_no_elastic_host(deployment: Deployment, host: str, address: str) -> None:
+def refuse_unfit_elastic_host(deployment: Deployment, host: str, address: str) -> None:
     """Exit if the name or address is unfit: the other hosts use both to reach this host."""
     taken = {*deployment.hosts, *(node.name for node in deployment.storage_nodes)}
     if not ELASTIC_NAME.fullmatch(host):

@@ -23,8 +23,8 @@ from typing import Protocol
 
 from backends.launcher.bounded_log import LOG_BYTES_MAX, BoundedLog
 
-RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0
-PAUSE_S_MAX = 60.0
+RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # at most so many restarts in so many seconds
+PAUSE_S_MAX = 60.0  # longest pause before a restart
 
 # This program requests SIGTERM at the launcher's death (prctl 1 is PR_SET_PDEATHSIG), then executes
 # the command. It is a separate program, because Python code between fork and exec (preexec_fn) may

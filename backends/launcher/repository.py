@@ -124,7 +124,7 @@ class WorkerFolders:
         """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role."""
         try:
             folders = [path for path in self._repository.iterdir() if path.is_dir()]
-        except OSError:  # the repository is moved or unmounted
+        except OSError:  # the repository was moved or unmounted
             return self._names
         found = {path.name: backend_of(path) for path in folders}
         self._names = {

@@ -91,11 +91,11 @@ def check(
         console.file.write(json.dumps(asdict(found)) + "\n")
     else:
         for note in found.notes:
-            _say(f"note: {note}")
+            _print_line(f"note: {note}")
         for mistake in found.mistakes:
-            _say(mistake)
+            _print_line(mistake)
         count = len(found.mistakes)
-        _say(
+        _print_line(
             f"{model_repository}: {count} mistake{'s' * (count != 1)}"
             if count
             else f"{model_repository} is right: {', '.join(texts)}"
@@ -123,11 +123,11 @@ def diff(
         console.file.write(json.dumps(content) + "\n")
         return
     for each in found:
-        _say(str(each))
+        _print_line(str(each))
     if not found:
-        _say(f"{model_repository} has only default values")
+        _print_line(f"{model_repository} has only default values")
     for line in elsewhere:
-        _say(line)
+        _print_line(line)
 
 
 def served_otherwise(running: RunningSettings) -> list[str]:
@@ -168,7 +168,7 @@ def set_values(
     """
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
-    with sole_setter(model_repository, _say):
+    with sole_setter(model_repository, _print_line):
         _set(assignments, model_repository, ask, ready_s_max)
 
 
@@ -182,10 +182,10 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
             errors.print(problem, markup=False, soft_wrap=True)
         _fail("nothing was changed")
     if not edit.changes:
-        _say("all parameters have these values already: nothing was changed")
+        _print_line("all parameters have these values already: nothing was changed")
         return
     for change in edit.changes:
-        _say(str(change))
+        _print_line(str(change))
     if running is not None:
         _wait_for_earlier_edits(running, edit, ask, ready_s_max)
     try:
@@ -193,7 +193,7 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
     except ConfigError as error:
         _fail(f"{error}\nnothing was changed")
     if running is None:
-        _say("written; no running system serves these files, so the next start uses them")
+        _print_line("written; no running system serves these files, so the next start uses them")
         return
     _follow(edit, texts, model_repository, running, ask, ready_s_max)
 
@@ -209,7 +209,7 @@ def _follow(
     """Print the outcome of each edited model; exits with status 1 unless all of them are served."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
-        _say(f"{model} is written, but not served (--prefill or --decode is lower)")
+        _print_line(f"{model} is written, but not served (--prefill or --decode is lower)")
     with console.status("waits for the running system ..."):
         found = wait_for(
             _digests(served),
@@ -219,7 +219,7 @@ def _follow(
         )
     for each in found:
         if each.outcome == LOADED:
-            _say(f"{each.model} serves with it; running requests are not interrupted")
+            _print_line(f"{each.model} serves with it; running requests are not interrupted")
     if refused := [each for each in found if each.outcome == REFUSED]:
         _take_back(refused, edit, texts, repository)
     replaced = [each.model for each in found if each.outcome == REPLACED]
@@ -265,7 +265,7 @@ def _wait_for_earlier_edits(
         if model in edit.texts and state.outcome == PENDING
     }
     if busy:
-        _say(f"waits for an earlier edit of {', '.join(busy)}")
+        _print_line(f"waits for an earlier edit of {', '.join(busy)}")
         wait_for(busy, ask, min(ready_s_max, EARLIER_S_MAX))
 
 
@@ -278,7 +278,7 @@ def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
     running = ask()
     if running is None or running.serves(repository):
         return running
-    _say(f"note: the running system serves {running.repository}")
+    _print_line(f"note: the running system serves {running.repository}")
     return None
 
 
@@ -296,7 +296,7 @@ def _file(model: str, text: str) -> ModelFile:
         _fail(str(error))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     """Print a line without markup and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 

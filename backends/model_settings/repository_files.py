@@ -66,11 +66,11 @@ def by_number(model: str) -> tuple[str, int, str]:
     return (found[1], int(found[2]), model) if found else (model, -1, model)
 
 
-def sole_setter(repository: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
+def sole_setter(repository: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
     """Serialise `mooncake config set`, so that each call can follow its own edit."""
     if not os.access(repository, os.R_OK):
         return contextlib.nullcontext()  # reading the repository reports the problem
-    return sole_writer(repository, lambda: say("waits for another `mooncake config set`"))
+    return sole_writer(repository, lambda: report("waits for another `mooncake config set`"))
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ CALM_S = 300  # time of low load before a pool shrinks, because a worker's KV is
 
 
 def monitoring_component(deployment: Deployment) -> dict[str, str]:
-    """Files of the component by name."""
+    """Name -> text of each file of the component."""
     elastic = deployment.elastic_pools
     files = {"service-monitor.yaml": documents_text(_monitor(deployment))}
     if elastic:

@@ -17,11 +17,11 @@ from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan, gpus_of
 
 IMAGE = "mooncake"  # an overlay names the real one (`images:`)
-FOLDER = "/var/lib/mooncake"  # of the cluster file, in every container
+FOLDER = "/var/lib/mooncake"  # folder of the cluster file in every container
 STATE_FOLDER = ".mooncake"  # in FOLDER: the volume with the state of a host
 HTTP, GRPC, METRICS, OPENAI = "http", "grpc", "metrics", "openai"  # names of ports
-GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
-USER = 1_000  # of the image
+GPU = "nvidia.com/gpu"  # resource name of NVIDIA's device plugin
+USER = 1_000  # user id of the image
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
 SHM_EXTRA_BYTES = 1 << 30  # for Tritons in /dev/shm, in addition to the memory segments
 STOP_S = 60
