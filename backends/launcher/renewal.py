@@ -231,10 +231,7 @@ class CertificateRenewal:
             elif stale[0] == ETCD and self._turn.is_kept_out(now_s):
                 return ETCD
             return ""
-        if not is_whole():
-            self._whole_from_s = now_s
-            return ""
-        if self._whole_from_s is None:
+        if not is_whole() or self._whole_from_s is None:
             self._whole_from_s = now_s
         if now_s - self._whole_from_s < WHOLE_S:
             return ""
