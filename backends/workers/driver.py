@@ -19,8 +19,9 @@ from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
 from backends.workers.protocol import WorkerMessage
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
+from mooncake_store.records.blocks import Copy
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
 W = TypeVar("W")  # the worker
@@ -52,7 +53,7 @@ class Driver(ABC, Generic[W, J]):
         """Set the worker, which accepts jobs from now on."""
         self._worker = worker
 
-    def make_loader(self, store: Store, pages: PageLayout, deadline_s: float) -> KvLoader:
+    def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
         """Create the loader of blocks into the engine's pages."""
         return KvLoader(store, pages, self.engine.kv_pool, deadline_s)
 
@@ -115,9 +116,9 @@ class Driver(ABC, Generic[W, J]):
     def on_message(self, message: WorkerMessage) -> None:
         """Handle a message that the worker itself does not handle. In the inbox's thread."""
 
-    def prefix_loader(self, loader: KvLoader) -> KvLoader:
-        """The loader of cached prefixes into pages; `loader` is the worker's own one."""
-        return loader
+    def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
+        """Load block i of `copies` into pages[i]. Returns the number of leading blocks loaded."""
+        return loader.load_copies(copies, pages)
 
     def behind(self, job: J, action: Callable[[], None]) -> None:
         """Run `action` when no other worker uses the leaving job's pages. With the lock held."""

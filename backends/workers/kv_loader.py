@@ -19,7 +19,7 @@ from backends.engine.batching.pages import PagePool
 from backends.errors import StoreLost
 from backends.workers.arrivals import Arrival
 from backends.workers.protocol import BlockRef, LayersReady
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
 from mooncake_store.records.blocks import Copy
 
@@ -28,7 +28,7 @@ class KvLoader:
     """Reads blocks into the pages of one engine."""
 
     def __init__(
-        self, store: Store, pages: PageLayout, pool: np.ndarray, deadline_s: float
+        self, store: WorkerStore, pages: PageLayout, pool: np.ndarray, deadline_s: float
     ) -> None:
         self._store = store
         self._pages = pages

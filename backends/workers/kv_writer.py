@@ -15,7 +15,6 @@ Not here: the other direction (kv_loader.py), which blocks are missing (prefill_
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import queue
 import threading
@@ -28,7 +27,7 @@ from backends.engine.batching.layer_passes import LayerRings
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout, blocks_touched
 from mooncake_store.memory.digests import block_checksum, pack_digests
@@ -75,7 +74,7 @@ class KvWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: WorkerStore,
         pages: PageLayout,
         pool: np.ndarray,
         outbox: WorkerOutbox,
@@ -102,16 +101,15 @@ class KvWriter:
 
     def layer_done(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
         """Queue the copy of `layer` of `blocks`, which is in the pages. Never blocks."""
-        self._tasks.put(lambda: self._guard(put, lambda: self._copy_layer(put, blocks, layer)))
+        self._queue(put, lambda: self._copy_layer(put, blocks, layer))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
         """Queue the commit of `blocks`; the digests of all their layers are known by then."""
-        self._tasks.put(lambda: self._guard(put, lambda: self._commit(put, blocks)))
+        self._queue(put, lambda: self._commit(put, blocks))
 
     def allocate(self, put: BlockPut, blocks: Sequence[int]) -> None:
         """Queue the allocation of slots for `blocks`, into `put.slots`."""
-        ensure = functools.partial(self._ensure_slots, put, blocks, may_use_objects=True)
-        self._tasks.put(lambda: self._guard(put, ensure))
+        self._queue(put, lambda: self._ensure_slots(put, blocks, may_use_objects=True))
 
     def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         """Allocate as many slots as the store has, in the caller's thread. Raises StoreError.
@@ -128,11 +126,11 @@ class KvWriter:
             for block, of_layers in digests.items():
                 put.digests.setdefault(block, {}).update(of_layers)
 
-        self._tasks.put(lambda: self._guard(put, add))
+        self._queue(put, add)
 
     def begin_again(self, put: BlockPut) -> None:
         """Queue the release of all slots written so far: the request will be computed again."""
-        self._tasks.put(lambda: self._guard(put, lambda: self._give_up(put)))
+        self._queue(put, lambda: self._give_up(put))
 
     def _give_up(self, put: BlockPut) -> None:
         if put.slots:
@@ -162,7 +160,10 @@ class KvWriter:
         `is_handover`: blocks that the index does not take are stored as ephemeral objects of the
         request. Otherwise they are skipped.
         """
-        self._tasks.put(lambda: self._guard(put, lambda: self._put_whole(put, blocks, is_handover)))
+        self._queue(put, lambda: self._put_whole(put, blocks, is_handover))
+
+    def _queue(self, put: BlockPut, action: Callable[[], None]) -> None:
+        self._tasks.put(lambda: self._guard(put, action))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

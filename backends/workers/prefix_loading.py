@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from backends.workers.kv_loader import KvLoader
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 
@@ -52,13 +51,10 @@ class LoadedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class LayeredPrefix:
-    """The leading blocks that can be read layer by layer from their nodes."""
+class LayeredPrefix(LoadedPrefix):
+    """The leading blocks that can be read layer by layer from their nodes, with any node's copy."""
 
-    copies: list[Copy]  # one copy of each block, on any node
     digests: list[tuple[int, ...]]  # digests of each block's layers
-    fetched_blocks: int
-    fetched_from: dict[str, int]  # node -> bytes
 
     def remote(self, node_id: str) -> list[int]:
         """Indices of the blocks that are read from other nodes than `node_id`."""
@@ -73,10 +69,16 @@ class PrefixLoading:
     """Its methods raise StoreError if the directory does not answer."""
 
     def __init__(
-        self, store: Store, loader: KvLoader, node_id: str, lease_s: float, deadline_s: float
+        self,
+        store: WorkerStore,
+        load_copies: Callable[[Sequence[Copy], Sequence[int]], int],
+        node_id: str,
+        lease_s: float,
+        deadline_s: float,
     ) -> None:
+        """`load_copies`: as KvLoader.load_copies."""
         self._store = store
-        self._loader = loader
+        self._load_copies = load_copies
         self._node_id = node_id
         self._lease_s = lease_s
         self._deadline_s = deadline_s
@@ -100,7 +102,7 @@ class PrefixLoading:
         """
         before = len(found.local)
         found, from_node = self._fetch(keys, found, allowed, owner)
-        arrived = self._loader.load_copies(found.local, pages)
+        arrived = self._load_copies(found.local, pages)
         return LoadedPrefix(found.local[:arrived], len(found.local) - before, from_node)
 
     def trace(
@@ -125,13 +127,13 @@ class PrefixLoading:
                 for copy in wanted:
                     if copy.node_id != self._node_id:  # a local block may follow a remote one
                         from_node[copy.node_id] += copy.size_bytes
-                return LayeredPrefix(copies, digests, len(wanted), from_node)
+                return LayeredPrefix(copies, len(wanted), from_node, digests)
         before, fetched_from = len(found.local), dict[str, int]()
         if wanted:
             found, fetched_from = self._fetch(keys, found, allowed, owner)
         digests = self._known_digests(found.local)
         blocks = len(digests)
-        return LayeredPrefix(found.local[:blocks], digests, max(0, blocks - before), fetched_from)
+        return LayeredPrefix(found.local[:blocks], max(0, blocks - before), fetched_from, digests)
 
     def _known_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...]]:
         """Layer digests of leading blocks, up to the first block whose digests are unavailable."""

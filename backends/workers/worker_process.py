@@ -37,7 +37,7 @@ from backends.workers.protocol import (
     open_inbox,
 )
 from backends.workers.step_times import StepTimes, StepWatch
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.errors import StoreError
 from mooncake_store.process.self_check import SelfCheck, is_switched_on
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
@@ -244,7 +244,7 @@ class LeaseKeeper:
     them again, before the directory evicts a block that an engine is about to read.
     """
 
-    def __init__(self, store: Store, lease_s: float) -> None:
+    def __init__(self, store: WorkerStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
         self._due_s: dict[str, float] = {}  # request -> time of the next renewal

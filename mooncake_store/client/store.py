@@ -47,6 +47,7 @@ from mooncake_store.client.in_place import (
 )
 from mooncake_store.client.layer_writer import LayerWrite, LayerWriter, WrittenBlock
 from mooncake_store.client.restorer import LeaseTerms, Restorer
+from mooncake_store.client.worker_store import Fetched, WorkerStore
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import (
     LayoutMismatch,
@@ -90,12 +91,6 @@ class _Own:
         dead."""
         view = self.segment.view_if_open()
         return None if view is None else OwnSegment(self.info, view, self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    blocks: int  # length of the prefix that has a copy in the local node now
-    bytes_from: dict[str, int]  # received bytes by sending node
 
 
 class Store:
@@ -584,3 +579,8 @@ def _refuse_other_host(info: NodeInfo) -> None:
             "but a worker must map the memory of its node: start a storage node on this host "
             "and name it as store_node"
         )
+
+
+def as_worker_store(store: Store) -> WorkerStore:
+    """Type checkers verify here that `Store` fulfils the contract."""
+    return store

@@ -28,7 +28,7 @@ from backends.workers.driver import Driver
 from backends.workers.kv_loader import KvLoader
 from backends.workers.trtllm.places import PlacedLoader, Regions
 from backends.workers.worker import JobWorker
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class TrtllmDriver(Driver[W, J]):
     def hardware(self) -> str:
         return self.engine.hardware
 
-    def make_loader(self, store: Store, pages: PageLayout, deadline_s: float) -> KvLoader:
+    def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
         if not self.engine.is_connected:
             return super().make_loader(store, pages, deadline_s)
         self._regions = Regions(self.engine.host, store)

@@ -34,7 +34,7 @@ from backends.engine.trtllm.channel import ChannelError, ConnectorHost
 from backends.errors import KvMissing
 from backends.workers.kv_loader import KvLoader
 from mooncake_store.client.in_place import PlacedBlock
-from mooncake_store.client.store import Store
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import HEADER_BYTES, PageLayout
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import NodeInfo
@@ -66,7 +66,7 @@ class AttachedSegment:
 class Regions:
     """The own node's segment as TensorRT-LLM's processes map it. Thread-safe."""
 
-    def __init__(self, host: ConnectorHost, store: Store) -> None:
+    def __init__(self, host: ConnectorHost, store: WorkerStore) -> None:
         self._host = host
         self._store = store
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class PlacedLoader(KvLoader):
 
     def __init__(
         self,
-        store: Store,
+        store: WorkerStore,
         pages: PageLayout,
         pool: np.ndarray,
         deadline_s: float,

@@ -1,0 +1,137 @@
+"""What a worker needs of the KV store: the contract that `Store` (store.py) fulfils.
+
+A worker looks a prefix up, reads its blocks into pages, allocates slots for new blocks, writes
+them and commits them. Every block that a worker uses is leased to an `owner`, an id of the
+request, until `release`. A lease that is not renewed ends after `lease_s`.
+
+Threads: every method may be called from several threads at once.
+
+Errors: a block that cannot be read is a miss (False or None), never an exception.
+StoreUnavailable: the directory does not answer. TransferFailed: the local storage node has died, so
+its slots are lost. TransferTimeout: bytes may still arrive, so pages in `pending_offsets` and slots
+of a timed-out write must not be used again yet. After a restart of directory or node, `allocate`
+attaches to the new incarnation by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake_store.client.in_place import PlacedBlock, PlacedBlocks
+from mooncake_store.client.layer_writer import WrittenBlock
+from mooncake_store.memory.buffers import ByteArray
+from mooncake_store.records.blocks import Allocation, Copy, Slot
+from mooncake_store.records.membership import NodeInfo
+from mooncake_store.transports.paths.nic_paths import NicCounters
+from mooncake_store.transports.transport import ByteSpan, TransferCounters
+
+Digests = tuple[int, ...]  # one of each layer
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    blocks: int  # length of the prefix that has a copy in the local node now
+    bytes_from: dict[str, int]  # received bytes by sending node
+
+
+class WorkerStore(Protocol):
+    node_id: str  # the worker's local storage node, on its host
+
+    def register_buffer(self, buffer: ByteArray) -> None:
+        """Prepare an engine's KV pool (uint8, contiguous) as target of `read`."""
+
+    def expect_threads(self, count: int) -> None:
+        """`count` threads will move bytes at once. Called once, before they do."""
+
+    # Reading
+
+    def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
+        """Copies of each block key, up to the first key without a copy; leased to `owner`."""
+
+    def choose(
+        self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
+    ) -> list[Copy | None]:
+        """The quickest copy of each block; copies on the nodes `first` are preferred."""
+
+    def read(
+        self,
+        copies: Sequence[Copy],
+        buffer: ByteArray,
+        offsets_bytes: Sequence[int],
+        deadline_s: float,
+        layers: range | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Read block i into the page at buffer[offsets_bytes[i]], verified. False: a miss."""
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        copies: Sequence[Copy],
+        owner: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> Fetched:
+        """Copy blocks of other nodes and SSDs into the local node, and commit them there."""
+
+    def layer_digests(self, copies: Sequence[Copy]) -> list[Digests | None]:
+        """Digests of single layers, for layer-wise reads. None: a miss."""
+
+    def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
+        """Spans of a registered buffer where timed-out reads may still write."""
+
+    # Writing, always in this order: allocate, write (or digest), commit or abandon
+
+    def allocate(
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        lease_s: float,
+        ephemeral: bool = False,
+        size_bytes: int = 0,
+        tenant: str = "",
+    ) -> Allocation:
+        """Slots in the local node. `ephemeral`: never in the prefix index, freed with its lease."""
+
+    def write(
+        self,
+        slots: Sequence[Slot],
+        buffer: ByteArray,
+        offsets_bytes: Sequence[int],
+        deadline_s: float,
+        layers: range | None = None,
+    ) -> list[Digests | None]:
+        """Write pages, or `layers` of them, into slots. None: the slot is no longer `owner`'s."""
+
+    def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
+        """Publish written blocks. False: the slot was lost, and the block is not stored."""
+
+    def abandon(self, slots: Sequence[Slot], owner: str) -> None:
+        """Free slots that will not be committed. No write to them may be in flight."""
+
+    # Blocks that another process of this host reads or fills in the segment itself
+
+    @property
+    def own_segment(self) -> NodeInfo | None: ...
+    @property
+    def keeps_digests(self) -> bool: ...
+    def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks: ...
+    def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool: ...
+    def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks: ...
+    def digest(self, slots: Sequence[Slot]) -> list[Digests | None]: ...
+
+    # Leases, numbers, the end
+
+    def renew(self, owner: str, lease_s: float) -> bool: ...
+    def release(self, owner: str) -> None: ...
+    def measure_rates(self, patience_s: float = 0.0) -> Mapping[str, float]: ...
+    def latencies_s(self) -> Mapping[str, float]: ...
+    def counters(self) -> Mapping[str, TransferCounters]: ...
+    def nic_counters(self) -> Mapping[str, NicCounters]: ...
+    @property
+    def restored_blocks(self) -> int: ...
+    @property
+    def agents_given_up(self) -> int: ...
+    def close(self) -> None: ...
