@@ -91,11 +91,11 @@ class ComputedRequest:
 class ConnectorCalls:
     def __init__(self, repeats: int, seed: int) -> None:
         self._repeats = repeats
-        self._chance = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
         self.rows: list[dict[str, Cell]] = []
 
     def prompt(self, tokens: int) -> np.ndarray:
-        return self._chance.integers(0, VOCABULARY_TOKENS, tokens)
+        return self._rng.integers(0, VOCABULARY_TOKENS, tokens)
 
     def timed(self, name: str, one_call: Callable[[int], Callable[[], object]]) -> float:
         """Microseconds of the median call; `one_call(i)` prepares the i-th, untimed."""

@@ -79,7 +79,7 @@ class PipelineSite:
     """Two whole workers and a group, ready."""
 
     def __init__(self, stack: contextlib.ExitStack, shape: PipelineShape, seed: int) -> None:
-        self._chance = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
         self._shape = shape
         store = BenchStore(stack)
         store.node("s0", shape.segment_bytes())
@@ -122,7 +122,7 @@ class PipelineSite:
         stored too."""
         model = self._shape.model
         prompts = [
-            self._chance.integers(3, model.vocabulary_tokens, prompt_tokens, dtype=np.int32)
+            self._rng.integers(3, model.vocabulary_tokens, prompt_tokens, dtype=np.int32)
             for _ in workers
         ]
         requests = [self.tokens.request(prompt) for prompt in prompts]

@@ -62,10 +62,10 @@ class OwnEngine:
             .repeat(-(-memory.pool.numel() // (1 << 20)))[: memory.pool.numel()]
             .view_as(memory.pool)
         )
-        self._chance = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
 
     def prompts(self, count: int, tokens: int) -> list[list[int]]:
-        found = self._chance.integers(3, self._config.vocabulary_tokens, (count, tokens))
+        found = self._rng.integers(3, self._config.vocabulary_tokens, (count, tokens))
         return [[int(token) for token in row] for row in found]
 
     def prefill_s(self, prompt: Sequence[int]) -> float:

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -27,14 +26,6 @@ RSS_EVERY_S = 1.0
 REJECTED = 429
 
 
-class AskedWay(Protocol):
-    """One way to request a stream."""
-
-    async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
-        """Times of the sending, and of each message's arrival."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DirectWay:
     """Triton's gRPC."""
@@ -42,6 +33,7 @@ class DirectWay:
     grpc: str
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
+        """Times of the sending, and of each message's arrival."""
         async with TritonClient(self.grpc, channels=1) as client:
             # connects: the other way connects outside the measured time too
             await client.model_parameters()
@@ -112,7 +104,7 @@ async def pairs(
     for number in range(count):
         ttfts_s: dict[bool, float] = {}
         for is_direct in (number % 2 == 0, number % 2 == 1):
-            route: AskedWay = routes.direct if is_direct else routes.gateway
+            route: DirectWay | GatewayWay = routes.direct if is_direct else routes.gateway
             sent_s, times_s = await route.times_s(fresh(rng, prompt_tokens), PAIR_TOKENS)
             ttfts_s[is_direct] = times_s[0] - sent_s
         found.append((ttfts_s[True], ttfts_s[False]))
@@ -120,7 +112,7 @@ async def pairs(
 
 
 async def streams(
-    route: AskedWay, count: int, prompt_tokens: int, tokens: int, rng: random.Random
+    route: DirectWay | GatewayWay, count: int, prompt_tokens: int, tokens: int, rng: random.Random
 ) -> StreamLoad:
     """`count` streams at once; the clock runs from the first request to the last token."""
     asked = [route.times_s(fresh(rng, prompt_tokens), tokens) for _ in range(count)]

@@ -106,7 +106,7 @@ WAYS = [PrefillWay(*each) for each in itertools.product((False, True), (False, T
 
 class LayerwiseSite:
     def __init__(self, stack: contextlib.ExitStack, model: LlamaShape, seed: int) -> None:
-        self._chance = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
         self._model = model
         self.token_bytes = model.layers * 2 * model.kv_heads * (model.hidden // model.heads) * 4
         store = BenchStore(stack)
@@ -157,7 +157,7 @@ class LayerwiseSite:
 
     def half_cached(self, blocks: int) -> np.ndarray:
         """A fresh prompt that fits `blocks` blocks; node s1 has the KV of its first half."""
-        prompt = self._chance.integers(
+        prompt = self._rng.integers(
             3, self._model.vocabulary_tokens, blocks * BLOCK_TOKENS - SPARE_TOKENS, dtype=np.int32
         )
         half = prompt[: blocks // 2 * BLOCK_TOKENS]

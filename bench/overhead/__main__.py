@@ -31,15 +31,7 @@ import typer
 from backends.text.tokenizer import Tokenizer
 from bench.harness.processes import CpuTime, process_name, process_tree
 from bench.overhead.bare_engine import CHECKPOINT, BareEngine
-from bench.overhead.served import (
-    AnsweredWay,
-    ModelWay,
-    OpenAiWay,
-    TokenArrivals,
-    stream,
-    together,
-    tokens_per_s,
-)
+from bench.overhead.served import ModelWay, OpenAiWay, TokenArrivals, stream, together, tokens_per_s
 from loadtest.client.server import describe_server
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import BenchmarkRun, FreshSeed, benchmark, console, together_tbt_s
@@ -172,7 +164,7 @@ async def throughput(bench: Bench) -> None:
         TritonClient(grpc, channels=STREAMS) as conductor,
         TritonClient(grpc, "ensemble", channels=STREAMS) as ensemble,
     ):
-        ways: dict[str, AnsweredWay] = {
+        ways: dict[str, ModelWay | OpenAiWay] = {
             "conductor": ModelWay(conductor),
             "ensemble": ModelWay(ensemble),
             "gateway": OpenAiWay(bench.gateway),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 from loadtest.client import sse_client
 from loadtest.client.protocol import GenerateRequest
@@ -88,14 +87,6 @@ async def together(
     return await asyncio.gather(*each)
 
 
-class AnsweredWay(Protocol):
-    """An interface for whole answers or streams."""
-
-    async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
-        """Returns with the last token. CannotMeasure when the answer is incomplete."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelWay:
     """A Triton model over gRPC."""
@@ -103,6 +94,7 @@ class ModelWay:
     client: TritonClient
 
     async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:
+        """Returns with the last token. CannotMeasure when the answer is incomplete."""
         request = GenerateRequest(
             request_id=f"{self.client.model}-{hash(text)}",
             text_input=text,
@@ -134,7 +126,7 @@ class OpenAiWay:
 
 
 async def tokens_per_s(
-    way: AnsweredWay, texts: Sequence[str], tokens: int, is_streamed: bool
+    way: ModelWay | OpenAiWay, texts: Sequence[str], tokens: int, is_streamed: bool
 ) -> float:
     """Tokens per second of concurrent answers, from the first request to the last token."""
     started_s = time.perf_counter()

@@ -290,7 +290,7 @@ class CoupledFleet(SimulatedCluster):
 
     def __init__(self, settings: CoupledSettings, gpu: GpuModel) -> None:
         super().__init__(settings.max_tokens)
-        self._dispatch, self._chance = settings.dispatch, random.Random(settings.seed)
+        self._dispatch, self._rng = settings.dispatch, random.Random(settings.seed)
         self._nodes = [
             CoupledNode(
                 self.clock,
@@ -304,7 +304,7 @@ class CoupledFleet(SimulatedCluster):
 
     def _decide(self, job: SimulatedJob) -> None:
         if self._dispatch == "random":
-            node = self._chance.choice(self._nodes)
+            node = self._rng.choice(self._nodes)
         elif self._dispatch == "least_requests":
             node = min(self._nodes, key=lambda each: each.requests)
         else:

@@ -44,7 +44,7 @@ class Asked:
 
     def __init__(self, store: Any, address: int) -> None:
         self._store, self._address = store, address
-        self._chance = np.random.default_rng(1)
+        self._rng = np.random.default_rng(1)
         self._held: list[list[str]] = []
         self._puts = 0
         self._names: list[str] = []
@@ -61,7 +61,7 @@ class Asked:
         return 0.0
 
     def get(self, size: int) -> float:
-        chosen = self._chance.choice(FILLED_BYTES // size, BATCH, replace=False)
+        chosen = self._rng.choice(FILLED_BYTES // size, BATCH, replace=False)
         keys, targets = [f"k{size}_{int(i)}" for i in chosen], self._some(size)
         began_s = time.perf_counter()
         codes = self._store.batch_get_into(keys, targets, [size] * BATCH)
@@ -99,7 +99,7 @@ class Asked:
         return seconds
 
     def _some(self, size: int) -> list[int]:
-        positions = self._chance.choice(LOCAL_BYTES // size, BATCH, replace=False)
+        positions = self._rng.choice(LOCAL_BYTES // size, BATCH, replace=False)
         return [self._address + int(i) * size for i in positions]
 
 
