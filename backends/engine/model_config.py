@@ -69,7 +69,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Mixture of experts with sigmoid routing in groups (torch/layers/experts.py)."""
+    """Mixture of experts with sigmoid routing in groups (torch/layers/feed_forward.py)."""
 
     count: int  # routed experts of a layer
     shared: int  # shared experts of a layer, used by every token

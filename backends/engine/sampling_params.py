@@ -122,7 +122,7 @@ def _guided(params: SamplingParams) -> Iterator[str]:
     if not params.end_ids:
         yield "guided_json needs an end token: leave out ignore_eos and end_id -1"
     if params.min_tokens:
-        yield "guided_json says itself when an answer is complete: leave out min_tokens"
+        yield "guided_json determines the end of the output: leave out min_tokens"
 
 
 def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:

@@ -56,10 +56,6 @@ class Arrivals:
     def has(self, request_id: str) -> bool:
         return request_id in self._arrivals
 
-    def has_pages(self, request_id: str) -> bool:
-        arrival = self._arrivals.get(request_id)
-        return arrival is not None and bool(arrival.pages)
-
     def is_loading(self, request_id: str) -> bool:
         arrival = self._arrivals.get(request_id)
         return arrival is not None and arrival.is_loading

@@ -123,7 +123,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
-            # Under the lock: the request cannot end before, so its leases cannot be left behind.
+            # Before the lock is released. Otherwise the request could end first, and the worker
+            # would renew leases of an ended request.
             self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
 
@@ -383,7 +384,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
         for admitted in self.batching.admit():
             self._arrivals.give_pages(admitted.request_id, admitted.pages)
         for job in self.jobs.values():
-            if job.arrival is None and self._arrivals.has_pages(job.request_id):
+            arrival = self._arrivals.get(job.request_id)
+            if job.arrival is None and arrival is not None and arrival.pages:
                 job.arrival = self._arrivals.pop(job.request_id)
                 job.is_loading = True
                 self._loading.submit(self._load, job, self._load_rest)

@@ -29,7 +29,7 @@ from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import PrefillBatching
 from backends.engine.batching.layer_passes import LayerRings
 from backends.engine.interface import LayerEngine
-from backends.errors import Cancelled, WorkerUnavailable
+from backends.errors import Cancelled
 from backends.workers.driver import Driver
 from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
@@ -37,6 +37,8 @@ from backends.workers.lasting_parts import LastingParts
 from backends.workers.prefix_loading import (
     Fetching,
     FoundPrefix,
+    LayeredPrefix,
+    LoadedPrefix,
     PrefixLoading,
     SingleFlight,
 )
@@ -44,7 +46,6 @@ from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
 from conductor.estimates.estimates import PrefillEstimate
 from mooncake_store.block_keys import block_keys, chain_seed
-from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
@@ -96,7 +97,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         )
         self._prefixes = PrefixLoading(
             store,
-            driver.prefix_loader(self._loader),
+            functools.partial(driver.load_prefix, self._loader),
             config.store_node,
             config.lease_s,
             config.transfer_s_max,
@@ -205,19 +206,25 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self._blocked.append(job)
                 return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
-        if job.layers is not None:
-            self._trace_prefix(job, job.layers, found, allowed)
-            return True
-        loaded = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
+        prefix: LoadedPrefix
+        if job.layers is None:
+            prefix = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
+        else:
+            prefix = self._traced_prefix(job, job.layers, found, allowed)
         self._loader.refuse_late(put.pages)
-        put.first_block = blocks = len(loaded.copies)
-        put.refs = {i: BlockRef(i, *copy[:4]) for i, copy in enumerate(loaded.copies)}
-        job.fetched_blocks, job.fetched_from = loaded.fetched_blocks, loaded.fetched_from
+        put.first_block = blocks = len(prefix.copies)
+        put.refs = {
+            i: BlockRef(i, *copy[:4])
+            for i, copy in enumerate(prefix.copies)
+            if copy.node_id == self.config.store_node
+        }
+        job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
         # The last token is always computed: its logits are needed for sampling.
         job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
-        self.driver.engine.import_pages(put.pages[:blocks])
+        if job.layers is None:
+            self.driver.engine.import_pages(put.pages[:blocks])
         self.writer.then(lambda: self.writer.announce_cached(put))
-        self._settle(job, put.keys[:blocks])
+        self._settle(job, [put.keys[block] for block in put.refs])
         return True
 
     def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
@@ -233,26 +240,17 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     # -- layer-wise prefill
 
-    def _trace_prefix(
+    def _traced_prefix(
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
-    ) -> None:
-        put, own = job.put, self.config.store_node
+    ) -> LayeredPrefix:
         layers.attempts += 1
         if layers.attempts > TRACED_MAX:
             found, allowed = FoundPrefix([], []), Fetching()
         prefix = self._prefixes.trace(
-            put.keys, found, allowed, job.request_id, from_remote=layers.attempts == 1
+            job.put.keys, found, allowed, job.request_id, from_remote=layers.attempts == 1
         )
-        self._loader.refuse_late(put.pages)
         layers.prefix, layers.load_left_s = prefix, self.config.transfer_s_max
-        put.first_block = blocks = len(prefix.copies)
-        put.refs = {
-            i: BlockRef(i, *copy[:4]) for i, copy in enumerate(prefix.copies) if copy.node_id == own
-        }
-        job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
-        job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
-        self.writer.then(lambda: self.writer.announce_cached(put))
-        self._settle(job, [put.keys[block] for block in put.refs])
+        return prefix
 
     def _load_layers_soon(self) -> None:
         """Start loads of next layers in queue order, one load from each node at a time.
@@ -288,12 +286,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
                 if remote := prefix.remote(self.config.store_node):
                     self.writer.layer_done(job.put, remote, layer)
-        except StoreError as problem:
-            error = WorkerUnavailable(f"store: {problem}")
         except Exception as problem:  # edge: one request must not end the loader's thread
-            of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
-            log.exception("loading %s failed", job.request_id, extra=of_request)
-            error = problem
+            error = self._load_error(job, problem)
         took_s = time.monotonic() - started_s
         with self.lock:
             self._nodes_read -= prefix.nodes

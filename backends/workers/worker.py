@@ -253,18 +253,20 @@ class JobWorker(ABC, Generic[J]):
                 self._guiding.submit(self._load, job, self._guide)
             else:
                 self.driver.start(job)
-            return
-        except StoreError as problem:  # without the store there is no hand-over
-            error: Exception = WorkerUnavailable(f"store: {problem}")
-        except ServingError as problem:
-            error = problem
         except Exception as problem:  # edge: one request must not end the loader's thread
+            error = self._load_error(job, problem)
+            with self.lock:
+                job.is_loading = False
+                self.fail(job, error)
+
+    def _load_error(self, job: J, problem: Exception) -> Exception:
+        """The error with which a failed load fails its job. Logs unexpected problems."""
+        if isinstance(problem, StoreError):  # without the store there is no hand-over
+            return WorkerUnavailable(f"store: {problem}")
+        if not isinstance(problem, ServingError):
             of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
-            log.exception("loading %s failed", job.request_id, extra=of_request)
-            error = problem
-        with self.lock:
-            job.is_loading = False
-            self.fail(job, error)
+            log.error("loading %s failed", job.request_id, exc_info=problem, extra=of_request)
+        return problem
 
     def _may_join(self, job: J) -> bool:
         """The job is loaded. False: it has left or is leaving. With the lock held."""

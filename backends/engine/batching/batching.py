@@ -1,11 +1,15 @@
 """Continuous batching with chunked prefill: admits requests and plans the engine's next step.
 
-States of a request: waiting (bounded queue, least order key first), admitted (it owns a slot and
-*all* the pages that it can ever need), started (its cached or handed-over KV is in these pages),
-removed. Only started requests take part in steps. All pages are reserved at admission, so a running
-request never runs out of pages. The conductor's predictions rely on that. The price is capacity
-that stays unused when outputs end early. If the head of the queue does not fit, no later request is
-admitted: small requests would otherwise starve it.
+States of a request:
+
+    waiting    in a bounded queue, the least order key first
+    admitted   owns a slot and *all* pages that it can ever need
+    started    its cached or handed-over KV is in its pages; it takes part in steps
+    removed
+
+All pages are reserved at admission, so a running request never runs out of pages. The conductor's
+predictions rely on that. The price is unused capacity when outputs end early. If the head of the
+queue does not fit, no later request is admitted: small requests would otherwise starve it.
 
 Prefill order: by order key (conductor/queue_order.py), short work first, with ageing. The same
 order applies to waiting prompts and, at each step, to started ones. So a short prompt overtakes a
@@ -54,7 +58,7 @@ WHOLE_STEPS_MAX = 4
 
 PRIORITY_S = 10.0
 
-QueuePosition = tuple[float, int, str]  # (order key, arrival number, request id); the least is next
+QueuePosition = tuple[float, int, str]  # (order key in s, arrival number, request id); least first
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,23 +392,17 @@ class PrefillBatching(Admission):
     def is_layerwise(self, request_id: str) -> bool:
         return request_id in self._layerwise
 
-    def _has_rings(self, tokens: int, local_tokens: int = 0) -> bool:
+    def _has_rings(self, tokens: int, local_tokens: int) -> bool:
         if self._rings is None or tokens <= self._chunk_tokens:
             return False
         is_mostly_cached = tokens - local_tokens <= self._chunk_tokens
-        has_pages = super()._pages_for(tokens) <= self._pool.pages_max
+        has_pages = self._pages_for(tokens) <= self._pool.pages_max
         is_short = tokens <= WHOLE_STEPS_MAX * self._chunk_tokens
         return not (is_mostly_cached and is_short and has_pages)
 
-    def _pages_for(self, tokens: int) -> int:
-        return self._pages_taken(tokens, self._has_rings(tokens))
-
     def _pages_taken(self, tokens: int, has_rings: bool) -> int:
-        blocks = super()._pages_for(tokens)
-        if not has_rings:
-            return blocks
-        assert self._rings is not None
-        return self._rings.pages_for(blocks)
+        blocks = self._pages_for(tokens)
+        return self._rings.pages_for(blocks) if has_rings and self._rings is not None else blocks
 
     def _may_have_pages(self, request_id: str) -> bool:
         if not self.is_layerwise(request_id):

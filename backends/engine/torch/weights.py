@@ -17,8 +17,12 @@ import torch
 
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import CheckpointError, LatentConfig, ModelConfig
-from backends.engine.torch.layers.experts import ExpertsFeedForward, Router
-from backends.engine.torch.layers.feed_forward import DenseFeedForward, FeedForward
+from backends.engine.torch.layers.feed_forward import (
+    DenseFeedForward,
+    ExpertsFeedForward,
+    FeedForward,
+    Router,
+)
 from backends.engine.torch.layers.grouped_attention import GroupedWeights
 from backends.engine.torch.layers.latent_attention import LatentWeights
 from backends.engine.torch.linear import GatedLinear, Linear
@@ -181,7 +185,7 @@ def load_weights(
                 head = own_head
                 if config.has_tied_embeddings:  # transformers uses both, too
                     log.warning(
-                        "%s: config.json says tie_word_embeddings, but %s is not the embedding: "
+                        "%s: config.json has tie_word_embeddings, but %s is not the embedding: "
                         "both are used",
                         checkpoint.folder,
                         HEAD,

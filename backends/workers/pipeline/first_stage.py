@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
@@ -164,15 +163,15 @@ class PipelinePrefill(StagePrefill):
 
     # -- loading a prompt's prefix
 
-    def prefix_loader(self, loader: KvLoader) -> KvLoader:
-        return cast(KvLoader, _GroupLoader(self, loader))
-
-    def load_with_group(self, loader: KvLoader, copies: Sequence[Copy], pages: list[int]) -> int:
+    def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Let every stage load its layers. Returns the number of leading blocks that all have.
 
         In a loader's thread.
         """
+        if not copies:
+            return 0
         worker, stages = self._worker, range(1, self.config.pipeline_stages)
+        pages = list(pages[: len(copies)])
         patience_s = 2 * self.config.transfer_s_max
         with worker.lock:
             if not self._group.is_whole:
@@ -289,18 +288,6 @@ class PipelinePrefill(StagePrefill):
             else:  # a lost stage may still compute in these pages
                 self._parked += pages
         then()
-
-
-class _GroupLoader:
-    """The part of KvLoader that prefix_loading.py uses, for all stages."""
-
-    def __init__(self, driver: PipelinePrefill, own: KvLoader) -> None:
-        self._driver, self._own = driver, own
-
-    def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        if not copies:
-            return 0
-        return self._driver.load_with_group(self._own, copies, list(pages[: len(copies)]))
 
 
 def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:

@@ -125,7 +125,7 @@ class FlippingWorker:
         try:
             self._worker = None
             worker.close(CLOSE_S)
-            assert not worker.driver.engine.pages.used_pages, "pages stayed behind"
+            assert not worker.driver.engine.pages.used_pages, "pages are not released"
             changed = self._made(role)
             changed.is_draining = worker.is_draining  # an operator's drain outlives the change
             self._worker = changed

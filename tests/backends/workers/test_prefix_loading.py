@@ -53,7 +53,7 @@ def fill(world: World, keys: list[bytes], blocks: dict[str, int]) -> None:
 def load(world: World, keys: list[bytes], *nodes: str, blocks: int = BLOCKS) -> LoadedPrefix:
     """By a prefill worker of s3."""
     loader: Any = AllArrive()
-    prefixes = PrefixLoading(world.store("s3")[0], loader, "s3", 60.0, DEADLINE_S)
+    prefixes = PrefixLoading(world.store("s3")[0], loader.load_copies, "s3", 60.0, DEADLINE_S)
     found = prefixes.find(keys, "r1")
     return prefixes.load(keys, found, list(range(BLOCKS)), Fetching(blocks, nodes), "r1")
 
@@ -160,7 +160,7 @@ def test_what_the_own_ssd_has_does_not_count_for_what_may_be_fetched(
     holders = ["s3", "s3/ssd", "s3/ssd", "s1", "s1", "s1"]
     store: Any = CopiesStore([(Copy(name, at, 1, 1, 1),) for at, name in enumerate(holders)])
     loader: Any = AllArrive()
-    prefixes = PrefixLoading(store, loader, "s3", 60.0, DEADLINE_S)
+    prefixes = PrefixLoading(store, loader.load_copies, "s3", 60.0, DEADLINE_S)
     keys = keys_of(BLOCKS, 1)
     found = prefixes.find(keys, "r1")
     got = prefixes.load(keys, found, list(range(BLOCKS)), Fetching(allowed, ("s1",)), "r1")

@@ -1,12 +1,21 @@
-"""The feed-forward part of a layer, computed for each token separately."""
+"""The feed-forward part of a layer, dense or with experts, computed for each token separately.
+
+Mixture of experts as in DeepSeek-V3: each token uses a few routed experts and the shared ones.
+Routing: sigmoid scores in float32. A correction bias per expert affects the choice, but not the
+weight. Experts are in groups. A group's rank is the sum of its two best scores, and only experts of
+the best groups can be chosen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from backends.engine.model_config import ExpertsConfig
 from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch.step_plan import rounded_rows
 
 
 class FeedForward(Protocol):
@@ -27,3 +36,59 @@ class DenseFeedForward:
 
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return self.down.add_to(residual, self.gate_up(normed))
+
+
+class Router:
+    def __init__(
+        self, config: ExpertsConfig, weight: torch.Tensor, correction: torch.Tensor
+    ) -> None:
+        """weight [experts, hidden] and correction [experts], float32."""
+        self._config = config
+        self._weight_t = weight.t().contiguous()
+        self._correction = correction
+
+    def choose(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """normed [rows, hidden] -> experts and their weights, int64 and float32 [rows, chosen]."""
+        config = self._config
+        scores = (normed.float() @ self._weight_t).sigmoid()
+        ranked = scores + self._correction
+        of_groups = ranked.view(len(ranked), config.groups, -1)
+        best = of_groups.topk(2, dim=-1).values.sum(-1)
+        groups = best.topk(config.chosen_groups, dim=-1).indices
+        is_left = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
+        ranked = of_groups.masked_fill(is_left.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = ranked.topk(config.chosen, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if config.are_weights_normed:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * config.weights_factor
+
+
+class ExpertsFeedForward:
+    def __init__(
+        self, router: Router, experts: Sequence[DenseFeedForward], shared: DenseFeedForward
+    ) -> None:
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Sort tokens by expert, so that each expert computes its tokens as one matrix."""
+        chosen, weights = self.router.choose(normed)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        order = chosen.flatten().argsort(stable=True)
+        rows = order // chosen.shape[1]
+        weights = weights.flatten()[order].to(normed.dtype).unsqueeze(1)
+        made = torch.zeros_like(normed)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count == 0:
+                continue
+            own = slice(first, first + count)
+            # Padded to few different shapes (see rounded_rows).
+            inputs = normed.new_zeros(rounded_rows(count), normed.shape[1])
+            inputs[:count] = normed[rows[own]]
+            output = expert.down(expert.gate_up(inputs))[:count]
+            made.index_add_(0, rows[own], output * weights[own])
+            first += count
+        return self.shared.add_to(residual + made, normed)
