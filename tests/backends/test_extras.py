@@ -105,7 +105,7 @@ def test_without_any_extra_every_command_can_be_asked_what_it_does() -> None:
     ("arguments", "extra"),
     [
         ("report a.html --out b.html", "report"),
-        ("simulate --all", "report"),
+        ("simulate --plot a.png", "report"),
         ("plan --trace t --slo-ttft 1 --slo-tbt 1", "report"),
         ("replay t --report b.html", "report"),
     ],
