@@ -1,8 +1,8 @@
 """The proof that a request's tenant was set by the gateway and not by a client.
 
-The gateway looks up the API key and sends the tenant's name with a proof: the time at which it was
-made, and an HMAC of name and time with the secret of the launch. Gateway and frontend have that
-secret, clients do not. A proof is valid for a minute, so a logged proof is soon useless. With a
+The gateway looks up the API key and sends the tenant's name with a proof. The proof is a time, and
+an HMAC of name and time with the secret of the launch. Gateway and frontend have that secret,
+clients do not. A proof is valid for a minute, so a logged proof is soon useless. With a
 deployment's `insecure` keys the secret can be guessed, and so proofs can be forged.
 
 Not here: API keys (api_keys.py), the use of a proven tenant (principal.py).

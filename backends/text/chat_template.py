@@ -1,7 +1,7 @@
 """A checkpoint's chat template: renders messages as the text of the prompt.
 
-Templates are Jinja programs written for transformers, so they get the same environment as in
-transformers: sandboxed and immutable, block lines trimmed, the loop controls, and the helpers
+Templates are Jinja programs written for transformers, so they get the same environment. It is
+sandboxed and immutable, trims block lines, and has the loop controls. Its helpers are
 `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
 A template reads the content of a message as a string, as a list of parts
