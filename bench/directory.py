@@ -39,8 +39,6 @@ FOREVER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class FilledDirectory:
-    """One directory process, and its block keys."""
-
     client: DirectoryClient
     process: psutil.Process
     keys: np.ndarray[tuple[int], np.dtype[np.void]]  # KEY_BYTES each

@@ -132,8 +132,6 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of computing a step."""
-
     attention: str  # the kernel that reads the pages, or "gathered"
     kernels: PagedKernels | None
     is_recorded: bool

@@ -388,7 +388,6 @@ async def send_mixed(
 
 
 def run_mixed(addresses: Addresses, count: int, seed: int, in_flight_max: int) -> MixedEndings:
-    """`send_mixed` for a process of its own."""
     try:
         return asyncio.run(send_mixed(addresses, count, seed, in_flight_max))
     except ServerError as error:  # a ServerError cannot be pickled

@@ -76,8 +76,6 @@ class PipelineShape:
 
 
 class PipelineSite:
-    """Two whole workers and a group, ready."""
-
     def __init__(self, stack: contextlib.ExitStack, shape: PipelineShape, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._shape = shape

@@ -35,8 +35,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class IoVector(ctypes.Structure):
-    """struct iovec."""
-
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
@@ -74,7 +72,6 @@ def read_s(
     starts: Iterator[list[int]],
     target: ByteArray,
 ) -> float:
-    """Read the blocks of the next round."""
     chosen = next(starts)
     return timed_s(lambda: getattr(subject, way)(chosen, block_bytes, target))
 

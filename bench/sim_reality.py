@@ -88,8 +88,6 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class RealityOptions:
-    """The options of the measurement."""
-
     scale: float
     turns: int
     rounds: int
@@ -121,8 +119,6 @@ class RequestMeans:
 
 @dataclass(frozen=True, slots=True)
 class CaseMeans:
-    """One case in one turn."""
-
     case: str
     turn: int
     real: RequestMeans

@@ -29,7 +29,6 @@ START_S_GOAL, STOP_S_GOAL = 15.0, 10.0
 
 
 def measure(arguments: Sequence[str]) -> dict[str, Cell]:
-    """One start and stop."""
     started_s = time.perf_counter()
     with started(arguments) as server:
         ready_s = time.perf_counter() - started_s

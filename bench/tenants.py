@@ -47,8 +47,6 @@ WARM_PAIRS = 5
 
 @dataclass(frozen=True, slots=True)
 class TenantProbe:
-    """A tenant's result of one request."""
-
     ttft_s: float
     cached_tokens: int
 

@@ -53,8 +53,6 @@ class ClientLoad:
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """A client's own figures of one run."""
-
     client: str
     model: str
     workload: str

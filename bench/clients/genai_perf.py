@@ -71,7 +71,6 @@ def bundled_libraries() -> Path:
 
 
 def arguments(load: ClientLoad, model: str, backend: str, folder: Path) -> list[str]:
-    """Arguments of `genai-perf profile`."""
     return [
         "profile",
         "--model",

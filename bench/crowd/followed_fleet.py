@@ -51,8 +51,6 @@ WorkerKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Breakage:
-    """A fault of a process."""
-
     at_s: float
     worker_id: str
     kind: Kind
@@ -357,7 +355,6 @@ class FollowedFleet(SimulatedFleet):
                 self._lost_worker((event.worker_id, event.incarnation))
 
     def _lost_worker(self, key: WorkerKey) -> None:
-        """Report the lost worker to every request."""
         heard_s = self.processes[key].last_report_s
         for request in self.requests.values():
             if not request.is_done:

@@ -34,8 +34,6 @@ class LifecycleCarrier(Protocol):
 
 
 class FollowedRequest:
-    """From its arrival to its one end."""
-
     def __init__(
         self,
         offered: Offered,
@@ -126,7 +124,6 @@ class FollowedRequest:
             self.post(events.TokensArrived(job.attempts, worker[1], updates, now_s, 0.0))
 
     def replied(self, job: SimulatedJob, worker: WorkerKey, now_s: float) -> None:
-        """Decode has generated all tokens."""
         self.decoded(job, worker, job.output_tokens - 1, now_s)
         self.post(
             events.DecodeReplied(job.attempts, job.output_tokens - 1, _tokens(0), LENGTH, {}, now_s)

@@ -22,8 +22,6 @@ Watcher = Callable[[Key, bool], None]
 
 
 class BlockPool:
-    """`blocks` physical blocks; each has a number."""
-
     def __init__(self, blocks: int, watcher: Watcher | None = None) -> None:
         assert blocks > 0
         self.blocks = blocks
@@ -111,7 +109,6 @@ class BlockPool:
                 self._watcher(key, False)
 
     def check(self) -> None:
-        """Check the invariants."""
         held = {block for block, holds in enumerate(self._holds) if holds}
         groups = (held, set(self._idle), set(self._free))
         assert sum(map(len, groups)) == self.blocks == len(set().union(*groups))

@@ -281,7 +281,6 @@ class DynamoDecodeWorker:
 
 
 def _common(hits: list[int], others: list[int]) -> list[int]:
-    """The common beginning of both."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(hits, others, strict=False))
     return [block for block, _ in pairs]
 

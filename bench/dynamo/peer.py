@@ -231,7 +231,6 @@ def read_recorded(path: Path = RECORDED) -> tuple[str, dict[PeerRun, PeerResult]
 
 
 def _figures(outcome: SimulationOutcome) -> dict[str, Any]:
-    """The recorded figures of an outcome."""
     ttft = outcome.ttft_s
     return {
         "requests": outcome.offered,

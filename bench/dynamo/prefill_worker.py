@@ -159,7 +159,6 @@ class DynamoPrefillWorker:
         return tokens
 
     def end_pass(self) -> list[SimulatedJob]:
-        """The prompts that are computed now."""
         done, self._pass = self._pass, []
         self.pass_tokens, self.is_busy = 0, False
         self._computed.update((prompt.job, prompt.blocks) for prompt in done)

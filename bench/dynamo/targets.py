@@ -147,7 +147,6 @@ class _Found:
         return None if self._why_not else self._runs.get(case)
 
     def _why_none(self, run: DynamoRun | None) -> str:
-        """Why there is no value beside Dynamo's."""
         why = self._why_not or (self._why_no_peer if run else "this case was not run")
         return why or "Dynamo's replay has no such run"
 
@@ -162,7 +161,6 @@ class _Found:
         return Target(name, round(float(promise.figure(run.outcome)), 3), promise.op, goal, why)
 
     def _of_peer(self, case: DynamoCase) -> dict[str, PeerResult]:
-        """Dynamo's results by router."""
         runs = {router: self._peer.get(case.of_peer(router)) for router in ROUTERS}
         return {router: result for router, result in runs.items() if result is not None}
 

@@ -10,7 +10,6 @@ from mooncake_store.layout import DTYPE_BYTES, KvLayout
 
 
 def layers_scalars(config: ModelConfig) -> int:
-    """Scalars of the matrices of all layers."""
     heads = (config.heads + config.kv_heads) * config.head_dim  # q and o, k and v: twice
     return config.layers * config.hidden * (2 * heads + 3 * config.intermediate)
 

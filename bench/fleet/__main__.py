@@ -72,8 +72,6 @@ class FleetPart(str, Enum):
 
 @dataclass(slots=True)
 class FleetNumbers:
-    """The numbers so far."""
-
     rows: list[dict[str, Cell]] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)

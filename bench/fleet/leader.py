@@ -32,8 +32,6 @@ VOCABULARY = range(16, 2_048)
 
 @dataclass(slots=True)
 class LeaderChange:
-    """One kill."""
-
     host: str  # of the killed leader
     found_s: float | None = None  # from the kill to the first token
     others: Counter[str] = field(default_factory=Counter)  # results of the requests before

@@ -28,8 +28,6 @@ REJECTED = 429
 
 @dataclass(frozen=True, slots=True)
 class DirectWay:
-    """Triton's gRPC."""
-
     grpc: str
 
     async def times_s(self, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
@@ -46,8 +44,6 @@ class DirectWay:
 
 @dataclass(frozen=True, slots=True)
 class GatewayWay:
-    """OpenAI's interface."""
-
     address: str
     key: str
 
@@ -86,7 +82,6 @@ class SoakRun:
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)  # (since its start, value)
 
     def between(self, from_s: float, to_s: float) -> float:
-        """The median of that time."""
         return float(np.median([value for at_s, value in self.rss_bytes if from_s <= at_s <= to_s]))
 
 

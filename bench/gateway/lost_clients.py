@@ -217,7 +217,6 @@ class LostBench:
             pass
 
     async def lose(self, route: str, count: int) -> None:
-        """`count` clients leave at once."""
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(count):
                 await stack.enter_async_context(self.asking(route))

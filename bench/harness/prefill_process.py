@@ -52,8 +52,6 @@ class PipeClient:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A worker's answer."""
-
     request_id: str
     token_id: int
     reply: PrefillReply
@@ -66,7 +64,6 @@ def run_worker(
     pipe: Connection,
     prepare: Callable[[], None],
 ) -> None:
-    """The main function of a worker process."""
     os.environ.update(variables)
     prepare()
     worker: Any = make_worker(

@@ -147,8 +147,6 @@ class PeerProcess:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One process at one moment."""
-
     time_s: float  # of time.perf_counter
     rss_bytes: int
     threads: int

@@ -47,7 +47,6 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self, address: str = "127.0.0.1:0") -> int:
-        """Returns its port."""
         self._server = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)

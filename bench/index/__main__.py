@@ -271,7 +271,6 @@ def decision_rows(
 def decision_targets(
     workers: int, ours: Sequence[dict[str, Cell]], theirs: dict[str, Cell] | None
 ) -> list[Target]:
-    """Targets of the slowest policy."""
     name, goal = DECISION_P50_US[workers]
     slowest = max(ours, key=lambda row: float(row["p50_us"] or 0))
     p50_us = float(slowest["p50_us"] or 0)

@@ -207,7 +207,6 @@ class OurDecisions:
         self._rounds.append(decided_us(fleet, arriving, self._every_s)[WARM_UP:])
 
     def row(self) -> dict[str, Cell]:
-        """Medians over the rounds."""
         wall = [sorted(took.wall_us for took in one) for one in self._rounds]
         cpu = [sorted(took.cpu_us for took in one) for one in self._rounds]
         p50, p99 = _median_at(wall, 50), _median_at(wall, 99)
@@ -252,7 +251,6 @@ class DynamoSelections:
         self._rounds.setdefault(workers, []).append(self._process.ask(str(workers)))
 
     def row(self, workers: int) -> dict[str, Cell]:
-        """Medians over the rounds."""
         p50, p99 = (
             statistics.median(one[name] for one in self._rounds[workers])
             for name in ("p50_us", "p99_us")

@@ -38,8 +38,6 @@ class LookupRound:
 
 @dataclass(slots=True)
 class LookupTimes:
-    """All rounds of one index."""
-
     index: str
     keys: str  # IDS or BYTES
     store_blocks_per_s: float
@@ -95,7 +93,6 @@ class Contender:
         )
 
     def answers(self) -> list[dict[int, int]]:
-        """The answers for the compared requests."""
         some = self._load.requests[:: max(1, len(self._load.requests) // COMPARED)]
         return [self._index.scores(self._index.find(self._as_keys(ids))) for ids in some]
 

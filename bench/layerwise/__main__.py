@@ -87,8 +87,6 @@ def throttle(rate: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWay:
-    """One of the compared workers."""
-
     is_layerwise: bool
     has_all_pages: bool
 

@@ -56,8 +56,6 @@ WORKER_CORES = {"prefill_0": 0, "decode_0": 1}
 
 @dataclass(frozen=True, slots=True)
 class OverheadShape:
-    """Sizes of the measurement, in tokens."""
-
     short_tokens: int
     prompt_tokens: int
     output_tokens: int
@@ -82,8 +80,6 @@ class OverheadShape:
 
 @dataclass(slots=True)
 class Bench:
-    """The objects that all parts use."""
-
     server: OwnServer
     gateway: str  # HOST:PORT
     engine: BareEngine
@@ -93,7 +89,6 @@ class Bench:
     _prompts: int = 0
 
     def prompts(self, count: int, tokens: int) -> list[TokenIds]:
-        """Fresh prompts."""
         first, self._prompts = self._prompts, self._prompts + count
         return [self.source.fresh(first + at, tokens) for at in range(count)]
 

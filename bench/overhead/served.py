@@ -89,8 +89,6 @@ async def together(
 
 @dataclass(frozen=True, slots=True)
 class ModelWay:
-    """A Triton model over gRPC."""
-
     client: TritonClient
 
     async def answer(self, text: str, tokens: int, is_streamed: bool) -> None:

@@ -47,8 +47,6 @@ BEGINS_WITH: Parameters = {
 
 @dataclass(frozen=True, slots=True)
 class PromisedLimits:
-    """The limits of a request."""
-
     ttft_s: float
     tbt_s: float
 
@@ -70,8 +68,6 @@ def mean_step_s(record: RequestRecord) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """One policy in one round."""
-
     round: int
     policy: str
     phase: OverloadPhase
@@ -218,7 +214,6 @@ async def measure(
 def _numbers(
     unloaded: OverloadPhase, full: OverloadPhase, capacity_per_s: float, shape: OverloadShape
 ) -> dict[str, float]:
-    """The numbers that all others follow from."""
     unloaded_ttft_s = unloaded.p50_s("ttft_s")
     answered = full.of(COMPLETED)
     steps_s = [step_s for r in answered if (step_s := mean_step_s(r)) is not None]

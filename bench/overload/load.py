@@ -39,8 +39,6 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class OverloadShape:
-    """The load's parameters."""
-
     prompt_tokens: int
     output_tokens: int  # of each answer; the least, if output_tokens_max is greater
     seconds: float  # of each overload

@@ -48,7 +48,6 @@ def asking(client: StoreClient, keys: list[bytes], is_second: bool = False) -> C
 
 
 def measure(rounds: int, seed: int) -> dict[str, float]:
-    """Median seconds of each way."""
     rng = np.random.default_rng(seed)
     local = rng.integers(0, 256, BLOCKS * BLOCK_BYTES, np.uint8)
     blocks = [local[at : at + BLOCK_BYTES] for at in range(0, local.nbytes, BLOCK_BYTES)]

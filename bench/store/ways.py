@@ -64,7 +64,6 @@ class Pattern:
         return self.local[start : start + self.block_bytes]
 
     def some(self) -> list[int]:
-        """BATCH different blocks."""
         found: list[int] = self.rng.choice(self.blocks, BATCH, replace=False).tolist()
         return found
 

@@ -52,8 +52,6 @@ class ServerFailed(CannotMeasure):
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that was started for a benchmark and is ready."""
-
     addresses: Addresses
     pid: int  # of the launcher
 
@@ -72,7 +70,6 @@ def serving(url: str | None, arguments: Sequence[str] = ()) -> Iterator[Addresse
 
 @contextlib.contextmanager
 def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
-    """A server of our own until the block ends."""
     addresses = free_addresses()
     with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", suffix=".log") as log:
         process = start(addresses, arguments, Path(log.name))
@@ -85,12 +82,9 @@ def started(arguments: Sequence[str] = ()) -> Iterator[OwnServer]:
 
 def own_ports(count: int) -> list[int]:
     """Free ports that this process has not chosen before, for a server that will listen only after
-    others were chosen.
-
-    They are below the kernel's ephemeral range, where any outgoing connection could take one of
-    them before the server listens. They are above the ports that a launcher chooses for its own
-    Tritons.
-    """
+    others were chosen. They are below the kernel's ephemeral range, where any outgoing connection
+    could take one of them before the server listens. They are above the ports that a launcher
+    chooses for its own Tritons."""
     ports = free_ports(count, _chosen_ports, PORT_MIN, PORT_MAX)
     _chosen_ports.update(ports)
     return ports
@@ -150,10 +144,10 @@ def models_waiting(addresses: Addresses) -> list[str]:
     return names if states else ["no model is known yet"]
 
 
-def model_states(addresses: Addresses) -> dict[str, bool] | str:
+def model_states(addresses: Addresses, timeout_s: float = 10.0) -> dict[str, bool] | str:
     """Whether each model is ready, from the metrics port; or why that gives no answer."""
     try:
-        with DIRECTLY.open(f"http://{addresses.metrics}/ready", timeout=10.0) as answer:
+        with DIRECTLY.open(f"http://{addresses.metrics}/ready", timeout=timeout_s) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:  # 503: some models are not ready
         text = error.read()
@@ -183,10 +177,7 @@ def last_lines(log_path: Path | None) -> str:
 
 @contextlib.contextmanager
 def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -> Iterator[Path]:
-    """A copy of the project's model repository until the block ends.
-
-    It lacks the models in `without`, and has the given parameters in others.
-    """
+    """A changed copy of the model repository until the block ends, without some models."""
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         repository = Path(folder) / "model_repository"
         ignored = shutil.ignore_patterns(*without)

@@ -27,7 +27,6 @@ class NamespaceFailed(CannotMeasure):
 
 
 def run_tool(*words: str, text: str | None = None) -> str:
-    """Run a tool; returns its output."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NamespaceFailed(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")

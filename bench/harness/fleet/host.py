@@ -87,8 +87,6 @@ def _await_stopped(process: psutil.Process) -> None:
 
 
 class HostProcesses:
-    """The processes on one host."""
-
     def __init__(self, namespaces: Namespaces, host: str) -> None:
         self.namespaces, self.host = namespaces, host
 

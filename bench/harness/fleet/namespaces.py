@@ -111,7 +111,6 @@ class Namespaces:
         return [str(shutil.which("ip")), "netns", "exec", self.name(host), *command]
 
     def pids(self, host: str) -> list[int]:
-        """All processes that run on that host."""
         return [int(pid) for pid in run_tool("ip", "netns", "pids", self.name(host)).split()]
 
     def cut(self, host: str, *others: str, link: str | None = None) -> NetworkFault:

@@ -14,17 +14,15 @@ Not here: one host (host.py), the network (namespaces.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from backends.direct_http import DIRECTLY
 from bench.harness.fleet.host import READY_S_MAX, FleetHost
 from bench.harness.fleet.namespaces import Namespaces
-from loadtest.harness.server import ServerFailed
+from loadtest.client.server import Addresses
+from loadtest.harness.server import ServerFailed, model_states
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.keys.authority import Authority
@@ -166,7 +164,6 @@ class ServedFleet:
             return f"no directory answers: {error}"
 
     def workers(self) -> list[WorkerInfo]:
-        """The workers in the directory."""
         assert self.directory is not None
         return self.directory.workers()
 
@@ -217,14 +214,7 @@ def keys_of_process(folder: Path) -> Iterator[None]:
 
 def not_ready(metrics: str) -> str:
     """Why a host is not ready, from its metrics port; "" when all models are."""
-    try:
-        with DIRECTLY.open(f"http://{metrics}/ready", timeout=LOOK_S_MAX) as answer:
-            text = answer.read()
-    except urllib.error.HTTPError as error:  # 503: some models are not ready
-        text = error.read()
-    except OSError as error:
-        return f"no answer ({error})"
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        models = json.loads(text)["models"]
-        return ", ".join(f"{model['name']} loads" for model in models if not model["is_ready"])
-    return "the server there is no `mooncake serve`"
+    states = model_states(Addresses("", "", metrics), LOOK_S_MAX)
+    if isinstance(states, str):
+        return states
+    return ", ".join(f"{name} loads" for name, is_ready in states.items() if not is_ready)

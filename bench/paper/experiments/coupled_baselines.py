@@ -38,7 +38,6 @@ SWEPT = (
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every engine and parameter at every speed."""
     source, shape = options.source(options.one_trace(TRACE)), options.settings()
     planned: list[PlannedRun[dict[str, Cell]]] = []
     for speed in options.speeds or (1.0,):

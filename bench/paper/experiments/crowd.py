@@ -83,7 +83,6 @@ class CrowdRun:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Without faults, then with several seeds."""
     prefills, decodes = options.prefills or PREFILLS, options.decodes or DECODES
     first = options.seed
     cases = [CrowdCase(prefills, decodes, 0.0, first)]

@@ -74,7 +74,6 @@ class DynamoResults:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every case, beside Dynamo's numbers."""
     trace = options.one_trace(TRACE)
     rows = options.rows(trace)
     cases = [
@@ -148,7 +147,6 @@ def run(
     options: SimulationOptions = NO_OPTIONS,
     on_over: Callable[[], None] = lambda: None,
 ) -> DynamoRun:
-    """Replay one case to its end."""
     started_s = time.monotonic()
     shares = profile_prefill().estimate.overhead_tokens if case.passes == "shared" else ALWAYS
     sizes = case.blocks, case.prefills, case.decodes, shares

@@ -142,7 +142,6 @@ def _mean(values: np.ndarray) -> float:
 
 
 def baseline_of(runs: Sequence[PipelineRun], policy: str) -> PipelineRun:
-    """No groups, the same policy."""
     return next(r for r in runs if (r.plan.policy, r.plan.mix) == (policy, ALONE))
 
 

@@ -78,7 +78,6 @@ class LoadWatch:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """The speed, then every admission at it."""
     admissions = options.one_of(options.admissions, ADMISSIONS, "admission")
     settings = options.settings()
     trace, why_not = options.promised(TRACE)

@@ -105,8 +105,6 @@ class CpuMeter:
 
 
 class MeteredFleet(SimulatedFleet):
-    """A fleet whose parts are metered."""
-
     METERED = (
         (CONDUCTOR, "conductor", ("on_events", "on_prefill_finished", "on_finished", "on_tick")),
         (DECISIONS, "conductor", ("on_request",)),

@@ -54,7 +54,6 @@ class SchedulingRun:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every policy at every speed."""
     policies = options.one_of(options.policies, POLICIES, "policy")
     settings = options.settings()
     trace, why_not = options.promised(TRACE)

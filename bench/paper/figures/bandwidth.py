@@ -23,7 +23,6 @@ LEAST_RATIO = 3.0
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every speed of the cards."""
     trace, why_not = options.promised(TRACE)
     shapes = [
         replace(options.settings(), nic_bytes_per_s=gbps * BYTES_PER_S_OF_GBPS) for gbps in GBPS

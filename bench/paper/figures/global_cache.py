@@ -31,7 +31,6 @@ Found = Mapping[str, Mapping[str, ServedRun]]
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every policy on every trace."""
     policies = options.one_of(options.policies, LOCAL + GLOBAL, "policy")
     shape = replace(options.settings(), prefills=options.prefills or PREFILLS, decodes=1)
     found: dict[str, dict[str, ServedRun]] = {}

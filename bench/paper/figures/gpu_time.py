@@ -29,7 +29,6 @@ APART_MAX = 0.10
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every system on every trace."""
     found: dict[str, list[ServedRun]] = {}
     for trace in traces_of(options, TRACES):
         plans = [ours(trace, options.settings(), options=options)]

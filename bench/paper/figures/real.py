@@ -29,7 +29,6 @@ PLAIN_MET, PLAIN_MET_APART_MAX = 0.57, 0.06  # of vLLM; the check of the coupled
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Both systems."""
     trace, why_not = options.promised(TRACE)
     shape = replace(
         options.settings(),

@@ -36,8 +36,6 @@ STRICTLY_MORE = 1.0001
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCount:
-    """Copies on prefill nodes at one moment."""
-
     policy: str
     at_s: float
     of_rank: tuple[int, ...]  # as RANKS
@@ -80,7 +78,6 @@ class WatchedFleet(SimulatedFleet):
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Both policies."""
     policies = options.one_of(options.policies, POLICIES, "policy")
     trace, why_not = options.promised(TRACE)
     source = options.source(trace)

@@ -88,8 +88,6 @@ class ServedRun:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """All settings that decide one run."""
-
     trace: str
     system: ClusterSettings | CoupledSettings  # ours, or coupled engines
     speed: float = constants.REPLAY_SPEED
@@ -131,7 +129,6 @@ def serve(offered: Sequence[Offered], plan: ServePlan, on_over: Quiet = lambda: 
 def serve_all(
     plans: Sequence[ServePlan], options: SimulationOptions, begin: Begin
 ) -> list[ServedRun]:
-    """Each plan's run, in this order."""
     plans = [replace(plan, system=replace(plan.system, seed=options.seed)) for plan in plans]
     planned = [
         PlannedRun(
