@@ -16,7 +16,7 @@ import secrets
 from pathlib import Path
 
 from bench.clients.agreement import GATEWAY, ClientLoad, ClientReport
-from bench.clients.environment import ClientFailed, run_client
+from bench.clients.environment import ClientFailed, flags, run_client
 from bench.clients.replay import ScaledTrace
 
 NAME = "aiperf"
@@ -37,30 +37,19 @@ def arguments(load: ClientLoad, model: str, folder: Path, trace: Path | None) ->
     """Arguments of `aiperf profile`; with `trace`, prompts and times are the trace's."""
     asked = [
         "profile",
-        "--model",
-        model,
-        "--url",
-        f"http://{load.addresses.http}",
-        "--endpoint-type",
-        "template",
-        "--custom-endpoint",
-        f"/v2/models/{model}/generate_stream",
-        "--extra-inputs",
-        f"payload_template:{folder / 'template.jinja'}",
-        "--extra-inputs",
-        "response_field:text_output",
+        *flags(
+            model=model,
+            url=f"http://{load.addresses.http}",
+            endpoint_type="template",
+            custom_endpoint=f"/v2/models/{model}/generate_stream",
+        ),
+        *flags(extra_inputs=f"payload_template:{folder / 'template.jinja'}"),
+        *flags(extra_inputs="response_field:text_output"),
         *common(load, folder),
     ]
     if trace is not None:
-        return [
-            *asked,
-            "--input-file",
-            str(trace),
-            "--custom-dataset-type",
-            "mooncake_trace",
-            "--fixed-schedule",
-            "--fixed-schedule-auto-offset",
-        ]
+        traced = flags(input_file=trace, custom_dataset_type="mooncake_trace")
+        return [*asked, *traced, "--fixed-schedule", "--fixed-schedule-auto-offset"]
     return [*asked, *synthetic(load)]
 
 
@@ -70,16 +59,8 @@ def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> li
     assert server is not None, "no gateway was named"
     found = [
         "profile",
-        "--model",
-        server.model,
-        "--url",
-        server.url.removesuffix("/v1"),
-        "--endpoint-type",
-        "chat",
-        "--api-key",
-        server.key,
-        "--extra-inputs",
-        "ignore_eos:true",
+        *flags(model=server.model, url=server.url.removesuffix("/v1"), endpoint_type="chat"),
+        *flags(api_key=server.key, extra_inputs="ignore_eos:true"),
         *common(load, folder),
         *synthetic(load),
     ]
@@ -88,38 +69,19 @@ def chat_arguments(load: ClientLoad, folder: Path, counts_by_server: bool) -> li
 
 def common(load: ClientLoad, folder: Path) -> list[str]:
     return [
-        "--streaming",
-        "--tokenizer",
-        CACHED_TOKENIZER,
-        "--artifact-dir",
-        str(folder),
-        "--ui",
-        "none",
-        "--no-gpu-telemetry",
-        "--no-server-metrics",
+        *("--streaming", "--no-gpu-telemetry", "--no-server-metrics"),
+        *flags(tokenizer=CACHED_TOKENIZER, artifact_dir=folder, ui="none"),
         # It would start a process per core and kind, on the server's cores, and each begins with a
         # slow request because of its imports and connection.
-        "--workers-max",
-        str(1 if load.concurrency == 1 else 2),
-        "--record-processor-service-count",
-        "1",
+        *flags(workers_max=1 if load.concurrency == 1 else 2, record_processor_service_count=1),
         # Without it, a hash id is the same text in every run: the second run would be cached.
-        "--random-seed",
-        str(secrets.randbits(31)),
+        *flags(random_seed=secrets.randbits(31)),
     ]
 
 
 def synthetic(load: ClientLoad) -> list[str]:
-    return [
-        "--isl",
-        str(load.input_tokens),
-        "--osl",
-        str(load.output_tokens),
-        "--concurrency",
-        str(load.concurrency),
-        "--request-count",
-        str(load.requests),
-    ]
+    lengths = flags(isl=load.input_tokens, osl=load.output_tokens)
+    return [*lengths, *flags(concurrency=load.concurrency, request_count=load.requests)]
 
 
 def run_chat(

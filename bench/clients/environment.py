@@ -81,6 +81,12 @@ def _run(command: Sequence[str], requirements: Sequence[str]) -> None:
         )
 
 
+def flags(**values: object) -> list[str]:
+    """Command line options by keyword: request_count=60 is --request-count 60."""
+    named = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items())
+    return [word for pair in named for word in pair]
+
+
 def run_client(
     command: Sequence[str],
     folder: Path,

@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 
 from bench.clients.agreement import ClientLoad, ClientReport
-from bench.clients.environment import ClientFailed, run_client
+from bench.clients.environment import ClientFailed, flags, run_client
 
 NAME = "genai-perf"
 REQUIREMENTS = ("genai-perf==0.0.16", "tritonclient==2.51.0")
@@ -72,34 +72,12 @@ def bundled_libraries() -> Path:
 
 def arguments(load: ClientLoad, model: str, backend: str, folder: Path) -> list[str]:
     return [
-        "profile",
-        "--model",
-        model,
-        "--endpoint-type",
-        "kserve",
-        "--backend",
-        backend,
-        "--streaming",
-        "--url",
-        load.addresses.grpc,
-        "--tokenizer",
-        str(load.tokenizer),
-        "--num-prompts",
-        str(load.requests),
-        "--request-count",
-        str(load.requests),
-        "--isl",
-        str(load.input_tokens),
-        "--osl",
-        str(load.output_tokens),
-        "--output-tokens-mean-deterministic",
-        "--concurrency",
-        str(load.concurrency),
+        *("profile", "--streaming", "--output-tokens-mean-deterministic"),
+        *flags(model=model, endpoint_type="kserve", backend=backend, url=load.addresses.grpc),
+        *flags(tokenizer=load.tokenizer, num_prompts=load.requests, request_count=load.requests),
+        *flags(isl=load.input_tokens, osl=load.output_tokens, concurrency=load.concurrency),
         # Its default seed is 0: the prompts of the run before would be in the server's cache.
-        "--random-seed",
-        str(secrets.randbits(31)),
-        "--artifact-dir",
-        str(folder),
+        *flags(random_seed=secrets.randbits(31), artifact_dir=folder),
     ]
 
 
