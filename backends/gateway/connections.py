@@ -1,8 +1,9 @@
 """Limits of client connections: their number, the time of their requests, their unread bytes.
 
 uvicorn implements HTTP/1.1. This module limits three resources that a client could otherwise hold
-without end: a request that does not arrive or arrives byte by byte, an answer that is not read, and
-the number of connections. The module rejects requests that are not HTTP in OpenAI's error format.
+without end. They are a request that does not arrive or arrives byte by byte, an answer that is not
+read, and the number of connections. The module rejects requests that are not HTTP in OpenAI's error
+format.
 It detects that a client has disconnected even if bytes follow the client's request.
 
 The time limit of a request's head, and then of its body, begins with its first byte. Further bytes

@@ -68,7 +68,7 @@ class LaunchFiles:
         _remove_all(f"{self.name}-{name}", self._shm, "*")
 
     def mark_stopping(self) -> None:
-        """Make a file that tells starting processes to stop waiting."""
+        """Make the file STOPPING, so that starting processes stop waiting."""
         with contextlib.suppress(OSError):
             (self.socket_dir / STOPPING).touch()
 

@@ -71,8 +71,8 @@ def backend_of(model: Path) -> str | None:
 class WorkerFolders:
     """The prefill and decode workers of the operator's repository.
 
-    A worker has a folder of its own, or it is made from the folder of another worker because the
-    launch options ask for more workers than there are folders (serve_settings.py).
+    A worker has a folder of its own, or it is made from the folder of another worker. The latter
+    happens if the launch options demand more workers than there are folders (serve_settings.py).
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """A Kustomize component for clusters with Prometheus: monitoring and autoscaling of pools.
 
 The component needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus
-metrics as Kubernetes metrics. A pool scales by the larger demand of two metrics: the conductor's
-number of live requests, which grows before any worker is late, and the number of requests that wait
-at the pool's workers.
+metrics as Kubernetes metrics. A pool scales by the larger demand of two metrics. The first is the
+conductor's number of live requests, which grows before any worker is late. The second is the number
+of requests that wait at the pool's workers.
 """
 
 from __future__ import annotations
