@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -191,54 +192,24 @@ def targets_of(runs: Sequence[RejectionRun], why_not: str = "") -> list[Target]:
     if baseline is not None and baseline.outcome.wasted_share < WASTED_SHARE_MIN:
         why_not, found = f"the baseline never wasted {WASTED_SHARE_MIN:.0%} of its prefills", {}
     why_not = why_not or "this admission was not run"
-    targets = [
-        ratio_target(
-            f"wasted prefill seconds, {name} / baseline",
-            found,
-            name,
-            "baseline",
-            lambda run: run.outcome.wasted_prefill_s,
-            goal,
-            why_not,
-        )
+    wasted, served = attrgetter("outcome.wasted_prefill_s"), attrgetter("within_slo")
+    swing = attrgetter("prefill_load_std")
+    cases = [
+        (f"wasted prefill seconds, {name} / baseline", name, "baseline", wasted, goal)
         for name, goal in WASTED_OF_BASELINE.items()
     ]
-    targets.append(
-        ratio_target(
-            "wasted prefill seconds, predictive_lengths / predictive",
-            found,
-            "predictive_lengths",
-            "predictive",
-            lambda run: run.outcome.wasted_prefill_s,
-            STRICTLY_LESS,
-            why_not,
-        )
-    )
+    name = "wasted prefill seconds, predictive_lengths / predictive"
+    cases.append((name, "predictive_lengths", "predictive", wasted, STRICTLY_LESS))
     for worse, better in pairwise(ADMISSIONS):
-        targets.append(
-            ratio_target(
-                f"requests within both SLOs, {worse} / {better}",
-                found,
-                worse,
-                better,
-                lambda run: float(run.within_slo),
-                STRICTLY_LESS,
-                why_not,
-            )
-        )
-    for name, other, goal in (
-        ("predictive", "early", STRICTLY_LESS),
-        ("predictive_lengths", "predictive", 1.0),
+        name = f"requests within both SLOs, {worse} / {better}"
+        cases.append((name, worse, better, served, STRICTLY_LESS))
+    name = "swing of the prefill load, {} / {}"
+    for pair, goal in (
+        (("predictive", "early"), STRICTLY_LESS),
+        (("predictive_lengths", "predictive"), 1.0),
     ):
-        targets.append(
-            ratio_target(
-                f"swing of the prefill load, {name} / {other}",
-                found,
-                name,
-                other,
-                lambda run: run.prefill_load_std,
-                goal,
-                why_not,
-            )
-        )
-    return targets
+        cases.append((name.format(*pair), *pair, swing, goal))
+    return [
+        ratio_target(name, found, above, below, number, goal, why_not)
+        for name, above, below, number, goal in cases
+    ]
