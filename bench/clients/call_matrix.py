@@ -55,7 +55,7 @@ def run_calls(client: str, calls: Sequence[Call], calls_with_keys: Sequence[Call
         else:
             try:
                 said["came"] = call(server)
-            except Exception:  # edge: the other calls run anyway
+            except Exception:  # Catch all: the other calls run anyway
                 said["failure"] = traceback.format_exc(limit=-3)
         print(json.dumps(said), flush=True)
 

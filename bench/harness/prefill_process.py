@@ -80,7 +80,7 @@ def run_worker(
             client = PipeClient(pipe, request.request_id)
             try:
                 worker.submit(request, token_ids, client)
-            except Exception as error:  # edge: the error is sent to the benchmark
+            except Exception as error:  # Catch all: the error is sent to the benchmark
                 client.fail(error)
 
 

@@ -72,14 +72,9 @@ def lookups(
             for one in turns:
                 one.round()
         if peers:
+            name = f"list, Dynamo {peers[0].version}"
             hash_rows = [
-                {
-                    "what": "hashing",
-                    "input": f"list, Dynamo {peers[0].version}",
-                    "prompt_tokens": 131_072,
-                    "block_tokens": int(block_tokens),
-                    "million_tokens_per_s": round(rate / 1e6, 1),
-                }
+                hashing_row(name, 131_072, int(block_tokens), rate)
                 for block_tokens, rate in peers[0].hashing.items()
             ]
     return [one.measured for one in turns], hash_rows
