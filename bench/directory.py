@@ -153,11 +153,13 @@ def row(one: FilledDirectory, eviction: str, times: dict[str, float]) -> dict[st
 
 
 def main(
-    keys: Annotated[int, typer.Option(min=ASKED, help="In the large directory.")] = KEYS_GOAL,
-    few: Annotated[int, typer.Option(min=ASKED, help="In the small one.")] = 100_000,
+    keys: Annotated[
+        int, typer.Option(min=ASKED, help="Block keys of the large directory.")
+    ] = KEYS_GOAL,
+    few: Annotated[int, typer.Option(min=ASKED, help="Block keys of the small one.")] = 100_000,
     rounds: Annotated[int, typer.Option(min=3, help="Questions of each kind to each.")] = 200,
     eviction: Annotated[str, typer.Option(help=f"{' or '.join(POLICIES)}.")] = "density",
-    seed: Annotated[int, typer.Option(help="Of the keys and which are asked for.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the keys and questions.")] = 1,
 ) -> None:
     """Fill two directories and ask both; the last line is JSON."""
     with benchmark("directory") as run, console.status(f"filling with {keys:,} keys ..."):

@@ -426,11 +426,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shape",
         default=GpuModelShape.LLAMA_3_8B.value,
-        help="Of the model.",
+        help="Size of the model.",
         choices=[shape.value for shape in GpuModelShape],
     )
-    parser.add_argument("--chunk-tokens", type=int, default=8_192, help="Of prefill, in a step.")
-    parser.add_argument("--times", type=int, default=20, help="Medians are of so many.")
+    parser.add_argument("--chunk-tokens", type=int, default=8_192, help="Tokens of a prefill step.")
+    parser.add_argument("--times", type=int, default=20, help="Repetitions of a median.")
     asked = parser.parse_args(arguments)
     started_s = time.perf_counter()
     workload = WORKLOADS[GpuModelShape(asked.shape)]

@@ -197,9 +197,9 @@ def _put(address: str, keys: Sequence[bytes]) -> None:
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Leaders that are killed.")] = 5,
-    blocks: Annotated[int, typer.Option(min=1, help="In the prefix that is looked for.")] = 1_000,
-    ttl_s: Annotated[int, typer.Option(min=1, help="Of the election.")] = 3,
-    seed: Annotated[int, typer.Option(help="When they are killed.")] = 0,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of the prefix.")] = 1_000,
+    ttl_s: Annotated[int, typer.Option(min=1, help="TTL of the election.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the times of kills.")] = 0,
 ) -> None:
     """Kill leaders, and measure how long a cached prefix cannot be found."""
     with benchmark("leader_change") as run:

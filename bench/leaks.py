@@ -525,12 +525,12 @@ class LeakTest:
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=180, help="Of Locust; three minutes at least.")] = (
-        300.0
-    ),
+    seconds: Annotated[
+        float, typer.Option(min=180, help="Time of Locust; three minutes at least.")
+    ] = (300.0),
     users: Annotated[int, typer.Option(min=1, help="Locust's users.")] = 20,
     mixed: Annotated[int, typer.Option(min=1, help="Mixed requests, before and after.")] = 1_000,
-    seed: Annotated[int | None, typer.Option(help="Of everything random; random by default.")] = (
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness; random by default.")] = (
         None
     ),
     capacity_share: Annotated[

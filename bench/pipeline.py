@@ -186,10 +186,12 @@ def targets(rows: list[dict[str, Cell]]) -> list[Target]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are over them.")] = 3,
-    prompt_tokens: Annotated[int, typer.Option(min=512, help="Of the long prompt.")] = LONG_TOKENS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 3,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=512, help="Tokens of the long prompt.")
+    ] = LONG_TOKENS,
     chunk_tokens: Annotated[int, typer.Option(min=BLOCK_TOKENS, help="Longest step.")] = 512,
-    layers: Annotated[int, typer.Option(min=STAGES, help="Of the model.")] = 12,
+    layers: Annotated[int, typer.Option(min=STAGES, help="Layers of the model.")] = 12,
     seed: BlocksSeed = 1,
 ) -> None:
     """Measure one prompt through a group of two stages; the last line is JSON."""

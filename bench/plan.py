@@ -182,11 +182,12 @@ async def send(
 def main(
     trace: Annotated[Path, typer.Option(help="A published trace.")] = START_OF_TRACE,
     requests: Annotated[int, typer.Option(min=10, help="Its first ones.")] = 300,
-    length_scale: Annotated[float, typer.Option(help="Of prompts and answers.")] = 0.0625,
+    length_scale: Annotated[float, typer.Option(help="Factor of all lengths.")] = 0.0625,
     speed: Annotated[
-        float | None, typer.Option(help="Of the trace; default: where the plan's differ most.")
+        float | None,
+        typer.Option(help="Factor of the trace's speed; default: where plans differ most."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Of the profile.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the profile.")] = 2,
     seed: FreshSeed = None,
 ) -> None:
     """Plan and serve the same fleets; the last line is JSON."""

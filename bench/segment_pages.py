@@ -105,7 +105,7 @@ def measure(subjects: list[FolderSegment], size_bytes: int, rounds: int) -> list
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="On tmpfs or a hugetlbfs.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders on tmpfs or a hugetlbfs.")],
     segment_mib: Annotated[int, typer.Option(min=16)] = 1024,
     rounds: Annotated[int, typer.Option(min=5)] = 40,
 ) -> None:

@@ -265,9 +265,9 @@ def row_of(found: CaseMeans) -> dict[str, Cell]:
 def main(
     trace: Annotated[Path, typer.Option(help="A published trace.")] = START_OF_TRACE,
     requests: Annotated[int, typer.Option(min=10, help="Its first ones.")] = 100,
-    length_scale: Annotated[float, typer.Option(help="Of prompts and answers.")] = 0.0625,
+    length_scale: Annotated[float, typer.Option(help="Factor of all lengths.")] = 0.0625,
     runs: Annotated[int, typer.Option(min=1, help="Turns; medians are over them.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each profile.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each profile.")] = 2,
     case: Annotated[
         list[str] | None, typer.Option(help=f"Only this: {', '.join(CASES)}; repeatable.")
     ] = None,

@@ -247,7 +247,7 @@ def raw_reader(folder: Path, block_bytes: int) -> Iterator[Callable[[list[int]],
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="On the disk to be measured.")] = Path(".mooncake"),
+    folder: Annotated[Path, typer.Option(help="Folder on the measured disk.")] = Path(".mooncake"),
     rounds: BatchRounds = 25,
     seed: BlocksSeed = 1,
 ) -> None:

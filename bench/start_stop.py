@@ -62,7 +62,7 @@ def at_rest(pid: int) -> dict[str, Cell]:
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Starts and stops.")] = 5,
-    store_bytes: Annotated[str, typer.Option(help="Of each storage node.")] = "128M",
+    store_bytes: Annotated[str, typer.Option(help="DRAM of each storage node.")] = "128M",
 ) -> None:
     """Start and stop servers; the last line is JSON."""
     with benchmark("start_stop") as run:

@@ -236,7 +236,7 @@ def ms(seconds: float) -> float:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are over them.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 3,
     only: Annotated[list[Part] | None, typer.Option(help="Parts; by default all.")] = None,
     seed: BlocksSeed = 1,
 ) -> None:

@@ -164,15 +164,17 @@ def require_namespaces() -> None:
 
 
 def main(
-    seed: Annotated[int | None, typer.Option(help="Of everything random; random by default.")] = (
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness; random by default.")] = (
         None
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Leaders that are killed.")] = 5,
-    chaos_seconds: Annotated[float, typer.Option(min=10, help="Of faults on a fleet.")] = 60.0,
+    chaos_seconds: Annotated[float, typer.Option(min=10, help="Time of faults on a fleet.")] = 60.0,
     traces: Annotated[
         Path | None, typer.Option(help="Folder of the published traces, for the simulation.")
     ] = None,
-    only: Annotated[list[FleetPart] | None, typer.Option(help="Of the four; repeatable.")] = None,
+    only: Annotated[
+        list[FleetPart] | None, typer.Option(help="Part to measure; repeatable.")
+    ] = None,
 ) -> None:
     """Measure a fleet of three hosts in namespaces; the last line is JSON."""
     seed = secrets.randbits(31) if seed is None else seed

@@ -191,10 +191,10 @@ def measure_soak(
 
 
 def main(
-    pairs: Annotated[int, typer.Option(min=5, help="Of requests, for the time added.")] = 200,
-    soak_s: Annotated[float, typer.Option(help="Of users who leave; 0: none.")] = 300.0,
-    users: Annotated[int, typer.Option(min=1, help="In the soak.")] = 50,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    pairs: Annotated[int, typer.Option(min=5, help="Pairs of requests for the added time.")] = 200,
+    soak_s: Annotated[float, typer.Option(help="Seconds of users that leave; 0: none.")] = 300.0,
+    users: Annotated[int, typer.Option(min=1, help="Users in the soak.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness.")] = None,
 ) -> None:
     """Measure the gateway; the last line is JSON."""
     seed = secrets.randbits(31) if seed is None else seed

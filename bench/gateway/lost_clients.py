@@ -270,7 +270,9 @@ def lost_row(route: str, lost: int, use: UseIntegral, others: OthersTimes) -> di
 
 
 def main(
-    times: Annotated[int, typer.Option(min=1, help="That one client leaves, of each kind.")] = 50,
+    times: Annotated[
+        int, typer.Option(min=1, help="Single clients that leave, of each kind.")
+    ] = 50,
     lost: Annotated[int, typer.Option(min=1, help="Clients that leave at once.")] = 8,
     seed: FreshSeed = None,
 ) -> None:

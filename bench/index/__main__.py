@@ -306,18 +306,20 @@ def main(
         list[IndexPart] | None, typer.Option(help="Only this part; repeatable.")
     ] = None,
     workers: Annotated[
-        list[int] | None, typer.Option(min=1, help="Only so many; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Number of workers; repeatable.")
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help=f"Decisions of this one ({', '.join(POLICIES)}); repeatable."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=100, help="Only the first so many of the trace.")
+        int | None, typer.Option(min=100, help="Number of the trace's first requests.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each lookup; of decisions, a third.")] = 9,
-    decisions: Annotated[int, typer.Option(min=10, help="In each round.")] = 3_000,
-    seed: Annotated[int, typer.Option(help="Of the hashed tokens.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of lookups; a third for decisions.")
+    ] = 9,
+    decisions: Annotated[int, typer.Option(min=10, help="Decisions in each round.")] = 3_000,
+    seed: Annotated[int, typer.Option(help="Seed of the hashed tokens.")] = 1,
 ) -> None:
     """Measure; the last line is JSON."""
     trace, parts = traces / "conversation_trace.jsonl", only or list(IndexPart)

@@ -268,8 +268,8 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are over them.")] = 3,
-    layers: Annotated[int, typer.Option(min=2, help="Of the model.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 3,
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the model.")] = 12,
     seed: BlocksSeed = 1,
 ) -> None:
     """Measure layer-wise loading with a link as fast as computing; the last line is JSON."""

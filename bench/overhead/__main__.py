@@ -307,17 +307,19 @@ def main(
     only: Annotated[
         list[OverheadPart] | None, typer.Option(help="Only this part; repeatable.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Medians are over them.")] = 5,
-    short_tokens: Annotated[int, typer.Option(min=65, help="Of the cached prompt.")] = 350,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds of the medians.")] = 5,
+    short_tokens: Annotated[int, typer.Option(min=65, help="Tokens of the cached prompt.")] = 350,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, max=3_000, help="Of each stream's prompt.")
+        int, typer.Option(min=1, max=3_000, help="Tokens of each stream's prompt.")
     ] = 512,
-    output_tokens: Annotated[int, typer.Option(min=64, help="Of each stream, for TBT.")] = 256,
+    output_tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens of each stream, for TBT.")
+    ] = 256,
     answer_tokens: Annotated[
         int,
         typer.Option(
             min=64,
-            help="Of each answer, for throughput: the time to the first token is little of it.",
+            help="Tokens of each answer, for throughput; many, so that the TTFT hardly counts.",
         ),
     ] = 800,
     threads: Annotated[int, typer.Option(min=1, help="As in the workers' config.pbtxt.")] = 1,

@@ -93,17 +93,19 @@ def main(
         bool, typer.Option("--decode-bound", help="Long answers: decoding is what is short.")
     ] = False,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=64, help="Of each prompt; 1,024, or 512 with --decode-bound.")
+        int | None,
+        typer.Option(min=64, help="Tokens of a prompt; 1,024, or 512 with --decode-bound."),
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Of each answer; 24, or 128 to four times as many.")
+        int | None,
+        typer.Option(min=2, help="Tokens of an answer; 24, or 128 to four times as many."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=2.0, help="Of each overload.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=2.0, help="Length of each overload.")] = None,
     at_once: Annotated[
-        int | None, typer.Option(min=2, help="In flight while measuring capacity; 8, or 12.")
+        int | None, typer.Option(min=2, help="Requests in flight for the capacity; 8, or 12.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Of --decode-bound.")] = 3,
-    policies: Annotated[str, typer.Option(help="Of --decode-bound.")] = ",".join(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of --decode-bound.")] = 3,
+    policies: Annotated[str, typer.Option(help="Policies of --decode-bound.")] = ",".join(
         decode_bound.POLICIES
     ),
     changed: Annotated[

@@ -126,7 +126,7 @@ of each role.
 crowd: 1,536 requests on 50 + 2,500 workers, of which 5 % are killed, frozen or reloaded meanwhile:
 whether each ends within its deadline.
 
-frontends: mean TTFT with several frontends that tell each other what they routed, or not.
+frontends: mean TTFT with several frontends, with and without notes of what each routed.
 
 roles: requests within both limits when the load changes from short of prefill to short of decode:
 every fixed split, workers that flip with the load, and an oracle that knows when it changes.
@@ -154,21 +154,21 @@ Every = Annotated[
 ]
 Book = Annotated[Path, typer.Option(help="Where --all writes its page.")]
 Frontends = Annotated[
-    list[int] | None, typer.Option("--frontends", min=1, help="frontends: so many; repeatable.")
+    list[int] | None, typer.Option("--frontends", min=1, help="frontends: how many; repeatable.")
 ]
 NotesLatency = Annotated[
     list[float] | None,
     typer.Option(
         "--notes-latency-s",
         min=0.0,
-        help="frontends: what one routed, the others know so much later; repeatable.",
+        help="frontends: delay of notes to the others; repeatable.",
     ),
 ]
 PeerPython = Annotated[
     str | None,
     typer.Option(
         help="dynamo-replay: a Python with ai-dynamo-runtime; Dynamo's own replay runs too, "
-        "instead of what was recorded of it."
+        "instead of its recording."
     ),
 ]
 
@@ -185,10 +185,10 @@ def main(
     admission: Admissions = None,
     speed: Annotated[
         list[float] | None,
-        typer.Option(min=0.01, help="So many times as fast as recorded; repeatable."),
+        typer.Option(min=0.01, help="Factor of the recorded speed; repeatable."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many of the trace.")
+        int | None, typer.Option(min=1, help="Number of the trace's first requests.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
     prefills: Prefills = None,

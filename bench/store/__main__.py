@@ -212,10 +212,10 @@ def main(
         Path | None, typer.Option(help="A Python that has Mooncake's wheel, to measure it too.")
     ] = None,
     ssd_folder: Annotated[
-        Path, typer.Option(help="On the disk to be measured; emptied afterwards.")
+        Path, typer.Option(help="Folder on the measured disk; emptied afterwards.")
     ] = Path(".mooncake/bench-ssd"),
-    rounds: Annotated[int, typer.Option(min=1, help="Of all ways in turns.")] = 5,
-    batches: Annotated[int, typer.Option(min=3, help="Of each way in a round.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways in turns.")] = 5,
+    batches: Annotated[int, typer.Option(min=3, help="Batches of each way in a round.")] = 20,
     seed: BlocksSeed = 1,
 ) -> None:
     """Measure put, get and exist; the last line is JSON."""
