@@ -121,7 +121,7 @@ def test_workers_answer_to_their_own_frontend_only(
         (answer,) = list(
             calls(info.grpc_address, info.worker_id, inputs, [REPLY_IDS, REPLY_BODY], "stranger")
         )
-        said = b"another secret" if secret else b"their own frontend"
+        said = b"different secrets" if secret else b"their own frontend"
         assert said in answer[REPLY_BODY][0]
     calls.close()
 

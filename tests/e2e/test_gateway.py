@@ -239,7 +239,7 @@ def test_of_a_tenant_that_is_no_operator_it_shows_its_own_decisions_only(
         "latest.cluster && latest.cluster.decisions.length && latest", "its decision"
     )
     assert {each["tenant"] for each in found["cluster"]["decisions"]} == {"single"}
-    assert found["cluster"]["hot_prefixes"] is None and not found["principal"]["is_operator"]
+    assert found["cluster"]["hot_prefixes"] is None and not found["asker"]["is_operator"]
     assert "operator" in browser.text("#no-hot")
 
 
