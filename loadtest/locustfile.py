@@ -17,36 +17,9 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtest.users.distributed import MasterSession, WorkerSession
 from loadtest.users.session import DecidingSession
 from loadtest.users.settings import add_options
-from loadtest.users.users import (
-    ArxivUser,
-    BurstUser,
-    ChatUser,
-    DecodeUser,
-    DocumentUser,
-    LEvalUser,
-    Long16kUser,
-    Long32kUser,
-    Long64kUser,
-    Long128kUser,
-    SharedPromptUser,
-    TraceUser,
-)
+from loadtest.users.users import USERS
 
-__all__ = [
-    "ArxivUser",
-    "BurstUser",
-    "ChatUser",
-    "DecodeUser",
-    "DocumentUser",
-    "LEvalUser",
-    "Long16kUser",
-    "Long32kUser",
-    "Long64kUser",
-    "Long128kUser",
-    "SharedPromptUser",
-    "TraceUser",
-]
-
+globals().update({user.__name__: user for user in USERS})  # where Locust looks for users
 events.init_command_line_parser.add_listener(add_options)
 
 

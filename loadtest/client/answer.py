@@ -10,8 +10,6 @@ from loadtest.results.metrics import COMPLETED, FAILED, REJECTED, RequestRecord
 
 @dataclass(slots=True)
 class ReceivedAnswer:
-    """The part of one request's answer that has arrived so far."""
-
     token_times_s: list[float] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -51,26 +51,6 @@ class PostedRequest:
     body: bytes
 
 
-class EventReader(Protocol):
-    """Reads the events of one answer; `is_finished`: the answer is complete."""
-
-    is_finished: bool
-
-    def read(self, data: bytes, time_s: float) -> TokenEvent | None:
-        """The event after `data:`; None for an event without content. Raises ServerError."""
-        ...
-
-
-class HttpInterface(Protocol):
-    def posted(self, request: GenerateRequest) -> PostedRequest: ...
-
-    def reader(self) -> EventReader: ...
-
-    def refusal(self, status: int, retry_after: str, body: bytes) -> ServerError:
-        """The error of a response that is no event stream; `retry_after`: the header, or ""."""
-        ...
-
-
 def data_of(line: bytes) -> bytes | None:
     """The data of a line; None for comments, other fields and the lines between events."""
     return line[len(DATA) :].strip() if line.startswith(DATA) else None
@@ -81,7 +61,6 @@ def shown(body: bytes) -> str:
 
 
 def decoded(data: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for any other data."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -91,9 +70,12 @@ def decoded(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class TritonReader:
+    """Reads the events of one answer; `is_finished`: the answer is complete."""
+
     is_finished: bool = False
 
     def read(self, data: bytes, time_s: float) -> TokenEvent | None:
+        """The event after `data:`; None for an event without content. Raises ServerError."""
         found = decoded(data)
         if found is None:
             raise server_error(shown(data))
@@ -116,6 +98,7 @@ class TritonInterface:
         return TritonReader()
 
     def refusal(self, status: int, retry_after: str, body: bytes) -> ServerError:
+        """The error of a response that is no event stream; `retry_after`: the header, or ""."""
         said = decoded(body) or {}
         return server_error(str(said.get("error") or f"HTTP status {status}: {shown(body)}"))
 
@@ -227,6 +210,9 @@ class OpenAiInterface:
             what = f"HTTP status {status}, and no error as OpenAI's interface has them"
             return ServerError("server_error", f"{what}: {shown(body)}")
         return error_of(status, retry_after, said)
+
+
+HttpInterface = TritonInterface | OpenAiInterface
 
 
 def error_of(status: int, retry_after: str, said: Mapping[str, Any]) -> ServerError:

@@ -1,15 +1,11 @@
-"""The Prometheus page of a server, such as Triton's metrics port serves: read once, or
-periodically.
+"""The Prometheus page of a server, such as Triton's metrics port serves: read once, or sampled.
 
-`prometheus_client` parses the text. Comment lines are removed before parsing: with its `# TYPE`
-line a counter would get another name (`nv_inference_count` as `nv_inference_count_total`), and a
-recording keeps the names of the page.
+`prometheus_client` parses the text without its comment lines: with a `# TYPE` line a counter would
+get another name (`nv_inference_count` as `nv_inference_count_total`).
 
-A sampler reads the page about once a second during a run. It only cuts out the lines that it keeps;
-they are parsed after the run, because a sampler that used the sender's processor would make the
-sender late. A page that cannot be read is left out: requests matter more, and a report without
-samples states that there are none. Plain threads and sockets also work in a process where gevent
-has replaced both.
+A sampler reads the page about once a second and only cuts out the lines that it keeps. They are
+parsed after the run, because parsing would make the sender late. A page that cannot be read is left
+out. Plain threads and sockets also work where gevent has replaced both.
 
 Not here: rates from counters (report/timeline.py).
 """
@@ -34,17 +30,12 @@ SETTLE_S = 0.5  # a server updates its page a few times a second, not at once
 
 def fetch_page(metrics_url: str, key: str = "") -> str:
     """OSError when the page cannot be read; ValueError when the address or the text is invalid.
-
-    `key`: the API key for the page of a gateway with API keys; no other page receives one.
-    """
+    `key`: the API key for the page of a gateway with API keys; no other page receives one."""
     return get(metrics_url, key, FETCH_S_MAX).decode()
 
 
 def series_of(lines: Iterable[str]) -> Iterator[Series]:
-    """Name, labels and value of each line that is no comment; ValueError for an invalid line.
-
-    Each line is parsed alone, so lines of one name need not be adjacent.
-    """
+    """Name, labels and value of each line that is no comment; ValueError for another line."""
     for line in lines:
         if line.strip() and not line.startswith("#"):
             for family in text_string_to_metric_families(line):

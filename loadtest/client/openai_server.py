@@ -55,8 +55,7 @@ class HttpAddress:
 
 
 def http_address(text: str) -> HttpAddress:
-    """127.0.0.1:9000, http://127.0.0.1:9000, https://llm.example.org, each also with /v1 after it;
-    ValueError for anything else."""
+    """HOST:PORT, http://HOST:PORT or https://HOST, each also with /v1; else ValueError."""
     parts = urlsplit(text if "://" in text else f"http://{text}")
     is_tls = parts.scheme == "https"
     try:
@@ -82,8 +81,6 @@ def own_key() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedByOpenAi:
-    """The facts of /v1/models."""
-
     model: str
     facts: Mapping[str, Any]  # in the form of server.description
 
@@ -111,12 +108,7 @@ def served_at(address: HttpAddress, model: str = "", key: str = "") -> ServedByO
         known = ", ".join(models)
         raise ServerError("invalid_request", f"{url}: there is no model {model!r}; served: {known}")
     found = models[model or next(iter(models))]
-    return ServedByOpenAi(str(found["id"]), facts_of(found))
-
-
-def facts_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts, under the names of the conductor's description."""
-    found = {"context_tokens_max": model.get("max_model_len")}
-    for name in ("block_tokens", "vocabulary_tokens", "special_token_ids"):
-        found[name] = model.get(name)
-    return found
+    names = ("block_tokens", "vocabulary_tokens", "special_token_ids")
+    facts = {name: found.get(name) for name in names}
+    facts["context_tokens_max"] = found.get("max_model_len")
+    return ServedByOpenAi(str(found["id"]), facts)

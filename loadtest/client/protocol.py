@@ -123,7 +123,6 @@ def tensors(request: GenerateRequest) -> list[tuple[str, str, npt.NDArray[Any]]]
 
 
 def parameters(request: GenerateRequest) -> dict[str, str | int | bool]:
-    """The request's KServe parameters."""
     found = dict(request.parameters)
     if request.priority:
         found["request_priority"] = request.priority
@@ -131,10 +130,7 @@ def parameters(request: GenerateRequest) -> dict[str, str | int | bool]:
 
 
 def json_body(request: GenerateRequest) -> bytes:
-    """The body for HTTP `generate` and `generate_stream`: tensors and parameters side by side.
-
-    It lacks the request's id: Triton would take `id` for a parameter, which the server rejects.
-    """
+    """The body of `generate` and `generate_stream`. Triton would reject the request's `id`."""
     body: dict[str, Any] = dict(parameters(request))
     if request.input_ids is not None:
         body["input_ids"] = np.asarray(request.input_ids).reshape(-1).tolist()
@@ -147,7 +143,6 @@ def json_body(request: GenerateRequest) -> bytes:
 
 
 def server_error(message: str) -> ServerError:
-    """The error that a message of the server means, by its prefix."""
     if rejected := REJECTED_PREFIX.search(message):
         try:
             return Rejected(rejected[1], rejected[3] or message, float(rejected[2]))

@@ -9,12 +9,13 @@ reported as assumptions.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from loadtest.client.answer import ReceivedAnswer
-from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
+from loadtest.client.protocol import GenerateRequest, ServerError
+from loadtest.client.sse_client import SseClient
 from loadtest.client.triton_client import PROBE_S_MAX, TritonClient
 
 ASSUMED = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
@@ -27,8 +28,6 @@ NOT_UNDERSTOOD = ("invalid_request", "server_error", "incomplete")
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a server listens, each as HOST:PORT."""
-
     grpc: str
     http: str
     metrics: str
@@ -39,10 +38,7 @@ class Addresses:
 
 
 def addresses_of(grpc: str) -> Addresses:
-    """Of a running server, by its gRPC address: HTTP is the port before, metrics the one after.
-
-    That is Triton's own convention (8000, 8001, 8002), and `mooncake serve`'s.
-    """
+    """By the gRPC port: HTTP is the port before, metrics the one after, as Triton has them."""
     host, _, port = grpc.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"{grpc!r} is not a gRPC address; write for example 127.0.0.1:8001")
@@ -74,12 +70,6 @@ def description(*sources: Mapping[str, Any]) -> ServerDescription:
     return ServerDescription(**(ASSUMED | values), special_token_ids=special, assumed=assumed)
 
 
-class DescribedClient(Protocol):
-    def generate(
-        self, request: GenerateRequest, timeout_s: float
-    ) -> AsyncGenerator[TokenEvent, None]: ...
-
-
 async def describe_server(
     client: TritonClient, chosen: Mapping[str, int | None]
 ) -> ServerDescription:
@@ -88,7 +78,7 @@ async def describe_server(
     return description(chosen, await ask_description(client), configured)
 
 
-async def ask_description(client: DescribedClient) -> Mapping[str, Any]:
+async def ask_description(client: TritonClient | SseClient) -> Mapping[str, Any]:
     """The description that `conductor` sends, over Triton's gRPC or HTTP."""
     answer = ReceivedAnswer()
     try:

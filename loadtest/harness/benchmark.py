@@ -44,8 +44,6 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(slots=True)
 class BenchmarkRun:
-    """The results of a benchmark so far."""
-
     rows: list[dict[str, Cell]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     constants: dict[str, Cell] = field(default_factory=dict)  # settings that the results depend on
@@ -108,7 +106,6 @@ def in_turns(
 def median_s(
     ways: Mapping[K, Callable[[], float]], rounds: int, warm_rounds: int = 0
 ) -> dict[K, float]:
-    """Median seconds of each way, in turns."""
     found = in_turns(ways, rounds, warm_rounds)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
@@ -125,7 +122,6 @@ def best_s(action: Callable[[], object], rounds: int) -> float:
 
 
 def median_of(action: Callable[[], object], times: int) -> float:
-    """Median seconds of `times` calls."""
     return statistics.median(timed_s(action) for _ in range(times))
 
 
@@ -140,10 +136,7 @@ def moved(block_bytes: int, blocks: int, seconds: float) -> dict[str, Cell]:
 
 
 def together_tbt_s(streams: Sequence[Sequence[float]], tokens_min: int) -> float | None:
-    """Median over the streams of the mean interval between tokens while all of them ran.
-
-    None when one of them has fewer than `tokens_min` tokens in that time.
-    """
+    """Median mean interval while all streams ran; None with too few tokens in that time."""
     begin_s = max(times_s[0] for times_s in streams)
     end_s = min(times_s[-1] for times_s in streams)
     means = []

@@ -2,13 +2,12 @@
 
     {"name": ..., "seconds": ..., "rows": [{...}], "targets": [{"name", "value", "op", "goal"}]}
 
-A simulated experiment adds "constants", its assumptions, and "shortened", why it was not run whole
-("" when it was). A benchmark that ended early has "shortened", too, and only the rows and targets
-until then.
+A simulated experiment adds "constants", its assumptions. "shortened" is why less was run than the
+targets are for, or why a benchmark ended early; "" when all of it was run.
 
 Each promised number has one target. A value that could not be measured is null and has a `why`; it
-is never left out, and never a guess. The exit status of a benchmark states that it ran, not that
-its targets were met: the reader of the line decides.
+is never left out, and never a guess. The exit status states that the benchmark ran, not that its
+targets were met.
 
 Not here: measuring (one file per benchmark).
 """

@@ -38,19 +38,6 @@ NOT_REAL = (
 )
 LEFT = ("policy", "admission")
 
-HardwareName = Annotated[str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")]
-ModelName = Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")]
-GpusOfNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node: 8.")]
-MeasuredFile = Annotated[
-    Path | None, typer.Option(help="A file of `mooncake profile`, instead of hardware and model.")
-]
-NodeBytes = Annotated[
-    str, typer.Option(help="KV that a node may hold, like 4G; default: 0.9 of its DRAM, or 1G.")
-]
-TokensScale = Annotated[
-    float, typer.Option(min=0.001, help="Of prompts and answers, as in `mooncake replay`.")
-]
-
 
 def plan(
     trace: Annotated[Path, typer.Option(help="The traffic: a published trace, or a recording.")],
@@ -58,11 +45,18 @@ def plan(
     slo_tbt: Annotated[
         float, typer.Option(min=1e-4, help="Seconds between tokens: mean of the longest tenth.")
     ],
-    hardware: HardwareName = "",
-    model: ModelName = "",
-    gpus: GpusOfNode = None,
-    profile: MeasuredFile = None,
-    node_bytes: NodeBytes = "0",
+    hardware: Annotated[
+        str, typer.Option(help=f"What a node is made of: {', '.join(HARDWARE)}.")
+    ] = "",
+    model: Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")] = "",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a node: 8.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="A file of `mooncake profile`, instead of hardware and model."),
+    ] = None,
+    node_bytes: Annotated[
+        str, typer.Option(help="KV that a node may hold, like 4G; default: 0.9 of its DRAM, or 1G.")
+    ] = "0",
     nodes: Annotated[
         int | None,
         typer.Option(min=2, help="Just so many: the best split of them. Default: the fewest."),
@@ -73,7 +67,9 @@ def plan(
     speed: Annotated[
         float, typer.Option(min=0.001, help="Of the traffic, as a multiple of the trace's.")
     ] = 1.0,
-    length_scale: TokensScale = 1.0,
+    length_scale: Annotated[
+        float, typer.Option(min=0.001, help="Of prompts and answers, as in `mooncake replay`.")
+    ] = 1.0,
     requests: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many of the trace: quicker.")
     ] = None,
@@ -104,18 +100,8 @@ def plan(
         size_bytes = parse_bytes(node_bytes, "--node-bytes")
         engine = engine_of(hardware, model, gpus, profile, size_bytes)
         source = source_of(trace, requests, engine, length_scale)
-        result = planned(
-            engine,
-            source,
-            levels,
-            speed,
-            share,
-            nodes,
-            seed,
-            jobs,
-            None if kept == "none" else Path(kept),
-            out,
-        )
+        folder = None if kept == "none" else Path(kept)
+        result = planned(engine, source, levels, speed, share, nodes, seed, jobs, folder, out)
     if as_json:
         print(result.to_json())
     else:
@@ -126,12 +112,8 @@ def show(result: Result) -> None:
     """Print the runs as a table, then the result as JSON in the last line."""
     table = Table(title=str(result.constants["engine"]), box=None, padding=(0, 1))
     for column in ("fleet", "blocks", "policy", "admission", "within", "good/s", "TTFT", "TBT"):
-        table.add_column(
-            column,
-            justify="left" if column in LEFT else "right",
-            overflow="fold",
-            no_wrap=column not in LEFT,
-        )
+        justify = "left" if column in LEFT else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in LEFT)
     for row in result.rows:
         cells = [str(row["node_blocks"]), str(row["policy"]), str(row["admission"])]
         cells += [f"{row['within_percent']:.1f}%"]
@@ -185,7 +167,6 @@ def planned(
     kept: Path | None,
     out: Path,
 ) -> Result:
-    """Make the plan and write it to `out`."""
     started_s = time.monotonic()
     bounds = bounds_of(source.offered(), engine, levels, speed, share)
     out.mkdir(parents=True, exist_ok=True)  # fails before anything runs
@@ -203,11 +184,8 @@ def planned(
         search = explore(engine, bounds, share, nodes, run)
         chosen = choose(search, run)
         again = (chosen.plan, engine, levels, speed, seed)
-        recorded = run_all(
-            [PlannedRun("the choice, request by request", source, record_fleet, again)],
-            begin,
-            folder=kept,
-        )[0]
+        choice = PlannedRun("the choice, request by request", source, record_fleet, again)
+        [recorded] = run_all([choice], begin, folder=kept)
     why = why_chosen(search, chosen, engine, levels)
     repository = write_overlay(out, chosen, engine, levels)
     command = serve_command(repository, chosen.plan, engine)
@@ -247,8 +225,7 @@ def write_pages(
     said: tuple[str, str],
     out: Path,
 ) -> None:
-    """Write the page of all fleets with the choice marked, and the page of the chosen run. `said`:
-    why it was chosen, and the command that serves it."""
+    """Write the page of all fleets and that of the choice; `said`: why, and the command."""
     from loadtest.report.page import write_page  # these load matplotlib
     from loadtest.report.run_page import write_report
     from loadtest.report.sweep_page import sweep_page

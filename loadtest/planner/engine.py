@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from loadtest.harness.result import Cell
 from loadtest.profile.profile import Profile
@@ -42,19 +42,6 @@ T = TypeVar("T")
 
 class PlanRefused(Exception):
     """Nothing is planned; the message names the option to change."""
-
-
-class PlannedEngine(Protocol):
-    """A worker; its repr names a run (runs.py), so every field is shown."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def node_blocks_max(self) -> int: ...
-    def gpu(self) -> GpuModel: ...
-    def settings(self) -> ClusterSettings: ...
-    def stated(self) -> dict[str, Cell]: ...
-    def parameters(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +94,6 @@ class NodeEngine:
         )
 
     def stated(self) -> dict[str, Cell]:
-        """The assumptions of the plan, for a report."""
         node, model = self.node, self.model
         return {
             "engine": self.name,
@@ -198,6 +184,9 @@ class MeasuredEngine:
 
     def parameters(self) -> Mapping[str, str]:
         return dict(self.configured)
+
+
+PlannedEngine = NodeEngine | MeasuredEngine  # its repr names a run (runs.py)
 
 
 def _known(known: Mapping[str, T], name: str, what: str) -> T:

@@ -21,7 +21,7 @@ from conductor import ConductorConfig
 from loadtest.planner.engine import PlannedEngine
 from loadtest.results.digest import RunDigest, digest_of
 from loadtest.results.metrics import Slo
-from loadtest.results.recording import Recording, Sample, Setting, to_bytes
+from loadtest.results.recording import Recording, Setting, to_bytes
 from loadtest.simulator.cluster.fleet import SimulatedFleet
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.outcome import quantiles
@@ -36,8 +36,6 @@ class ServiceLevels:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One candidate configuration."""
-
     prefills: int
     decodes: int
     node_blocks: int  # blocks of KV in each node's DRAM
@@ -54,11 +52,9 @@ class FleetPlan:
 
     @property
     def label(self) -> str:
-        """All of it, for people."""
         return f"{self.name}, {self.node_blocks:,} blocks, {self.policy}, {self.admission}"
 
     def config(self, levels: ServiceLevels) -> ConductorConfig:
-        """The conductor's configuration."""
         return ConductorConfig(
             ttft_slo_s=levels.ttft_s,
             tbt_slo_s=levels.tbt_s,
@@ -109,7 +105,7 @@ def run_fleet(
     seed: int,
     on_over: Callable[[], None] = lambda: None,
 ) -> FleetRun:
-    fleet, jobs, _ = _simulated(offered, plan, engine, levels, speed, seed, on_over)
+    fleet, jobs, run = _simulated(offered, plan, engine, levels, speed, seed, on_over)
     done = [job for job in jobs if job.finished_s is not None]
     ttfts_s = [(job.prefilled_s or 0.0) - job.arrived_s for job in done]
     late = sum(ttft_s > levels.ttft_s for ttft_s in ttfts_s)
@@ -135,7 +131,7 @@ def run_fleet(
         sum(job.cached_tokens for job in done) / max(1, prompt_tokens),
         *busy,
         in_flight_max(jobs),
-        digest_of(_recording(jobs, plan, engine, levels, speed), plan.label),
+        digest_of(run, plan.label),
     )
 
 
@@ -149,8 +145,7 @@ def record_fleet(
     on_over: Callable[[], None] = lambda: None,
 ) -> bytes:
     """The same run, request by request, as the bytes that a page embeds."""
-    _, jobs, samples = _simulated(offered, plan, engine, levels, speed, seed, on_over)
-    return to_bytes(_recording(jobs, plan, engine, levels, speed, samples))
+    return to_bytes(_simulated(offered, plan, engine, levels, speed, seed, on_over)[2])
 
 
 def _simulated(
@@ -161,7 +156,7 @@ def _simulated(
     speed: float,
     seed: int,
     on_over: Callable[[], None],
-) -> tuple[SimulatedFleet, list[SimulatedJob], list[Sample]]:
+) -> tuple[SimulatedFleet, list[SimulatedJob], Recording]:
     settings = replace(
         engine.settings(),
         prefills=plan.prefills,
@@ -172,17 +167,7 @@ def _simulated(
     fleet = SimulatedFleet(plan.config(levels), settings, engine.gpu())
     sampler = FleetSampler(arrivals_s_of(offered, speed))
     fleet.reported = sampler.look
-    return fleet, fleet.run(offered, speed, on_over), sampler.samples
-
-
-def _recording(
-    jobs: Sequence[SimulatedJob],
-    plan: FleetPlan,
-    engine: PlannedEngine,
-    levels: ServiceLevels,
-    speed: float,
-    samples: Sequence[Sample] = (),
-) -> Recording:
+    jobs = fleet.run(offered, speed, on_over)
     described: dict[str, Setting] = {
         "engine": engine.name,
         "nodes": plan.nodes,
@@ -196,7 +181,7 @@ def _recording(
     }
     slo = Slo(levels.ttft_s, levels.tbt_s)
     title = f"Planned: {plan.label} on {engine.name}"
-    return recording_of(jobs, "plan", title, described, slo, samples)
+    return fleet, jobs, recording_of(jobs, "plan", title, described, slo, sampler.samples)
 
 
 def arrivals_s_of(offered: Sequence[Offered], speed: float) -> float:
@@ -206,7 +191,6 @@ def arrivals_s_of(offered: Sequence[Offered], speed: float) -> float:
 
 
 def in_flight_max(jobs: Sequence[SimulatedJob]) -> int:
-    """The largest number of requests answered at the same time."""
     changes = [(job.arrived_s, 1) for job in jobs if job.finished_s is not None]
     changes += [(job.finished_s, -1) for job in jobs if job.finished_s is not None]
     most = there = 0

@@ -36,8 +36,7 @@ REQUESTS_MIN, REQUESTS_MAX = 256, 4_096  # requests_max: as shipped, and the lar
 def write_overlay(
     folder: Path, run: FleetRun, engine: PlannedEngine, levels: ServiceLevels
 ) -> Path:
-    """Write the repository to `folder`; OSError when that fails. Models of an earlier plan are
-    removed unless this plan has them."""
+    """Write the repository, without models of earlier plans; OSError when that fails."""
     repository = folder / REPOSITORY
     texts = overlay_texts(run, engine, levels)
     for config in repository.glob(f"*/{CONFIG}"):
@@ -51,7 +50,6 @@ def write_overlay(
 
 
 def overlay_texts(run: FleetRun, engine: PlannedEngine, levels: ServiceLevels) -> dict[str, str]:
-    """The text of each model's config.pbtxt."""
     templates = templates_in(shipped_repository())
     checkpoint = engine.parameters().get("checkpoint", "demo")
     found: dict[str, str] = {}
@@ -102,7 +100,6 @@ def conductor_parameters(config: ConductorConfig, shipped: Mapping[str, str]) ->
 
 
 def serve_command(repository: Path, plan: FleetPlan, engine: PlannedEngine) -> str:
-    """The command that serves the plan on one machine."""
     nodes = ",".join(f"s{number}" for number in range(plan.nodes))
     return (
         f"mooncake serve --model-repository {shlex.quote(str(repository))} --nodes {nodes} "

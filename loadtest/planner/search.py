@@ -154,7 +154,6 @@ def largest_batch(gpu: GpuModel, context: float, tbt_slo_s: float, slots: int) -
 def explore(
     engine: PlannedEngine, bounds: Bounds, share: float, nodes: int | None, run: Run
 ) -> Search:
-    """Make all runs that the choice needs."""
     search = Search(share, nodes is not None)
     blocks = engine.node_blocks_max
     if nodes is None:
@@ -255,7 +254,6 @@ def _goodput(run: FleetRun) -> float:
 
 
 def rows_of(search: Search, chosen: FleetRun) -> Sequence[dict[str, str | int | float | bool]]:
-    """Every run, in the order of the stages."""
     rows: list[dict[str, str | int | float | bool]] = []
     for stage, runs in search.stages.items():
         for run in runs:

@@ -121,12 +121,8 @@ async def measure(
         decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
         source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
         pair = Measure(client, workers, source)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(prefill, total=(rounds + 1) * len(prefills))
             prompts = await pair.prefill(prefills, rounds, lambda: progress.advance(task))
@@ -146,16 +142,8 @@ async def measure(
         settings["cores"] = str(os.cpu_count() or 1)
     machine = f"{cpu_model()}, {os.cpu_count()} cores" if is_local(url) else url
     alone_s = min(step.seconds for step in steps)
-    return Profile(
-        machine,
-        settings,
-        samples_of(prompts),
-        steps,
-        serving_of(prompts, alone_s),
-        sharing_of(both),
-        burst,
-        sources,
-    )
+    samples, serving = samples_of(prompts), serving_of(prompts, alone_s)
+    return Profile(machine, settings, samples, steps, serving, sharing_of(both), burst, sources)
 
 
 def token_bytes_of(page: str, worker: str, room: Room) -> int:
@@ -218,17 +206,13 @@ def path_of(before: str, after: str, worker: str) -> str:
 
 
 def _gauges(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
-    """The labels and the value of each series of this name."""
     lines = (line for line in page.splitlines() if line.startswith(name))
     return [(one.labels, one.value) for one in series_of(lines) if one.name == name]
 
 
 def settings_of(addresses: Addresses, repository: Path | None, worker: str) -> dict[str, str]:
-    """The engine's parameters in the worker's config.pbtxt.
-
-    A worker has a Triton of its own, which answers the frontend only. Without a known repository
-    the metrics page gives the KV memory, and the other parameters are left out.
-    """
+    """The engine's parameters in the worker's config.pbtxt. Without a known repository only the KV
+    memory is known, from the metrics page."""
     if repository is not None:
         text = (repository / worker / "config.pbtxt").read_text()
         found = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
@@ -251,58 +235,47 @@ def show(found: Profile) -> None:
     prefill, decode = found.prefill, found.decode
     for of_prompt in sorted(found.prefill_samples, key=lambda s: (s.prefix_tokens, s.new_tokens)):
         fitted_s = found.prompt_s(of_prompt.new_tokens, of_prompt.prefix_tokens)
-        table.add_row(
-            "prefill",
-            f"{of_prompt.new_tokens:,}",
-            f"{of_prompt.prefix_tokens:,}",
-            *_compared(of_prompt.seconds, fitted_s),
-        )
+        tokens = (f"{of_prompt.new_tokens:,}", f"{of_prompt.prefix_tokens:,}")
+        table.add_row("prefill", *tokens, *_compared(of_prompt.seconds, fitted_s))
     table.add_section()
     for of_batch in found.decode_samples:
         fitted_s = decode.estimate.step_s(of_batch.sequences, of_batch.context_tokens)
-        table.add_row(
-            "decode",
-            f"{of_batch.sequences:,}",
-            f"{of_batch.context_tokens:,}",
-            *_compared(of_batch.seconds, fitted_s),
-        )
+        tokens = (f"{of_batch.sequences:,}", f"{of_batch.context_tokens:,}")
+        table.add_row("decode", *tokens, *_compared(of_batch.seconds, fitted_s))
     out = Console(highlight=False)
     out.print(table)
+    burst, lines = found.burst, []
     base_s, per_token_s, per_pair_s = prefill.estimate.coefficients
-    out.print(
+    lines.append(
         f"prefill step = {base_s * 1e3:.3g} ms + {per_token_s * 1e6:.4g} us x new"
         f" + {per_pair_s * 1e9:.4g} ns x new x (prefix + new / 2)"
-        f"; error {prefill.error_mean:.1%}, worst {prefill.error_max:.1%}",
-        soft_wrap=True,
+        f"; error {prefill.error_mean:.1%}, worst {prefill.error_max:.1%}"
     )
     base_s, per_sequence_s, per_token_s = decode.estimate.coefficients
-    out.print(
+    lines.append(
         f"decode step = {base_s * 1e3:.3g} ms + {per_sequence_s * 1e3:.3g} ms x sequences"
         f" + {per_token_s * 1e9:.4g} ns x context"
-        f"; error {decode.error_mean:.1%}, worst {decode.error_max:.1%}",
-        soft_wrap=True,
+        f"; error {decode.error_mean:.1%}, worst {decode.error_max:.1%}"
     )
-    out.print(
+    lines.append(
         f"serving = {found.serving.base_s * 1e3:.3g} ms"
         f" + {found.serving.per_cached_token_s * 1e6:.3g} us x cached, before the first token;"
-        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second",
-        soft_wrap=True,
+        f" {found.serving.handover_s * 1e3:.3g} ms between it and the second"
     )
-    out.print(
+    lines.append(
         f"at the same time: a prefill step takes {found.sharing.prefill:.2f} x as long beside"
         f" decoding, a decode step {found.sharing.decode:.2f} x beside a prefill"
         f"; beside a second worker of its role a prefill step {found.sharing.second_prefill:.2f} x"
-        f" and a decode step {found.sharing.second_decode:.2f} x",
-        soft_wrap=True,
+        f" and a decode step {found.sharing.second_decode:.2f} x"
     )
 
-    burst = found.burst
-    out.print(
+    lines.append(
         f"{len(burst.prompt_tokens)} prompts at once: first token after"
         f" {burst.ttft_s * 1e3:.0f} ms, the second {burst.first_interval_s * 1e3:.3g} ms later,"
-        f" then every {burst.step_s * 1e3:.3g} ms, on average",
-        soft_wrap=True,
+        f" then every {burst.step_s * 1e3:.3g} ms, on average"
     )
+    for line in lines:
+        out.print(line, soft_wrap=True)
     sources = found.sources
     rates = (
         (f"another node by {sources.node_path}", sources.node_bytes_per_s),

@@ -2,11 +2,10 @@
 
 Prefill: a prompt of `new` fresh tokens after a prefix that is cached on the worker's node; the
 worker reports its compute time (`decision.prefill_s`) and its cached tokens. Decode: `sequences`
-streams at once, each over a cached context, so that all of them decode together. The time of a step
-is the time between tokens at the client while all streams run.
+streams at once, each over a cached context; a step is the time between tokens while all run. A
+sample is the median of its rounds, so one outlier does not bend the fit.
 
-Points are measured in rounds, and a sample is the median of its rounds, so one outlier does not
-bend the fit. Not here: the fit and the file (profile.py).
+Not here: the fit and the file (profile.py).
 """
 
 from __future__ import annotations
@@ -71,17 +70,12 @@ class Room:
         """Whether the streams fit with a margin; otherwise they would not run together."""
         tokens = context_tokens + STEPS
         pages = sequences * (tokens // self.block_tokens + 1)
-        return (
-            tokens <= self.context_tokens_max
-            and sequences <= self.slots
-            and pages <= self.kv_pages * 3 // 4
-        )
+        is_short = tokens <= self.context_tokens_max and sequences <= self.slots
+        return is_short and pages <= self.kv_pages * 3 // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The measurements of one prompt."""
-
     new_tokens: int
     prefix_tokens: int
     prefill_s: float
@@ -99,8 +93,6 @@ class SecondWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """One round of both at once, in seconds."""
-
     prefill_alone_s: Sequence[float]
     prefill_beside_s: Sequence[float]
     step_alone_s: Sequence[float]  # between tokens of a stream
@@ -175,11 +167,8 @@ class Measure:
     async def together(
         self, room: Room, second: SecondWorkers, rounds: int, done: Callable[[], None]
     ) -> list[Together]:
-        """Prompts alone, prompts beside decoding streams, streams with and without prompts; then
-        both beside a second worker of their role.
-
-        No rounds when no stream of more than one token fits.
-        """
+        """Prompts alone and beside decoding streams, then both beside a second worker of their
+        role. No rounds when no stream of more than one token fits."""
         tokens = min(TOGETHER_PROMPT, room.context_tokens_max // 2)
         length = min(TOGETHER_TOKENS, room.context_tokens_max - TOGETHER_CONTEXT - 1)
         found = []
@@ -208,14 +197,12 @@ class Measure:
         return found
 
     async def _beside_prefill(self, other: str, tokens: int) -> list[float]:
-        """Seconds of prompts while `other` computes as many."""
         if not other:
             return []
         own, _ = await asyncio.gather(self._timed(tokens), self._timed(tokens, other))
         return [seconds for seconds, _ in own]
 
     async def _beside_decode(self, other: str, length: int) -> list[float]:
-        """Seconds between tokens of streams while `other` has as many."""
         if not other:
             return []
         streams = [
@@ -285,8 +272,7 @@ class Measure:
         begun: asyncio.Event | None = None,
         pins: Mapping[str, str] = NO_PINS,
     ) -> tuple[ReceivedAnswer, float]:
-        """`begun` is set with its second token, when it decodes, or when it ends without one.
-        `pins`: workers that replace the pair."""
+        """`begun`: set with its second token or its end. `pins`: workers that replace the pair."""
         self._prompts += 1
         request = GenerateRequest(
             f"profile-{self._prompts}",
@@ -349,7 +335,6 @@ def sharing_of(rounds: Sequence[Together]) -> Sharing:
 def burst_means(
     lengths: Sequence[int], answers: Sequence[tuple[float, Sequence[float]]]
 ) -> BurstMeans:
-    """The means of a burst, from the times of its requests and tokens."""
     if not answers:
         return BurstMeans()
     return BurstMeans(
@@ -373,13 +358,10 @@ def serving_of(prefills: Sequence[Prefill], step_s: float) -> Serving:
     """Serving time on top of the prefill, fitted as a non-decreasing line over the cached tokens,
     and the second token's time on top of `step_s`, a decode step of one sequence."""
     rest_s = [max(0.0, one.ttft_s - one.prefill_s) for one in prefills]
-    uncached_s = [s for s, one in zip(rest_s, prefills, strict=True) if not one.prefix_tokens]
+    paired = list(zip(rest_s, prefills, strict=True))
+    uncached_s = [s for s, one in paired if not one.prefix_tokens]
     base_s = statistics.median(uncached_s or rest_s)
-    slopes = [
-        (s - base_s) / one.prefix_tokens
-        for s, one in zip(rest_s, prefills, strict=True)
-        if one.prefix_tokens
-    ]
+    slopes = [(s - base_s) / one.prefix_tokens for s, one in paired if one.prefix_tokens]
     handover_s = statistics.median(one.second_s for one in prefills) - step_s
     slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
     return Serving(base_s, slope, max(0.0, handover_s))

@@ -90,8 +90,6 @@ class PrefixSources:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The measurements, and the estimates fitted to them."""
-
     machine: str
     settings: Mapping[str, str]  # of the two workers' config.pbtxt: threads, chunk_tokens, ...
     prefill_samples: Sequence[PrefillSample]
@@ -130,11 +128,9 @@ class Profile:
 
     @property
     def prefill(self) -> Fit[PrefillEstimate]:
-        """The fit of one step."""
         return fit_prefill([_mean_step(s, self.chunk_tokens) for s in self.prefill_samples])
 
     def prompt_s(self, new_tokens: int, prefix_tokens: int) -> float:
-        """The seconds of a whole prompt by the fit."""
         estimate, end = self.prefill.estimate, prefix_tokens + new_tokens
         starts = range(prefix_tokens, end, self.chunk_tokens)
         return sum(estimate.seconds(min(self.chunk_tokens, end - at), at) for at in starts)
@@ -144,7 +140,6 @@ class Profile:
         return fit_decode(self.decode_samples)
 
     def to_json(self) -> str:
-        """One line."""
         prefills = [(s.new_tokens, s.prefix_tokens, s.seconds) for s in self.prefill_samples]
         decodes = [(s.sequences, s.context_tokens, s.seconds) for s in self.decode_samples]
         return json.dumps(

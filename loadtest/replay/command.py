@@ -56,74 +56,6 @@ ADDRESSES = {
     SentVia.HTTP: "127.0.0.1:8000",
     SentVia.OPENAI: GATEWAY,
 }
-# The options as the command line reads them.
-TraceArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="Trace in the published JSONL format, or a data set of the papers: "
-        f"{', '.join(DATA_SETS)} (--speed is then requests a second)."
-    ),
-]
-RequestsOption = Annotated[
-    int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
-]
-LengthScaleOption = Annotated[
-    float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
-]
-SpeedOption = Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")]
-ViaOption = Annotated[
-    SentVia, typer.Option(help="Triton's gRPC, Triton's HTTP, or OpenAI's /v1/completions.")
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Address of the server: of gRPC (default 127.0.0.1:8001), HTTP (127.0.0.1:8000) or "
-        "OpenAI's interface (127.0.0.1:9000; its key is in OPENAI_API_KEY).",
-        show_default=False,
-    ),
-]
-ModelOption = Annotated[
-    str, typer.Option(help="Model to send to; OpenAI's interface is asked for what it serves.")
-]
-SeedOption = Annotated[
-    int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
-]
-IgnoreEosOption = Annotated[
-    bool, typer.Option(help="Answers are as long as the trace's, whatever is generated.")
-]
-AsJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print the summary as one JSON line, last.")
-]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
-]
-ReportOption = Annotated[
-    Path | None, typer.Option(help="Write the run as one HTML page, for people and programs.")
-]
-MetricsUrlOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The server's metrics page, sampled for the report; by default on the port after "
-        'gRPC\'s. "none" samples nothing.'
-    ),
-]
-SloTtftOption = Annotated[float | None, typer.Option(help="Count goodput: TTFT of at most this.")]
-SloTbtOption = Annotated[float | None, typer.Option(help="Count goodput: TBT of at most this.")]
-BlockTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
-]
-ContextTokensOption = Annotated[
-    int | None, typer.Option(min=2, help="The server's context; asked of the server.")
-]
-VocabularyOption = Annotated[
-    int | None, typer.Option(min=32, help="Number of token ids; asked of the server.")
-]
-TimeoutOption = Annotated[
-    float, typer.Option(min=0.1, help="A request without a complete answer has failed.")
-]
-ChannelsOption = Annotated[
-    int, typer.Option(min=1, max=64, help="gRPC connections; requests take turns.")
-]
 
 
 class ReplayRefused(Exception):
@@ -132,8 +64,6 @@ class ReplayRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutputs:
-    """The files of a run, besides its summary."""
-
     rows: Path | None = None
     report: Path | None = None
     metrics_url: str | None = None  # None: the server's load is not sampled
@@ -142,7 +72,6 @@ class ReplayOutputs:
 
 
 def ideal_of(run: ReplayRun, block_tokens: int) -> dict[int, int]:
-    """Index -> cached tokens that an unlimited cache would have given to the completed requests."""
     return ideal_of_completed(run.records, lambda i: run.planned[i].prompt_ids, block_tokens)
 
 
@@ -158,7 +87,6 @@ def prepare(
 
 
 def row_of(record: RequestRecord, ideal: Mapping[int, int]) -> dict[str, object]:
-    """One line of --out: the measurements of one request."""
     row = dataclasses.asdict(record)
     measured = {"lag_s": record.lag_s, "ttft_s": record.ttft_s, "tbt_s": record.tbt_s}
     return row | measured | {"ideal_cached_tokens": ideal.get(record.index)}
@@ -194,7 +122,6 @@ def recording_of(
     samples: Sequence[Sample],
     started_at: datetime,
 ) -> Recording:
-    """The run as a recording."""
     described = {"trace": settings.path.name} | dataclasses.asdict(settings)
     del described["path"]  # a report must not show the folder of a file
     described |= dataclasses.asdict(sending)
@@ -253,26 +180,77 @@ def _run_with_progress(
 
 
 def replay(
-    trace: TraceArgument,
-    requests: RequestsOption = None,
-    length_scale: LengthScaleOption = 1.0,
-    speed: SpeedOption = 1.0,
-    via: ViaOption = SentVia.GRPC,
-    url: UrlOption = None,
-    model: ModelOption = "",
-    seed: SeedOption = 0,
-    ignore_eos: IgnoreEosOption = True,
-    as_json: AsJsonOption = False,
-    out: OutOption = None,
-    report: ReportOption = None,
-    metrics_url: MetricsUrlOption = None,
-    slo_ttft_s: SloTtftOption = None,
-    slo_tbt_s: SloTbtOption = None,
-    block_tokens: BlockTokensOption = None,
-    context_tokens: ContextTokensOption = None,
-    vocabulary: VocabularyOption = None,
-    timeout_s: TimeoutOption = REQUEST_S_MAX,
-    channels: ChannelsOption = CHANNELS,
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="Trace in the published JSONL format, or a data set of the papers: "
+            f"{', '.join(DATA_SETS)} (--speed is then requests a second)."
+        ),
+    ],
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Send only the first N requests of the trace.")
+    ] = None,
+    length_scale: Annotated[
+        float, typer.Option(help="Prompts and answers are this much of the trace's lengths.")
+    ] = 1.0,
+    speed: Annotated[float, typer.Option(help="2 sends twice as fast as the trace.")] = 1.0,
+    via: Annotated[
+        SentVia, typer.Option(help="Triton's gRPC, Triton's HTTP, or OpenAI's /v1/completions.")
+    ] = SentVia.GRPC,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the server: of gRPC (default 127.0.0.1:8001), HTTP (127.0.0.1:8000) "
+            "or OpenAI's interface (127.0.0.1:9000; its key is in OPENAI_API_KEY).",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Model to send to; OpenAI's interface is asked for what it serves.")
+    ] = "",
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63, help="Other seed, other tokens, same sharing.")
+    ] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Answers are as long as the trace's, whatever is generated.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON line, last.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write one JSON line per request, with its decision.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the run as one HTML page, for people and programs.")
+    ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's metrics page, sampled for the report; by default on the port after "
+            'gRPC\'s. "none" samples nothing.'
+        ),
+    ] = None,
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(help="Count goodput: TTFT of at most this.")
+    ] = None,
+    slo_tbt_s: Annotated[
+        float | None, typer.Option(help="Count goodput: TBT of at most this.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block; asked of the server.")
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(min=2, help="The server's context; asked of the server.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=32, help="Number of token ids; asked of the server.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="A request without a complete answer has failed.")
+    ] = REQUEST_S_MAX,
+    channels: Annotated[
+        int, typer.Option(min=1, max=64, help="gRPC connections; requests take turns.")
+    ] = CHANNELS,
 ) -> None:
     """Send a request trace to a running server at its own times, and print what came of it.
 
@@ -305,13 +283,7 @@ def replay(
     except ValueError as error:
         raise typer.BadParameter(f"--url: {error}") from None
     slo = Slo(slo_ttft_s, slo_tbt_s)
-    outputs = ReplayOutputs(
-        rows=out,
-        report=report,
-        metrics_url=page,
-        slo=slo if slo != Slo() else None,
-        as_json=as_json,
-    )
+    outputs = ReplayOutputs(out, report, page, slo if slo != Slo() else None, as_json)
     raise typer.Exit(carry_out(settings, sending, chosen, outputs))
 
 
@@ -321,7 +293,6 @@ def carry_out(
     chosen: Mapping[str, int | None],
     outputs: ReplayOutputs,
 ) -> int:
-    """Run the command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     if outputs.report is not None:
         require("report", "`mooncake replay --report`")  # fails now rather than after the run

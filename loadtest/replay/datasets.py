@@ -26,8 +26,6 @@ REQUESTS = 200  # requests drawn at once
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Requests that are all alike."""
-
     name: str
     title: str  # its name in the report
     prompt_tokens: int
@@ -47,7 +45,6 @@ class DataSet:
         return PREFIXES if self.shared_blocks else 0
 
     def prefix(self, number: int) -> tuple[int, ...]:
-        """The ids of one of PREFIXES."""
         first = number * self.shared_blocks
         return tuple(range(first, first + self.shared_blocks))
 
@@ -75,10 +72,7 @@ DATA_SETS = {data_set.name: data_set for data_set in (ARXIV, L_EVAL, *SIMULATED_
 
 
 def drawn(seed: int, count: int, turn: int = 0) -> tuple[list[float], list[int]]:
-    """Gaps between arrivals, 1 s on average, and the number of each request's prefix.
-
-    `turn` selects the next draw when more than `count` requests are needed.
-    """
+    """Gaps between arrivals (mean 1 s), and prefix numbers; `turn` selects the next draw."""
     random = np.random.default_rng([seed, turn] if turn else seed)
     gaps = random.exponential(1.0, count)
     gaps *= count / gaps.sum()  # scales the gaps to the rate
@@ -88,8 +82,7 @@ def drawn(seed: int, count: int, turn: int = 0) -> tuple[list[float], list[int]]
 def poisson_rows(
     data_set: DataSet, rate: float, count: int, seed: int, copies: int = 1, every_s: float = 0.0
 ) -> tuple[list[TraceRow], int]:
-    """Rows with Poisson arrivals, after the rows that cache the prefixes, and the number of the
-    latter. Those are sent at a fixed interval, `copies` times each."""
+    """Rows that cache the prefixes, then rows with Poisson arrivals; the number of the former."""
     brought = [
         data_set.bringing(number // copies, number * every_s)
         for number in range(data_set.prefixes * copies)

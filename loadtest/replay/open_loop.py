@@ -13,20 +13,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from loadtest.client.answer import ReceivedAnswer, record_of
 from loadtest.client.http_interfaces import OpenAiInterface, TritonInterface
 from loadtest.client.openai_server import http_address
-from loadtest.client.protocol import GenerateRequest, ServerError, TokenEvent
+from loadtest.client.protocol import ServerError
 from loadtest.client.sse_client import SseClient
 from loadtest.client.triton_client import TritonClient
 from loadtest.replay.prompts import PlannedRequest
 from loadtest.results.metrics import RequestRecord
 
 IN_FLIGHT_MAX = 4_096
+LoadClient = TritonClient | SseClient
 
 
 class LoopClock(Protocol):
@@ -55,10 +56,8 @@ async def run_open_loop(
     in_flight_max: int,
 ) -> None:
     """Await `send(i)` for each i, started at `due_s[i]` (ascending), until all have returned.
-
     `send` handles its own errors; one that escapes is raised when the last request has ended. When
-    this is cancelled, the requests in flight are cancelled and have ended before it returns.
-    """
+    this is cancelled, the requests in flight are cancelled and have ended before it returns."""
     assert in_flight_max > 0
     permits = asyncio.Semaphore(in_flight_max)
 
@@ -83,22 +82,8 @@ async def run_open_loop(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class LoadClient(Protocol):
-    """A client that sends a request and yields its events."""
-
-    async def __aenter__(self) -> LoadClient: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    def generate(
-        self, request: GenerateRequest, timeout_s: float
-    ) -> AsyncGenerator[TokenEvent, None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """How each request is sent."""
-
     url: str  # of gRPC, or of HTTP
     model: str
     ignore_eos: bool

@@ -1,13 +1,11 @@
 """Turns the rows of a trace into prompts that share the prefixes of the trace exactly.
 
-The published traces have no text, only ids. Each id becomes the same `round(512 x length_scale)`
-tokens wherever it occurs. So two prompts share exactly the blocks that their rows share, at any
-scale, and a server's prefix cache sees the trace's own reuse.
+Published traces have ids instead of text. Each id becomes the same `round(512 x length_scale)`
+tokens wherever it occurs, so a server's prefix cache sees the trace's own reuse at any scale.
 
-Tokens come from Philox, a counter-based generator keyed by (seed, hash id). It has no state, is the
-same on every machine, and makes a block without the blocks before it. The first few tokens of a
-block spell its id (in base "vocabulary"). Random tokens alone would let two ids coincide when a
-small scale leaves a block two or three tokens.
+Tokens come from Philox, a counter-based generator keyed by (seed, hash id): the same on every
+machine, and without the blocks before. The first few tokens of a block spell its id (in base
+"vocabulary"), because random tokens alone would let two short blocks coincide.
 """
 
 from __future__ import annotations
@@ -122,7 +120,6 @@ def due_times_s(rows: Sequence[TraceRow], speed: float) -> list[float]:
 def plan(
     rows: Sequence[TraceRow], source: TokenSource, length_scale: float, speed: float
 ) -> list[PlannedRequest]:
-    """Every request of `rows`."""
     return [
         planned_request(row, index, due_s, source, length_scale)
         for index, (row, due_s) in enumerate(zip(rows, due_times_s(rows, speed), strict=True))
@@ -140,7 +137,6 @@ class TooLong:
     length_scale: float  # at which all fit
 
     def refusal(self, flag: str) -> str:
-        """The message for a user, who sets the scale with `flag`."""
         shown = ", ".join(map(str, self.lines[:LINES_SHOWN_MAX]))
         more = len(self.lines) - LINES_SHOWN_MAX
         return (

@@ -1,12 +1,11 @@
 """The hits of an unlimited prefix cache: the ideal that a run is compared with.
 
-Pure: requests in order of arrival in, cached tokens out. A cache of full blocks finds the longest
-leading run of blocks that it has seen, and at least one token is always computed: `cached_tokens =
-min(full hit blocks x block_tokens, prompt - 1)` (the rule of every worker here).
+Pure: requests in order of arrival in, cached tokens out. The rule is that of every worker here:
+`cached_tokens = min(full hit blocks x block_tokens, prompt - 1)`.
 
-The ideal ignores time: blocks count as reusable when their request arrives, although they exist
-only after its prefill. A server can stay a little below the ideal when two requests with one prefix
-arrive together. It exceeds the ideal only if its cache was not empty at the start.
+The ideal ignores time: blocks count as reusable when their request arrives. A server can stay a
+little below it when two requests with one prefix arrive together. It exceeds the ideal only if its
+cache was not empty at the start.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class UnlimitedCache:
 
 
 def ideal_cached_tokens(prompts: Iterable[TokenIds], block_tokens: int) -> list[int]:
-    """The cached tokens of each prompt, in order of arrival."""
     cache = UnlimitedCache(block_tokens)
     return [cache.admit(prompt) for prompt in prompts]
 
@@ -45,10 +43,7 @@ def ideal_cached_tokens(prompts: Iterable[TokenIds], block_tokens: int) -> list[
 def ideal_of_completed(
     records: Iterable[RequestRecord], prompt_of: Callable[[int], TokenIds], block_tokens: int
 ) -> dict[int, int]:
-    """Index -> cached tokens that an unlimited cache would have given to the completed requests.
-
-    `prompt_of` returns the prompt of a request by its index.
-    """
+    """Index of each completed request -> its cached tokens with an unlimited cache."""
     done = sorted(record.index for record in records if record.outcome == COMPLETED)
     return dict(zip(done, ideal_cached_tokens(map(prompt_of, done), block_tokens), strict=True))
 

@@ -1,19 +1,16 @@
-"""Reads the request traces that the Mooncake project published (JSON lines).
+"""Reads the request traces that the Mooncake project published (JSON lines, plain or gzip).
 
 Each line is one request: its arrival (`timestamp`, ms), the lengths of its prompt and its answer
 (`input_length`, `output_length`, tokens), and one `hash_ids` entry for each 512-token block of the
 prompt. An id names the block *and its whole prefix*, so two requests that share their first k ids
-share k blocks. `conversation_trace`, `synthetic_trace`, `toolagent_trace` and `mooncake_trace` have
-this format; fields that other tools add (`session_id`, `delay`, ...) are ignored.
+share k blocks. Fields that other tools add (`session_id`, `delay`, ...) are ignored.
 
 At a scale, a prompt keeps all of its blocks, and its last block is cut so that the prompt has
-`round(input_length x length_scale)` tokens. Rounding 512 x scale may make that impossible (28
-blocks of 51 tokens cannot hold 1,434). Then sharing takes precedence over length: the last block
-keeps between one token and all of its tokens.
+`round(input_length x length_scale)` tokens. Where rounding makes that impossible (28 blocks of 51
+tokens cannot hold 1,434), the last block keeps between one token and all: sharing comes first.
 
-A file is plain or gzip, whatever its name. An invalid line is refused with its position,
-`FILE:LINE`, and the reason, because a silently repaired trace would be another trace. An unreadable
-file is refused in the same way.
+An invalid line is refused with its position, `FILE:LINE`, and the reason, because a silently
+repaired trace would be another trace. An unreadable file is refused in the same way.
 """
 
 from __future__ import annotations
@@ -96,13 +93,10 @@ class TraceSettings:
 
 
 def read_trace(path: Path, requests_max: int | None = None) -> list[TraceRow]:
-    """The first `requests_max` rows of `path` (all by default), in order of arrival.
-
-    Raises TraceError for everything that is wrong with the file, and nothing else.
-
-    Rows are sorted by timestamp, stably: the published files are sorted, but a concatenation of two
-    recordings is not.
-    """
+    """The first `requests_max` rows of `path` (all by default), in order of arrival. Raises
+    TraceError for everything that is wrong with the file, and nothing else. Rows are sorted by
+    timestamp, stably: the published files are sorted, but a concatenation of two recordings is
+    not."""
     assert requests_max is None or requests_max > 0
     rows: list[TraceRow] = []
     for row in _rows(path):
@@ -215,11 +209,9 @@ def _count(fields: dict[str, Any], name: str, least: int, problems: list[str]) -
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and least <= value <= COUNT_MAX:
         return int(value)
-    wanted = (
-        f"at most {COUNT_MAX} tokens"
-        if is_whole and value > COUNT_MAX
-        else (f"a whole number >= {least}")
-    )
+    wanted = f"a whole number >= {least}"
+    if is_whole and value > COUNT_MAX:
+        wanted = f"at most {COUNT_MAX} tokens"
     problems.append(f"{name} must be {wanted}, found {_shown(fields, name)}")
     return 0
 

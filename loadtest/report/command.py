@@ -100,7 +100,6 @@ def report(
 
 
 def carry_out(files: Sequence[Path], options: ReportOptions) -> int:
-    """Run the command; returns its exit status."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     out = options.out
     if out is not None:
@@ -195,11 +194,7 @@ def digested(
         return [digest_of(run, label)]
     if is_alone:
         return run
-    return [_renamed(digest, f"{label}: {digest.label}") for digest in run]
-
-
-def _renamed(digest: RunDigest, label: str) -> RunDigest:
-    return msgspec.structs.replace(digest, label=label)
+    return [msgspec.structs.replace(one, label=f"{label}: {one.label}") for one in run]
 
 
 def _report(
@@ -287,7 +282,6 @@ def _one(run: Recording) -> Group:
 
 
 def _many(runs: Sequence[RunDigest], share: float) -> Group:
-    """A table of all runs, and the settings that differ."""
     best, unbeaten = sweep.best_of(runs, share), sweep.pareto_runs(runs)
     table = Table(title=f"{len(runs)} runs", box=None, padding=(0, 1, 0, 0))
     table.add_column("", justify="right", no_wrap=True)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -45,6 +46,11 @@ class PageTable:
     left: Collection[int] = (0,)  # left-aligned columns of words; all others are numbers
     marked: Collection[int] = ()  # highlighted rows
     is_dense: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str | FoldedText]], **look: Any) -> PageTable:
+        """`rows`: at least one, each with its cells by column."""
+        return cls(tuple(rows[0]), [tuple(row.values()) for row in rows], **look)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +101,8 @@ def rendered(page: ReportPage) -> str:
 
 
 def write_page(page: ReportPage, path: Path) -> None:
-    """OSError when `path` cannot be written."""
-    write_whole(path, rendered(page))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file atomically: a reader of the page sees the old or the new one."""
+    """Replace the file atomically; OSError when `path` cannot be written."""
+    text = rendered(page)
     if path.exists() and not path.is_file():  # a terminal or a pipe
         path.write_text(text, encoding="utf-8")
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loadtest.report import tables
 from loadtest.report.page import NOTHING, ReportPage, ReportTile, Section, write_page
-from loadtest.report.pictures import latency, lengths, over_time, refusals
+from loadtest.report.pictures import latency, lengths, over_time
 from loadtest.results.lengths import by_length
 from loadtest.results.metrics import Slo, Spread, Summary
 from loadtest.results.numbers import rate_text, settings_of, shown, summary_of
@@ -27,10 +27,7 @@ FOOTER = (
 
 
 def write_report(recording: Recording, path: Path) -> None:
-    """Write the page of one run; OSError when `path` cannot be written.
-
-    A page without pictures is written first, so a long run is not lost when drawing fails.
-    """
+    """Write a page without pictures first, in case drawing fails; OSError if unwritable."""
     embedded = to_bytes(recording).decode()
     write_page(bare_page(recording, embedded), path)
     write_page(page_of(recording, embedded), path)
@@ -184,7 +181,7 @@ def sections(recording: Recording, summary: Summary) -> list[Section]:
             [latency.first_token(found), latency.whole_request(found), latency.prediction(records)],
             tables.phases(spreads(found)),
         ),
-        Section("Served or not", [refusals.by_reason(summary.rejections_by_reason, len(records))]),
+        Section("Served or not", [lengths.by_reason(summary.rejections_by_reason, len(records))]),
         Section("Not served, and why", tables=tables.unserved(records)),
         Section("Slowest requests, by TTFT", tables=tables.slowest(records)),
     ]

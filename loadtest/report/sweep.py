@@ -29,8 +29,6 @@ SAME = 1.01  # loads within this ratio are one load
 
 @dataclass(frozen=True, slots=True)
 class RunPoint:
-    """One run in a picture of two numbers."""
-
     number: int  # number of the run, from 1
     x: float
     y: float
@@ -74,8 +72,7 @@ def value_of(run: RunDigest, name: str) -> float | None:
 
 
 def cost_of(runs: Sequence[RunDigest]) -> str | None:
-    """The setting that gives a run's cost. None when it does not vary, or when a run with goodput
-    lacks it, because that run could not be compared."""
+    """The setting of a run's cost; None when it varies nowhere or a run with goodput lacks it."""
     return next((name for name, silent in _varied_costs(runs).items() if not silent), None)
 
 
@@ -97,11 +94,8 @@ def has_several_loads(runs: Sequence[RunDigest]) -> bool:
 
 
 def lines(runs: Sequence[RunDigest], x: str, y: str) -> list[RunLine]:
-    """Runs as points, in lines whose runs differ only in `x` (and the settings it stands for).
-
-    A run without one of the two numbers is left out. With more lines than a reader can distinguish,
-    all points are in one line without a name.
-    """
+    """Runs as points, in lines whose runs differ only in `x`. A run without one of the two numbers
+    is left out. With too many lines, all points are in one without a name."""
     groups: dict[tuple[str, ...], list[RunPoint]] = {}
     names = _lines_by(runs, x)
     for number, run in enumerate(runs, 1):
@@ -134,10 +128,7 @@ def _lines_by(runs: Sequence[RunDigest], x: str) -> list[str]:
 
 def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPoint]:
     """The Pareto front: points with no other point that is as good in both numbers and better in
-    one.
-
-    Ascending in x. `less_x`, `less_y`: smaller is better. Equal points all stay.
-    """
+    one. Ascending in x. `less_x`, `less_y`: smaller is better. Equal points all stay."""
     sign_x, sign_y = (1 if less_x else -1), (1 if less_y else -1)
     ordered = sorted(points, key=lambda point: (sign_x * point.x, sign_y * point.y, point.number))
     kept: list[RunPoint] = []
@@ -153,11 +144,8 @@ def pareto(points: Sequence[RunPoint], less_x: bool, less_y: bool) -> list[RunPo
 
 
 def best_of(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> int | None:
-    """The number of the best run: the most goodput per second, divided by its cost if that is
-    known. Only runs that serve this share within their limits compete, or all runs if none does.
-
-    None without any goodput.
-    """
+    """The number of the run with the most goodput, divided by its cost if that is known, among the
+    runs that serve this share within their limits (all, if none does); None without goodput."""
     cost = cost_of(runs)
     found: list[tuple[bool, float, float, int]] = []
     for number, run in enumerate(runs, 1):
@@ -172,7 +160,6 @@ def best_of(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> int | None
 
 
 def best_text(runs: Sequence[RunDigest], share: float = SHARE_LEAST) -> str:
-    """Which run is best, and by which criterion."""
     best = best_of(runs, share)
     if best is None:
         return "best: none, because no run has goodput"

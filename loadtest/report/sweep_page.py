@@ -29,6 +29,22 @@ GOODPUT_SHARE = RunAxis("goodput_share", "requests within their limits, share", 
 GOODPUT_PER_S = RunAxis("goodput_per_s", "requests within their limits, per second", "per_s", False)
 SENT = RunAxis(sweep.LOAD, "requests sent per second")
 ANSWERS = RunAxis("requests_per_s", "answers per second", "per_s", False)
+GOODPUT_OF_LOAD = (
+    TradeOff(
+        "Goodput against load, share",
+        SENT,
+        GOODPUT_SHARE,
+        "Of all requests sent, the share that was answered within its limits.",
+    ),
+    TradeOff(
+        "Goodput against load, per second",
+        SENT,
+        GOODPUT_PER_S,
+        "Requests answered within their limits per second of the run, against those sent per "
+        "second.",
+        is_ideal_drawn=True,
+    ),
+)
 
 
 def sweep_page(
@@ -80,13 +96,13 @@ def tiles(runs: Sequence[RunDigest], best: int | None) -> list[ReportTile]:
     found = []
     if best is not None:
         run = runs[best - 1]
-        share = shown(run.number("goodput_share"), "share")
+        share = shown(run.numbers.get("goodput_share"), "share")
         found.append(
             ReportTile(
                 "Best",
                 [(f"run {best}", run.label)],
                 f"{share} within their limits, "
-                f"{shown(run.number('goodput_per_s'), 'per_s')} a second",
+                f"{shown(run.numbers.get('goodput_per_s'), 'per_s')} a second",
             )
         )
     for name, number, unit, is_less in (
@@ -109,32 +125,9 @@ def tiles(runs: Sequence[RunDigest], best: int | None) -> list[ReportTile]:
 
 
 def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> list[Picture]:
-    found = []
+    found: list[TradeOff | Picture] = []
     if sweep.has_several_loads(runs):
-        found += [
-            tradeoff(
-                runs,
-                TradeOff(
-                    "Goodput against load, share",
-                    SENT,
-                    GOODPUT_SHARE,
-                    "Of all requests sent, the share that was answered within its limits.",
-                ),
-                best,
-            ),
-            tradeoff(
-                runs,
-                TradeOff(
-                    "Goodput against load, per second",
-                    SENT,
-                    GOODPUT_PER_S,
-                    "Requests answered within their limits per second of the run, against those "
-                    "sent per second.",
-                    is_ideal_drawn=True,
-                ),
-                best,
-            ),
-        ]
+        found += GOODPUT_OF_LOAD
     else:
         found.append(not_measured("Goodput against load", "all runs were sent the same load."))
     cost = sweep.cost_of(runs)
@@ -144,55 +137,30 @@ def pictures(runs: Sequence[RunDigest], by: Sequence[str], best: int | None) -> 
         found.append(not_measured("Goodput against cost", why))
     else:
         axis = RunAxis(cost, cost, "count", True)
-        found.append(
-            tradeoff(
-                runs,
-                TradeOff(
-                    f"Goodput against {cost}",
-                    axis,
-                    GOODPUT_PER_S,
-                    f"Requests answered within their limits per second, against {cost}.",
-                ),
-                best,
-            )
-        )
+        caption = f"Requests answered within their limits per second, against {cost}."
+        found.append(TradeOff(f"Goodput against {cost}", axis, GOODPUT_PER_S, caption))
     for name in by:
-        found.append(
-            tradeoff(
-                runs,
-                TradeOff(
-                    f"Goodput against {name}",
-                    RunAxis(name, name),
-                    GOODPUT_SHARE,
-                    f"Of all requests sent, the share within its limits, against {name}.",
-                ),
-                best,
-            )
-        )
-    for what in ("TTFT", "TBT"):
-        found.append(_latency(runs, what, best))
-    return found
+        axis = RunAxis(name, name)
+        caption = f"Of all requests sent, the share within its limits, against {name}."
+        found.append(TradeOff(f"Goodput against {name}", axis, GOODPUT_SHARE, caption))
+    found += [_latency(what) for what in ("TTFT", "TBT")]
+    return [one if isinstance(one, Picture) else tradeoff(runs, one, best) for one in found]
 
 
-def _latency(runs: Sequence[RunDigest], what: str, best: int | None) -> Picture:
+def _latency(what: str) -> TradeOff:
     field = f"{what.lower()}_s"
     axis = RunAxis(f"{what.lower()}_p90_s", f"{what} p90 of answers (logarithmic)", "s", True)
-    return tradeoff(
-        runs,
-        TradeOff(
-            f"{what} p90 against throughput",
-            ANSWERS,
-            axis,
-            f"The 90th percentile of {what} over the answered requests (what was rejected has "
-            "none), against answers per second. Dashed: the service level.",
-            level=lambda run: getattr(run.slo, field, None),
-        ),
-        best,
+    return TradeOff(
+        f"{what} p90 against throughput",
+        ANSWERS,
+        axis,
+        f"The 90th percentile of {what} over the answered requests (what was rejected has "
+        "none), against answers per second. Dashed: the service level.",
+        level=lambda run: getattr(run.slo, field, None),
     )
 
 
 def runs_table(runs: Sequence[RunDigest], best: int | None) -> PageTable:
-    """Every run: its differing settings, and its numbers."""
     varied = sweep.different(runs)
     names = list(varied)[:COLUMNS_MAX]
     unbeaten = sweep.pareto_runs(runs)

@@ -31,7 +31,6 @@ DECISION_CHARACTERS_MAX = 4_000
 
 
 def times(summary: Summary) -> list[PageTable]:
-    """The distributions of the times of requests."""
     if summary.ttft_s is None:
         return []
     spreads = {
@@ -90,33 +89,25 @@ def workloads(recording: Recording) -> list[PageTable]:
 
 
 def prompt_lengths(buckets: Sequence[LengthBucket]) -> list[PageTable]:
-    """The requests of each bucket, and the shares of them that were served in time."""
     if not buckets:
         return []
-    columns = (
-        "prompt tokens",
-        "requests",
-        "answered",
-        "rejected",
-        "failed",
-        "TTFT in time",
-        "TBT in time",
-        "within both",
-        "TTFT p90",
-        "TBT p90",
-    )
     rows = [
-        (
-            f"{b.tokens_from:,} to {b.tokens_to - 1:,}",
-            *(f"{count:,}" for count in (b.requests, b.answered, b.rejected, b.failed)),
-            *(_share(b.share(count)) for count in (b.first_in_time, b.fluent, b.within)),
-            _time(b.ttft_p90_s),
-            _time(b.tbt_p90_s),
-        )
+        {
+            "prompt tokens": f"{b.tokens_from:,} to {b.tokens_to - 1:,}",
+            "requests": f"{b.requests:,}",
+            "answered": f"{b.answered:,}",
+            "rejected": f"{b.rejected:,}",
+            "failed": f"{b.failed:,}",
+            "TTFT in time": _share(b.share(b.first_in_time)),
+            "TBT in time": _share(b.share(b.fluent)),
+            "within both": _share(b.share(b.within)),
+            "TTFT p90": _time(b.ttft_p90_s),
+            "TBT p90": _time(b.tbt_p90_s),
+        }
         for b in buckets
     ]
     caption = "Shares are of all requests sent with prompts of this length."
-    return [PageTable(columns, rows, caption=caption)]
+    return [PageTable.of(rows, caption=caption)]
 
 
 def phases(found: Sequence[PhaseSpread]) -> list[PageTable]:
@@ -163,7 +154,6 @@ def _mixed(recording: Recording) -> dict[str, list[RequestRecord]]:
 
 
 def values_of(records: Sequence[RequestRecord], field: str) -> list[float]:
-    """The values of answered requests that have one."""
     values = (getattr(record, field) for record in records if record.outcome == COMPLETED)
     return [value for value in values if value is not None]
 
@@ -176,15 +166,6 @@ def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
             parts[record.outcome, record.kind].append(record)
     if not parts:
         return []
-    columns = (
-        "outcome",
-        "kind",
-        "requests",
-        "of all",
-        "first at",
-        "retry after (median)",
-        "first message",
-    )
     order = sorted(
         parts.items(), key=lambda item: (item[0][0] != FAILED, -len(item[1]), item[0][1])
     )
@@ -192,17 +173,19 @@ def unserved(records: Sequence[RequestRecord]) -> list[PageTable]:
     for (outcome, kind), part in order:
         waits_s = [r.retry_after_s for r in part if r.retry_after_s is not None]
         rows.append(
-            (
-                outcome,
-                kind or "unnamed",
-                f"{len(part):,}",
-                _share(len(part) / len(records)),
-                duration(part[0].finished_s),
-                duration(statistics.median(waits_s)) if waits_s else NOTHING,
-                cut(part[0].message, MESSAGE_CHARACTERS_MAX),
-            )
+            {
+                "outcome": outcome,
+                "kind": kind or "unnamed",
+                "requests": f"{len(part):,}",
+                "of all": _share(len(part) / len(records)),
+                "first at": duration(part[0].finished_s),
+                "retry after (median)": duration(statistics.median(waits_s))
+                if waits_s
+                else NOTHING,
+                "first message": cut(part[0].message, MESSAGE_CHARACTERS_MAX),
+            }
         )
-    return [PageTable(columns, rows, left=(0, 1, 6))]
+    return [PageTable.of(rows, left=(0, 1, 6))]
 
 
 def slowest(records: Sequence[RequestRecord]) -> list[PageTable]:
@@ -211,47 +194,34 @@ def slowest(records: Sequence[RequestRecord]) -> list[PageTable]:
     answered.sort(key=lambda record: -(record.ttft_s or 0.0))
     if not answered:
         return []
-    columns = (
-        "request",
-        "sent at",
-        "prompt",
-        "cached",
-        "answer",
-        "TTFT",
-        "predicted",
-        "TBT",
-        "whole",
-        "longest phase",
-        "prefill → decode",
-    )
     caption = (
         'Prompt, cached and answer in tokens. "sent at" counts from the begin of the run. A click '
         "on the workers shows the conductor's decision."
     )
     rows = [_slow(record) for record in answered[:SLOWEST_MAX]]
-    return [PageTable(columns, rows, caption=caption, left=(0, 9, 10), is_dense=True)]
+    return [PageTable.of(rows, caption=caption, left=(0, 9, 10), is_dense=True)]
 
 
-def _slow(record: RequestRecord) -> list[str | FoldedText]:
+def _slow(record: RequestRecord) -> dict[str, str | FoldedText]:
     found = phases_of(record)
     longest = NOTHING
     if found is not None:
         name, value_s = max(found.all.items(), key=lambda item: item[1])
         longest = f"{name} {duration(value_s)}"
     cached = NOTHING if record.cached_tokens is None else f"{record.cached_tokens:,}"
-    return [
-        f"{record.request_id} {record.workload}".rstrip(),
-        duration(record.sent_s),
-        f"{record.prompt_tokens:,}",
-        cached,
-        f"{record.tokens:,}",
-        _time(record.ttft_s),
-        _time(predicted_ttft_s(record)),
-        _time(record.tbt_s),
-        duration(record.latency_s),
-        longest,
-        _decision(record),
-    ]
+    return {
+        "request": f"{record.request_id} {record.workload}".rstrip(),
+        "sent at": duration(record.sent_s),
+        "prompt": f"{record.prompt_tokens:,}",
+        "cached": cached,
+        "answer": f"{record.tokens:,}",
+        "TTFT": _time(record.ttft_s),
+        "predicted": _time(predicted_ttft_s(record)),
+        "TBT": _time(record.tbt_s),
+        "whole": duration(record.latency_s),
+        "longest phase": longest,
+        "prefill → decode": _decision(record),
+    }
 
 
 def _decision(record: RequestRecord) -> str | FoldedText:

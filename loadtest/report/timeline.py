@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -34,17 +34,10 @@ ROUND_S = (
 IN_FLIGHT_POINTS_MAX = 300
 SPREAD_POINTS_MAX = 32  # token times of a compact record
 
-WAITING = "mooncake_requests_waiting"
-RUNNING = "mooncake_requests_running"
 QUEUE_TOKENS = "mooncake_queue_tokens"
 CONTEXT_TOKENS = "mooncake_context_tokens"
-STEP_SECONDS = "mooncake_step_seconds_total"
 PAGES_USED = "mooncake_pages_used"
-PAGES_MAX = "mooncake_pages_max"
 PROMPT_TOKENS = "mooncake_prompt_tokens_total"
-OUTPUT_TOKENS = "mooncake_output_tokens_total"
-STORE_USED = "mooncake_store_bytes_used"
-STORE_MAX = "mooncake_store_bytes_max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +73,9 @@ def end_s(records: Sequence[RequestRecord]) -> float:
 
 
 def bins_of(records: Sequence[RequestRecord], bins_max: int = BINS_MAX) -> Bins:
-    """From the run's start to its last answer, in steps of a round width.
-
-    The remainder at the end is a bin of its own when it is at least half as wide as the others. A
-    smaller one would give a rate over a moment, so it is added to the bin before.
-    """
+    """From the run's start to its last answer, in steps of a round width. The remainder at the end
+    is a bin of its own when it is at least half as wide as the others. A smaller one would give a
+    rate over a moment, so it is added to the bin before."""
     duration_s = max(end_s(records), ROUND_S[0])
     width_s = next((width_s for width_s in ROUND_S if duration_s / width_s <= bins_max), None)
     if width_s is None:  # weeks: whole hours
@@ -106,10 +97,7 @@ def per_second(records: Sequence[RequestRecord], bins: Bins) -> dict[str, Number
 
 
 def tokens_per_second(records: Sequence[RequestRecord], bins: Bins) -> Numbers:
-    """Generated tokens that reached a client, including those of answers that broke off later.
-
-    Tokens of a compact record are spread evenly from its first to its last.
-    """
+    """Generated tokens that reached a client; those of a compact record are spread evenly."""
     whole = [r for r in records if r.generated_tokens is None]
     times_s = [np.asarray([s for record in whole for s in record.token_times_s])]
     weights = [np.ones(len(times_s[0]))]
@@ -143,11 +131,8 @@ def in_flight(records: Sequence[RequestRecord]) -> tuple[Numbers, Numbers]:
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """The cached share of the prompts sent in each bin; NaN where none was sent."""
-
     rate: Numbers
     ideal: Numbers | None  # of an unlimited cache
-    requests: int
 
 
 def hit_rate(
@@ -164,7 +149,7 @@ def hit_rate(
     best = None
     if ideal is not None and all(record.index in ideal for record in known):
         best = bins.sums(sent_s, [ideal[record.index] for record in known]) / prompt
-    return HitRate(cached / prompt, best, len(known))
+    return HitRate(cached / prompt, best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +179,7 @@ def gauge(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeS
 
 
 def rate(samples: Sequence[Sample], name: str, by: str = "model") -> list[TimeSeries]:
-    """A counter's growth per second since the sample before; NaN at the first sample.
-
-    A counter that fell was restarted with its worker. Its growth is unknown, so the rate is NaN.
-    """
+    """A counter's growth per second since the sample before; NaN at the first and at a restart."""
     return [_rate(line) for line in gauge(samples, name, by) if len(line.times_s) > 1]
 
 
@@ -239,10 +221,6 @@ def prefill_workers(samples: Sequence[Sample]) -> set[str]:
 
 def decode_workers(samples: Sequence[Sample]) -> set[str]:
     return {line.label for line in gauge(samples, CONTEXT_TOKENS)}
-
-
-def only(lines: Iterable[TimeSeries], labels: set[str]) -> list[TimeSeries]:
-    return [line for line in lines if line.label in labels]
 
 
 @lru_cache(maxsize=65_536)

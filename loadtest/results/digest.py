@@ -1,8 +1,7 @@
 """The digest of a run among many: its settings, numbers and buckets.
 
-A recording has every request, which for hundreds of runs is too much to hold and to send between
-processes. A page of many runs (a sweep, a plan) holds digests, as a page of one run holds a
-recording.
+A recording has every request, too much for hundreds of runs. A page of many runs (a sweep, a plan)
+holds digests, as a page of one run holds a recording.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from loadtest.results.recording import (
     embedded_in,
     from_bytes,
     read_page,
+    to_bytes,
 )
 
 EMBEDDED_RUNS = "application/x-mooncake-runs"  # media type of the data embedded in a page
@@ -33,8 +33,6 @@ DIGEST_FORMAT = 1
 
 
 class RunDigest(msgspec.Struct, frozen=True):
-    """One run among many."""
-
     label: str  # distinguishes it from the others: its file's name, or the varied setting
     name: str  # its command: replay | locust | simulate | plan
     title: str
@@ -43,9 +41,6 @@ class RunDigest(msgspec.Struct, frozen=True):
     lengths: list[LengthBucket]
     slo: Slo | None = None
     is_mixed: bool = False  # each of its workloads has a service level of its own
-
-    def number(self, name: str) -> float | None:
-        return self.numbers.get(name)
 
 
 class _Digests(msgspec.Struct):
@@ -68,8 +63,7 @@ def digest_of(recording: Recording, label: str = "") -> RunDigest:
 
 def digests_to_bytes(runs: Sequence[RunDigest]) -> bytes:
     """Printable ASCII, so that a page can embed it."""
-    text = msgspec.json.encode(_Digests(DIGEST_FORMAT, list(runs)))
-    return base64.b64encode(gzip.compress(text, mtime=0))
+    return to_bytes(_Digests(DIGEST_FORMAT, list(runs)))
 
 
 def digests_from_bytes(data: bytes) -> list[RunDigest]:

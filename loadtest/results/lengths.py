@@ -20,10 +20,7 @@ BUCKETS_MAX = 13
 
 
 class LengthBucket(msgspec.Struct, frozen=True):
-    """Requests whose prompts have at least `tokens_from` and fewer than `tokens_to` tokens.
-
-    Counts of service levels are None where no level was given.
-    """
+    """Requests with `tokens_from` <= prompt tokens < `tokens_to`; None: no service level."""
 
     tokens_from: int
     tokens_to: int
@@ -67,7 +64,6 @@ def by_length(recording: Recording) -> list[LengthBucket]:
 def _bucket(
     tokens_from: int, tokens_to: int, part: Sequence[RequestRecord], levels: Recording | None
 ) -> LengthBucket:
-    """The bucket of `records`. `levels`: the run with its service levels, if it has some."""
     met: list[tuple[bool, bool]] = []
     if levels is not None:
         common = levels.slo or Slo()

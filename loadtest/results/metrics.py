@@ -81,7 +81,6 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens that reached the client."""
         return len(self.token_times_s) if self.generated_tokens is None else self.generated_tokens
 
 
@@ -208,8 +207,7 @@ def is_late(lag_s: Spread | None, ttft_s: Spread | None) -> bool:
 
 
 def offered_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """The offered load, independent of the last answers: the intervals between requests, over their
-    total time. None with fewer than two moments."""
+    """Intervals between sendings over their total time; None with fewer than two moments."""
     sent_s = [record.sent_s for record in records]
     between_s = max(sent_s) - min(sent_s) if sent_s else 0.0
     return (len(sent_s) - 1) / between_s if between_s > 0 else None

@@ -65,6 +65,7 @@ def summary_of(recording: Recording) -> Summary:
 
 def numbers(recording: Recording) -> list[Number]:
     summary = summary_of(recording)
+    lag = lag_s(summary)
     return [
         *_counts(summary),
         *_goodput(recording),
@@ -75,13 +76,7 @@ def numbers(recording: Recording) -> list[Number]:
         *_of_summary(summary, CACHED),
         *_phases(recording),
         *_refusals(summary),
-        Number(
-            "sender_lag_p99_s",
-            "sender lag p99",
-            "s",
-            lag.p99 if (lag := lag_s(summary)) else None,
-            LOWER,
-        ),
+        Number("sender_lag_p99_s", "sender lag p99", "s", lag.p99 if lag else None, LOWER),
     ]
 
 
@@ -104,14 +99,9 @@ def _counts(summary: Summary) -> Iterator[Number]:
 
 def _goodput(recording: Recording) -> Iterator[Number]:
     found = goodput_of(recording)
-    yield Number("goodput_share", "goodput, share", "share", found.share if found else None, HIGHER)
-    yield Number(
-        "goodput_per_s",
-        "goodput per second",
-        "per_s",
-        found.requests_per_s if found else None,
-        HIGHER,
-    )
+    share, per_s = (found.share, found.requests_per_s) if found else (None, None)
+    yield Number("goodput_share", "goodput, share", "share", share, HIGHER)
+    yield Number("goodput_per_s", "goodput per second", "per_s", per_s, HIGHER)
 
 
 def _of_summary(summary: Summary, named: Sequence[tuple[str, str, str, str]]) -> Iterator[Number]:
@@ -203,16 +193,11 @@ def _value(found: dict[str, Number], name: str) -> float | None:
 def differing(
     a: Mapping[str, Setting], b: Mapping[str, Setting]
 ) -> list[tuple[str, Setting, Setting]]:
-    """(name, A's, B's) of each setting that differs."""
-    return [
-        (name, a.get(name), b.get(name))
-        for name in dict.fromkeys([*a, *b])
-        if a.get(name) != b.get(name)
-    ]
+    names = dict.fromkeys([*a, *b])
+    return [(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 
 def settings_of(recording: Recording) -> dict[str, Setting]:
-    """All settings of a run, with its service level."""
     found: dict[str, Setting] = dict(recording.settings)
     levels = {"": recording.slo} if recording.slo is not None else {}
     levels |= {f" of {name}": slo for name, slo in recording.slo_by_workload.items()}

@@ -37,8 +37,6 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpread:
-    """One phase over all measured requests."""
-
     name: str
     spread: Spread
     total_s: float

@@ -1,8 +1,7 @@
 """A run as a file: every request, the server's metrics during the run, and its settings.
 
-Every source of runs (replay, Locust, the simulator under its virtual clock) fills a `Recording`,
-and report/ shows it. It is embedded in the HTML report, so `mooncake report A B` compares the same
-file that people read.
+Every source of runs (replay, Locust, the simulator) fills a `Recording`, and report/ shows it. The
+HTML report embeds it, so `mooncake report A B` compares the same file that people read.
 """
 
 from __future__ import annotations
@@ -74,14 +73,13 @@ class RecordingError(Exception):
 
 
 def slim(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Records without the token ids, which no report shows and which are most of the bytes. In a
-    run with very many tokens each request keeps only its first and last time."""
+    """Records without token ids; of very many tokens only the first and last time is kept."""
     is_large = sum(len(record.token_times_s) for record in records) > TOKENS_MAX
     kept = (compact(record) for record in records) if is_large else records
     return [dataclasses.replace(record, output_ids=()) for record in kept]
 
 
-def to_bytes(recording: Recording) -> bytes:
+def to_bytes(recording: msgspec.Struct) -> bytes:
     """Compressed JSON as printable ASCII, so that a page can embed it."""
     return base64.b64encode(gzip.compress(msgspec.json.encode(recording), mtime=0))
 

@@ -1,22 +1,17 @@
 """One holder with room for a number of blocks, under an eviction policy; requests come in order.
 
-A request does what a worker's does: it looks its chain up and leases the blocks found, allocates
-the others, for which idle blocks are evicted, and releases all blocks, deepest first. There are two
-implementations:
+A request leases the blocks of its chain that are found, allocates the others, for which idle blocks
+are evicted, and releases all blocks, deepest first. BlockCache has the real order of eviction only,
+and is fast. DirectoryCache calls the real Directory on a virtual clock; a test proves that both
+count the same (tests/loadtest/simulator/test_hit_rate.py).
 
-- BlockCache has the real order of eviction and nothing else: fast.
-- DirectoryCache calls the verbs of the real Directory on a virtual clock. A test proves that both
-  count the same (tests/loadtest/simulator/test_hit_rate.py).
+A reference to a block is a hit when the block *and* every block before it in its prompt are cached:
+KV after a hole cannot be used. Cached blocks after a hole are counted apart (`behind_holes`).
 
-Every reference to a block of a prompt is a hit or a miss. It is a hit when the block *and* every
-block before it in its prompt are cached: KV after a hole cannot be used. Cached blocks after a hole
-are counted apart (`behind_holes`). With LRU there are no holes.
-
-`best_hits` is the bound of a policy that knows the future: Belady's MIN with bypass. When there is
-no room, the block with the farthest next use is evicted, even if it was just used. For blocks of
-one size and one cost no policy has more hits (Belady 1966; Mattson 1970). The further duties of a
-directory (room for a whole request at once) can only cost hits. A chain is used from its start, so
-no start is used later than its end: there are no holes.
+`best_hits` is the bound of a policy that knows the future: Belady's MIN with bypass, which evicts
+the block with the farthest next use, even one that was just used. For blocks of one size and one
+cost no policy has more hits (Belady 1966; Mattson 1970). It leaves no holes, because a chain is
+used from its start.
 
 Not here: the experiment (hit_rate.py).
 """
@@ -54,8 +49,6 @@ def key_of(hash_id: int) -> bytes:
 
 
 class BlockCache:
-    """Room for `blocks`, and an eviction order."""
-
     def __init__(self, blocks: int, policy: str) -> None:
         self.blocks = blocks
         self._order = make_eviction(policy)
@@ -106,7 +99,6 @@ class DirectoryCache:
 
 
 def play(cache: BlockCache | DirectoryCache, requests: Iterable[Sequence[bytes]]) -> Hits:
-    """Play all requests, one after the other."""
     references = hits = present = 0
     for keys in requests:
         was_there = cache.use(keys)

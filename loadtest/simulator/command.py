@@ -58,9 +58,6 @@ Folder = Annotated[
     Path | None,
     typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
 ]
-WholeDirectory = Annotated[
-    bool, typer.Option("--directory", help="hit-rate: through the whole Directory; same, slower.")
-]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -127,7 +124,10 @@ def simulate(
     prefills: Prefills = None,
     decodes: Decodes = None,
     blocks: Blocks = None,
-    directory: WholeDirectory = False,
+    directory: Annotated[
+        bool,
+        typer.Option("--directory", help="hit-rate: through the whole Directory; same, slower."),
+    ] = False,
     changes: Changes = None,
     profile: Measured = None,
     length_scale: LengthScale = 1.0,
@@ -211,7 +211,6 @@ def profile_at(path: Path | None) -> Profile | None:
 def answer(
     experiment: Experiment, options: SimulationOptions, report: Path | None = None
 ) -> Result:
-    """The experiment's result; its picture and page are written when they were asked for."""
     started_s = time.monotonic()
     runs: list[Recording] = []
     with progress_bar() as begin:

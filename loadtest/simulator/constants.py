@@ -1,8 +1,6 @@
 """The constants of a simulated run, as each report states them.
 
-The models of a node (cluster/gpu.py) and of a cluster (cluster/site.py) name each constant with its
-reason. Reports read the constants from there, so a report cannot state another number than the one
-that was used.
+Reports read them from the models (cluster/gpu.py, cluster/site.py), which give the reason of each.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ def stated(cluster: ClusterSettings = PAPER_NODES) -> dict[str, Cell]:
 
 
 def _modelled() -> dict[str, Cell]:
-    """Of the paper's node."""
     return {
         "attention_factor": gpu.PAIR_FLOP / 2,  # half of all pairs: attention is causal
         "linear_factor": gpu.TOKEN_FLOP,
@@ -49,7 +46,6 @@ def _modelled() -> dict[str, Cell]:
 
 
 def _measured(cluster: ClusterSettings) -> dict[str, Cell]:
-    """Of a profile's worker."""
     worker = cluster.worker
     assert worker is not None
     prefill, decode = worker.prefill_coefficients, worker.decode_coefficients

@@ -4,9 +4,8 @@ Only the order of the requests counts: no clock, no GPU, one global cache. The t
 512 tokens, so 5,859 blocks are the 3 M tokens of the paper's Figure 9.
 
 Targets: an unlimited cache finds 36.6 % of the references of the conversation trace and 64.0 % of
-the synthetic one (1 - distinct blocks / references). LRU with 3 M tokens finds 48 % of that on the
-synthetic trace. The better policy gains half a point over LRU at three of four sizes on each trace,
-and never loses.
+the synthetic one. LRU with 3 M tokens finds 48 % of that on the synthetic trace. The better policy
+gains half a point over LRU at three of four sizes on each trace, and never loses.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ Requests = Sequence[Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class HitRateRun:
-    """One cache, one trace."""
-
     trace: str
     blocks: int | None  # None: unlimited
     policy: str
@@ -43,7 +40,6 @@ class HitRateRun:
 
 
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
-    """Every policy at every size on every trace."""
     if options.changes:
         raise SimulationRefused("--set: no conductor decides in hit-rate; leave it out")
     loaded = {name: requests_of(options, name) for name in options.traces or TRACES}
@@ -60,12 +56,10 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
 
 
 def requests_of(options: SimulationOptions, trace: str) -> list[list[bytes]]:
-    """The block keys of each request, in order of arrival."""
     return [[key_of(block) for block in row.hash_ids] for row in options.rows(trace)]
 
 
 def steps(policies: Sequence[str], sizes: Sequence[int]) -> int:
-    """Runs per trace."""
     return len(sizes) * (len(policies) + 1) + 1
 
 
@@ -124,7 +118,6 @@ def rows_of(runs: Sequence[HitRateRun]) -> Rows:
 
 
 def targets_of(runs: Sequence[HitRateRun]) -> list[Target]:
-    """The targets of the published traces, with the values found."""
     percent = {(run.trace, run.blocks, run.policy): run.result.percent for run in runs}
     targets = []
     for trace in dict.fromkeys(run.trace for run in runs):

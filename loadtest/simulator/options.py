@@ -93,7 +93,6 @@ class SimulationOptions:
         return made
 
     def settings(self) -> ClusterSettings:
-        """The shape of the cluster."""
         shape = ClusterSettings(
             prefills=self.prefills or NODES, decodes=self.decodes or NODES, seed=self.seed
         )
@@ -146,18 +145,12 @@ class SimulationOptions:
 
     def source(self, trace: str, is_spread: bool = False) -> TraceSource:
         """The requests of a trace for other processes; TraceError for a wrong file."""
-        source = TraceSource.of(
-            self._path(trace),
-            self.requests,
-            is_spread,
-            self.settings().block_tokens,
-            self.length_scale,
-        )
+        path, block_tokens = self._path(trace), self.settings().block_tokens
+        source = TraceSource.of(path, self.requests, is_spread, block_tokens, self.length_scale)
         source.offered()  # a wrong trace fails before anything runs
         return source
 
     def rows(self, trace: str) -> list[TraceRow]:
-        """The requests of a trace, in order of arrival; TraceError when the file is wrong."""
         return read_trace(self._path(trace), self.requests)
 
     def _path(self, trace: str) -> Path:
@@ -192,12 +185,8 @@ def reasons_shown(what: str, *refusals: type[Exception]) -> Iterator[None]:
 @contextmanager
 def progress_bar() -> Iterator[Begin]:
     """Yields a function that begins a line of `steps` steps and returns the counter of a step."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
 
         def begin(name: str, steps: int) -> Callable[[], None]:

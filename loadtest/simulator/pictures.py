@@ -35,21 +35,10 @@ def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
             line[int(number_of(row, "blocks"))] = number_of(row, "hit_percent")
         best = lines.pop("optimum")
         for (policy, points), colour in zip(lines.items(), MANY, strict=False):
-            panel.plot(
-                sizes,
-                [points[blocks] for blocks in sizes],
-                "o-",
-                color=colour,
-                markersize=4,
-                label=policy,
-            )
-        panel.plot(
-            sizes,
-            [best[blocks] for blocks in sizes],
-            ":",
-            color=NAMED["slate"],
-            label="the future known",
-        )
+            percents = [points[blocks] for blocks in sizes]
+            panel.plot(sizes, percents, "o-", color=colour, markersize=4, label=policy)
+        percents = [best[blocks] for blocks in sizes]
+        panel.plot(sizes, percents, ":", color=NAMED["slate"], label="the future known")
         unlimited = next(number_of(row, "hit_percent") for row in of_trace if row not in sized)
         panel.axhline(unlimited, color=NAMED["muted"], linewidth=0.8)
         panel.text(sizes[0], unlimited, f"unlimited {unlimited:.1f} %", va="bottom", fontsize=8)
@@ -68,7 +57,6 @@ def save_hit_rate(path: Path, rows: Sequence[Row]) -> None:
 def panels_beside(
     count: int, width_in: float, height_in: float = HEIGHT_IN
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Axes beside each other."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]

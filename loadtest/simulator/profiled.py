@@ -1,9 +1,8 @@
 """Clusters of workers like the one that `mooncake profile` measured.
 
-Steps take the time of the profile's fits, instead of the roofline of a GPU. A cached prefix comes
-from the worker's own memory, another node or the SSD at the profile's rates. The profile also gives
-the time through the frontend, of the hand-over, and the slowdown of steps on shared cores. Values
-that the profile lacks are those of any cluster (site.py).
+The profile gives the time of steps instead of a GPU's roofline, the rates of a cached prefix, the
+time through the frontend and of the hand-over, and the slowdown of steps on shared cores. Values
+that it lacks are those of any cluster (site.py).
 
 Not here: measuring, and the file's format (loadtest/profile).
 """
@@ -107,7 +106,6 @@ def fitted_to(burst: BurstMeans, settings: ClusterSettings) -> ClusterSettings:
 
 
 def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
-    """The simulated means of the burst."""
     tokens, block = burst.prompt_tokens, pair.block_tokens
     keys = (key_of(number) for number in itertools.count())
     offered = [
@@ -125,11 +123,6 @@ def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
         steps_s.append((job.finished_s - job.joined_s) / (burst.output_tokens - 1))
         gaps_s.append(job.joined_s - job.prefilled_s)
         ttfts_s.append(job.prefilled_s - job.arrived_s)
-    step_s = statistics.fmean(steps_s)
-    return BurstMeans(
-        tokens,
-        burst.output_tokens,
-        statistics.fmean(ttfts_s),
-        statistics.fmean(gaps_s) + step_s,
-        step_s,
-    )
+    step_s, ttft_s = statistics.fmean(steps_s), statistics.fmean(ttfts_s)
+    first_s = statistics.fmean(gaps_s) + step_s
+    return BurstMeans(tokens, burst.output_tokens, ttft_s, first_s, step_s)

@@ -1,9 +1,8 @@
 """A simulated run as a recording, like those that replay and Locust make of a real server.
 
-A client of a simulated server has its first token when the prompt is computed. The part of the
-hand-over to decode that prefill did not hide is in the next interval. A job keeps no times between
-its first and last token, so its record is compact. Samples are those numbers of a real metrics page
-that simulated workers have.
+A client has its first token when the prompt is computed; the part of the hand-over that prefill did
+not hide is in the next interval. A job keeps only its first and last token time, so its record is
+compact. Samples are those numbers of a real metrics page that simulated workers have.
 
 Not here: which fleet and which requests (replayed.py, planner/fleet_run.py).
 """
@@ -64,7 +63,6 @@ def recording_of(
     slo: Slo,
     samples: Sequence[Sample] = (),
 ) -> Recording:
-    """The recording of a finished run."""
     return Recording(
         name=name,
         title=title,

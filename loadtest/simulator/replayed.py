@@ -1,12 +1,10 @@
 """What would `mooncake replay` measure? A trace against a simulated fleet, request by request.
 
-The result is the same kind of recording as a real replay's. So `--report` writes the same page, and
-`mooncake report` lays both side by side. Several --speed, --policy or --admission make several runs
-and the page of a sweep.
+The result is the same kind of recording as a real replay's, with the same page. Several --speed,
+--policy or --admission make several runs and the page of a sweep.
 
-The conductor is the shipped one with the paper's service levels; `--set ttft_slo_s=10` changes
-them. Requests are judged by the conductor's TTFT limit. Their TBT limit is a little above the step
-limit that the conductor uses.
+The conductor is the shipped one with the paper's service levels, which `--set` changes. Requests
+are judged by its TTFT limit, and by a TBT limit a little above the conductor's step limit.
 
 Not here: how a run becomes a recording (simulator/recorded_run.py).
 """
@@ -49,13 +47,8 @@ def recordings(options: SimulationOptions, begin: Begin) -> list[Recording]:
     settings = options.settings()
     trace = options.one_trace(TRACE)
     source = options.source(trace)
-    cases = list(
-        product(
-            options.policies or (POLICY,),
-            options.admissions or (ADMISSION,),
-            options.speeds or (1.0,),
-        )
-    )
+    policies, admissions = options.policies or (POLICY,), options.admissions or (ADMISSION,)
+    cases = list(product(policies, admissions, options.speeds or (1.0,)))
     for policy, admission, _ in cases:  # a wrong option fails before anything runs
         options.changed(config_for(policy, admission))
     planned = [
@@ -90,7 +83,6 @@ def run(
     options: SimulationOptions = NO_OPTIONS,
     on_over: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The recording as the bytes that a page embeds."""
     config = options.changed(config_for(policy, admission))
     fleet = SimulatedFleet(config, settings, settings.gpu())
     sampler = FleetSampler(offered[-1].at_s / speed)
@@ -118,7 +110,6 @@ def run(
 
 
 def label_of(run: Recording) -> str:
-    """The label that distinguishes it from the other runs of one command."""
     return "{policy}, {admission}, {speed:g}x".format(**run.settings)
 
 
@@ -127,12 +118,6 @@ def rows_of(runs: Sequence[Recording]) -> Rows:
     for one in runs:
         found = digest_of(one).numbers
         named = {name: one.settings[name] for name in ("policy", "admission", "speed")}
-        rows.append(
-            named
-            | {
-                name: value if value is None else round(value, 5)
-                for name in SHOWN
-                for value in [found[name]]
-            }
-        )
+        values = {name: found[name] for name in SHOWN}
+        rows.append(named | {n: v if v is None else round(v, 5) for n, v in values.items()})
     return rows

@@ -123,8 +123,7 @@ class PlannedRun(Generic[Came]):
     arguments: tuple[Any, ...] = ()
 
     def key(self) -> str:
-        """A name for everything that decides the run. Settings count by their repr: all of them are
-        records of numbers and words."""
+        """The digest of all that decides the run; settings count by their repr."""
         shown = repr((self.make.__module__, self.make.__qualname__, self.source, self.arguments))
         assert " at 0x" not in shown, f"a setting of {self.name} has no name: {shown}"
         code = code_digest(self.make.__module__, inspect.getsourcefile(self.make) or "")

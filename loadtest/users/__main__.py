@@ -112,30 +112,22 @@ def wait_for_gateway(gateway: str) -> None:
 
 
 def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[str]) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "locust",
-        "-f",
-        str(LOCUSTFILE),
-        "--headless",
-        "--only-summary",
-        f"--users={options.users}",
-        f"--spawn-rate={max(1.0, options.users / SPAWN_S):g}",
-        f"--run-time={options.seconds}s",
-        f"--host={target.host}",
-        f"--via={options.via}",
-        "--metrics-url",
-        options.metrics_url or target.metrics_url,
-        f"--report={options.report}",
-        *rest,
-    ]
+    given = {
+        "--users": str(options.users),
+        "--spawn-rate": f"{max(1.0, options.users / SPAWN_S):g}",
+        "--run-time": f"{options.seconds}s",
+        "--host": target.host,
+        "--via": options.via,
+        "--metrics-url": options.metrics_url or target.metrics_url,
+        "--report": options.report,
+    }
+    locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+    return [*locust, *(word for option in given.items() for word in option), *rest]
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """Run a command with our signals forwarded to it; returns its exit status. The command has a
-    session of its own. A terminal sends Ctrl-C to every foreground process, and Locust stops at
-    once on a second one."""
+    """Run a command with our signals forwarded to it; returns its exit status. It has a session of
+    its own, because Locust stops at once on a second Ctrl-C."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, _: object) -> None:

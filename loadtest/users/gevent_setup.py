@@ -18,12 +18,10 @@ grpc_gevent.init_gevent()
 
 
 def interrupt_main_greenlet_only() -> None:
-    """From now on Ctrl-C interrupts the main greenlet only.
-
-    Python raises KeyboardInterrupt in the code that happens to run. Under gevent that may be the
-    greenlet in which gRPC reads a connection. That greenlet would die, its connection would hang,
-    and Locust would miss the signal. Locust stops when its main greenlet is interrupted.
-    """
+    """From now on Ctrl-C interrupts the main greenlet only. Python raises KeyboardInterrupt in the
+    code that happens to run. Under gevent that may be the greenlet in which gRPC reads a
+    connection. That greenlet would die, its connection would hang, and Locust would miss the
+    signal. Locust stops when its main greenlet is interrupted."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return  # in the background, where Ctrl-C is not for this process
     hub = gevent.get_hub()

@@ -1,9 +1,7 @@
 """Preparing a run: read the settings, ask the server for its description, and measure it unloaded.
 
-The deciding process prepares, alone or as the master. A reason not to start is a CannotStart.
-
-Texts of unloaded requests are new each time and not made from the run's seed. Blocks that an
-earlier run left in the cache must neither shorten nor lengthen the measured times.
+The deciding process prepares, alone or as the master. A reason not to start is a CannotStart. Texts
+of unloaded requests are new each time, so that no cached block of an earlier run changes a time.
 """
 
 from __future__ import annotations
@@ -75,7 +73,6 @@ def read_settings(environment: Any) -> LoadSettings:
 
 
 def prepare(environment: Any) -> Preparation:
-    """Raises CannotStart."""
     try:
         settings = read_settings(environment)
         rows = read_rows(settings.trace)
@@ -142,8 +139,7 @@ def misfits(settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
 
 
 def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerFacts) -> None:
-    """Cache the shared prefixes of the papers' data sets before users start. Each tenant has a
-    cache of its own, so this is done for each tenant."""
+    """Cache the data sets' shared prefixes before users start, for each tenant."""
     for name in settings.mix:
         data_set = DATA_SETS.get(name)
         if data_set is None or not data_set.prefixes:
@@ -153,12 +149,9 @@ def bring_prefixes(sender: RequestSender, settings: LoadSettings, facts: ServerF
             for planned in share.bringing():
                 request = planned.to_send(f"prefix-{name}-{planned.index}")
                 _collect(sender, UserIdentity(name, "", tenant).signed(request))
-        log.info(
-            "%s: %d prefixes are cached, %.0f %% of each prompt",
-            name,
-            data_set.prefixes,
-            100 * data_set.shared_tokens / data_set.prompt_tokens,
-        )
+        percent = 100 * data_set.shared_tokens / data_set.prompt_tokens
+        text = "%s: %d prefixes are cached, %.0f %% of each prompt"
+        log.info(text, name, data_set.prefixes, percent)
 
 
 def measure_unloaded(
@@ -189,10 +182,7 @@ def measure_unloaded(
 def unloaded_requests(
     name: str, settings: LoadSettings, facts: ServerFacts, rows: Sequence[TraceRow]
 ) -> Iterator[GenerateRequest]:
-    """First requests of that many new users: only prefixes shared within a workload are cached.
-
-    Such a prefix is the system prompt of `shared`, which its first user computes.
-    """
+    """First requests of so many new users, with only the system prompt of `shared` cached."""
     seed = secrets.randbits(SEED_BITS)
     if settings.trace is not None:
         source = TokenSource.of_server(facts, seed)
@@ -218,7 +208,6 @@ def of_all_lengths(rows: Sequence[TraceRow], scale: float, count: int) -> list[T
 
 
 def ask_description(settings: LoadSettings) -> tuple[Mapping[str, object], str]:
-    """The server's description of itself, and the name of the model to use."""
     if settings.gateway is not None:
         served = served_at(settings.gateway, key=settings.any_key)
         return served.facts, served.model

@@ -22,11 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class ProgressLine:
-    """For runs without a page and without tables.
-
-    Percentiles cover the answers since the line before. The process that prints the line also takes
-    the times of tokens, so it must not scan a whole run again and again.
-    """
+    """Percentiles cover the answers since the line before, because the process that prints the line
+    also takes the times of tokens."""
 
     def __init__(self) -> None:
         self._ended: Counter[str] = Counter()
@@ -51,8 +48,6 @@ class ProgressLine:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """A finished run: its settings, records and samples of the server."""
-
     run: UserRun
     rows: Sequence[TraceRow]
     unloaded: Mapping[str, Unloaded]

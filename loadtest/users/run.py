@@ -3,13 +3,12 @@
 A new run is a new object, so no state survives a run. Every process of a run counts seconds from
 the same moment, so record times need no shift when a worker sends them to its master.
 
-In Locust's statistics `total` is the whole request and uses Locust's own event, so "Aggregated",
-the charts and other listeners include it. `TTFT` and `TBT` of the same request have lines of their
-own, outside "Aggregated", because they are no further requests. A rejection is a request without a
-response time, on a line per kind, and no failure.
+In Locust's statistics `total` is the whole request. `TTFT` and `TBT` of the same request have lines
+of their own, outside "Aggregated", because they are no further requests. A rejection is a request
+without a response time, on a line per kind, and no failure.
 
 Not here: beginning and ending a run (session.py), what to send (workloads.py, trace_share.py), when
-(users.py), exact numbers and limits (verdict.py); Locust rounds to whole milliseconds.
+(users.py), exact numbers and limits (verdict.py).
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ TOTAL, TTFT, TBT, REJECTION = "total", "TTFT", "TBT", "rejected"
 
 
 class RunClock:
-    """Seconds since a run began, equal on all machines with a correct wall clock.
-
-    Intervals come from the monotonic clock; the wall clock is read once, for the start.
-    """
+    """Seconds since a run began; the wall clock is read once, then the monotonic clock."""
 
     def __init__(self, began_unix_s: float) -> None:
         self.began_unix_s = began_unix_s
@@ -61,8 +57,6 @@ class RequestSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request, and the other fields of its record."""
-
     request: GenerateRequest
     workload: str  # name that it is counted under
     prompt_tokens: int  # an estimate for a text prompt, until the server reports its count
@@ -133,7 +127,6 @@ class RunRecords:
         self.cancelled = 0
 
     def take(self) -> tuple[list[RequestRecord], int]:
-        """Return and clear all records, for a report."""
         taken = self.all, self.cancelled
         self.all, self.cancelled = [], 0
         return taken
@@ -143,8 +136,7 @@ class RunRecords:
         self.cancelled += report.cancelled
 
     def in_order(self, keep_index: bool) -> list[RequestRecord]:
-        """Records in the order of their due times. With `keep_index` they keep the row numbers of a
-        trace, else they are numbered in this order."""
+        """Records by due time, numbered in this order unless `keep_index` keeps a trace's rows."""
         ordered = sorted(self.all, key=lambda record: (record.due_s, record.request_id))
         if keep_index:
             return ordered
@@ -198,7 +190,6 @@ class UserRun:
         return record, answer
 
     def report(self, is_last: bool = False) -> RunReport:
-        """Records since the last report, for the master."""
         trace = self.trace.progress() if self.trace is not None else None
         return RunReport(self.run_id, *self.records.take(), trace, is_last)
 

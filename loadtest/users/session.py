@@ -46,21 +46,17 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class TraceRun:
-    """The trace of a run, as the shape reads it."""
-
     due_s: Sequence[float]
     now_s: Callable[[], float]
     progress: Callable[[], list[TraceProgress]]  # of each process that sends a part
 
 
 class TraceShape(LoadTestShape):
-    """As many users as the trace's requests in flight and soon due need.
-
-    Only the trace decides when requests arrive; each user waits for the due time of its row. Locust
-    has to provide enough users, so the shape adds users a few seconds ahead, removes none, and ends
-    the run after the last answer. If users are short, requests are sent late and their records
-    contain the lag. Locust asks once a second.
-    """
+    """As many users as the trace's requests in flight and soon due need. Only the trace decides
+    when requests arrive; each user waits for the due time of its row. Locust has to provide enough
+    users, so the shape adds users a few seconds ahead, removes none, and ends the run after the
+    last answer. If users are short, requests are sent late and their records contain the lag.
+    Locust asks once a second."""
 
     def __init__(self, run_s_max: float | None) -> None:
         super().__init__()
@@ -180,13 +176,8 @@ class DecidingSession:
         if self._sampler is not None and not samples:
             log.warning("no samples of the server: %s", self._sampler.problem)
         self._sampler = self._progress = None
-        ended = EndedRun(
-            run=run,
-            rows=preparation.rows,
-            unloaded=preparation.unloaded,
-            samples=samples,
-            users=self.runner.target_user_count,
-        )
+        users = self.runner.target_user_count
+        ended = EndedRun(run, preparation.rows, preparation.unloaded, samples, users)
         environment.process_exit_code = None if ended.is_good() else EXIT_MISSED
 
     def quit(self, environment: Any, **_: Any) -> None:
@@ -201,7 +192,6 @@ class DecidingSession:
             self.stop_users()
 
     def stop_users(self) -> None:
-        """Stop all users, which ends the run."""
         self.runner.stop()
 
     def _show_progress(self, run: UserRun) -> None:

@@ -118,7 +118,6 @@ class LoadSettings:
         return self.gateway.key_for(self.metrics_url, self.any_key)
 
     def described(self) -> dict[str, Setting]:
-        """Settings as a flat mapping, for a recording."""
         found: dict[str, Setting] = {
             "url": self.url,
             "via": self.via,
@@ -443,7 +442,6 @@ def settings_of(options: Mapping[str, Any], host: str | None) -> LoadSettings:
 
 
 def keyed(found: tuple[LoadTenant, ...], path: Path) -> tuple[LoadTenant, ...]:
-    """The tenants with their API keys; ValueError when a key is missing."""
     try:
         keys = read_keys(path)
     except OSError as error:

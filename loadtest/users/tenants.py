@@ -82,19 +82,15 @@ def without_keys(found: Sequence[LoadTenant], keys: Mapping[str, str]) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class UserIdentity:
-    """One user of a run."""
-
     workload: str
     name: str  # unique among the users of its workload
     tenant: LoadTenant | None = None
 
     @property
     def group(self) -> str:
-        """The name that its requests are counted under."""
         return group_of(self.workload, self.tenant)
 
     def signed(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as one of this user's tenant."""
         if self.tenant is None:
             return request
         parameters = {**request.parameters, "tenant": self.tenant.name}
@@ -106,11 +102,7 @@ def group_of(workload: str, tenant: LoadTenant | None) -> str:
 
 
 def tenant_of(found: Sequence[LoadTenant], number: int) -> LoadTenant | None:
-    """The tenant of user `number`, counted from 0; None without tenants.
-
-    Tenants alternate: with weights 3 and 1 the users are a, a, b, a and so on, not first three of
-    one.
-    """
+    """The tenant of user `number` from 0, in alternation: a, a, b, a with weights 3 and 1."""
     if not found:
         return None
     order = turns(tuple(tenant.weight for tenant in found))
@@ -129,12 +121,10 @@ def turns(weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def number_among_parts(own: int, part: int, parts: int, mix_weights: Sequence[int]) -> int:
-    """The number, among all users of its workload, of the `own`-th user in this process.
-
-    Locust assigns users to workers in turn. If the length of the mix and the number of workers have
-    a common divisor, a workload reaches only workers of one remainder. Workers of the same
-    remainder share the numbers of a workload.
-    """
+    """The number, among all users of its workload, of the `own`-th user in this process. Locust
+    assigns users to workers in turn. If the length of the mix and the number of workers have a
+    common divisor, a workload reaches only workers of one remainder. Workers of the same remainder
+    share the numbers of a workload."""
     assert 0 <= part < parts
     weights = mix_weights or (1,)
     common = math.gcd(parts, sum(weights) // math.gcd(*weights))

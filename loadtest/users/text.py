@@ -3,9 +3,8 @@
 A load needs unique text of known length; its sense does not matter. The words and sentence patterns
 are this file's own. Pure: the random generator is an argument.
 
-Users send text, and the server counts tokens. The number of bytes per token is measured once with a
-sample of the same kind of text. The token count of a later prompt is then an estimate, which may be
-up to `ESTIMATE_SLACK` times too low. Tokens that the server counted need no estimate.
+The server counts tokens. Bytes per token are measured once with a sample of the same kind of text,
+so the token count of a later prompt may be up to `ESTIMATE_SLACK` times too low.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class ServerFacts(ServerDescription):
         return max(1, round(tokens * self.bytes_per_token))
 
     def tokens(self, text: str) -> int:
-        """Estimated tokens of a text."""
         return math.ceil(len(text.encode()) / self.bytes_per_token)
 
     def fits(self, counted_tokens: int, text: str, max_tokens: int) -> bool:

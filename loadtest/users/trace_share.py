@@ -35,8 +35,6 @@ USERS_MAX = 4_096
 
 @dataclass(frozen=True, slots=True)
 class TraceProgress:
-    """Progress of one process's part."""
-
     sent: int = 0
     sending: int = 0
     is_over: bool = False
@@ -115,7 +113,6 @@ class DataSetShare:
         return self._planned(next(self._rows))
 
     def bringing(self) -> Iterator[PlannedRequest]:
-        """Requests that cache its prefixes."""
         for number in range(self._data_set.prefixes):
             yield self._planned(self._data_set.bringing(number))
 
@@ -150,11 +147,8 @@ def data_set_too_long(data_set: DataSet, length_scale: float, facts: ServerFacts
 
 
 def users_needed(due_s: Sequence[float], parts: Sequence[TraceProgress], now_s: float) -> int:
-    """Users needed: in each process those that are sending, and one for each unsent row that is due
-    soon.
-
-    Locust spreads users evenly over processes, so all get as many as the busiest process needs.
-    """
+    """Users that are sending or whose row is due soon, in the busiest process, times the number of
+    processes: Locust spreads users evenly."""
     needed = 1
     for number, part in enumerate(parts):
         due_soon = bisect_right(due_s[number :: len(parts)], now_s + AHEAD_S) - part.sent

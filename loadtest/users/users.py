@@ -71,8 +71,6 @@ class LoadUser(User):
 
 
 class ScriptedUser(LoadUser):
-    """A user whose requests are text, made by its workload."""
-
     abstract = True
 
     def on_start(self) -> None:
@@ -89,8 +87,6 @@ class ScriptedUser(LoadUser):
 
 
 class TextUser(ScriptedUser):
-    """Asks, reads the answer, pauses, and asks the next."""
-
     abstract = True
 
     @task

@@ -83,7 +83,6 @@ def slos(
     tbt_limit: LevelLimit,
     unloaded: Mapping[str, Unloaded],
 ) -> dict[str, Slo]:
-    """The limits of each workload, in seconds."""
     found = {}
     for name in workloads:
         alone = unloaded.get(name)

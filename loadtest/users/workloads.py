@@ -1,8 +1,7 @@
 """The workloads that are made of text: a user's next request. Pure and repeatable.
 
-Each user has its own workload: `next()` returns the request, then `answered()` or `gave_up()`
-reports its result. `next()` without a report, as after a rejection, returns the same request. The
-rng is seeded by the seed, the workload and the user's name alone, so a run can be repeated.
+`next()` returns a user's request until `answered()` or `gave_up()` reports its result. The rng is
+seeded by the seed, the workload and the user's name alone, so a run can be repeated.
 
 * chat: a conversation. Each prompt contains all of it so far, so the prefix grows turn by turn.
 * shared: one long system prompt, the same for every user, and each time another question.
@@ -10,9 +9,8 @@ rng is seeded by the seed, the workload and the user's name alone, so a run can 
 * decode: short questions, each with a long answer of exactly `decode_tokens`.
 * burst: short prompts that share nothing; users.py sends many of them at once.
 
-The retry policy is a polite client's. A rejected request is repeated after `retry_after_s`, but at
-the latest after RETRY_AFTER_S_MAX. If `retry_after_s` is 0, which means never, the user sends a new
-request, as after a failure.
+A rejected request is repeated after `retry_after_s`, but at the latest after RETRY_AFTER_S_MAX. If
+`retry_after_s` is 0, which means never, the user sends a new request, as after a failure.
 
 Not here: replaying a trace (trace_share.py), sending (run.py).
 """
@@ -140,8 +138,6 @@ class Conversation(TextWorkload):
 
 
 class SharedPrompt(TextWorkload):
-    """One system prompt for all users of a seed, each time with another question."""
-
     name = "shared"
 
     def __init__(self, seed: int, user: str, sizes: Sizes, facts: ServerFacts) -> None:
@@ -223,8 +219,6 @@ def burst_due_s(now_s: float, every_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A client's action after a request."""
-
     wait_s: float
     is_answered: bool = False
     is_repeated: bool = False  # the same request; otherwise a new one

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.report.pictures.style import (
+    DASHED,
     MANY,
     NAMED,
     PHASES,
@@ -81,12 +82,8 @@ def distribution(
         caption += f" {left_out} more with fewer requests are left out."
     words = (_percentiles(name, values, slo_s) for name, values in curves.items())
     alt = f"{title}: {'; '.join(words)}."
-    return drawn(title, caption, alt, draw, height_in(len(curves)))
-
-
-def height_in(curves: int) -> float:
-    """Height with a legend line for each of several curves."""
-    return 3.1 if curves == 1 else 3.1 + 0.19 * curves
+    height_in = 3.1 if len(curves) == 1 else 3.1 + 0.19 * len(curves)  # a legend line for each
+    return drawn(title, caption, alt, draw, height_in)
 
 
 def _percentiles(name: str, values: np.ndarray, slo_s: float | None) -> str:
@@ -113,18 +110,11 @@ def _curve(axes: Axes, values: np.ndarray, colour: str, name: str) -> None:
     if len(values) > POINTS_MAX:
         kept = np.unique(np.linspace(0, len(values) - 1, POINTS_MAX).astype(int))
         values, shares = values[kept], shares[kept]
-    axes.step(
-        np.concatenate([values[:1], values]),
-        np.concatenate([[0.0], shares]),
-        where="post",
-        color=colour,
-        label=name,
-        solid_joinstyle="round",
-    )
+    values, shares = np.concatenate([values[:1], values]), np.concatenate([[0.0], shares])
+    axes.step(values, shares, where="post", color=colour, label=name, solid_joinstyle="round")
 
 
 def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
-    """The percentiles as points of the curve; the legend has their values."""
     for number, marker in ((50, "o"), (90, "s"), (99, "^")):
         value = float(np.percentile(values, number))
         axes.plot(
@@ -141,17 +131,11 @@ def _marks(axes: Axes, values: np.ndarray, floor_s: float) -> None:
 def _level(axes: Axes, slo_s: float, values: np.ndarray | None) -> None:
     """The service level; with several curves each legend text has its share within the level."""
     within = "" if values is None else f": {np.mean(values <= slo_s):.1%} within"
-    axes.axvline(
-        slo_s,
-        color=NAMED["vermilion"],
-        linestyle=(0, (4, 3)),
-        linewidth=1.3,
-        label=f"level {duration(slo_s)}{within}",
-    )
+    text = f"level {duration(slo_s)}{within}"
+    axes.axvline(slo_s, color=NAMED["vermilion"], linestyle=DASHED, linewidth=1.3, label=text)
 
 
 def prediction(records: Sequence[RequestRecord]) -> Picture:
-    """The conductor's predicted TTFT against the actual one."""
     title = "Predicted and actual TTFT"
     pairs = np.array(
         [
@@ -174,25 +158,10 @@ def prediction(records: Sequence[RequestRecord]) -> Picture:
         for which in ("x", "y"):
             seconds_scale(axes, which, low_s, high_s)
         ends = np.array([low_s, high_s])
-        axes.fill_between(
-            ends,
-            ends / FACTOR,
-            ends * FACTOR,
-            color=NAMED["pale"],
-            alpha=0.35,
-            lw=0,
-            label="within a factor of 2",
-        )
+        area = {"color": NAMED["pale"], "alpha": 0.35, "lw": 0, "label": "within a factor of 2"}
+        axes.fill_between(ends, ends / FACTOR, ends * FACTOR, **area)
         axes.plot(ends, ends, color=NAMED["slate"], linewidth=1.0, label="as predicted")
-        axes.plot(
-            shown[:, 0],
-            shown[:, 1],
-            "o",
-            color=NAMED["blue"],
-            markersize=3.5,
-            alpha=0.55,
-            markeredgewidth=0,
-        )
+        axes.plot(*shown.T, "o", color=NAMED["blue"], markersize=3.5, alpha=0.55, markeredgewidth=0)
         axes.set_xlabel("predicted by the conductor")
         axes.set_ylabel("actual, at the client")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
@@ -271,14 +240,8 @@ def compared(title: str, bars: Mapping[str, Mapping[str, float]], caption: str) 
         duration_axis(axes.xaxis)
         for place, phases_s in enumerate(bars.values()):
             total_s = sum(phases_s.values())
-            axes.annotate(
-                duration(total_s),
-                (total_s, place),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8.5,
-            )
+            text, beside = duration(total_s), {"xytext": (5, 0), "textcoords": "offset points"}
+            axes.annotate(text, (total_s, place), **beside, va="center", fontsize=8.5)
         axes.set_xlim(0.0, 1.12 * max(sum(bar.values()) for bar in bars.values()) or 1.0)
         handles(figure, axes)
 

@@ -1,4 +1,4 @@
-"""Results of requests by the length of their prompt: within their limits, rejected, failed."""
+"""How requests ended, by the length of their prompt; and rejections by their reason."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Buckets = Sequence[LengthBucket]
 NO_REQUEST = "no request was sent."
 NO_LEVEL = "no service level was given (--slo-ttft-s, --slo-tbt-s), so nothing is in time or late."
 OF_LENGTH = "prompt tokens, from"
+REASONS_MAX = 8
 
 
 def goodput(buckets: Buckets) -> Picture:
-    """The share of each bucket within both limits, and within each limit."""
     title = "Goodput by prompt length"
     if not buckets:
         return not_measured(title, NO_REQUEST)
@@ -47,26 +47,11 @@ def goodput(buckets: Buckets) -> Picture:
         axes.bar(range(len(buckets)), heights, 0.8, color=NAMED["green"], label="both")
         for at, share in enumerate(both):
             if share is not None:
-                axes.annotate(
-                    f"{share:.0%}",
-                    (at, share),
-                    xytext=(0, 3),
-                    ha="center",
-                    textcoords="offset points",
-                    fontsize=8,
-                )
+                _above(axes, f"{share:.0%}", at, share)
         for name, shares, colour, marker in lines:
             points = [np.nan if share is None else share for share in shares]
-            axes.plot(
-                range(len(buckets)),
-                points,
-                marker,
-                color=colour,
-                label=name,
-                markersize=6,
-                clip_on=False,
-                markeredgewidth=0,
-            )
+            look = {"markersize": 6, "clip_on": False, "markeredgewidth": 0}
+            axes.plot(range(len(buckets)), points, marker, color=colour, label=name, **look)
         _lengths_axis(axes, [b.name for b in buckets])
         percent_axis(axes)
         axes.set_ylim(0.0, 1.1)
@@ -141,14 +126,7 @@ def outcomes(buckets: Buckets) -> Picture:
                 below = below + heights
         for place, (total, refused) in enumerate(zip(totals, rejected, strict=True)):
             if total and rejected.any():
-                axes.annotate(
-                    f"{refused / total:.0%}",
-                    (place, total),
-                    xytext=(0, 3),
-                    ha="center",
-                    textcoords="offset points",
-                    fontsize=8,
-                )
+                _above(axes, f"{refused / total:.0%}", place, total)
         _lengths_axis(axes, [b.name for b in buckets])
         axes.margins(y=0.1)
         count_axis(axes.yaxis)
@@ -168,9 +146,43 @@ def outcomes(buckets: Buckets) -> Picture:
     return drawn(title, caption, f"{alt}.", draw)
 
 
+def _above(axes: Axes, text: str, x: float, y: float) -> None:
+    axes.annotate(text, (x, y), xytext=(0, 3), ha="center", textcoords="offset points", fontsize=8)
+
+
 def _lengths_axis(axes: Axes, names: Sequence[str]) -> None:
     is_span = any(" to " in name for name in names)
     axes.set_xticks(range(len(names)), names, rotation=90 if is_span else 0)
     axes.tick_params(axis="x", length=0, labelsize=8)
     axes.grid(False, axis="x")
     axes.set_xlabel(OF_LENGTH)
+
+
+def by_reason(rejections: Mapping[str, int], requests: int) -> Picture:
+    title = "Rejections by reason"
+    if not rejections:
+        return Picture(title, "", missing=f"None of {requests:,} requests was rejected.")
+    shown = list(rejections.items())[:REASONS_MAX]
+    if (rest := sum(rejections.values()) - sum(count for _, count in shown)) > 0:
+        shown.append((f"{len(rejections) - len(shown)} other reasons", rest))
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        bars = axes.barh(
+            range(len(shown)), [count for _, count in shown], 0.6, color=OUTCOMES["rejected"]
+        )
+        axes.bar_label(bars, [f"{count:,}" for _, count in shown], padding=4)
+        axes.set_yticks(range(len(shown)), [label(name) for name, _ in shown])
+        axes.set_ylim(max(len(shown), 3) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(False, axis="y")
+        axes.margins(x=0.1)
+        count_axis(axes.xaxis)
+        axes.set_xlabel("requests")
+
+    caption = (
+        f"{sum(rejections.values()):,} of {requests:,} requests were rejected by the conductor: "
+        "it chose not to serve them and sent a time to retry after."
+    )
+    alt = "; ".join(f"{name}: {count:,}" for name, count in shown)
+    return drawn(title, caption, f"Rejections: {alt}.", draw, 1.0 + 0.35 * max(len(shown), 3))

@@ -27,7 +27,6 @@ from loadtest.report.pictures.style import (
     legend,
     not_measured,
     percent_axis,
-    stacked_axes,
     time_axis,
 )
 from loadtest.report.timeline import Bins, TimeSeries, bins_of, end_s
@@ -55,8 +54,6 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One metric of every worker of a pool."""
-
     name: str
     metric: str
     is_rate: bool = False  # a counter, shown as its growth per second since the sample before
@@ -67,7 +64,7 @@ class Quantity:
         lines = (timeline.rate if self.is_rate else timeline.gauge)(samples, self.metric)
         if self.limit:
             lines = timeline.share(lines, timeline.gauge(samples, self.limit))
-        return timeline.only(lines, workers)
+        return [line for line in lines if line.label in workers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +75,13 @@ class WorkerPool:
     caption: str
 
 
-QUEUES = (Quantity("waiting", timeline.WAITING), Quantity("running", timeline.RUNNING))
+QUEUES = (
+    Quantity("waiting", "mooncake_requests_waiting"),
+    Quantity("running", "mooncake_requests_running"),
+)
 USE = (
-    Quantity("busy", timeline.STEP_SECONDS, is_rate=True, is_share=True),
-    Quantity("pages", timeline.PAGES_USED, is_share=True, limit=timeline.PAGES_MAX),
+    Quantity("busy", "mooncake_step_seconds_total", is_rate=True, is_share=True),
+    Quantity("pages", timeline.PAGES_USED, is_share=True, limit="mooncake_pages_max"),
 )
 POOLS = {
     "prefill": WorkerPool(
@@ -94,7 +94,7 @@ POOLS = {
     "decode": WorkerPool(
         "Decode workers",
         timeline.decode_workers,
-        (*QUEUES, Quantity("tokens/s", timeline.OUTPUT_TOKENS, is_rate=True), *USE),
+        (*QUEUES, Quantity("tokens/s", "mooncake_output_tokens_total", is_rate=True), *USE),
         "Of each decode worker: requests waiting to be in the running batch, requests in it, "
         "tokens generated per second",
     ),
@@ -156,8 +156,8 @@ def cache(recording: Recording) -> Picture:
     found = timeline.hit_rate(records, bins, recording.ideal_cached_tokens)
     paths = timeline.rate(samples, timeline.PROMPT_TOKENS, by="path")
     store = timeline.share(
-        timeline.gauge(samples, timeline.STORE_USED, by="node"),
-        timeline.gauge(samples, timeline.STORE_MAX, by="node"),
+        timeline.gauge(samples, "mooncake_store_bytes_used", by="node"),
+        timeline.gauge(samples, "mooncake_store_bytes_max", by="node"),
     )
     if found is None and not paths and not store:
         return not_measured(
@@ -172,18 +172,12 @@ def cache(recording: Recording) -> Picture:
             _dots(axes, bins, found.ideal, "unlimited cache", NAMED["slate"], "_", 9)
         _dots(axes, bins, found.rate, "cached", NAMED["green"], "o", 4.5)
 
-    def draw_paths(axes: Axes) -> None:
-        if paths:
-            _paths(axes, paths)
-        else:
-            _say(axes, "not measured: no samples of the server")
-
-    def draw_store(axes: Axes) -> None:
-        if store:
-            _lines(axes, store)
-        else:
-            _say(axes, "not measured: no samples of the storage nodes")
-
+    draw_paths = partial(_paths, lines=paths)
+    if not paths:
+        draw_paths = partial(_say, text="not measured: no samples of the server")
+    draw_store = partial(_lines, lines=store)
+    if not store:
+        draw_store = partial(_say, text="not measured: no samples of the storage nodes")
     panels = (
         Panel("of prompt tokens", draw_hits, share_peak=1.0, legend_columns=2 if found else 0),
         Panel("prompt tokens/s", draw_paths, legend_columns=3 if paths else 0),
@@ -209,7 +203,6 @@ def cache(recording: Recording) -> Picture:
 
 
 def workers(recording: Recording, role: str) -> Picture:
-    """The load of a pool, from the samples of a run."""
     pool, samples = POOLS[role], recording.samples
     names = pool.workers(samples)
     if not names:
@@ -229,11 +222,8 @@ def workers(recording: Recording, role: str) -> Picture:
         until_s = max(end_s(recording.requests), samples[-1].time_s)
         axes = _stack(panels, until_s, figure)
         handles = (each.get_legend_handles_labels() for each in axes)
-        figure.legend(
-            *max(handles, key=lambda found: len(found[1])),
-            loc="outside upper left",
-            ncols=LINES_MAX,
-        )
+        most = max(handles, key=lambda found: len(found[1]))
+        figure.legend(*most, loc="outside upper left", ncols=LINES_MAX)
 
     peaks = ", ".join(
         f"{quantity.name} {peak:.0%}" if quantity.is_share else f"{quantity.name} {peak:,.0f}"
@@ -255,7 +245,7 @@ def workers(recording: Recording, role: str) -> Picture:
 
 
 def _stack(panels: Sequence[Panel], until_s: float, figure: Figure) -> list[Axes]:
-    stack = stacked_axes(figure, len(panels))
+    stack = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
     for axes, panel in zip(stack, panels, strict=True):
         panel.draw(axes)
         axes.set_ylabel(panel.name)
@@ -279,7 +269,6 @@ def _peak(lines: Sequence[TimeSeries]) -> float | None:
 def _lines(
     axes: Axes, lines: Sequence[TimeSeries], is_rate: bool = False, margin: float | None = None
 ) -> None:
-    """A line for each worker, or the band that contains all."""
     if _peak(lines) is None:
         _say(axes, "not measured")
     elif len(lines) <= LINES_MAX:
@@ -320,15 +309,8 @@ def _dots(
     axes: Axes, bins: Bins, rates: np.ndarray, name: str, colour: str, marker: str, size: float
 ) -> None:
     middles_s = (bins.edges_s[:-1] + bins.edges_s[1:]) / 2
-    axes.plot(
-        middles_s,
-        rates,
-        marker,
-        color=colour,
-        label=name,
-        markersize=size,
-        markeredgewidth=1.8 if marker == "_" else 0.0,
-    )
+    look = {"markersize": size, "markeredgewidth": 1.8 if marker == "_" else 0.0}
+    axes.plot(middles_s, rates, marker, color=colour, label=name, **look)
 
 
 def _paths(axes: Axes, lines: Sequence[TimeSeries]) -> None:
@@ -337,14 +319,8 @@ def _paths(axes: Axes, lines: Sequence[TimeSeries]) -> None:
     known = {line.label: dict(zip(line.times_s, line.values, strict=True)) for line in lines}
     names = [name for name in PATHS if name in known]
     heights = [np.nan_to_num([known[name].get(s, 0.0) for s in times_s]) for name in names]
-    axes.stackplot(
-        times_s,
-        heights,
-        labels=names,
-        colors=[PATHS[name] for name in names],
-        linewidth=0,
-        step="pre",
-    )
+    colours = [PATHS[name] for name in names]
+    axes.stackplot(times_s, heights, labels=names, colors=colours, linewidth=0, step="pre")
 
 
 def _say(axes: Axes, text: str) -> None:

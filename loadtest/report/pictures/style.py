@@ -63,6 +63,7 @@ PHASES = {
     "decode": NAMED["pink"],
     "elsewhere": NAMED["pale"],
 }
+DASHED = (0, (4, 3))
 LABEL_CHARACTERS_MAX = 24
 STEPS = (1, 2, 2.5, 5, 10)  # of ticks on linear axes
 
@@ -152,11 +153,6 @@ def inline(svg: str, alt: str) -> str:
     )
 
 
-def stacked_axes(figure: Figure, count: int) -> list[Axes]:
-    """Axes one above the other with the same horizontal axis."""
-    return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
-
-
 def label(text: str, characters_max: int = LABEL_CHARACTERS_MAX) -> str:
     """An external name, fit for a picture: short, printable, never empty."""
     clean = "".join(char if char.isascii() and char.isprintable() else "?" for char in text)
@@ -192,7 +188,6 @@ def percent_axis(axes: Axes, peak: float = 1.0) -> None:
 
 
 def count_axis(axis: Axis) -> None:
-    """Whole numbers, with commas."""
     axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1, steps=STEPS))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
@@ -205,11 +200,8 @@ def duration_axis(axis: Axis) -> None:
 
 def time_axis(axes: Axes, end_s: float) -> None:
     """The time of the run in seconds, or for a long run in minutes or hours."""
-    unit, unit_s = next(
-        (unit, size_s)
-        for unit, size_s in (("hours", 3_600), ("minutes", 60), ("seconds", 1))
-        if end_s >= 3 * size_s or size_s == 1
-    )
+    units = (("hours", 3_600), ("minutes", 60), ("seconds", 1))
+    unit, unit_s = next(one for one in units if end_s >= 3 * one[1] or one[1] == 1)
     axes.set_xlim(0.0, max(end_s, 1e-3))
     steps = MaxNLocator(nbins=8, steps=STEPS).tick_values(0.0, max(end_s, 1e-3) / unit_s)
     axes.xaxis.set_major_locator(FixedLocator([step * unit_s for step in steps]))

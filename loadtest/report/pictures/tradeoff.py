@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from loadtest.report.pictures.style import (
+    DASHED,
     MANY,
     NAMED,
     STEPS,
@@ -45,8 +46,6 @@ OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class RunAxis:
-    """A number of a run, as an axis shows it."""
-
     name: str  # name of the number, or of a setting
     label: str
     unit: str = "per_s"  # share | per_s | s | count
@@ -73,8 +72,6 @@ class RunAxis:
 
 @dataclass(frozen=True, slots=True)
 class TradeOff:
-    """One picture of two numbers."""
-
     title: str
     x: RunAxis
     y: RunAxis
@@ -101,23 +98,12 @@ def tradeoff(runs: Sequence[RunDigest], asked: TradeOff, marked: int | None) -> 
         axes = figure.subplots()
         _scales(axes, asked, points, levels)
         if asked.is_ideal_drawn:
-            most = max(point.x for point in points)
-            axes.plot(
-                [0, most],
-                [0, most],
-                color=NAMED["muted"],
-                linestyle=":",
-                linewidth=1.2,
-                label="all that were sent",
-            )
+            ends = [0, max(point.x for point in points)]
+            look = {"color": NAMED["muted"], "linestyle": ":", "linewidth": 1.2}
+            axes.plot(ends, ends, **look, label="all that were sent")
         for level in sorted(levels)[:3]:
-            axes.axhline(
-                level,
-                color=NAMED["vermilion"],
-                linestyle=(0, (4, 3)),
-                linewidth=1.2,
-                label=f"level {asked.y.text(level)}",
-            )
+            look = {"color": NAMED["vermilion"], "linestyle": DASHED, "linewidth": 1.2}
+            axes.axhline(level, **look, label=f"level {asked.y.text(level)}")
         _draw_lines(axes, found, is_joined=not unbeaten)
         if len(unbeaten) > 1:
             axes.plot(
@@ -191,18 +177,11 @@ def _mark(axes: Axes, points: Sequence[RunPoint], marked: int | None) -> None:
                 label="best",
             )
         if len(points) <= NUMBERS_MAX:
-            axes.annotate(
-                str(point.number),
-                (point.x, point.y),
-                xytext=(6, 5),
-                fontsize=7.5,
-                textcoords="offset points",
-                color=NAMED["muted"],
-            )
+            text, beside = str(point.number), {"xytext": (6, 5), "textcoords": "offset points"}
+            axes.annotate(text, (point.x, point.y), **beside, fontsize=7.5, color=NAMED["muted"])
 
 
 def outcomes(runs: Sequence[RunDigest]) -> Picture:
-    """The outcomes of the requests of each run."""
     title = "Requests by outcome"
     shown = [(n, run) for n, run in enumerate(runs, 1) if value_of(run, "requests")][:BARS_MAX]
     if not shown:
@@ -266,15 +245,8 @@ def lengths_of_runs(runs: Sequence[RunDigest]) -> Picture:
         for row, (_, cells) in enumerate(shown):
             for span, share in cells.items():
                 at = columns[span]
-                axes.barh(
-                    row,
-                    0.96,
-                    0.92,
-                    at - 0.48,
-                    color=NAMED["green"],
-                    alpha=0.08 + 0.72 * share,
-                    linewidth=0,
-                )
+                look = {"color": NAMED["green"], "alpha": 0.08 + 0.72 * share, "linewidth": 0}
+                axes.barh(row, 0.96, 0.92, at - 0.48, **look)
                 axes.annotate(f"{share:.0%}", (at, row), ha="center", va="center", fontsize=7.5)
         axes.set_xticks(range(len(columns)), list(names.values()), rotation=90 if is_wide else 0)
         axes.set_yticks(range(len(shown)), [str(number) for number, _ in shown])

@@ -30,11 +30,8 @@ class VirtualClock:
         self.at(self.now_s + seconds, action, *arguments)
 
     def run(self) -> None:
-        """Run actions until the heap is empty.
-
-        The garbage collector of cycles is off: a run makes few cycles, and scanning a million live
-        objects again and again takes a tenth of the run's time.
-        """
+        """Run actions until the heap is empty, without the collector of cycles: a run makes few,
+        and scanning a million live objects takes a tenth of its time."""
         heap, was_collecting = self._heap, gc.isenabled()
         gc.disable()
         try:

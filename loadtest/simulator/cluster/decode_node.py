@@ -87,8 +87,7 @@ class DecodeNode(SimulatedWorker):
         self._admit()
 
     def submit(self, job: SimulatedJob, tbt_slo_s: float) -> bool:
-        """The request arrived with its first token computed. False: it is refused. `tbt_slo_s`:
-        limit for the predicted step; 0: none."""
+        """The request and its first token arrived. False: refused. `tbt_slo_s` 0: no limit."""
         job.refused = self.refusal(job, tbt_slo_s)
         if job.refused:
             self.forget(job.request_id)
@@ -144,12 +143,10 @@ class DecodeNode(SimulatedWorker):
             self._on_end(arrival.job)
 
     def expects(self, request_id: str) -> bool:
-        """Whether this request has a slot here or waits for one."""
         return request_id in self._arrivals
 
     @property
     def jobs(self) -> list[SimulatedJob]:
-        """Jobs of all requests that have a slot here or wait for one."""
         return [arrival.job for arrival in self._arrivals.values()]
 
     def decoded_tokens(self, request_id: str) -> int:
@@ -160,7 +157,6 @@ class DecodeNode(SimulatedWorker):
         return self._end_of(self._steps_done()) - arrival.first_step
 
     def _admit(self) -> None:
-        """Assign pages, and have the KV sent into them."""
         site = self._site
         for admitted in self._batching.admit():
             arrival = self._arrivals[admitted.request_id]
@@ -235,7 +231,7 @@ class DecodeNode(SimulatedWorker):
         steps = min(steps, self._site.settings.steps_at_once or steps)
         self._base = self._log.steps
         context = batching.context_tokens + batching.running * np.arange(float(steps))
-        slowness = self.slowness * self._site.cores.decode_factor()
+        slowness = self.slowness * self._site.cores.factor("decode")
         factors = slowness * self._jitter.factors(self._base, steps)
         seconds = factors * self._site.gpu.decode_s(batching.running, context)
         self._log.append(seconds)
@@ -257,7 +253,6 @@ class DecodeNode(SimulatedWorker):
         self._site.clock.at(float(self._ends_s[-1]), self._planned, self._plan)
 
     def _steps_done(self) -> int:
-        """Steps of the plan that have ended."""
         return int(np.searchsorted(self._ends_s, self._site.clock.now_s, side="right"))
 
     def _planned(self, plan: int) -> None:
@@ -278,7 +273,6 @@ class DecodeNode(SimulatedWorker):
         self._make_plan()
 
     def _leave_stopped(self) -> None:
-        """Remove cancelled requests that have not just ended."""
         for name in [name for name in self._stopped if name in self._running]:
             arrival = self._arrivals.pop(name)
             del self._running[name], self._tokens_at_end[name]
@@ -336,7 +330,6 @@ class DecodeNode(SimulatedWorker):
         return self._base + done if len(self._ends_s) else self._log.steps
 
     def _step_times(self, steps: int) -> StepTimes:
-        """The measured step times of the first `steps` steps."""
         known = self._steps_known
         if steps != known:
             measured_s, estimated_s = self._log.slice(known, steps), self._estimates
@@ -349,8 +342,7 @@ class DecodeNode(SimulatedWorker):
         return not self._arrivals
 
     def die(self) -> list[SimulatedJob]:
-        """Kill the process; returns its jobs, which will not end by themselves. Requests still in
-        prefill find the worker dead when they arrive."""
+        """Kill the process; returns its jobs. Those in prefill find the worker dead later."""
         self.is_dead = True
         jobs = [arrival.job for arrival in self._arrivals.values() if arrival.is_asked]
         for known in (self._arrivals, self._running, self._tokens_at_end):

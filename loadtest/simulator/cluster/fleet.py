@@ -64,8 +64,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A worker that has taken the other role."""
-
     worker_id: str
     role: str  # its new role
     began_s: float  # start of draining
@@ -115,14 +113,9 @@ class SimulatedCluster:
         return self.conductors[job.number % len(self.conductors)]
 
     def _arrive(self, came: Sequence[Offered]) -> None:
-        """All requests of one moment."""
         for one in came:
-            request = Request(
-                f"r{one.number}-1",
-                one.prompt_tokens,
-                one.keys,
-                max(self._max_tokens, one.output_tokens),
-            )
+            tokens_max = max(self._max_tokens, one.output_tokens)
+            request = Request(f"r{one.number}-1", one.prompt_tokens, one.keys, tokens_max)
             job = SimulatedJob(one.number, request, one.output_tokens, self.clock.now_s)
             self.jobs.append(job)
             self._decide(job)
@@ -138,7 +131,6 @@ class SimulatedCluster:
         self._submit(job, decision.order_key_s)
 
     def _submit(self, job: SimulatedJob, order_key_s: float) -> None:
-        """Send the request to its prefill worker."""
         raise NotImplementedError
 
     def _begin_reports(self) -> None:
@@ -358,8 +350,7 @@ class SimulatedFleet(SimulatedCluster):
             self._refused(job, decode.worker_id)
 
     def _refused(self, job: SimulatedJob, worker_id: str) -> None:
-        """This worker's own limits were reached. With several frontends the request goes to another
-        worker, as in backends/frontend/lifecycle/attempts.py."""
+        """A worker's limits were reached: with several frontends another worker is tried."""
         is_full = job.refused in WORKER_FULL_KINDS and len(self.conductors) > 1
         if is_full and job.attempts < self.settings.attempts_max:
             self.refusals += 1
@@ -376,7 +367,6 @@ class SimulatedFleet(SimulatedCluster):
         self._count_over()
 
     def _forget(self, job: SimulatedJob) -> None:
-        """Free its decode slot."""
         if (decode := self._decode_of(job)) is not None:
             decode.forget(job.request_id)
 
@@ -418,8 +408,7 @@ class SimulatedFleet(SimulatedCluster):
     # -- role changes
 
     def flip(self, worker_id: str) -> None:
-        """Drain a worker, then restart it in the other role with a new incarnation. Nothing is
-        loaded again, and blocks on its node stay."""
+        """Drain a worker and restart it in the other role; the blocks on its node stay."""
         worker = self.prefills.get(worker_id) or self.decodes[worker_id]
         assert not worker.is_draining and not worker.is_dead, worker_id
         worker.is_draining = True
@@ -467,11 +456,9 @@ class SimulatedFleet(SimulatedCluster):
             self.clock.after(self.settings.report_s, self._report)
 
     def _speaks(self, worker: PrefillNode | DecodeNode) -> bool:
-        """Whether the worker sends reports."""
         return not worker.is_dead
 
     def _goes_on(self) -> bool:
-        """Whether requests are left that need reports."""
         return bool(self._alive)
 
     def _tick(self) -> None:

@@ -56,11 +56,8 @@ class GpuNode:
 
 @dataclass(frozen=True, slots=True)
 class LlmModel:
-    """A dense decoder with grouped-query attention.
-
-    Multi-head latent attention (`kv_factor` 1) and experts, as in DeepSeek-V3, do not fit: the
-    weights used per token and the products per score would differ.
-    """
+    """A dense decoder with grouped-query attention. Multi-head latent attention and experts, as in
+    DeepSeek-V3, do not fit."""
 
     name: str
     layers: int
@@ -79,7 +76,6 @@ class LlmModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV of one token."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.kv_scalar_bytes
 
     @property

@@ -53,9 +53,8 @@ def offered_of(
 
 
 def engine_keys(hash_ids: Sequence[int], lengths: ScaledLengths, block_tokens: int) -> list[bytes]:
-    """Block keys of the full blocks of an engine. A trace id names its block and all blocks before
-    it, so an engine block is identified by the id of its last token and its end within that id's
-    block."""
+    """Keys of an engine's full blocks. A trace id names its block and all before, so the id of its
+    last token and its end in that id's block identify an engine block."""
     if lengths.block_tokens == block_tokens:
         return [key_of(one) for one in hash_ids[: lengths.prompt_tokens // block_tokens]]
     keys = []

@@ -1,19 +1,16 @@
 """The result of a simulated run, as the numbers that the papers and Dynamo's replay compare.
 
-TTFT includes the queue, the fetch, prefill, and the part of the hand-over that prefill did not
-hide. `ttft_prefill_s` ends with the prefill. TBT of a request is the mean of the longest 10 % of
-its token intervals. It includes the interval from prefill to decode, in which the request may have
-waited for the batch; `tbt_decode_s` excludes that interval. Both are reported because they differ
-by several points.
+TTFT includes the part of the hand-over that prefill did not hide; `ttft_prefill_s` ends with the
+prefill. TBT of a request is the mean of the longest 10 % of its token intervals, including the one
+from prefill to decode, which `tbt_decode_s` excludes: they differ by several points.
 
 A prefill is *wasted* when its request is refused after or during it. Tokens computed for a
 cancelled prompt and tokens lost with a worker that died are wasted too.
 
 A request is *good* when it was answered with a TTFT of at most 30 s and a mean token interval of at
 most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's replay counts them. Good output
-tokens per second are divided by the time in which requests arrive, which is equal for all
-schedulers. Dividing by the length of the run would favour a scheduler that rejects over one that
-queues. The same function counts our runs and Dynamo's.
+tokens are divided by the time in which requests arrive, which is equal for all schedulers. Dividing
+by the length of the run would favour a scheduler that rejects over one that queues.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ NOTHING = Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class LengthClass:
-    """The requests of one class of prompt length."""
-
     name: str
     requests: int
     admitted: int
@@ -158,7 +153,6 @@ def is_good(job: SimulatedJob) -> bool:
 
 
 def within(jobs: Sequence[SimulatedJob], ttft_slo_s: float, tbt_slo_s: float) -> int:
-    """Answered requests within both service levels."""
     return sum(
         job.finished_s is not None and job.ttft_s <= ttft_slo_s and job.tbt_s <= tbt_slo_s
         for job in jobs

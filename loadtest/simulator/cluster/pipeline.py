@@ -59,7 +59,6 @@ class PipelinedStep:
 
 
 def stage_estimate(whole: PrefillEstimate, stages: int) -> PrefillEstimate:
-    """The estimate of one of `stages` stages."""
     return PrefillEstimate(*(part / stages for part in whole.coefficients))
 
 
@@ -70,8 +69,6 @@ def hop_s(site: SimulatedSite) -> float:
 
 
 class PipelineStage(PromptComputer):
-    """A stage after the first."""
-
     def __init__(
         self, worker_id: str, node_id: str, site: SimulatedSite, jitter: Jitter, share: float
     ) -> None:
@@ -130,7 +127,6 @@ class PipelineStage(PromptComputer):
         self._on_step()
 
     def check(self) -> None:
-        """Assert that no step is left to compute."""
         assert not self._queue and not self._is_busy, f"{self.worker_id} kept steps"
 
 
@@ -140,8 +136,6 @@ def send_hidden(site: SimulatedSite, node_id: str, to: PipelineStage, step: Pipe
 
 
 class PipelineHead(PrefillNode):
-    """Stage 0 of a group; it owns the other stages."""
-
     def __init__(
         self,
         worker_id: str,
@@ -165,7 +159,6 @@ class PipelineHead(PrefillNode):
         self._computed_s: dict[str, float] = {}
 
     def add(self, stage: PipelineStage) -> None:
-        """Append the next stage."""
         stage.join(self.node_id, self._end_steps)
         if self.others:
             self.others[-1].following = stage

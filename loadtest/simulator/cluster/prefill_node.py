@@ -40,8 +40,7 @@ class PromptComputer(SimulatedWorker):
             self._site.cores.compute("prefill", is_busy)
 
     def _step_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of the step that begins now."""
-        factor = self.slowness * self._site.cores.prefill_factor() * self.share
+        factor = self.slowness * self._site.cores.factor("prefill") * self.share
         factor *= float(self._jitter.factors(self._steps.steps, 1)[0])
         return factor * self._site.gpu.prefill_s([(c.start, c.tokens) for c in chunks])
 
@@ -255,7 +254,6 @@ class PrefillNode(PromptComputer):
             site.ssds.restore(node_id, keys, job.request_id, send)
 
     def _read(self, job: SimulatedJob, blocks: int) -> None:
-        """Copy blocks from the node's DRAM into the engine's pages."""
         rate = self._site.settings.host_to_gpu_bytes_per_s
         seconds = blocks * self._site.block_bytes / rate
         self._site.clock.after(seconds, self._read_in, job, blocks)

@@ -80,7 +80,6 @@ class ClusterSettings:
     attempts_max: int = 3  # attempts of a request whose workers were lost
 
     def gpu(self) -> GpuModel:
-        """The GPU model of every worker."""
         return self.worker.gpu() if self.worker else Roofline()
 
     @property
@@ -114,19 +113,10 @@ class Cores:
         self.on_pace: list[Callable[[], None]] = []
 
     def computing(self, *roles: str) -> int:
-        """How many workers of these roles compute now."""
         return sum(self._computing[role] for role in roles)
 
-    def prefill_factor(self) -> float:
-        """Factor of a prefill step that begins now."""
-        return self._factor("prefill")
-
-    def decode_factor(self) -> float:
-        """Factor of the decode steps from now on."""
-        return self._factor("decode")
-
-    def _factor(self, role: str) -> float:
-        """The worker that calls this is one of those that compute."""
+    def factor(self, role: str) -> float:
+        """Of a step that begins now. The worker that calls this is one of those that compute."""
         others = {**self._computing, role: max(0, self._computing[role] - 1)}
         slower = 1.0 + sum(self._costs[role, other] * others[other] for other in others)
         share = (1 + sum(others.values())) / self._at_once if self._at_once else 0.0
@@ -134,10 +124,10 @@ class Cores:
 
     def compute(self, role: str, is_computing: bool) -> None:
         """A worker of this role begins or ends to compute; called at changes only."""
-        before = self.decode_factor()
+        before = self.factor("decode")
         self._computing[role] += 1 if is_computing else -1
         assert self._computing[role] >= 0, f"more {role} workers ended than began"
-        if self.decode_factor() != before:
+        if self.factor("decode") != before:
             for changed in self.on_pace:
                 changed()
 
@@ -163,8 +153,7 @@ class SimulatedSite:
 
 
 class CountedPages(PagePool):
-    """Pages without memory. No result depends on page numbers, so pages taken together are one
-    range. No number is given out twice, so no two requests share a page."""
+    """Pages without memory: pages taken together are one range, and no number is used twice."""
 
     def __init__(self, pages_max: int) -> None:
         assert pages_max > 0, pages_max

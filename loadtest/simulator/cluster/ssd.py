@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from loadtest.simulator.cluster.clock import VirtualClock
 from loadtest.simulator.cluster.network import Network
@@ -30,8 +31,6 @@ SPILL_BLOCKS_MAX, SPILL_IDLE_S = 64, 0.5
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Rates of all SSDs of one node together."""
-
     read_bytes_per_s: float
     write_bytes_per_s: float
     latency_s: float
@@ -75,12 +74,9 @@ class SimulatedSsds:
         if not spills:
             return
         batch = self._batches[node_id] = SpillBatch(owner, spills)
-        self._disks.send(
-            node_id + SSD_SUFFIX,
-            f"{node_id} written",
-            len(spills) * self._written_bytes,
-            lambda: self._written(node_id, batch),
-        )
+        ssd, size_bytes = f"{node_id} written", len(spills) * self._written_bytes
+        ended = partial(self._written, node_id, batch)
+        self._disks.send(node_id + SSD_SUFFIX, ssd, size_bytes, ended)
 
     def _removed(self, key: bytes, holder: str) -> None:
         batch = self._batches.get(holder)
@@ -112,6 +108,5 @@ class SimulatedSsds:
         self._disks.send(node_id + SSD_SUFFIX, node_id, size_bytes, came)
 
     def check(self) -> None:
-        """Assert that no transfer and no batch is under way."""
         self._disks.check()
         assert not self._batches, f"batches never ended: {sorted(self._batches)}"

@@ -30,8 +30,6 @@ class Jitter:
 
 
 class StepLog:
-    """The seconds of every decode step, done and planned."""
-
     def __init__(self) -> None:
         self._seconds: Seconds = np.zeros(1_024)
         self.steps = 0

@@ -1,11 +1,8 @@
 """The real Directory on the virtual clock, with the few groups of verbs that workers use.
 
-Each group is one call of a worker, so a request costs a handful of calls however many blocks it
-has. Events of the Directory go to the Conductor at once.
-
-Sizes: a block is one unit here, because the Directory decides by the number of blocks only. Its
-real size counts where bytes move (network.py). Leases last until they are released, as a busy
-worker renews them. Checksums are not computed.
+Each group is one call of a worker. Events of the Directory go to the Conductor at once. A block is
+one unit here, because the Directory decides by the number of blocks; its real size counts where
+bytes move (network.py). Leases last until they are released. Checksums are not computed.
 
 Not here: the value of a block (the Conductor), moving blocks (prefill_node.py).
 """
@@ -81,18 +78,8 @@ class SimulatedStore:
         for holder, size, tier in holders:
             if size:
                 memory_bytes = memory_bytes_for(size, UNIT_BYTES, UNIT_BYTES)
-                info = NodeInfo(
-                    holder,
-                    INCARNATION,
-                    node_id,
-                    "",
-                    memory_bytes,
-                    "agent",
-                    b"",
-                    0,
-                    unit_bytes=UNIT_BYTES,
-                    tier=tier,
-                )
+                what = (holder, INCARNATION, node_id, "", memory_bytes, "agent", b"", 0)
+                info = NodeInfo(*what, unit_bytes=UNIT_BYTES, tier=tier)
                 self.directory.register_node(info, self.now_s)
         self.directory.attach(node_id, "print", UNIT_BYTES, self.now_s)
         self._node_ids.add(node_id)

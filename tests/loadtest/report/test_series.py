@@ -6,8 +6,6 @@ import math
 
 from loadtest.report.timeline import (
     CONTEXT_TOKENS,
-    OUTPUT_TOKENS,
-    PAGES_MAX,
     PAGES_USED,
     PROMPT_TOKENS,
     TimeSeries,
@@ -20,6 +18,8 @@ from loadtest.report.timeline import (
 )
 from loadtest.results.recording import Sample
 from tests.loadtest.report.runs import sample
+
+OUTPUT_TOKENS = "mooncake_output_tokens_total"
 
 
 def totals(*values: float) -> list[Sample]:
@@ -63,7 +63,7 @@ def test_a_worker_that_is_away_for_a_sample_has_a_gap_and_not_a_zero() -> None:
 
 def test_a_share_needs_a_limit_at_the_same_time() -> None:
     samples = [sample(0.0), sample(1.0, **{'mooncake_pages_max{model="prefill_0"}': 0.0})]
-    found = share(gauge(samples, PAGES_USED), gauge(samples, PAGES_MAX))
+    found = share(gauge(samples, PAGES_USED), gauge(samples, "mooncake_pages_max"))
     assert found[1:] == [TimeSeries("prefill_0", (0.0,), (0.25,))]
 
 

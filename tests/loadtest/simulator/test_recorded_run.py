@@ -145,7 +145,7 @@ def test_several_simulated_runs_are_a_sweep_and_known_ones_are_not_made_again(
     rows = json.loads(capsys.readouterr().out)["rows"]
     runs = read_runs(tmp_path / "page.html")
     assert isinstance(runs, list) and [run.settings["speed"] for run in runs] == [1.0, 4.0]
-    assert [run.number("goodput_share") for run in runs] == pytest.approx(
+    assert [run.numbers.get("goodput_share") for run in runs] == pytest.approx(
         [row["goodput_share"] for row in rows], abs=1e-5
     )
     kept = sorted((tmp_path / "kept").iterdir())

@@ -56,15 +56,15 @@ def test_a_prefill_beside_decoding_slows_both_down() -> None:
 
 def test_every_worker_beside_costs_what_was_measured_of_its_role() -> None:
     cores, heard = Cores(Sharing(1.2, 1.5, 1.3, 1.6)), []
-    cores.on_pace.append(lambda: heard.append(round(cores.decode_factor(), 6)))
+    cores.on_pace.append(lambda: heard.append(round(cores.factor("decode"), 6)))
     for role in ("decode", "prefill", "prefill", "decode"):
         cores.compute(role, True)
     assert heard == [1.5, 2.0, 2.6], "alone a decode step is as fast as ever"
-    assert cores.prefill_factor() == pytest.approx(1.0 + 0.3 + 2 * 0.2)
+    assert cores.factor("prefill") == pytest.approx(1.0 + 0.3 + 2 * 0.2)
     assert cores.computing("prefill", "decode") == 4
     for role in ("decode", "prefill", "decode"):
         cores.compute(role, False)
-    assert cores.prefill_factor() == 1.0
+    assert cores.factor("prefill") == 1.0
 
 
 SLIGHT = Sharing(1.1, 1.1, 1.1, 1.1)
@@ -75,8 +75,8 @@ def test_nobody_has_more_than_an_even_share_of_the_cores() -> None:
     for cores in (few, many):
         for _ in range(4):
             cores.compute("prefill", True)
-    assert few.prefill_factor() == pytest.approx(4 / 2)
-    assert many.prefill_factor() == pytest.approx(1.3)
+    assert few.factor("prefill") == pytest.approx(4 / 2)
+    assert many.factor("prefill") == pytest.approx(1.3)
 
 
 def test_what_is_done_for_a_prompt_takes_longer_with_a_second_prefill_worker() -> None:
