@@ -1,3 +1,1 @@
-"""How is a server reached, and what does it report? Requests, answers, its description, its
-page.
-"""
+"""How is a server reached, and what does it report? Requests, answers, and its description."""

@@ -1,3 +1,1 @@
-"""The pictures of a report, one file for each question that they answer. Only here is
-matplotlib.
-"""
+"""The pictures of a report, one file for each question. Only here is matplotlib."""

@@ -84,16 +84,9 @@ class PipelineStage(PromptComputer):
         self.home, self._on_step = home, on_step
 
     def report(self) -> WorkerReport:
+        running, step_s = len(self._queue) + self._is_busy, self._steps.recent_s
         return WorkerReport(
-            self.worker_id,
-            self.incarnation,
-            0,
-            0,
-            len(self._queue) + self._is_busy,
-            0,
-            0,
-            self._steps.recent_s,
-            False,
+            self.worker_id, self.incarnation, 0, 0, running, 0, 0, step_s, is_draining=False
         )
 
     def take(self, step: PipelinedStep) -> None:
