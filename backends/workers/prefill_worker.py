@@ -2,15 +2,16 @@
 
 A prompt waits for pages, its cached prefix is loaded (prefix_loading.py), and the driver computes
 it together with others. The writer (kv_writer.py) copies its KV to the store during the
-computation. The worker replies after the last block is committed. Threads: the engine's thread runs
-the turns (worker.py), loaders read prefixes, the writer writes KV.
+computation. The worker replies after the last block is committed. Threads: the engine thread runs
+the engine loop (worker.py), loaders read prefixes, the writer writes KV.
 
 Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
-Short prompts that are mostly cached are the exception (engine/batching/batching.py). The prefix of
-a layer-wise prompt is only traced. While a layer is computed, a loader reads the next layer into
-the ring buffers (engine/batching/layer_passes.py), from the local or a remote node. Layers from a
-remote node are written to the local node like computed ones. If a block is missing, the prompt
-starts again, and its prefix is first fetched to the local node.
+Exception: a prompt of few steps that is mostly cached is prefilled in chunks, if its pages fit
+(engine/batching/batching.py). For a layer-wise prompt, only the nodes and digests of its prefix
+blocks are looked up first. While a layer is computed, a loader reads the prefix's KV of the next
+layer into the layer ring buffers (engine/batching/layer_passes.py), from the local or a remote
+node. Layers from a remote node are written to the local node like computed ones. If a block is
+missing, the prompt starts again, and its prefix is first fetched to the local node.
 
 Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
@@ -50,7 +51,7 @@ from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
 LOADERS = 2
-# After this many traced prefixes with missing blocks, compute the whole prompt.
+# Layer-wise attempts that may use the cached prefix. A further attempt computes the whole prompt.
 TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
         self._blocked: list[PrefillJob] = []  # wait for a block that another prompt produces
-        self._broken: list[PrefillJob] = []  # a layer of the prefix is missing: start again
+        self._broken: list[PrefillJob] = []  # layer-wise, and the prefix lost a block
         self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
         store.expect_threads(LOADERS)
@@ -90,7 +91,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             driver.engine.pages,
             config.block_tokens,
             config.chunk_tokens,
-            slots_max=config.kv_pages,
+            slots_max=config.kv_pages,  # each prompt takes a page at least: pages are the limit
             waiting_max=config.queue_requests_max,
             overhead_tokens=self.estimate.overhead_tokens,
             rings=self._rings,
@@ -128,7 +129,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
             put=put,
         )
         with self.lock:
-            self.driver.check(job)  # with the lock held: a later failure finds the job in `jobs`
+            # Under the lock: an engine failure after this check also fails this job.
+            self.driver.check(job)
             self._refuse(job)
             key_s = now_s + request.place_s
             local_tokens = request.near_blocks * self.config.block_tokens
@@ -166,7 +168,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Admit requests and start their loads. At any time; with the lock held."""
+        """Admit requests and start their loads, also during a step. The caller holds the lock."""
         while self.driver.has_room():
             admitted = self.batching.admit(at_most=1)
             if not admitted:
@@ -186,7 +188,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._loading.submit(self._load, job, self._bring_prefix)
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
-        """Load the cached prefix into the job's pages. In a loader's thread. False: not yet."""
+        """Load the cached prefix, or locate it for layer-wise prefill. Loader thread.
+
+        Returns False if the job is blocked by another prompt.
+        """
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
@@ -230,8 +235,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
         """True if the block's leader is layer-wise and after this job in the queue order.
 
-        The leader's blocks are complete only at its end. Computing the block twice is faster than
-        waiting for that. With the lock held.
+        A layer-wise leader completes all its blocks only when its last layer is computed. Computing
+        the block again is faster than waiting for the leader. The caller holds the lock.
         """
         leader = self.jobs.get(self._single_flight.owner_of(key) or "")
         if leader is None or leader.layers is None:
@@ -243,6 +248,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _traced_prefix(
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
     ) -> LayeredPrefix:
+        """Locate the prefix of a layer-wise prompt.
+
+        Only the first attempt reads layers from remote nodes.
+        """
         layers.attempts += 1
         if layers.attempts > TRACED_MAX:
             found, allowed = FoundPrefix([], []), Fetching()
@@ -253,10 +262,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return prefix
 
     def _load_layers_soon(self) -> None:
-        """Start loads of next layers in queue order, one load from each node at a time.
+        """Start loading each prompt's next layer, in queue order, one load per source node.
 
-        So a layer that is computed first does not share bandwidth with later ones. With the lock
-        held.
+        The layer that is needed first therefore has the node's whole bandwidth. The caller holds
+        the lock.
         """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
@@ -269,7 +278,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self._loading.submit(self._load_layer, job, job.layers, layer)
 
     def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
-        """In a loader's thread."""
+        """Load one layer of the prefix into the ring buffers, and report it to the batching.
+
+        Loader thread.
+        """
         started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
         assert prefix is not None and job.put.rings is not None, job.request_id
         error: Exception | None = None
@@ -305,7 +317,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.lock.notify_all()
 
     def layer_computed(self, job: PrefillJob) -> None:
-        """The job's next layer is stored when the writer has finished its queued tasks."""
+        """Mark the job's next layer as stored, after the writer's tasks queued so far."""
         self.writer.then(lambda: self._layer_stored(job))
 
     def _layer_stored(self, job: PrefillJob) -> None:
@@ -316,7 +328,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self.lock.notify_all()
 
     def _begin_again(self, job: PrefillJob) -> None:
-        """A block of the job's prefix is missing. Between two steps, with the lock held."""
+        """Discard the job's computed tokens and slots, and load its prefix again.
+
+        Called between two steps. The caller holds the lock.
+        """
         assert job.layers is not None, job.request_id
         log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
         self.batching.stop(job.request_id)
@@ -326,7 +341,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._load_soon(job))
 
     def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
-        """Blocks (None: all) of this job are stored or abandoned: retry the blocked prompts."""
+        """End the job's lead of `keys` (None: all its keys), and retry the blocked prompts.
+
+        The blocks are stored or abandoned.
+        """
         with self.lock:
             if keys is None:
                 self._single_flight.settle_all(job.request_id)
@@ -340,7 +358,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
     # -- called by a driver
 
     def join_batch(self, job: PrefillJob) -> bool:
-        """Let a loaded job be computed. False: it leaves instead. With the lock held."""
+        """Add a loaded job to the batching. False if the job was stopped or has failed.
+
+        The caller holds the lock.
+        """
         if not self._may_join(job):
             return False
         prefix = job.layers.prefix if job.layers is not None else None
@@ -350,12 +371,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def settle_behind(self, job: PrefillJob, blocks: range | None) -> None:
-        """Settle these blocks after the writer's queued tasks; None: the job stores no more."""
+        """After the writer's queued tasks, end the job's lead of these blocks; None: of all."""
         keys = None if blocks is None else job.put.keys[blocks.start : blocks.stop]
         self.writer.then(lambda: self._settle(job, keys))
 
     def send_first_token(self, job: PrefillJob, token_id: int) -> None:
-        """Send the first token to the frontend before the reply, if the job permits it."""
+        """Send the first token to the frontend before the reply.
+
+        Not if the token can end the output, or if the request has no reply inbox.
+        """
         if message := job.first_token(token_id):
             self.process.outbox.send(job.request.reply_inbox, message)
 
@@ -364,11 +388,14 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._answer(job, token_id))
 
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
-        """Reply now, because the engines hand KV over themselves. Saving continues until `over`."""
+        """Reply after the writer's queued tasks, before all KV is stored.
+
+        The engines hand KV over themselves. Writing to the store continues until `over`.
+        """
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 
     def over(self, job: PrefillJob) -> None:
-        """Forget a job that was answered early, after the writer's queued tasks."""
+        """After the writer's queued tasks, remove a job that `answer_early` replied to."""
         self.writer.then(lambda: self._forget(job, keep_leases=False))
 
     # -- leaving
@@ -385,15 +412,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._left(job, pages))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """Fail the client and release the job's resources. In the writer's thread."""
+        """Send the job's error to its client; release pages, slots and leases. Writer thread."""
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)
         job.observe_abort(self.process.observations)
-        job.client.fail(job.error or job.put.error or Cancelled("stopped"))
+        job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:
-        """In the writer's thread, after the last block is committed."""
+        """Reply, or fail the job if a write failed. Writer thread, after the last commit."""
         if job.put.error is not None:
             self.fail(job, job.put.error)
             return
@@ -407,9 +434,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return reply
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Remove a successful job and release its pages. In the writer's thread.
+        """Remove a successful job and release its pages. Writer thread.
 
-        `keep_leases`: the leases stay for the decode worker. False if the job has failed.
+        `keep_leases`: the leases stay for the decode worker. Returns False if the job has left or
+        failed.
         """
         with self.lock:
             if self.has_left(job) or job.error is not None:

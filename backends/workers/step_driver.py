@@ -1,7 +1,7 @@
 """Drivers of an engine that computes step by step: the torch engine.
 
 The engine's thread takes the next step from the batching, computes it, and reports the results.
-Nothing runs in the engine between two steps, so a request that leaves then has no state there.
+Between two steps the engine runs nothing, so a request can leave without an abort.
 
 Not here: which requests share a step (engine/batching/batching.py), the effects of a token on its
 request (prefill_worker.py, decode_worker.py).
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from backends.engine.torch.torch_engine import TorchEngine
 
 log = logging.getLogger(__name__)
-# Measured at the start: (new tokens, tokens before them) and (requests, tokens of each).
+# Points of the calibration: (new tokens, context tokens before them), and (sequences, context
+# tokens of each).
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
-# A step that fills more bytes than this is copied to the store layer by layer during computation; a
-# smaller one is copied whole after it. Copying this many bytes takes 0.2 ms. Waking the writer for
-# each layer cost 1.2 ms of a step of 6 ms, and as much again in the latency of the token.
+# If a step completes more block bytes than this, each layer is copied during the step. Otherwise
+# all layers are copied after the step. Copying 512 KiB takes 0.2 ms. Waking the writer per layer added
+# 1.2 ms to a step of 6 ms and 1.2 ms to the latency of its tokens (two cores of an EPYC).
 WHOLE_BYTES_MAX = 512 * 1024
 
 J = TypeVar("J", PrefillJob, DecodeJob)
 
 
 def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
-    """Load the engine. A pipeline stage loads the weights and the pages of its layers only."""
+    """Load the engine. A pipeline stage loads weights and allocates pages of its layers only."""
     from backends.engine.torch.torch_engine import TorchEngine
 
     return TorchEngine.load(
@@ -65,7 +66,10 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
 def take_step(
     worker: JobWorker[J], jobs: Sequence[J], predicted_s: float, step: Callable[[], None]
 ) -> None:
-    """Run one step under the watch. A failed step fails its jobs; a hung one ends the worker."""
+    """Run one step under the hang watchdog.
+
+    An exception fails the step's jobs. A hung step ends the process.
+    """
     watch = worker.process.watch
     watch.began(time.monotonic(), predicted_s)
     try:
@@ -116,7 +120,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         return functools.partial(take_step, worker, jobs, predicted_s, step)
 
     def _layer_step(self, chunks: Sequence[Chunk], job: PrefillJob, layers: LayeredJob) -> None:
-        """Compute layer-wise chunks of one prompt, each in one layer."""
+        """Compute chunks of one layer-wise prompt. Each chunk covers tokens of one layer."""
         worker, started_s = self._worker, time.monotonic()
         if layers.computing is None:
             assert job.put.rings is not None, job.request_id
@@ -165,7 +169,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             job.compute_s += step_s
             job.computed_tokens += chunk.tokens
             token_ids.append(self._sampled(job, logits[row]) if chunk.is_last else None)
-        # After the tokens: the writer's thread would take the GIL while they are sent.
+        # Queue writes after the first tokens are sent: the writer thread competes for the GIL.
         for job, blocks, token_id in zip(jobs, finished, token_ids, strict=True):
             if blocks and is_whole:
                 worker.writer.put_whole(job.put, blocks, is_handover=True)
@@ -190,7 +194,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
     ) -> tuple[list[Work], list[range], Callable[[int], None]]:
-        """The step's batch, the blocks that each sequence fills, and the writer of their layers."""
+        """(batch, blocks that each sequence fills, callback that queues each layer's copy)."""
         batch = [
             Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
             for c, job in zip(chunks, jobs, strict=True)
@@ -242,7 +246,9 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
     def start(self, job: DecodeJob) -> None:
-        job.saved_blocks = sys.maxsize  # all KV of a step is in the pages at its end
+        job.saved_blocks = (
+            sys.maxsize
+        )  # a step ends with its KV in the pages, so every full block may be written
         with self._worker.lock:
             self._worker.join_batch(job)
 
