@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
 # If a step completes more block bytes than this, each layer is copied during the step. Otherwise
-# all layers are copied after the step. Copying 512 KiB takes 0.2 ms. Waking the writer per layer added
-# 1.2 ms to a step of 6 ms and 1.2 ms to the latency of its tokens (two cores of an EPYC).
+# all layers are copied after the step. Copying 512 KiB takes 0.2 ms. Waking the writer per layer
+# added 1.2 ms to a step of 6 ms and 1.2 ms to the latency of its tokens (two cores of an EPYC).
 WHOLE_BYTES_MAX = 512 * 1024
 
 J = TypeVar("J", PrefillJob, DecodeJob)
