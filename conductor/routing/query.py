@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from conductor.load.cluster import Cluster
 from conductor.load.decode_batch import DecodeLoad
@@ -16,8 +16,7 @@ from conductor.queue_order import QueueOrder
 Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
 
 
-@dataclass(frozen=True, slots=True)
-class RouteQuery:
+class RouteQuery(NamedTuple):  # a frozen dataclass would take a microsecond longer to make
     """One request, the workers that may take it, and the limits that admission sets."""
 
     cluster: Cluster
