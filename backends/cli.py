@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         restart_in_utf_8()
     try:
         app(None if arguments is None else list(arguments), prog_name="mooncake")
-    except ImportError as problem:  # edge: a module that a command imports late
+    except ImportError as problem:  # a command imports some modules late
         if reason := explained(problem):
             raise SystemExit(f"this command {reason}") from None
         raise

@@ -390,7 +390,7 @@ class HotCopies:
                 self._copy(suggestion)
             except StoreError as error:
                 log.warning("a hot prefix was not copied: %s", error)
-            except Exception:  # edge: one bad suggestion must not end the copying
+            except Exception:  # Catch all: one bad suggestion must not end the copying
                 log.exception("a hot prefix was not copied")
         if self._client is not None:
             self._client.close()

@@ -143,7 +143,7 @@ class Frontend:
         """Answer one of the gateway's own calls, which counts neither as a request nor as live."""
         try:
             client.send(described(verb(parameters), client.outputs), is_final=True)
-        except Exception as error:  # edge: the pool would swallow the exception
+        except Exception as error:  # Catch all: the pool would drop the exception
             client.fail(error)
 
     def _charge(self, parameters: dict[str, Any]) -> dict[str, object]:

@@ -168,7 +168,7 @@ class LiveRequest:
     def _outcome(self, work: Work) -> LifecycleEvent | None:
         try:
             return work()
-        except Exception as error:  # edge: one bad request must not fail the other requests
+        except Exception as error:  # Catch all: one bad request must not fail others
             return events.Failed(error)
 
     def _handle(self, event: LifecycleEvent) -> list[Work]:
@@ -186,13 +186,13 @@ class LiveRequest:
     def _step(self, event: LifecycleEvent, works: list[Work]) -> None:
         try:
             self.state, actions = step(self.state, event)
-        except Exception as error:  # edge: a bug ends one request, not the thread
+        except Exception as error:  # Catch all: a bug ends one request, not the thread
             log.exception("request %s: %s", self.request_id, event, extra=self._in_log)
             self.state, actions = step(self.state, events.Failed(error))
         for action in actions:
             try:
                 work = self._carry_out(action)
-            except Exception as error:  # edge: the remaining actions are still carried out
+            except Exception as error:  # Catch all: the remaining actions are still carried out
                 text = "request %s: %s failed: %s"
                 log.warning(text, self.request_id, action, error, extra=self._in_log)
                 self._events.append(events.Failed(error))
@@ -243,7 +243,7 @@ class LiveRequest:
             try:
                 first = self._first_text(assignment, message.token_id, message)
                 self.post(events.FirstTokenArrived(attempt, first, time.monotonic()))
-            except Exception as error:  # edge: messages of other requests are still read
+            except Exception as error:  # Catch all: messages of other requests are still read
                 self.post(events.Failed(error))
 
     def _id_of(self, attempt: int) -> str:
@@ -446,7 +446,7 @@ class LiveRequest:
             if state.attempt.number != action.attempt or state.phase is Phase.DONE:
                 raise WorkerGone("the attempt ended before its worker was called")
             return call(action, self._assignments[action.attempt])
-        except Exception as error:  # edge: any exception ends the call
+        except Exception as error:  # Catch all: any exception ends the call
             self.trace.call_failed(action.attempt, time.monotonic())
             return events.CallFailed(action.attempt, error, time.monotonic())
 
@@ -572,7 +572,7 @@ class LiveRequest:
                 self._client.finish()
             elif error is not None:
                 self._client.fail(error)
-        except Exception as problem:  # edge: an answer that cannot be sent is an error
+        except Exception as problem:  # Catch all: an answer that cannot be sent is an error
             error = problem
             self._client.fail(problem)
         finally:

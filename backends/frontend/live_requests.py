@@ -144,6 +144,6 @@ class LiveRequests:
             for request in self.all():
                 try:
                     request.look(now_s, now_s - awake_since_s)
-                except Exception:  # edge: the other requests still need the watch
+                except Exception:  # Catch all: the other requests still need the watch
                     in_log = {"request_id": request.request_id}
                     log.exception("watching request %s failed", request.request_id, extra=in_log)

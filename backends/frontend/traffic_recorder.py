@@ -238,7 +238,7 @@ class TrafficRecorder:
         while (request := self._waiting.get()) is not None:
             try:
                 self._files.append(self._line(request))
-            except Exception as error:  # edge: no client depends on the recording
+            except Exception as error:  # Catch all: no client depends on the recording
                 self._drop(str(error))
             else:
                 with self._counting:

@@ -80,7 +80,7 @@ class UnreachedWorkers:
                 self._probe(address)
         except ServingError as error:
             self.add(worker, error)
-        except Exception:  # edge: the next round probes it again
+        except Exception:  # Catch all: the next round probes it again
             log.exception("probing %s failed", worker[0])
         else:
             self._forget(worker, seen, is_there=address is not None)

@@ -76,7 +76,7 @@ class GenerationResponse(Response):
                 self._counts.left()
         except HttpRefusal as refusal:
             await self._refuse(refusal, scope, receive, send)
-        except Exception as error:  # edge: a defect is logged and reported to the client
+        except Exception as error:  # Catch all: a defect is logged and reported to the client
             of_request = {"request_id": scope.get("request_id", "")}
             log.exception("answer %s", self._facts.answer_id, extra=of_request)
             refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")

@@ -207,7 +207,7 @@ class MetricsServer:
         while not self._is_closing.wait(FETCH_EVERY_S):
             try:
                 self._fetch()
-            except Exception:  # edge: one failed fetch must not end this thread
+            except Exception:  # Catch all: one failed fetch must not end this thread
                 log.exception("a fetch failed")
 
     def _ready(self) -> tuple[bool, bytes]:

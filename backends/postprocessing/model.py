@@ -19,7 +19,7 @@ class TritonPythonModel:
             config = read_config(TokenizerConfig, model, raw, count)
             folder = checkpoint_folder(config.checkpoint, triton_io.repository_of(args))
             self.tokenizer = Tokenizer.load(folder)
-        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+        except Exception as error:  # Catch all: Triton logs the message without a traceback
             raise triton_io.load_error(error) from None
 
     def execute(self, requests):
@@ -36,5 +36,5 @@ class TritonPythonModel:
                 cut_bytes=int(inputs["text_cut_bytes"][0]),
             )
             return triton_io.response({"text_output": string_tensor(text.encode())})
-        except Exception as error:  # edge: one bad request must not fail the other requests
+        except Exception as error:  # Catch all: one bad request must not fail others
             return triton_io.error_response(error)

@@ -19,7 +19,7 @@ class TritonPythonModel:
             self.tokenizer = Tokenizer.load(folder)
             # The conductor checks the length of the context.
             self.limits = RequestLimits(2**31, self.tokenizer.vocabulary_tokens)
-        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+        except Exception as error:  # Catch all: Triton logs the message without a traceback
             raise triton_io.load_error(error) from None
 
     def execute(self, requests):
@@ -29,5 +29,5 @@ class TritonPythonModel:
         try:
             ids = parse_prompt(triton_io.inputs_of(request), self.tokenizer, self.limits)
             return triton_io.response({"input_ids": ids})
-        except Exception as error:  # edge: one bad request must not fail the other requests
+        except Exception as error:  # Catch all: one bad request must not fail others
             return triton_io.error_response(error)

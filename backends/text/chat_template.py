@@ -77,7 +77,7 @@ def render(
     names = tuple(sorted(special_tokens.items()))
     try:
         prompt = _prompt(source, [_converted(source, names, each) for each in messages], names)
-    except Exception as error:  # edge: a template is a foreign program and may raise anything
+    except Exception as error:  # Catch all: a template is a foreign program and may raise anything
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InvalidRequest(
             f"messages: the checkpoint's chat template rejected them ({reason})"
@@ -136,7 +136,7 @@ def _forms(
         for messages in ([message], [message, other], [other, message], [other, message, other]):
             try:
                 prompt = _prompt(source, messages, special_tokens)
-            except Exception:  # edge: a template may reject this order of roles
+            except Exception:  # Catch all: a template may reject this order of roles
                 continue
             if PROBE.lower() in prompt.lower():
                 return isinstance(content, str) or not PRINTED_PARTS.search(prompt)

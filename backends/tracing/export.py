@@ -119,7 +119,7 @@ class SpanExport:
     def _send(self, batch: list[SpanRecord]) -> None:
         try:
             is_taken = self._sender.send(batch)
-        except Exception:  # edge: a failure of tracing must not end the process
+        except Exception:  # Catch all: a failure of tracing must not end the process
             log.exception("spans were not sent")
             is_taken = False
         with self._lock:

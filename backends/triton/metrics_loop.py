@@ -45,7 +45,7 @@ class MetricsLoop:
                 if page.has_lost_values:
                     log.warning("lost values of metrics: too many waited for the metrics page")
                     page.has_lost_values = False
-            except Exception:  # edge: metrics must not end the model
+            except Exception:  # Catch all: metrics must not end the model
                 log.exception("metrics were not published")
             if is_last:
                 break

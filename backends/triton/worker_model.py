@@ -32,7 +32,7 @@ class WorkerModel:
         triton_io.start_logging()
         try:
             self._start(args)
-        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+        except Exception as error:  # Catch all: Triton logs the message without a traceback
             raise triton_io.load_error(error) from None
 
     def execute(self, requests: list[Any]) -> None:
@@ -45,7 +45,7 @@ class WorkerModel:
                     reply.finish()
                 else:
                     self._worker.submit(call.body, call.token_ids, reply)
-            except Exception as error:  # edge: one bad request must not fail the other requests
+            except Exception as error:  # Catch all: one bad request must not fail others
                 reply.fail(error)
         return None  # decoupled: each reply sends its own responses
 

@@ -320,7 +320,7 @@ class ReservedSlots:
                 except StoreError as error:
                     log.warning("reserving on node_id=%s: %s", reserve.info.node_id, error)
                     self._drop(reserve)
-                except Exception:  # edge: puts continue without reserved slots
+                except Exception:  # Catch all: puts continue without reserved slots
                     log.exception("reserving on node_id=%s failed", reserve.info.node_id)
                     self._drop(reserve)
 

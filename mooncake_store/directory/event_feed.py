@@ -128,7 +128,7 @@ class EventFeed:
                     now_s = boot_s()  # before the poll: this process may be stopped after it
                     if self._on_heard and self._is_current and not stream.poll(0):
                         self._on_heard(now_s)
-                except Exception:  # edge: a bad message or listener must not stop the feed
+                except Exception:  # Catch all: a bad message or listener must not stop the feed
                     log.exception("event feed: will take a snapshot")
                     self._lost(time.monotonic() + RETRY_S)
 

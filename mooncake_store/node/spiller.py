@@ -72,7 +72,7 @@ class Spiller:
             except StoreError as error:
                 log.warning("node_id=%s spilling: %s", self._node_id, error)
                 has_more = False
-            except Exception:  # edge: a bug must stop neither spilling nor the node
+            except Exception:  # Catch all: a bug must stop neither spilling nor the node
                 log.exception("node_id=%s spilling failed", self._node_id)
                 has_more = False
             if not has_more:

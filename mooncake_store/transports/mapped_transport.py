@@ -66,7 +66,7 @@ class MappedTransport(Transport):
         while not self._stop.wait(LOOK_S):
             try:
                 self.drop_dead()
-            except Exception:  # edge: the other segments must be checked in the next round
+            except Exception:  # Catch all: the other segments must be checked in the next round
                 log.exception("unmapping failed")
 
     def drop_dead(self) -> list[str]:

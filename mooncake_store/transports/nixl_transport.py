@@ -311,7 +311,7 @@ class NixlTransport(Transport):
                         lane.connect(node)
                 finally:
                     lane.release()
-            except Exception as error:  # edge of this thread: the waiting thread raises it
+            except Exception as error:  # Catch all: the waiting thread raises it
                 failures.append(error)
             finally:
                 del self._connecting[node.agent_name]

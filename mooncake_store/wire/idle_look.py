@@ -56,5 +56,5 @@ def look_at_all() -> None:
     for owner in owners:
         try:
             owner.look_after_idle()
-        except Exception:  # edge: the other owners must be called
+        except Exception:  # Catch all: the other owners must be called
             log.exception("checking idle connections failed")

@@ -116,7 +116,7 @@ class Inbox(Generic[M]):
             try:
                 wanted_s = self._on_messages(self._waiting())
                 again_s = again_s if wanted_s is None else wanted_s
-            except Exception:  # edge: one bad message must not close the inbox
+            except Exception:  # Catch all: one bad message must not close the inbox
                 log.exception("messages at %s failed", self.address)
         self._socket.close(linger=0)
 

@@ -102,7 +102,7 @@ class Responder(Generic[R]):
             return self.answered(number, result)
         except StoreError as error:
             return self.refused(number, error)
-        except Exception as error:  # edge: one request must not stop the server
+        except Exception as error:  # Catch all: one request must not stop the server
             log.exception("request failed inside the %s", self._who)
             return self.refused(number, StoreError(f"bug in the {self._who}: {error!r}"))
 

@@ -184,7 +184,7 @@ def _arrive(triton: Triton, call: Call, request: tuple[np.ndarray, bytes]) -> No
         reply = GreenReply(call)
         try:
             triton.worker.submit(triton.parse(request[1]), request[0], reply)
-        except Exception as error:  # edge: as WorkerModel.execute
+        except Exception as error:  # Catch all: as in WorkerModel.execute
             reply.fail(error)
 
     def begin(_: Any) -> None:

@@ -74,7 +74,7 @@ class Simulation:
         problem = ""
         try:
             self._run()
-        except Exception as error:  # edge: whatever it is, it is this seed's
+        except Exception as error:  # Catch all: any exception is a finding of this seed
             problem = _described(error)
             world = self.world
             world.note(f"VIOLATION at step {world.steps}: {problem.splitlines()[0]}")

@@ -297,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 check(bench)
                 passed.append(check.__name__)
-            except Exception as error:  # edge: the others are worth knowing too
+            except Exception as error:  # Catch all: the remaining checks still run
                 traceback.print_exc()
                 failed[check.__name__] = f"{type(error).__name__}: {error}"
     found = {

@@ -71,7 +71,7 @@ def _listen(
         for message in messages:
             try:
                 on_message(message)
-            except Exception:  # edge: one bad message must not take its neighbours along
+            except Exception:  # Catch all: one bad message must not drop the others
                 log.exception("a message of the KV channel failed")
         on_turn()
 

@@ -133,7 +133,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
     def _never_raising(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # edge: raised by every rank instead, or the others would wait
+        except Exception as error:  # Catch all: every rank raises it; otherwise ranks would wait
             log.exception("the connector's scheduler failed")
             self._error = f"the connector failed on rank 0: {type(error).__name__}: {error}"
             self._link.send(m.Broken(self._error))
@@ -171,7 +171,7 @@ class MooncakeConnectorWorker(WorkerBase):
         """Sizes are compared once, here; a difference ends the start of the worker."""
         try:
             self._register(kv_cache_tensor)
-        except Exception as error:  # edge: TensorRT-LLM's own words for it are far from the cause
+        except Exception as error:  # Catch all: TensorRT-LLM's error would not name the cause
             self._link.send(m.Broken(f"rank {self._rank}: {error}"))
             raise
 

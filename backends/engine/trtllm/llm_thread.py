@@ -157,7 +157,7 @@ class LlmThread:
         try:
             closing = asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop)
             closing.result(timeout_s + SHUTDOWN_S_MAX + 5.0)
-        except Exception as error:  # edge: whatever it raises, the rest must be closed too
+        except Exception as error:  # Catch all: the remaining objects must be closed too
             log.error("tensorrt_llm did not shut down: %s: %s", type(error).__name__, error)
         self._end_loop()
 
@@ -179,12 +179,12 @@ class LlmThread:
             outcome = Outcome("cancelled", WorkerUnavailable("the engine is shutting down"))
         except ValueError as error:  # tensorrt_llm checks requests before it takes them
             outcome = Outcome(error=InvalidRequest(f"tensorrt_llm: {error}"))
-        except Exception as error:  # edge: one generation must not take the others along
+        except Exception as error:  # Catch all: one generation must not end the others
             log.exception("a generation failed")
             outcome = Outcome(error=WorkerUnavailable(f"tensorrt_llm: {error}"))
         try:
             sink.ended(outcome)
-        except Exception:  # edge: as above
+        except Exception:  # Catch all: as above
             log.exception("the end of a generation was not taken")
 
     async def _generate(self, order: Order, sink: Sink, running: EngineRun) -> Outcome:
@@ -226,7 +226,7 @@ class LlmThread:
                 async for raw in ask(STATS_TIMEOUT_S) if ask is not None else _nothing():
                     self.stats = IterationStats.of(json.loads(raw) if isinstance(raw, str) else raw)
                     self._on_stats(self.stats)
-            except Exception as error:  # edge: numbers on a page must not end the engine
+            except Exception as error:  # Catch all: metrics must not end the engine
                 log.debug("no statistics: %s", error)
             self._look_after()
             await asyncio.sleep(STATS_PERIOD_S)
@@ -237,7 +237,7 @@ class LlmThread:
         try:
             if check is not None and check() is False:
                 self.is_healthy = False
-        except Exception as error:  # edge: it is not ours to rely on
+        except Exception as error:  # Catch all: a private method of TensorRT-LLM may fail
             log.debug("tensorrt_llm does not say how it is: %s", error)
 
     async def _close(self, timeout_s: float) -> None:

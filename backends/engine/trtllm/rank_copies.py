@@ -234,7 +234,7 @@ class RankCopies:
                         self._load_aside(batch)
                         continue
                     self._load(batch) if batch.is_load else self._save(batch)
-                except Exception as error:  # edge: TensorRT-LLM cannot be told, the worker can
+                except Exception as error:  # Catch all: the worker is notified, not TensorRT-LLM
                     log.exception("copying KV failed")
                     self._is_broken = True  # and nothing is called saved any more
                     self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))

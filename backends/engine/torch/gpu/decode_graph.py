@@ -196,7 +196,7 @@ class DecodeGraphs:
             static, step = known or (self._static(sequences, width), None)
             static.bring(inputs)
             return (step or self._record(static))()[: len(batch)]
-        except Exception as error:  # edge: without a graph the step is computed by the ragged plan
+        except Exception as error:  # Catch all: without a graph, the ragged plan computes the step
             log.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             self._is_off = True
             self._recorded.clear()

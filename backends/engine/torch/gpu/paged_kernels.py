@@ -67,7 +67,7 @@ def tried(makers: Known, memory: KvMemory, heads: int) -> Iterator[tuple[PagedKe
         try:
             kernels = make()
             problem = wrong(kernels, memory, heads)
-        except Exception as error:  # edge: any error of a driver or library; try the next kernels
+        except Exception as error:  # Catch all: any driver error; try the next kernels
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:PROBLEM_MAX]
         yield (kernels, "") if problem is None else (None, f"{name}: {problem}")
 

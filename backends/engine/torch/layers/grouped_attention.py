@@ -151,7 +151,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         if self.kernels is not None:
             try:
                 return attend(pages, queries)
-            except Exception as error:  # edge: the test before did not cover every shape
+            except Exception as error:  # Catch all: the earlier check does not cover every shape
                 log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
                 self.kernels = None
         return paged_kernels.plain(pages, attend.sequences, queries)
