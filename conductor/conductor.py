@@ -1,21 +1,22 @@
 """The conductor's state machine: events, reports and requests in; routes and rejections out.
 
 The conductor holds all decision state, reads no clock and does no I/O. The same class therefore
-runs in the frontend's process and in the simulator. The shell serialises the calls and carries out
-the results. Time only moves forward: an older `now_s` counts as the latest one, because threads may
-read their clocks before they take the lock.
+runs in the frontend's process and in the simulator. The caller (ClusterView, or the simulator)
+serialises the calls and carries out the results. `now_s` is raised to the largest value so far.
+Threads may read their clocks before they take the lock.
 
     on_snapshot, on_events, on_silence         directory state, its changes, gaps without events
-    on_arrival, on_charged                     tenant limits, checked before the prompt is read
+    on_arrival                                 checks tenant limits before parsing
+    on_charged                                 counts one request of a tenant
     on_request                                 a Route or a Reject; a route is reserved at once
     on_prefill_finished                        the load moves from the prefill to the decode worker
     on_finished                                done, failed or cancelled: reservations are dropped
-    on_used                                    tokens charged to the limits of the tenant
-    on_worker_failed                           a call failed: avoided until the next report
-    on_worker_unreached, on_worker_reached     no network path: avoided until there is one
-    on_worker_refused                          a full decode worker gets no new requests for a time
+    on_used                                    unused tokens return to the limit of the tenant
+    on_worker_failed                           excluded until the next report, at most failed_mark_s
+    on_worker_unreached, on_worker_reached     no network path: excluded until there is one
+    on_worker_refused                          full until the next report, at most overload_mark_s
     on_routed_elsewhere, take_notes            notes received from and sent to other frontends
-    on_tick                                    housekeeping, and suggestions for hot prefixes
+    on_tick                                    housekeeping; suggested replications of hot prefixes
     propose_flip                               a worker that should change its role
 
 Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
@@ -116,7 +117,7 @@ class Conductor:
         self._gate = Gate(config)
         self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
-        self._loads = None if is_reserved else decode_loads
+        self._loads = None if is_reserved else decode_loads  # None: the pools' reserved columns
         self._compiled = CompiledDecision.of(self._cluster)
         self._now_s = float("-inf")
         self._totals = _Totals()
@@ -145,7 +146,7 @@ class Conductor:
         self.on_events([WorkerReported(report) for report in snapshot.reports], now_s)
 
     def on_events(self, events: Iterable[Event], now_s: float) -> None:
-        """Apply directory events in order. Runs of equal block events are applied as one batch."""
+        """Apply events in order. Consecutive block events of one type and node are one batch."""
         now_s = self._advance(now_s)
         kind: type[BlockAdded] | type[BlockRemoved] = BlockAdded
         node_id = ""  # of the collected block events
@@ -172,7 +173,7 @@ class Conductor:
             elif isinstance(event, NodeDown):
                 self._node_down(event.node_id, event.incarnation)
             elif isinstance(event, FrontendNoted):
-                pass  # the shell decodes the notes and calls on_routed_elsewhere
+                pass  # the caller decodes the notes and calls on_routed_elsewhere
             else:
                 raise TypeError(f"{type(event).__name__} is not a directory event")
         if keys:
@@ -181,7 +182,7 @@ class Conductor:
     def _index(
         self, kind: type[BlockAdded] | type[BlockRemoved], keys: Sequence[bytes], node_id: str
     ) -> None:
-        """Add these blocks to the node's index, or remove them."""
+        """Add or remove the node as a holder of these blocks."""
         if kind is BlockRemoved:
             self._tiers.remove_many(keys, node_id)
             return
@@ -189,7 +190,7 @@ class Conductor:
         self._hotspots.arrived(keys, node_id)
 
     def on_silence(self, seconds: float, now_s: float) -> None:
-        """The directory sent nothing for `seconds`, so worker reports could not arrive either."""
+        """Extend all report deadlines by `seconds`, in which the directory was silent."""
         self._cluster.excuse(seconds, self._advance(now_s))
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
@@ -202,10 +203,11 @@ class Conductor:
     def on_arrival(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """Apply the tenant's limits to one more request, before its prompt is read.
+        """Check the tenant's limits for one more request, before its prompt is parsed.
 
-        `in_flight`: the tenant's requests at this frontend, including those still being read. None:
-        the new work will not be in flight.
+        `in_flight`: the tenant's requests at this frontend, including requests still being parsed.
+        None: the call is not a request (for example /tokenize), so requests_in_flight_max does not
+        apply.
         """
         now_s = self._advance(now_s)
         if in_flight is not None:
@@ -217,13 +219,14 @@ class Conductor:
         return self._refuse(used_up)
 
     def on_charged(self, tenant: str, now_s: float) -> None:
-        """Count work that is not a request, or an invalid request, as one request of the tenant."""
+        """Charge one request to the tenant, for an invalid request or for tokenising."""
         usage = self._quotas.charged(tenant, self._advance(now_s))
         if self._others:
             self._noted.add(usage)
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
-        """The route of this request, or its rejection. A retry replaces the previous attempt."""
+        """The route of this request, or its rejection. A request with a known request_id replaces
+        the earlier one and drops its reservations."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._drop(request.request_id, now_s)
@@ -251,12 +254,12 @@ class Conductor:
             advice = rejection
             self._advised[kind] += 1
         self._gate.note(pair, request, pressure, now_s, "")
-        return self._send(request, pair, options, advice, now_s)
+        return self._reserve_route(request, pair, options, advice, now_s)
 
     def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
         """The best pairs with their terms and the verdict on each. Changes no state.
 
-        A large cluster has thousands of pairs; only `count_max` of them become objects.
+        A Candidate is built only for the best `count_max` pairs (None: all).
         """
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
@@ -283,7 +286,7 @@ class Conductor:
         return Explanation(tuple(candidates), len(ranked) - shown)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
-        """The terms of every worker that may take the request, or a rejection."""
+        """The predicted times of each eligible worker, or the rejection if there is none."""
         cluster, excluded = self._cluster, request.excluded_workers
         tokens, prefills, decodes = request.prompt_tokens, cluster.prefills, cluster.decodes
         cluster.look(now_s)
@@ -304,7 +307,7 @@ class Conductor:
         self._rejected[rejection.kind] += 1
         return rejection
 
-    def _send(
+    def _reserve_route(
         self, request: Request, pair: Pair, options: Options, advice: Reject | None, now_s: float
     ) -> Route:
         """Reserve the pair, update the totals and notes, and build the route."""
@@ -343,7 +346,7 @@ class Conductor:
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
     ) -> None:
-        """The first token was computed. `seconds`: prefill time, if the worker reported it."""
+        """The prefill ended with the first token. `seconds`: prefill time, if it was reported."""
         now_s = self._advance(now_s)
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
@@ -356,7 +359,8 @@ class Conductor:
     def _learn(
         self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float
     ) -> None:
-        """Compare the predictions of TTFT and prefill time with the measured times."""
+        """Record prediction errors of prefill time and of TTFT. TTFT here ends with prefill,
+        without the hand-over."""
         predicted = routed.route.predicted
         predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
         self._ttft_errors.add(predicted_s, took_s)
@@ -368,7 +372,7 @@ class Conductor:
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
         """Done, failed or cancelled: drop all reservations of the request. Idempotent.
 
-        `output_tokens`: length of the answer, if known; `predictive_lengths` learns from it.
+        `output_tokens`: length of a complete answer; `predictive_lengths` learns from it.
         """
         now_s = self._advance(now_s)
         routed = self._drop(request_id, now_s, output_tokens)
@@ -378,8 +382,8 @@ class Conductor:
                 self._balance.demand.ended(output_tokens, now_s)
 
     def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
-        """All attempts of a request have ended, and they used `tokens` of the tenant's limits.
-        `request_id`: of the attempt that was admitted."""
+        """All attempts have ended. Charged tokens beyond `tokens` (prompt and output tokens used)
+        return to the tenant's limit. `request_id`: id of the attempt that was charged."""
         now_s = self._advance(now_s)
         usage = self._quotas.ended(request_id, tokens, now_s)
         if usage is not None and self._others:
@@ -396,12 +400,12 @@ class Conductor:
         return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """A call failed. The mark ends with the next report or after failed_mark_s."""
+        """Exclude the worker until its next report, at most for failed_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
     def on_worker_unreached(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """This frontend has no network path to the worker, whatever the worker reports."""
+        """Exclude the worker until on_worker_reached: this frontend has no network path to it."""
         self._advance(now_s)
         self._cluster.worker_reached((worker_id, incarnation), False)
 
@@ -411,8 +415,8 @@ class Conductor:
         self._cluster.worker_reached((worker_id, incarnation), True)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """A decode worker was too full for a request on its arrival (arrival_check.py). It counts
-        as full until its next report, at most for overload_mark_s."""
+        """A decode worker rejected an arriving request (arrival_check.py). The worker counts as
+        full until its next report, at most overload_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
@@ -420,11 +424,11 @@ class Conductor:
     # Notes of other frontends
 
     def on_routed_elsewhere(self, batch: NoteBatch, now_s: float) -> None:
-        """Notes of another frontend about requests at the shared workers."""
+        """Apply a batch of another frontend's notes about requests at the shared workers."""
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
             if self._others.on_batch(batch, now_s):
-                offset_s = now_s - batch.sent_s  # converts that frontend's clock to this one
+                offset_s = now_s - batch.sent_s  # that clock to this one; assumes no delivery delay
                 for usage in batch.usage:
                     self._quotas.heard(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
@@ -432,13 +436,13 @@ class Conductor:
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
         """A batch of notes for the other frontends; an empty batch is a heartbeat. A batch that the
-        shell does not send is lost."""
+        caller does not send is lost."""
         now_s = self._advance(now_s)
         return self._noted.take(now_s, count_max, self._gate.wanted_of(now_s), is_last)
 
     @property
     def notes_waiting(self) -> int:
-        """Notes not yet taken; always 0 while no other frontend is known."""
+        """Notes not yet taken. None are added while no other frontend is known."""
         return len(self._noted)
 
     @property
@@ -473,10 +477,10 @@ class Conductor:
     def on_tick(
         self, now_s: float, held: Callable[[], Collection[str]] = frozenset
     ) -> list[Replicate]:
-        """Called about once a second. Suggestions that are not carried out are made again.
+        """Called about twice a second. Suggestions that are not carried out are made again.
 
-        `held`: request ids of the attempts that the frontend still holds. These attempts stay in
-        flight for longer than request_s_max.
+        `held`: request ids of the attempts that the frontend still holds. These attempts are kept
+        although they are older than request_s_max.
         """
         now_s = self._advance(now_s)
         self._gate.tick(now_s)
@@ -498,7 +502,8 @@ class Conductor:
         return suggestions
 
     def copies_by_heat(self, now_s: float) -> tuple[HeatClass, ...]:
-        """Hot blocks of requests at this frontend, coldest class first; as of the latest tick."""
+        """Counts of hot blocks and their DRAM copies, by class of hit rate, in ascending order. Hit
+        rates are of this frontend's requests, as of the latest tick."""
         return self._hotspots.copies_by_heat(self._tiers.dram, self._advance(now_s))
 
     def hot_prefixes(self, now_s: float, count_max: int) -> list[HotPrefix]:
@@ -506,7 +511,7 @@ class Conductor:
         return self._hotspots.hottest(self._tiers.dram, self._advance(now_s), count_max)
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
-        """Called about once a second. One of several frontends proposes; all agree on which one."""
+        """Called about twice a second. Of several frontends, one proposes; all compute which."""
         now_s = self._advance(now_s)
         if self._balance is None:
             return None
@@ -516,7 +521,7 @@ class Conductor:
         return self._others.turn(self._noted.frontend, key)
 
     def stats(self) -> ConductorStats:
-        """Totals so far."""
+        """Counters, gauges and prediction errors at this moment."""
         balance = self._balance
         return ConductorStats(
             **asdict(self._totals),
@@ -536,7 +541,7 @@ class Conductor:
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
-        """The state of every known worker, as the conductor sees it."""
+        """The state of every known worker in the conductor."""
         now_s = max(now_s, self._now_s)
         found = []
         for _, worker in sorted(self._cluster.workers.items()):
@@ -572,7 +577,7 @@ class Conductor:
         assert routed_or_not == self._totals.requests, "a request was neither routed nor rejected"
 
     def _advance(self, now_s: float) -> float:
-        """The latest time that any call named, at least `now_s`."""
+        """Advance the conductor's time to `now_s` unless it is later already, and return it."""
         self._now_s = max(now_s, self._now_s)
         return self._now_s
 

@@ -407,7 +407,7 @@ class Gate:
         self._margin.learn(prompt_tokens, predicted_s, actual_s, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Called about once a second."""
+        """Called about twice a second."""
         self._margin.fade(now_s)
 
     def check(self) -> None:

@@ -216,7 +216,7 @@ class TenantQuotas:
         return window
 
     def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
-        """Called about once a second. Drops requests that are older than request_s_max and that
+        """Called about twice a second. Drops requests that are older than request_s_max and that
         their frontend does not hold any more. `held` is called only if there are such requests."""
         old = []
         for request_id, entry in self._let_in.items():  # oldest first

@@ -152,7 +152,7 @@ class Margin:
         return self._decay.weight(now_s)
 
     def fade(self, now_s: float) -> None:
-        """Called about once a second. Margins of classes without new samples decay."""
+        """Called about twice a second. Margins of classes without new samples decay."""
         weight = self._weight(now_s)
         for length, seconds in enumerate(self._seconds):
             if any(seconds):

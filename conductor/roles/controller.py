@@ -86,8 +86,8 @@ class RoleController:
         is_our_turn: bool,
         now_s: float,
     ) -> RoleFlip | None:
-        """Called about once a second, also when no proposal is possible, because it accumulates the
-        debt. `draining`: workers that could flip and take no requests because they drain.
+        """Called about twice a second, also when no proposal is possible, because it accumulates
+        the debt. `draining`: workers that could flip and take no requests because they drain.
         `decode_s`: mean decode time of a request."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
         taking = {worker.key for pool in pools.values() for worker in pool.takers}

@@ -160,7 +160,7 @@ def test_the_clocks_of_frontends_need_not_agree(ahead_s: float) -> None:
     route_of(first, prompt("r0", prompt_tokens=900), ahead_s + 1.0)
     second.on_routed_elsewhere(first.take_notes(ahead_s + 1.02, WHOLE), 1.02)
     assert max(s for _, s in queues(second, 1.02)) == pytest.approx(0.91)
-    [work] = [w for n in PREFILLS for w in second._cluster.workers[n, "w1"].queue._line]
+    [work] = [w for n in PREFILLS for w in second._cluster.workers[n, "w1"].queue._ordered]
     assert work.key_s == pytest.approx(1.0 + 2.0 * 0.91, abs=1e-6), "as its own would be"
     first.on_prefill_finished("r0", ahead_s + 1.9, 0, 0.9)
     second.on_routed_elsewhere(first.take_notes(ahead_s + 1.9, WHOLE), 1.95)
