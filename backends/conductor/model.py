@@ -1,6 +1,7 @@
-"""Triton entry point of the conductor: the frontend that clients call.
+"""Triton Python model `conductor`, which clients call. It hosts the Frontend, which uses the
+Conductor to route.
 
-Translation only. Requests are served in backends/frontend/frontend.py and routed in conductor/.
+Not here: serving requests (backends/frontend/frontend.py), routing them (conductor/).
 """
 
 import os
@@ -22,7 +23,9 @@ from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
 
-PAIR_WAIT_S = 60.0  # then the model loads without workers, and rejects requests until they register
+# Longest wait for one prefill and one decode worker. Afterwards the model is READY and rejects
+# requests until both register.
+PAIR_WAIT_S = 60.0
 
 
 class TritonPythonModel:
@@ -45,7 +48,7 @@ class TritonPythonModel:
                 os.environ["MOONCAKE_DIRECTORY"],
                 os.environ["MOONCAKE_EVENTS"],
             )
-        except Exception as error:  # edge: the reason goes to the operator, without a traceback
+        except Exception as error:  # Catch all: Triton logs the message without a traceback
             raise triton_io.load_error(error) from None
         self.calls = GrpcCalls()
         self.streams = TokenStreams(
@@ -66,7 +69,8 @@ class TritonPythonModel:
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
-        # Clients send requests when this model is READY, but workers load in their own Tritons.
+        # Delay READY until one worker of each role has registered: workers load in other Triton
+        # processes.
         stopping = os.path.join(os.environ["MOONCAKE_SOCKETS"], STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 
@@ -77,7 +81,7 @@ class TritonPythonModel:
                 self.frontend.submit(
                     triton_io.inputs_of(request), triton_io.parameters_of(request), reply
                 )
-            except Exception as error:  # edge: one bad request must not fail the other requests
+            except Exception as error:  # Catch all: one bad request must not fail others
                 reply.fail(error)
         return None  # decoupled: each reply sends its own responses
 

@@ -1,12 +1,12 @@
 """Routing notes to the other frontends: their wire format, and the thread that sends them.
 
-While other frontends are known, a note is sent at once if no batch was sent for NOTES_S. Otherwise
-notes wait until then, or until there are NOTES_MAX. A frontend that is alone only sends a sign of
-life once a second.
+A routing decision wakes the sender at once if the last batch is NOTES_S old. Other notes wait at
+most NOTES_S. NOTES_MAX waiting notes wake the sender earlier. Without other frontends, the sender
+sends one heartbeat every ALIVE_S.
 
-Requests never wait for notes. The conductor collects the notes, and the thread fetches and sends
-them. A batch that the directory does not accept in time is dropped. The others detect the missing
-batch by its number.
+Requests never wait for notes. The conductor collects the notes, and the sender's thread takes and
+sends them. A batch that the directory does not accept within SEND_S_MAX is dropped. Other frontends
+detect the gap in the batch numbers.
 
 Not here: the contents of notes and their use (conductor/notes.py), reading the events
 (cluster_view.py).
@@ -27,10 +27,10 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
 
-NOTES_S = 0.02
-NOTES_MAX = 64  # notes that are sent without waiting for NOTES_S; most notes of a batch
+NOTES_S = 0.02  # shortest time between two batches, unless NOTES_MAX notes wait
+NOTES_MAX = 64  # largest batch; this many waiting notes are sent at once
 SEND_S_MAX = 0.5  # timeout of sending a batch
-ALIVE_S = 1.0  # period of batches while idle; several fit in parameter frontend_silent_s_max
+ALIVE_S = 1.0  # period of heartbeats while idle; a fraction of frontend_silent_s_max
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,7 +44,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
-    """RoutedNote on the wire. The pure records do not depend on msgspec; these check bounds."""
+    """RoutedNote on the wire. conductor/notes.py does not depend on msgspec. These structs check
+    bounds."""
 
     number: Number
     at_s: Moment
@@ -84,14 +85,14 @@ class UsageMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A NoteBatch without the fields of its event: frontend and number."""
+    """A NoteBatch without `frontend` and `number`, which FrontendNoted carries."""
 
     sent_s: Moment
     routed: list[RoutedMessage]
     prefilled: list[PrefilledMessage]
     ended: list[EndedMessage]
     is_last: bool
-    wanted_per_s: Seconds
+    wanted_per_s: Seconds  # demand: prefill seconds that arrived per second
     # Older releases do not send these fields.
     wanted_of: dict[Text, Seconds] = {}
     usage: list[UsageMessage] = []
@@ -117,7 +118,8 @@ def pack_notes(batch: NoteBatch) -> bytes:
 
 
 def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
-    """The batch of an event; None if its bytes cannot be decoded, which counts as missing."""
+    """The batch of an event. None if the notes are invalid. Receivers then treat the batch as
+    missing."""
     try:
         message = _decode(event.notes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -148,6 +150,7 @@ def _note(message: msgspec.Struct, kind: type[T]) -> T:
 class NoteSource(Protocol):
     """Source of the notes (ClusterView)."""
 
+    # (notes not yet sent, other frontends known)
     def notes_waiting(self) -> tuple[int, int]: ...
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch: ...
 
@@ -159,7 +162,7 @@ class NoteSender:
         self._client, self._source = DirectoryClient(directory, SEND_S_MAX), source
         self.batches_sent = self.batches_unsent = 0
         self._is_closing = False
-        self._sent_s = 0.0
+        self._sent_s = 0.0  # monotonic time of the latest batch, sent or dropped
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="routing-notes", daemon=True)
         self._thread.start()
@@ -183,7 +186,7 @@ class NoteSender:
             if waiting or now_s >= alive_due_s:
                 alive_due_s, self._sent_s = now_s + ALIVE_S, now_s
                 self._send(lambda: self._source.take_notes(NOTES_MAX))
-            if waiting <= NOTES_MAX:
+            if waiting <= NOTES_MAX:  # else notes are left over: send the next batch at once
                 self._wake.wait(NOTES_S if others else max(0.0, alive_due_s - time.monotonic()))
                 self._wake.clear()
         if others:
@@ -197,6 +200,6 @@ class NoteSender:
         except StoreError as error:
             self.batches_unsent += 1
             log.debug("dropped notes to the other frontends: %s", error)
-        except Exception:  # edge: one bad batch must not end the thread
+        except Exception:  # Catch all: one bad batch must not end the thread
             self.batches_unsent += 1
             log.exception("dropped notes to the other frontends")
