@@ -1,9 +1,10 @@
-"""The fields of a request in OpenAI's interface: one table for reading and for the description.
+"""The fields of a request in OpenAI's interface: one table for parsing and for the OpenAPI schema.
 
-A field has the type that OpenAI's clients send. The conductor checks the range of values
-(frontend/sampling.py), and its messages are returned with the field's name. This module rejects
-only values that a tensor cannot hold. An unsupported field is rejected by name, unless its value is
-the neutral one. An unknown field is rejected with the most similar name. Pure.
+A field has the type that OpenAI's clients send. This module rejects wrong types, values outside the
+tensor's range, and unsupported options. An unsupported option is accepted if its value changes
+nothing. The error for an unknown field names the most similar known field, if there is one. The
+conductor checks the range of values (frontend/sampling.py), and the gateway returns the conductor's
+errors under the OpenAI field name. Pure.
 
 Not here: the prompt (prompts.py), the message to the conductor (infer_request.py).
 """
@@ -22,10 +23,11 @@ import msgspec
 from backends.statuses import HttpRefusal
 
 INT32 = 2**31
-SHOWN_CHARACTERS_MAX = 40
+SHOWN_CHARACTERS_MAX = 40  # of a value that an error message quotes
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 4
-_BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX  # longer ones lose their middle
+# Longer strings and integers are shortened in the middle.
+_BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX
 _BRIEF.maxlist = _BRIEF.maxdict = SHOWN_CHARACTERS_MAX
 CHAT, COMPLETION = "chat", "completion"
 BOTH = (CHAT, COMPLETION)
@@ -33,21 +35,21 @@ BOTH = (CHAT, COMPLETION)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`kind` is a key of SCHEMAS. `tensor` is the conductor's input that receives the value."""
+    """A field that the gateway reads."""
 
     name: str
-    kind: str
-    meaning: str
-    tensor: str = ""
+    kind: str  # key of SCHEMAS
+    meaning: str  # description in the OpenAPI schema
+    tensor: str = ""  # the conductor's input; "": infer_request.py converts the field
     routes: tuple[str, ...] = BOTH
 
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedField:
-    """A field that is rejected unless its value is one of `neutral`, which changes nothing."""
+    """A field that is rejected unless its value is one of `neutral`."""
 
     name: str
-    neutral: tuple[object, ...] = ()
+    neutral: tuple[object, ...] = ()  # values that change nothing
     routes: tuple[str, ...] = BOTH
 
 
@@ -58,22 +60,42 @@ FIELDS = (
     Field("max_tokens", "integer", "largest number of tokens of the answer", "max_tokens"),
     Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
     Field("min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens"),
-    Field("ignore_eos", "flag", "end the answer only at max_tokens"),
+    Field("ignore_eos", "flag", "do not end the answer at an end-of-sequence token"),
     Field("temperature", "number", "0: greedy; default 1", "temperature"),
-    Field("top_p", "number", "sample from the likeliest tokens with this total share", "top_p"),
-    Field("top_k", "integer", "sample from so many likeliest tokens; 0 or -1: all", "top_k"),
+    Field("top_p", "number", "smallest set of top tokens with this total probability", "top_p"),
+    Field("top_k", "integer", "sample from the k likeliest tokens; 0 or -1: all", "top_k"),
     Field("min_p", "number", "smallest probability, relative to the likeliest token's", "min_p"),
-    Field("presence_penalty", "number", "penalty of tokens in the answer", "presence_penalty"),
-    Field("frequency_penalty", "number", "penalty for each occurrence", "frequency_penalty"),
-    Field("repetition_penalty", "number", "a factor; 1: off", "repetition_penalty"),
+    Field(
+        "presence_penalty",
+        "number",
+        "subtracted from the logit of each token that the answer contains",
+        "presence_penalty",
+    ),
+    Field(
+        "frequency_penalty",
+        "number",
+        "subtracted from the logit of a token for each of its occurrences in the answer",
+        "frequency_penalty",
+    ),
+    Field(
+        "repetition_penalty",
+        "number",
+        "divides positive logits of prompt and answer tokens, multiplies negative ones; 1: off",
+        "repetition_penalty",
+    ),
     Field("seed", "seed", "equal seeds give equal answers; random by default"),
     Field("stop", "stop", "words that end the answer", "stop_words"),
     Field("logprobs", "flag", "return the log probability of each token", routes=(CHAT,)),
-    Field("top_logprobs", "integer", "and of so many likeliest tokens, 0 to 20", routes=(CHAT,)),
+    Field(
+        "top_logprobs",
+        "integer",
+        "number of likeliest tokens returned per position, 0 to 20",
+        routes=(CHAT,),
+    ),
     Field(
         "logprobs",
         "integer",
-        "return the log probability of each token and of so many likeliest tokens, 0 to 20",
+        "return the log probability of each token, and this number of likeliest tokens, 0 to 20",
         routes=(COMPLETION,),
     ),
     Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
@@ -91,8 +113,12 @@ FIELDS = (
     ),
     Field("n", "one", "1: one answer for a request"),
     Field("timeout", "seconds", "deadline in seconds after the arrival"),
-    Field("priority", "integer", "requests below 0 are rejected earlier under load"),
-    Field("tenant", "text", "tenant whose KV is shared; with API keys, the key's tenant"),
+    Field(
+        "priority",
+        "integer",
+        "below 0: rejected earlier under load; above 0: preempts lower priorities in decode",
+    ),
+    Field("tenant", "text", "requests of a tenant share KV; with API keys, the key's tenant"),
     Field("user", "text", "ignored"),
     Field("metadata", "object", "ignored"),
     Field("safety_identifier", "text", "ignored"),
@@ -128,13 +154,14 @@ UNSUPPORTED = (
     UnsupportedField("skip_special_tokens", (True,)),
     UnsupportedField("add_generation_prompt", (True,), (CHAT,)),
 )
+SECONDS_MIN, SECONDS_MAX = 0.001, 86400
 INTEGER_SCHEMA = {"type": ["integer", "null"], "minimum": -INT32, "maximum": INT32 - 1}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "integer": INTEGER_SCHEMA,
     "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
     "one": {"enum": [1, None]},
     "number": {"type": ["number", "null"]},
-    "seconds": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 86400},
+    "seconds": {"type": ["number", "null"], "minimum": SECONDS_MIN, "maximum": SECONDS_MAX},
     "flag": {"type": ["boolean", "null"]},
     "text": {"type": ["string", "null"]},
     "object": {"type": ["object", "null"]},
@@ -236,7 +263,7 @@ TABLES = {route: (fields_of(route), unsupported_of(route)) for route in BOTH}
 
 
 def schema(route: str) -> dict[str, Any]:
-    """The JSON schema of a request's body, for the OpenAPI description."""
+    """The JSON schema of a request's body, for the OpenAPI document."""
     fields = fields_of(route)
     return {
         "type": "object",
@@ -275,7 +302,7 @@ def read_kind(kind: str, name: str, value: object) -> Any:
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
-    # In Python True == 1, but a client means another value; 1.0 means the same as 1.
+    # In Python True == 1. In JSON, true and 1 differ, and 1.0 equals 1.
     is_flag = isinstance(value, bool)
     if any(is_flag is isinstance(each, bool) and value == each for each in field.neutral):
         return
@@ -311,7 +338,7 @@ def _integer(name: str, value: object) -> int:
 
 
 def _seed(name: str, value: object) -> int:
-    """A negative seed maps to its two's complement of 64 bits."""
+    """The seed as UINT64. A negative seed maps to its two's complement of 64 bits."""
     if isinstance(value, float) and value.is_integer():  # Gson writes 42.0
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
@@ -341,8 +368,9 @@ def _number(name: str, value: object) -> float:
 
 def _seconds(name: str, value: object) -> float:
     seconds = _number(name, value)
-    if not 0.001 <= seconds <= 86400:
-        raise bad_field(name, f"{name} is {shown(value)}; send seconds, 0.001 to 86400")
+    if not SECONDS_MIN <= seconds <= SECONDS_MAX:
+        limits = f"{SECONDS_MIN} to {SECONDS_MAX}"
+        raise bad_field(name, f"{name} is {shown(value)}; send seconds, {limits}")
     return seconds
 
 
@@ -384,7 +412,7 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
 
 
 def _format(name: str, value: object) -> str:
-    """The JSON schema that the answer must follow, as JSON; "" for a free answer."""
+    """The JSON schema that the answer must follow, as JSON; "" for unconstrained output."""
     rest = dict(as_object(name, value))
     kind, wrapped = rest.pop("type", None), rest.pop("json_schema", None)
     if rest:
@@ -392,12 +420,12 @@ def _format(name: str, value: object) -> str:
         raise bad_field(f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {FORMATS}")
     if kind == "json_schema":
         found = dict(as_object(f"{name}.json_schema", wrapped))
-        schema = found.pop("schema", None)
+        given = found.pop("schema", None)
         if unknown := found.keys() - SCHEMA_LABELS:
             key = min(unknown)
             raise bad_field(f"{name}.json_schema.{key[:64]}", f"{name} has {shown(key)}")
-        schema = as_object(f"{name}.json_schema.schema", schema)
-        return msgspec.json.encode(schema).decode()
+        answer_schema = as_object(f"{name}.json_schema.schema", given)
+        return msgspec.json.encode(answer_schema).decode()
     if wrapped is not None or kind not in ("text", "json_object"):
         raise bad_field(f"{name}.type", f"{name} is {shown(value)}; send {FORMATS}")
     return ANY_OBJECT if kind == "json_object" else ""
