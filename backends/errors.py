@@ -1,7 +1,7 @@
-"""Errors that Triton returns to a client or an operator.
+"""Errors of requests, as exceptions in one process and as text between processes and to clients.
 
-Triton has no status 429. Clients distinguish errors by the first word of the message, which is part
-of the interface (`rejected`, `invalid_request:`, `forbidden:`, `unavailable:`, `cancelled:`).
+Triton's interfaces have no status 429. Clients read the first word: `rejected`, `invalid_request:`,
+`forbidden:`, `unavailable:`, `kv_missing:` or `cancelled:`. These words are part of the interface.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Sequence
 # Triton's error texts for a call that reached no model process.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
 GRPC_NEVER_SENT = "failed to connect"  # gRPC's error text for a call that was not sent
-# gRPC's error texts for a connection whose other end is silent. If the other end has died, the
-# connection is closed or reset instead.
+# gRPC's texts for a peer that does not answer. A peer process that exits closes or resets the
+# connection instead.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
-# Parts of the final error of a request that its deadline ended: its timeout_ms, or request_s_max.
+# Texts that mark a deadline error: TIMEOUT_PASSED for the client's timeout_ms, DEADLINE_PASSED for
+# request_s_max.
 TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
 
 class ServingError(Exception):
-    """Base class of errors that end a request."""
+    """Base class of errors that end an attempt; the frontend retries some."""
 
     prefix = "error:"
 
@@ -31,7 +32,8 @@ class ServingError(Exception):
 
 
 class Overloaded(ServingError):
-    """Rejected early: no pair of workers would meet the SLO, or no worker is available."""
+    """Rejected by the conductor, a limit of the frontend or tenant, or a full worker or storage
+    node."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -53,20 +55,21 @@ class InvalidRequest(ServingError):
 
 
 class Forbidden(ServingError):
-    """With API keys: the request has no key, or its tenant is not proven."""
+    """With API keys: no key, an unverified tenant claim, a tenant that was removed, or a caller
+    that is not the gateway."""
 
     prefix = "forbidden:"
 
 
 class WorkerUnavailable(ServingError):
-    """A worker died or failed."""
+    """A worker failed, or the request's deadline passed."""
 
     prefix = "unavailable:"
 
 
 class WorkerGone(WorkerUnavailable):
-    """The worker was absent: dead before the call, restarting, or shutting down. The request is not
-    the cause."""
+    """The worker was absent: dead before the call, restarting, or shutting down. The loss does not
+    count against the request."""
 
     prefix = "unavailable: gone:"
 
@@ -78,16 +81,17 @@ class WrongRole(WorkerGone):
 
 
 class WorkerUnreached(WorkerGone):
-    """The worker cannot be reached from this host: no connection, or its link was cut."""
+    """The worker cannot be reached from this host: the connection failed, or was cut."""
 
 
 class WorkerRefused(WorkerUnreached):
-    """The worker's Triton rejected this host's certificate, or the reverse."""
+    """The worker's Triton rejected this host's certificate, or this host rejected the Triton's
+    certificate."""
 
 
 class WorkerDistrusts(WorkerRefused):
-    """Worker and caller have different secrets. Both read theirs only when they start, so probes
-    would not notice a change."""
+    """Worker and caller have different secrets. Launch secrets are read at process start, so this
+    worker is not probed."""
 
     prefix = "unavailable: distrusts:"
 
@@ -103,7 +107,7 @@ class MessagesLost(WorkerUnavailable):
 
 
 class KvMissing(ServingError):
-    """Blocks that a decode worker needs are gone (evicted, or their node died)."""
+    """Blocks that a decode worker needs are not in the store (evicted, or their node died)."""
 
     prefix = "kv_missing:"
 
@@ -117,7 +121,7 @@ class Cancelled(ServingError):
 class ConfigError(Exception):
     """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy.
 
-    The model does not load; a loaded one stays.
+    The model does not load. A model that is already loaded keeps its settings.
     """
 
 
@@ -126,7 +130,10 @@ REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.D
 
 
 def from_wire(message: str, where: str) -> ServingError:
-    """The error in the wire message of another model; `where` names the model."""
+    """The error in the wire message of another model; `where` names the model.
+
+    The prefix may be anywhere in `message`, because Triton may prepend text.
+    """
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
@@ -149,8 +156,8 @@ def from_wire(message: str, where: str) -> ServingError:
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
     """The error of a call whose connection failed.
 
-    A call that was not sent, or whose link was cut, is WorkerUnreached. If the worker closed the
-    connection, it may have died of the request.
+    A call that was not sent, or whose peer did not answer, is WorkerUnreached. If the connection
+    was closed, the result is WorkerUnavailable: the request may have crashed the worker.
     """
     text = (details or "").lower()
     is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
