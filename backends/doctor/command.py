@@ -24,12 +24,12 @@ from backends.doctor.transfer_probe import ProbedWay, probe
 from backends.errors import ConfigError
 from backends.launcher import environment
 from backends.launcher.launch import TRITON_SHM_BYTES
+from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
 from backends.model_settings.model_file import ModelFile, read_model_file
 from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import read_texts, versionless
 from backends.model_settings.running_system import (
-    DEFAULT_METRICS_URL,
     RunningSettings,
     ask_at,
     named_or_served,

@@ -18,6 +18,7 @@ from rich.console import Console
 from backends.cluster.model_rendering import BYTES, CONFIG
 from backends.cluster.rendered_folder import MANIFEST
 from backends.errors import ConfigError
+from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
 from backends.model_settings.differences import differences
 from backends.model_settings.edit import FORM, EditRefused, SettingsEdit, plan_edit
@@ -33,7 +34,6 @@ from backends.model_settings.repository_files import (
     write_texts,
 )
 from backends.model_settings.running_system import (
-    DEFAULT_METRICS_URL,
     LOADED,
     PENDING,
     REFUSED,

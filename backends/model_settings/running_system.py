@@ -1,4 +1,5 @@
-"""The settings of a running `mooncake serve`, from its metrics port, and the outcomes of edits.
+"""Client of GET /settings on the metrics port: the settings that a running `mooncake serve` uses,
+and whether each edited config.pbtxt was loaded.
 
 Not here: tracking edits (backends/launcher/repository.py), planning them (edit.py).
 """
@@ -16,12 +17,12 @@ import msgspec
 from backends.direct_http import DIRECTLY
 from backends.shipped import DEFAULT_REPOSITORY
 
-DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
-ASK_S_MAX = 5.0
-POLL_S = 0.2
-GONE_S_MAX = 10.0  # a system that does not answer for so long has ended
+ASK_S_MAX = 5.0  # timeout of one GET /settings
+POLL_S = 0.2  # pause between two polls
+GONE_S_MAX = 10.0  # seconds without an answer after which the system counts as ended
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
-REPLACED = "replaced"  # another edit replaced it before it was loaded or refused
+# The file changed again before Triton loaded or refused this version.
+REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +31,26 @@ class EditState:
 
     digest: str  # digest of the operator's file
     outcome: str  # PENDING, LOADED or REFUSED
-    reason: str = ""  # why it was refused; the previous settings stay in use
+    reason: str = ""  # why the file was refused; "" unless outcome is REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class RunningSettings:
     """The answer to GET /settings on the metrics port."""
 
-    repository: str  # absolute path
-    options: Mapping[str, str]  # options of `mooncake serve`, which override every config.pbtxt
-    made: Mapping[str, str]  # worker without a folder -> the folder that it is made from
-    left_out: list[str]  # worker folders beyond the number of workers
-    nodes: list[str]  # storage nodes of this host
-    directory: str = ""  # its address, if it is a Unix socket; else ""
-    http: str = ""  # HOST:PORT of this host's frontend; "": none
-    openai: str = ""  # HOST:PORT of this host's gateway; "": none
-    models: Mapping[str, EditState] = field(default_factory=dict)
+    repository: str  # absolute path of the model repository
+    # Option -> value. checkpoint, dtype and device override every config.pbtxt; prefill and decode
+    # are numbers of workers.
+    options: Mapping[str, str]
+    made: Mapping[str, str]  # worker without its own model folder -> folder it is rendered from
+    # Worker folders that are not served, because --prefill or --decode is lower than the number of
+    # folders.
+    left_out: list[str]
+    nodes: list[str]  # names of this host's storage nodes
+    directory: str = ""  # ipc:// address of the metadata directory; "" if it listens on TCP
+    http: str = ""  # HOST:PORT of Triton's HTTP port of this host's frontend; "": no frontend
+    openai: str = ""  # HOST:PORT of this host's gateway; "": no gateway
+    models: Mapping[str, EditState] = field(default_factory=dict)  # model -> its newest edit
 
     def serves(self, repository: Path) -> bool:
         return Path(self.repository) == repository.resolve()
@@ -55,8 +60,8 @@ Ask = Callable[[], RunningSettings | None]
 
 
 def named_or_served(repository: Path, ask: Ask) -> Path:
-    """`repository`, or that of the running system if the default repository does not exist. The
-    default repository exists only in a checkout."""
+    """Return `repository`. Exception: if it is the default and does not exist, return the
+    repository of the running system. The default repository exists only in a checkout."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         running = ask()
         if running is not None and Path(running.repository).is_dir():
@@ -65,8 +70,8 @@ def named_or_served(repository: Path, ask: Ask) -> Path:
 
 
 def ask_at(metrics_url: str) -> Ask:
-    """A function that reads the settings at this metrics page; it returns None without an
-    answer."""
+    """A function that reads the settings from this metrics port. The function returns None if the
+    page does not answer or its answer is invalid."""
     url = metrics_url.removesuffix("/").removesuffix("/metrics") + "/settings"
 
     def ask() -> RunningSettings | None:
@@ -85,11 +90,12 @@ class ReloadOutcome:
 
     model: str
     outcome: str  # PENDING (after a timeout), LOADED, REFUSED or REPLACED
-    reason: str = ""
+    reason: str = ""  # why the file was refused; "" unless outcome is REFUSED
 
 
 def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list[ReloadOutcome]:
-    """The outcomes of the models whose files have these digests. Pure."""
+    """One outcome per model of `wanted` (model -> digest). PENDING until the system reports this
+    digest. Pure."""
     found = []
     for model, digest in wanted.items():
         state = running.models.get(model) if running is not None else None
@@ -104,10 +110,14 @@ def wait_for(
     wanted: Mapping[str, str],
     ask: Ask,
     seconds_max: float,
-    is_there: Callable[[str], bool] = lambda model: True,
+    is_unchanged: Callable[[str], bool] = lambda model: True,
 ) -> list[ReloadOutcome]:
-    """Wait until no outcome is pending, for at most `seconds_max`, or until the system is gone.
-    `wanted` maps models to digests. `is_there(model)` is True if its file still has this digest."""
+    """Poll until no outcome is pending, `seconds_max` have passed, or no answer came for
+    GONE_S_MAX. One poll may exceed the limit by ASK_S_MAX.
+
+    `wanted`: model -> digest. `is_unchanged(model)`: the model's file is still the version in
+    `wanted`.
+    """
     answered_s = time.monotonic()
     give_up_s = answered_s + seconds_max
     while True:
@@ -115,7 +125,7 @@ def wait_for(
         answered_s = now_s if running is not None else answered_s
         found = [
             replace(each, outcome=REPLACED)
-            if each.outcome == PENDING and not is_there(each.model)
+            if each.outcome == PENDING and not is_unchanged(each.model)
             else each
             for each in outcomes(wanted, running)
         ]

@@ -12,7 +12,8 @@ from collections import deque
 from backends.direct_http import DIRECTLY
 from backends.metrics.status.view import Page, View, parse, view
 
-FETCH_S_MAX = 5.0
+DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
+FETCH_S_MAX = 5.0  # timeout of one GET of the page
 RECENT_S = 10.0  # "recent" numbers cover at least this time
 
 

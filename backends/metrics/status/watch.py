@@ -1,8 +1,11 @@
-"""`mooncake status`: reads the metrics page every second and shows its numbers.
+"""`mooncake status` reads the metrics page every `interval_s` seconds and prints worker, latency
+and store figures.
 
-Live until Ctrl-C, once, or once as JSON. One line names a server that does not answer; the live
-view waits for it. Not here: reading the page (readings.py), the numbers (view.py), the tables
-(render.py).
+On a terminal the view refreshes until Ctrl-C. With --once, --json, or without a terminal, it is
+printed once. If the page cannot be read, one line shows the reason. The live view then retries;
+otherwise the exit status is 1.
+
+Not here: reading the page (readings.py), the figures (view.py), the tables (render.py).
 """
 
 from __future__ import annotations
@@ -19,13 +22,20 @@ from rich.console import Console
 from rich.live import Live
 
 from backends.extras import install_line, missing
-from backends.metrics.status.readings import RECENT_S, NoStatus, Readings, fetch
+from backends.metrics.status.readings import (
+    DEFAULT_METRICS_URL,
+    RECENT_S,
+    NoStatus,
+    Readings,
+    fetch,
+)
 from backends.metrics.status.render import COLUMNS_WANTED, render, unreachable
 from backends.metrics.status.view import view
 
 
 def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
-    """Show two readings, `interval_s` apart. Returns the exit status."""
+    """Print one view. Its rates are computed between two readings, `interval_s` apart. Returns the
+    exit status."""
     try:
         before = fetch(metrics_url)
         time.sleep(interval_s)
@@ -44,7 +54,7 @@ def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
 
 
 def live(metrics_url: str, interval_s: float) -> int:
-    """Show readings until Ctrl-C. Returns the exit status."""
+    """Refresh the view every `interval_s` seconds until Ctrl-C. Returns the exit status."""
     console = Console(highlight=False)
     readings = Readings(max(RECENT_S, interval_s))
     try:
@@ -56,14 +66,18 @@ def live(metrics_url: str, interval_s: float) -> int:
                     shown.update(seen, refresh=True)
                 except NoStatus as problem:
                     readings.clear()
-                    shown.update(unreachable(f"{problem} (waiting for it)"), refresh=True)
+                    line = f"{problem} (retrying every {interval_s:g} s)"
+                    shown.update(unreachable(line), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         return 0
 
 
 def serve_page(metrics_url: str, frontend: str, port: int) -> None:
-    """Replace this process by a gateway on loopback, in front of that frontend."""
+    """Exec `backends.gateway` on 127.0.0.1:`port`, connected to `frontend` (HOST:PORT of gRPC).
+
+    Never returns: without the gateway's packages or the metrics page, it exits with status 1.
+    """
     console = Console(stderr=True, soft_wrap=True)
     if lacking := missing("gateway"):
         console.print(f"--web needs {lacking}, which is not installed: {install_line('gateway')}")
@@ -95,18 +109,20 @@ def serve_page(metrics_url: str, frontend: str, port: int) -> None:
 
 def status(
     metrics_url: Annotated[
-        str, typer.Option(help="Its metrics page.")
-    ] = "http://127.0.0.1:8002/metrics",
+        str, typer.Option(help="URL of the server's metrics page.")
+    ] = DEFAULT_METRICS_URL,
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
     is_once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, and exit.")] = False,
     web: Annotated[
         bool, typer.Option("--web", help="Serve the status page and playground on loopback.")
     ] = False,
-    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Of --web.")] = 9080,
-    frontend: Annotated[str, typer.Option(help="HOST:PORT of its gRPC, for --web.")] = (
-        "127.0.0.1:8001"
-    ),
+    web_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the status page that --web serves.")
+    ] = 9080,
+    frontend: Annotated[
+        str, typer.Option(help="HOST:PORT of the frontend's gRPC port; used with --web only.")
+    ] = "127.0.0.1:8001",
 ) -> None:
     """Show what a running server does: pools, queues, latency, hit rate, rejections, storage."""
     if web:
