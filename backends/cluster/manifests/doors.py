@@ -1,7 +1,7 @@
-"""Every TCP port of a host, and the sources that may connect to it.
+"""The TCP ports of a host's plan that other hosts connect to, and the sources allowed for each.
 
-Ports that the cluster file does not set (inboxes of processes, NIXL's listeners) are free ports
-from the kernel's range. Only hosts of the deployment need them.
+Ports that the cluster file does not set (inboxes of processes, NIXL's listeners) are any free ports
+in FREE_PORTS. Only hosts of the deployment connect to these ports.
 
 Not here: firewall rules (firewall.py, kubernetes.py).
 """
@@ -29,8 +29,10 @@ class Door:
     """One TCP port of a host, or a range of them."""
 
     port: int
-    what: str
-    who: str  # CLIENTS: any source; FLEET: all hosts; FRONTENDS, MEMBERS: hosts that run these
+    what: str  # name of the listener, shown as the rule's comment
+    # CLIENTS: any source; FLEET: all hosts; FRONTENDS: hosts with a frontend; MEMBERS: hosts with
+    # an etcd member; MONITORS: metrics scrapers, which the cluster file does not list.
+    who: str
     last_port: int = 0  # last port of a range; 0: a single port
 
     @property
@@ -41,21 +43,22 @@ class Door:
 def doors(plan: HostPlan) -> list[Door]:
     """The ports of one host in ascending order."""
     found = (Door(host_and_port(address)[1], what, who) for address, what, who in _listeners(plan))
-    free = Door(FREE_PORTS[0], "inboxes of processes, KV by NIXL", FLEET, FREE_PORTS[1])
+    free = Door(FREE_PORTS[0], "inboxes of processes, KV transfers over NIXL", FLEET, FREE_PORTS[1])
     return sorted([*found, free], key=lambda door: door.port)
 
 
 def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
-    """(address, name of the listener, sources) of each listener."""
+    """(address, name of the listener, sources) of each listener that other hosts connect to. A
+    loopback listener needs no rule."""
     if plan.etcd is not None:
-        yield plan.etcd.listen_client_url, "etcd: election, pins and quotas", FLEET
+        yield plan.etcd.listen_client_url, "etcd: leader election, pinned blocks, quotas", FLEET
         yield plan.etcd.listen_peer_url, "etcd: between members", MEMBERS
     if plan.directory is not None:
         yield plan.directory.listen, "directory: requests", FLEET
         yield plan.directory.listen_events, "directory: events", FLEET
     for node in plan.storage_nodes:
         yield node.listen_control, f"storage node {node.name}: control", FLEET
-        yield node.listen_data, f"storage node {node.name}: KV by TCP", FLEET
+        yield node.listen_data, f"storage node {node.name}: KV transfers over TCP", FLEET
     if plan.frontend is not None and not is_loopback(host_and_port(plan.frontend.http)[0]):
         yield plan.frontend.http, "frontend: HTTP of clients", CLIENTS
         yield plan.frontend.grpc, "frontend: gRPC of clients", CLIENTS
@@ -66,7 +69,8 @@ def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
 
 
 def hosts_of(deployment: Deployment, who: str) -> list[str]:
-    """The hosts of a group of sources; [] for clients and monitors, which are not in the file."""
+    """The hosts of a group. [] for CLIENTS and MONITORS, which the cluster file does not list, and
+    for MEMBERS without etcd."""
     if who == FLEET:
         return list(deployment.hosts)
     if who == FRONTENDS:
