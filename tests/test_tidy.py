@@ -48,7 +48,7 @@ STANDARD_PURE = {
 FLOORS = {
     "mooncake_store": [
         {"cli", "node"}, {"client", "ssd"}, {"transports"}, {"transports/paths", "prefix_index"},
-        {"directory", "memory"}, {"wire", "process", "directory/core"}, {"keys"}, {"records"},
+        {"directory", "memory"}, {"wire", "directory/core"}, {"keys"}, {"records", "process"},
         {"block_keys", "layout"}, {"errors"}, {"native"},
     ],
     "conductor": [

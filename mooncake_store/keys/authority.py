@@ -1,8 +1,10 @@
 """Key management of a cluster: its state, its hosts, and a renewal without interruption.
 
-    keys/authority/state.json   the step of the renewal, the hosts, every key of every host (0600)
+    keys/authority/state.json   generations in use, hosts, CURVE keys of hosts and directory,
+                                shared secret (0600)
     keys/authority/ca-N.pem, ca-N.key   the certificate authority of generation N
-    keys/HOST/                  the files that are copied to a host (folder.py)
+    keys/HOST/                  the files that are copied to a host (folder.py); only here are the
+                                hosts' TLS keys
 
 The folder `authority` stays on the machine that makes the keys. A renewal takes three steps. After
 each step the hosts' folders are copied, and processes that read certificates only at their start
@@ -38,9 +40,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from mooncake_store.errors import RequestInvalid
 from mooncake_store.keys import folder as host_folder
 from mooncake_store.keys.folder import MEMBER, CurveGeneration, CurveKeys
+from mooncake_store.process.edited_file import replace_file
 
 FOLDER, STATE = "authority", "state.json"
-DAYS = 365  # validity of a certificate; its authority is valid ten times as long
+DAYS = 365  # default validity of a certificate; an authority's is 3,650 days
 BACKDATED = datetime.timedelta(hours=1)  # tolerance for clock differences between hosts
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -62,13 +65,13 @@ class ClusterGeneration(msgspec.Struct):
 
 
 class AuthorityState(msgspec.Struct):
-    """State of the authority; `used` is the generation that servers present and that signs."""
+    """State of the authority, as in state.json."""
 
-    used: int
-    secret: str
-    hosts: dict[str, bool]  # whether a directory may run there
-    generations: list[ClusterGeneration]
-    # Host -> address, where one is given.
+    used: int  # number of the generation whose keys and CA servers use
+    secret: str  # shared secret of the cluster's processes
+    hosts: dict[str, bool]  # True: a directory may run on the host
+    generations: list[ClusterGeneration]  # one, or two during a renewal: old, new
+    # host -> its address, if one was given
     addresses: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -84,7 +87,7 @@ class AuthorityState(msgspec.Struct):
     @property
     def steps_to_forget(self) -> int:
         """Number of `rotate` calls until every current generation is retired. A removed host has
-        seen these generations. A renewal in progress is finished first."""
+        their keys, so it loses access only then. A renewal in progress is finished first."""
         left = len(STEPS) - STEPS.index(self.next_step)
         return left if len(self.generations) == 1 else left + len(STEPS)
 
@@ -97,10 +100,11 @@ class Authority:
 
     @classmethod
     def begun(cls, path: Path) -> Authority:
-        """Create a cluster without hosts. RequestInvalid when the folder has keys already."""
+        """Create the keys of a cluster without hosts. RequestInvalid if the folder has keys
+        already."""
         if (path / FOLDER).exists():
             raise RequestInvalid(
-                f"{path} has keys: add hosts (mooncake keys add-host) or renew them (mooncake "
+                f"{path} has keys: add hosts (mooncake keys add-host) or renew the keys (mooncake "
                 "keys rotate)"
             )
         (path / FOLDER).mkdir(parents=True, mode=0o700)
@@ -126,11 +130,12 @@ class Authority:
     def add_host(
         self, host: str, may_direct: bool | None = None, days: float = DAYS, address: str = ""
     ) -> None:
-        """Make keys for a new host, or a new certificate for a known host. `may_direct` None:
-        unchanged, and True for a new host. `address`: an IP address or a DNS name, required for a
-        host that runs a member of etcd; "": unchanged."""
+        """Make keys for a new host, or a new certificate for a known host. `may_direct`: a
+        directory may run on the host; None: unchanged, and True for a new host. `days`: the
+        certificate's validity. `address`: an IP address or a DNS name, required for a host that
+        runs a member of etcd; "": unchanged."""
         if not NAME.fullmatch(host) or host == FOLDER:
-            raise RequestInvalid(f"{host!r} is no name of a host: use a-z, 0-9, - and .")
+            raise RequestInvalid(f"{host!r} is not a valid host name: use a-z, 0-9, - and .")
         if address:
             _general_name(address)
             self.state.addresses[host] = address
@@ -142,7 +147,8 @@ class Authority:
         self._write(days, [host])
 
     def remove_host(self, host: str) -> None:
-        """Remove a host. The copied folders reject it; renew the keys to make sure."""
+        """Remove a host. Hosts with the new folders reject its CURVE key. Its certificate stays
+        valid until the keys are renewed (steps_to_forget)."""
         if host not in self.state.hosts:
             raise RequestInvalid(
                 f"there is no host {host}; known hosts: {', '.join(self.state.hosts)}"
@@ -151,7 +157,7 @@ class Authority:
         self.state.addresses.pop(host, None)
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
-        self._write(hosts=[])  # first: the rest does not affect access
+        self._write(hosts=[])  # written first, because the deletions below do not revoke access
         for name in host_folder.FILES:
             (self.path / host / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the folder was moved, or has other files
@@ -160,11 +166,12 @@ class Authority:
     # ---- renewal
 
     def age_s(self) -> float:
-        """Seconds since the state was written."""
+        """Seconds since the state was last written."""
         return max(0.0, time.time() - (self.path / FOLDER / STATE).stat().st_mtime)
 
     def rotate(self, days: float = DAYS) -> str:
-        """Take the next step of a renewal; returns its name."""
+        """Take the next step of a renewal; returns the step's name. `days`: validity of the new
+        certificates."""
         step, state = self.state.next_step, self.state
         if step == "prepare":
             self._add_generation(state.used + 1)
@@ -265,7 +272,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _general_name(address: str) -> x509.GeneralName:
-    """The address of a host in the form of a certificate's name."""
+    """The address of a host as a subjectAltName entry."""
     try:
         return x509.IPAddress(ipaddress.ip_address(address))
     except ValueError:
@@ -286,7 +293,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # A certificate that is made expired (in tests) must still start before it ends.
+        # days < 0 (tests) makes an expired certificate, which must still start before it ends.
         .not_valid_before(
             now - BACKDATED + min(datetime.timedelta(days=days), datetime.timedelta())
         )
@@ -317,16 +324,6 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, is_private: bool = False) -> None:
-    """Write a file atomically, and never readable by other users, even for a moment."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.chmod(0o600 if is_private else 0o644)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    """Replace a file atomically. A private file is never readable by other users."""
+    mode = 0o600 if is_private else 0o644
+    replace_file(path, raw, lambda descriptor: os.fchmod(descriptor, mode))

@@ -216,7 +216,7 @@ def test_nixl_is_closed_to_other_hosts_where_keys_are_asked_for_and_no_card_is_n
 
 @pytest.mark.parametrize("name", ["", "A", "../up", "a/b", "authority", "x" * 70])
 def test_a_name_that_is_none_is_refused(hosts: Hosts, name: str) -> None:
-    with pytest.raises(RequestInvalid, match="is no name of a host"):
+    with pytest.raises(RequestInvalid, match="is not a valid host name"):
         hosts.authority.add_host(name)
 
 
