@@ -29,10 +29,12 @@ from mooncake_store.process.metrics_page import LOOPBACK
 from mooncake_store.records.membership import UNIT_BYTES
 
 log = logging.getLogger("mooncake_store.node")
-REPORT_S = 1.0
-SILENT_RETRY_S = 0.2  # after an unanswered report: register with the next leader soon
+REPORT_S = 1.0  # seconds between two reports to the directory
+# seconds until the next report after an unanswered one, so that a new leader is found soon
+SILENT_RETRY_S = 0.2
 ROOM_LOOK_S = 0.1  # seconds between attempts to allocate the segment
-INVENTORY_S_MAX = 60.0  # timeout per inventory message; the last one of a million blocks takes 10 s
+# seconds, per inventory message; for a million blocks the directory needs 10 s for the last message
+INVENTORY_S_MAX = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,10 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         help="addresses for clients, if they differ from those of --control and --data",
     )
     parser.add_argument(
-        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
+        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus (default: 0, no page)"
     )
     parser.add_argument(
-        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
+        "--metrics-address", default=LOOPBACK, help=f"address of that port (default: {LOOPBACK})"
     )
     _add_ssd_options(parser)
     parser.add_argument(
@@ -109,22 +111,24 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         "(default: /dev/shm/mooncake-node-<uid>-<node id>)",
     )
     parser.add_argument(
-        "--segment-numa", metavar="N,N", help="NUMA node of the memory of each of these files"
+        "--segment-numa",
+        metavar="N,N",
+        help="NUMA node of each file of --segment-path, in the same order",
     )
     parser.add_argument(
         "--unit-bytes",
         type=int,
         default=UNIT_BYTES,
         help="unit of allocation, a power of two; a block takes a whole number of units "
-        "(%(default)s)",
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--room-s-max",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="wait so long for memory that other processes still map, such as readers of the "
-        "segment of this node's last incarnation (%(default)s)",
+        help="longest wait for memory that is still in use, e.g. by processes that map the "
+        "previous incarnation's segment (default: %(default)s)",
     )
 
 
@@ -142,18 +146,19 @@ def _add_ssd_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NodeOptions:
-    """Parse the options; exits with a message when they contradict each other."""
+    """Check the parsed arguments and convert them to NodeOptions. Exits with a message if one is
+    invalid."""
     unit_bytes, ssd_bytes = arguments.unit_bytes, arguments.ssd_bytes
     if unit_bytes < UNIT_BYTES or unit_bytes & (unit_bytes - 1):
-        parser.error(f"--unit-bytes {unit_bytes}: use a power of two from {UNIT_BYTES} on")
+        parser.error(f"--unit-bytes {unit_bytes}: must be a power of two, at least {UNIT_BYTES}")
     if not 0 <= arguments.room_s_max <= 3_600:
-        parser.error(f"--room-s-max {arguments.room_s_max:g}: use seconds, 0 to 3600")
+        parser.error(f"--room-s-max {arguments.room_s_max:g}: must be 0 to 3600 seconds")
     if arguments.segment_bytes <= 0:
         parser.error(f"--segment-bytes {arguments.segment_bytes}: must be more than 0")
     if bool(arguments.ssd_path) != (ssd_bytes > 0):
-        parser.error("--ssd-path and --ssd-bytes need each other")
+        parser.error("--ssd-path and --ssd-bytes must be given together")
     if ssd_bytes % unit_bytes:
-        parser.error(f"--ssd-bytes {ssd_bytes}: use a multiple of --unit-bytes {unit_bytes}")
+        parser.error(f"--ssd-bytes {ssd_bytes}: must be a multiple of --unit-bytes {unit_bytes}")
     if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
         parser.error(f"--data {arguments.data}: use HOST:PORT")
     path = arguments.segment_path or f"/dev/shm/mooncake-node-{os.getuid()}-{arguments.node_id}"
@@ -194,7 +199,7 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
         parser.error(f"--segment-numa {text}: use numbers, as in 0,1")
     if len(wished) != files or not set(wished) <= set(there):
         parser.error(
-            f"--segment-numa {text}: one of the nodes {there} for each of the {files} files"
+            f"--segment-numa {text}: give {files} NUMA nodes, one per file, each one of {there}"
         )
     return wished
 
@@ -202,8 +207,8 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
 class StopSignals:
     """SIGTERM and SIGINT, recorded in a pipe, so that no handler interrupts other code.
 
-    Blocking the signals and sigtimedwait would not suffice: numpy's threads start before any signal
-    mask set here. The kernel would deliver the signal to such a thread, and the process would exit.
+    A signal mask with sigtimedwait is not enough: numpy's threads start earlier, without the mask.
+    The kernel would deliver the signal to such a thread, and the process would exit.
     """
 
     def __init__(self) -> None:
@@ -218,9 +223,10 @@ class StopSignals:
         os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has arrived before or within this time. Uses poll(2), because its
-        timeout continues while the process is stopped. select(2) would wait for the remaining time,
-        and a resumed node must report at once to count as alive."""
+        """True if a signal has arrived since the start, or arrives within `seconds`. The pipe is
+        never drained, so True stays. Uses poll(2), because its timeout continues while the process
+        is stopped. select(2) would wait for the remaining time, and a resumed node must report at
+        once to count as alive."""
         poll = select.poll()
         poll.register(self._read_end, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
@@ -229,9 +235,9 @@ class StopSignals:
 def started(
     options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
 ) -> StorageNode | None:
-    """Start the node once there is room for its segment; None when a signal arrives first. The
-    memory of a dead incarnation is freed after all processes have unmapped it, which takes a
-    moment. StoreError when the node cannot start."""
+    """Start the node as soon as there is memory for its segment; None if a signal arrives first.
+    The memory of a dead incarnation is freed when the last process unmaps it. StoreError: the node
+    cannot start."""
     began_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - began_s
@@ -240,7 +246,7 @@ def started(
         except NoRoom as error:
             if waited_s >= room_s_max:
                 raise
-            if waited_s < ROOM_LOOK_S:  # once
+            if waited_s < ROOM_LOOK_S:  # only after the first attempt
                 log.warning(
                     "node_id=%s waits up to %g s until other processes have freed memory: %s",
                     options.node_id,
@@ -256,7 +262,8 @@ def started(
 
 
 def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float) -> int:
-    """Serve until a signal arrives; the exit status."""
+    """Serve until a signal (returns 0). Returns 1 if the node cannot start, or if the directory
+    rejects it because a newer process replaced it."""
     node_id = options.node_id
     with (
         DirectoryClient(address) as reports,

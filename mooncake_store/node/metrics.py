@@ -1,7 +1,8 @@
 """Prometheus metrics of a storage node, and of any process that reads from the store.
 
 One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted by the node, because its
-process takes no part. The reading process counts them: ReaderCollector, in workers and nodes.
+process takes no part. The reading process counts its own reads. ReaderCollector shows those of a
+storage node; workers have their own page (backends/workers/metrics.py).
 
 Not here: HTTP (metrics_page.py), the source of the numbers (spiller.py, ssd/, tcp_server.py).
 """
@@ -25,7 +26,7 @@ Answer = Callable[[AnyControl, float], object]  # (request, monotonic time of ar
 
 
 class NodeCollector(Collector):
-    """Calls `stats` and `served` for each request of the page, in its thread."""
+    """Each scrape calls `stats` and `served` in the HTTP thread of the page."""
 
     def __init__(
         self,
@@ -40,10 +41,11 @@ class NodeCollector(Collector):
 
 
 class ReaderCollector(Collector):
-    """Bytes per transport and per path of one process's reads and writes."""
+    """Bytes of one process: reads and writes by transport and by network card, and reads by
+    node."""
 
     def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
-        """`nodes` returns None before the first read."""
+        """`nodes` returns None until the process has read from the store."""
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
@@ -69,14 +71,14 @@ class ReaderCollector(Collector):
         )
         yield gauges(
             "mooncake_reader_path_bytes_per_second",
-            "Latest measured rate of each path.",
+            "Latest measured read rate from each node, in bytes/s.",
             labels,
             rates,
         )
 
 
 def timed(answer: Answer, latencies: Latencies) -> Answer:
-    """`answer`, with the latency of each request from its arrival, by verb."""
+    """Wrap `answer`: record the seconds from a request's arrival to its answer, by verb."""
 
     def answer_timed(request: AnyControl, arrived_s: float) -> object:
         try:
@@ -92,12 +94,13 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
     """Bytes, transfers, seconds and failures by transport."""
     both = ["transport", "direction"]
     moved = _rows(counted, read="read_bytes", write="write_bytes")
-    yield counters(prefix + "bytes", "Bytes moved.", both, moved)
+    meaning = "Bytes moved; read: out of a node's segment, write: into it."
+    yield counters(prefix + "bytes", meaning, both, moved)
     ended = _rows(counted, read="reads", write="writes")
     yield counters(prefix + "transfers", "Successful transfers.", both, ended)
     yield counters(
         prefix + "transfer_seconds",
-        "Seconds of transfers; concurrent transfers add up.",
+        "Seconds of successful transfers; concurrent transfers are added.",
         ["transport"],
         [((name,), c.seconds) for name, c in sorted(counted.items())],
     )
@@ -110,7 +113,8 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
 
 
 def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
-    """Rows of ((name, label), value) for each label=attribute of each named object."""
+    """One row per object and keyword: ((object name, keyword), value of the attribute that the
+    keyword names)."""
     for name, each in sorted(counted.items()):
         for label, attribute in attributes.items():
             yield (name, label), getattr(each, attribute)
@@ -119,7 +123,8 @@ def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
 def nic_families(
     prefix: str, counted: Mapping[str, NicCounters], agents_given_up: int
 ) -> Iterator[Metric]:
-    """Traffic of each network card with a NIXL agent of its own; nothing without such cards."""
+    """Traffic of each network card that has its own NIXL agent. Yields nothing if no card has
+    one."""
     if not counted:
         return
     items = sorted(counted.items())
@@ -131,25 +136,26 @@ def nic_families(
     )
     yield counters(
         prefix + "nic_failures",
-        "Parts that failed, or were overdue and moved to another path.",
+        "failed: transfers or posts that failed; given_up: overdue parts that were abandoned.",
         ["nic", "kind"],
         _rows(counted, failed="failures", given_up="given_up"),
     )
     yield counters(
         prefix + "nic_rests",
-        "Times that a path of this card was suspended.",
+        "Cool-downs of this card's paths.",
         ["nic"],
         [((name,), c.rests) for name, c in items],
     )
     yield gauges(
         prefix + "nic_resting_paths",
-        "Paths of this card that are suspended now.",
+        "Paths of this card in cool-down now.",
         ["nic"],
         [((name,), c.resting) for name, c in items],
     )
     yield counter(
         prefix + "nixl_agents_given_up",
-        "NIXL agents that stay unused until the process ends.",
+        "NIXL agents frozen after a path was abandoned; a frozen agent stays until the process "
+        "ends.",
         agents_given_up,
     )
 
@@ -165,7 +171,8 @@ _GAUGES = {
 _COUNTERS = {
     "spilled_blocks": "Blocks copied to the SSD.",
     "spilled_bytes": "Bytes copied to the SSD.",
-    "spills_given_up": "Blocks evicted during their write to the SSD, or not written.",
+    "spills_given_up": "Offered blocks that were not stored: evicted meanwhile, corrupt, not "
+    "written, or commit rejected.",
     "restored_blocks": "Blocks read back from the SSD.",
     "restored_bytes": "Bytes read back from the SSD.",
     "restores_missed": "Blocks not restored: missing, late or unreadable.",
@@ -176,7 +183,7 @@ _COUNTERS = {
 
 
 def node_families(stats: NodeStats) -> Iterator[Metric]:
-    """All metrics of a storage node, from its stats alone."""
+    """The metrics that are computed from NodeStats."""
     at = "mooncake_node_"
     yield gauges(
         at + "info",
