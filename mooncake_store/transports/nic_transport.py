@@ -1,8 +1,8 @@
-"""NIXL transport with one agent per network card: a cut card delays a transfer only briefly.
+"""NIXL transport, one agent per network card: a failed card or cable delays a transfer briefly.
 
-Nodes of this host are reached by the shared agent. A transfer with another host is cut into parts.
-Each part uses one pair of cards (nic_paths.py chooses the pair, and decides when a part is
-abandoned). One thread posts all parts of a call and polls them.
+The shared agent (nic_choice.py) serves the nodes of this host. A transfer with another host is cut
+into parts. Each part uses one pair of cards, its path. nic_paths.py chooses the path, and decides
+when a part is abandoned. One thread posts all parts of a call and polls them.
 
 Memory of an abandoned part:
 
@@ -12,18 +12,17 @@ Memory of an abandoned part:
 - Slots that the part was writing cannot be reused. This host's kernel keeps the unsent bytes and
   sends them when the card works again, possibly minutes later. So the call raises WriteGivenUp, its
   slots are quarantined, and the caller writes into other slots (putter.py). Bytes that arrive after
-  the quarantine corrupt the block that is in the slot then, and its checksum detects them: a
-  verified read is a miss. A read that checks only the header (a part of a block,
-  `is_verified=False`) does not detect them. No checksum is ever computed from slot memory that such
-  bytes may reach (Allocation.late).
-- After the deadline of a call without another path, the same holds as with one agent: the transfer
-  becomes an orphan, and its memory is quarantined (pending_targets).
+  the quarantine corrupt the slot's next block. A verified read detects this and is a miss. A read
+  that checks only the header (a part of a block, `is_verified=False`) does not detect it. No
+  checksum is ever computed from slot memory that such bytes may reach (Allocation.late).
+- A part still in flight at the call's deadline becomes an orphan. Its local targets are listed by
+  pending_targets until it ends.
 
 A path in cool-down is probed by a thread. The probe first tests whether the remote agent's address
 answers, then does a small read. Without the first step UCX would retry the connection at intervals
 that grow to minutes.
 
-Not here: which cards there are (nic_choice.py), one agent's transfers (nixl_transport.py).
+Not here: which cards get an agent (nic_choice.py), one agent's transfers (nixl_transport.py).
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, TransferBat
 
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 4096
-PROBE_LOOK_S = 0.1
-WANTED_S = 60.0  # paths that no call has used for this time are not probed
-NODES_MAX = 1_024
+PROBE_LOOK_S = 0.1  # seconds between two rounds of the probing thread
+WANTED_S = 60.0  # seconds; a path that no call could use for so long is not probed
+NODES_MAX = 1_024  # nodes whose routes are kept; the oldest is dropped
 
 
 @dataclass(slots=True)
@@ -74,7 +73,8 @@ class NicRoute:
     """A path to one incarnation of a node."""
 
     nic: Interface  # card of this host
-    # the node as its card's agent describes it; data_address is where that agent listens
+    # copy of the node's record for this card's agent: node_id is 'NODE/CARD', data_address is that
+    # agent's port
     node: NodeInfo
     path: NicPath
     wanted_s: float = 0.0  # time.monotonic() of the last call that could use it
@@ -88,11 +88,12 @@ class MultiNicTransport(Transport):
 
     def __init__(self, network: DataNetwork, is_same_host: Callable[[NodeInfo], bool]) -> None:
         super().__init__()
-        self.lock = threading.Lock()  # guards every NicPath
+        # guards _routes, every NicRoute.wanted_s, every NicPath and every NicCounters
+        self.lock = threading.Lock()
         self._network = network
         self._is_same_host = is_same_host
         self._shared = NixlTransport(AgentDevices(network.shared_devices))
-        self._making = threading.Lock()
+        self._making = threading.Lock()  # guards _cards, _buffers and _prober
         self._cards: dict[str, NixlTransport] = {}  # by card name
         self._buffers: list[ByteArray] = []
         self._nics = {nic.name: NicCounters() for nic in network.nics}
@@ -113,7 +114,8 @@ class MultiNicTransport(Transport):
         )
 
     def routes(self, node: NodeInfo) -> list[NicRoute]:
-        """The paths to this incarnation of a node; empty: use the shared agent."""
+        """The paths to this incarnation of a node. Empty: no pair of cards; the shared agent serves
+        the node, unless the network is closed."""
         with self.lock:
             known = self._routes.get(node.node_id)
             if known is not None and known[0] == node.incarnation:
@@ -172,7 +174,8 @@ class MultiNicTransport(Transport):
         """Post a part over a path. TransferFailed also if the card is down."""
         try:
             return self.card(route.nic).begin(batch)
-        except NixlUnavailable as error:  # the transfer needed another agent
+        # a new lane could not be made, or memory could not be registered
+        except NixlUnavailable as error:
             raise TransferFailed(f"network card {route.nic.name}: {error}") from error
 
     def _made(self) -> list[NixlTransport]:
@@ -188,7 +191,9 @@ class MultiNicTransport(Transport):
             cards = list(self._cards.values())
         self._shared.register(buffer)
         for card in cards:
-            card.remember(buffer)  # the card may be down at this moment
+            # registered with the next transfer, because registering now may fail: the card may be
+            # down
+            card.remember(buffer)
 
     def unregister(self, buffer: ByteArray) -> None:
         address = int(buffer.ctypes.data)
@@ -199,7 +204,7 @@ class MultiNicTransport(Transport):
             transport.unregister(buffer)
 
     def make_lanes(self, count: int) -> None:
-        """See NixlTransport; a card makes its lanes on first use."""
+        """See NixlTransport. A card's agents get further lanes when transfers need them."""
         self._shared.make_lanes(count)
 
     def _transfer(self, batch: TransferBatch) -> None:
@@ -211,7 +216,8 @@ class MultiNicTransport(Transport):
             self._shared.move(batch)
         else:
             raise TransferFailed(
-                f"node {batch.node.node_id} shares no trusted network card with this host"
+                f"this host or node {batch.node.node_id} has no usable card of "
+                "MOONCAKE_TRUSTED_NICS, so NIXL cannot reach the node"
             )
 
     def pending_targets(self) -> list[LocalSpan]:
@@ -229,13 +235,13 @@ class MultiNicTransport(Transport):
         for route in routes:
             for transport in self._made():
                 is_over &= transport.disconnect(route.node.node_id)
-        if is_over:  # otherwise the routes name what is still to be disconnected
+        if is_over:  # else keep the routes: the next disconnect needs their node ids
             with self.lock:
                 self._forget(node_id)
         return is_over
 
     def nic_counters(self) -> dict[str, NicCounters]:
-        """By name of each card of this host that has an agent of its own."""
+        """Counters by card name, for each card of this host that has its own agent."""
         with self.lock:
             return {name: replace(counters) for name, counters in self._nics.items()}
 
@@ -249,8 +255,10 @@ class MultiNicTransport(Transport):
             transport.close()
 
     def note_cool_down(self, route: NicRoute, why: object) -> None:
-        """A path's cool-down has started: have it probed."""
-        log.warning("network card %s to %s cools down: %s", route.nic.name, route.path.peer, why)
+        """Log that a path's cool-down has started; start the probing thread if none runs."""
+        log.warning(
+            "path from card %s to %s is in cool-down: %s", route.nic.name, route.path.peer, why
+        )
         with self._making:
             if self._prober is None and not self._stop.is_set():
                 self._prober = threading.Thread(target=self._probe_all, name="probe", daemon=True)
@@ -275,11 +283,11 @@ class MultiNicTransport(Transport):
             for route in due:
                 try:
                     self._probe(route)
-                except Exception:  # edge: the other paths must be probed
+                except Exception:  # Catch all: one path's bug must not stop the probing of others
                     log.exception("probing %s failed", route.path.peer)
 
     def _probe(self, route: NicRoute) -> None:
-        """One step: start a probe, or poll the one in flight."""
+        """Start a probe if none is in flight, then poll it once."""
         try:
             if route.probe is None:
                 if not has_carrier(route.nic.name):
@@ -295,7 +303,7 @@ class MultiNicTransport(Transport):
                 self.card(route.nic).leave(route.probe)
                 is_done = True
         except TransferFailed as error:
-            log.debug("%s to %s: %s", route.nic.name, route.path.peer, error)
+            log.debug("probe from card %s to %s failed: %s", route.nic.name, route.path.peer, error)
             route.probe = None
             with self.lock:
                 route.path.probe_failed(time.monotonic())
@@ -304,7 +312,7 @@ class MultiNicTransport(Transport):
             route.probe = None
             with self.lock:
                 route.path.probe_worked(time.monotonic())
-            log.info("network card %s to %s works again", route.nic.name, route.path.peer)
+            log.info("path from card %s to %s works again", route.nic.name, route.path.peer)
 
     def hello(self, node: NodeInfo, deadline_s: float = 1.0) -> TransferBatch:
         """A small read that shows whether a path works."""
@@ -314,14 +322,15 @@ class MultiNicTransport(Transport):
 
 
 def _source(route: NicRoute) -> str:
-    """The address of the local card that is of the same family as the remote card's."""
+    """The local card's first address of the remote address's family (IPv4 or IPv6); "" if it has
+    none."""
     is_v6 = route.node.data_address.startswith("[")
     return next((each for each in route.nic.addresses if (":" in each) == is_v6), "")
 
 
 @dataclass(slots=True, eq=False)
 class _PostedPart:
-    pieces: list[Piece]  # empty: a small read that tests the path
+    pieces: list[Piece]  # empty: a test read (`hello`)
     size_bytes: int  # of all pieces together
     at: int  # index of the path
     posted: PostedTransfer
@@ -369,7 +378,8 @@ class SplitTransfer:
             raise self._error
 
     def _post_next(self) -> bool:
-        """Post the next part if a path has room for it. False: none has."""
+        """Post the next part if a path has room for it. False: no path has room. True also if the
+        post failed; the part is then back at the head of the queue."""
         under_way = [sum(part.at == at for part in self._posted) for at in range(len(self._paths))]
         with self._owner.lock:
             at = next_path(self._paths, under_way)
@@ -414,7 +424,8 @@ class SplitTransfer:
         return True
 
     def _failed(self, at: int, error: TransferFailed) -> None:
-        """A path failed. Nothing of the part is in flight, so another path may move it."""
+        """A path failed and its cool-down starts. Nothing of the part is in flight, so another path
+        may move the part."""
         route = self._routes[at]
         with self._owner.lock:
             was_cooling_down = route.path.is_cooling_down
@@ -422,6 +433,7 @@ class SplitTransfer:
         if not was_cooling_down:
             self._owner.note_cool_down(route, error)
         self._failures += 1
+        # on average two failures per path: give up the call
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
@@ -473,7 +485,8 @@ class SplitTransfer:
             self._paths[part.at].ended(part.size_bytes)
 
     def _void(self, part: _PostedPart) -> None:
-        """A part was abandoned: a read is repeated; a write raises WriteGivenUp."""
+        """Handle an abandoned part: a read is queued again, a write ends the call with
+        WriteGivenUp."""
         if not part.pieces:
             return
         if self._batch.is_read:
@@ -485,7 +498,8 @@ class SplitTransfer:
         )
 
     def _overdue(self, part: _PostedPart) -> None:
-        """Abandon the part if another path works; otherwise test the other paths."""
+        """Abandon the part if may_give_up allows it: no RDMA, and another path has completed a
+        transfer since the post. Else post a test read on each other path."""
         path = self._paths[part.at]
         others = [each for each in self._paths if each is not path]
         with self._owner.lock:
@@ -516,7 +530,8 @@ class SplitTransfer:
         self._void(part)
 
     def _leave_all(self) -> None:
-        """The deadline has passed: parts in flight become orphans."""
+        """Stop polling: everything still in flight becomes an orphan. Sets `_error` if bytes are
+        missing."""
         for part in list(self._posted):
             self._take(part)
             card = self._owner.card(self._routes[part.at].nic)
@@ -534,5 +549,6 @@ class SplitTransfer:
 
 
 def _graver(one: TransferFailed | None, other: TransferFailed) -> TransferFailed:
-    """The error after which more bytes may still arrive."""
+    """Of two errors the one to raise: TransferTimeout before others, because late bytes may still
+    arrive."""
     return other if one is None or isinstance(other, TransferTimeout) else one

@@ -1,12 +1,16 @@
 """One NIXL agent as an initiator: its peers, its registered memory, its transfers.
 
+A *lane* is one NIXL agent with a lock around each of its calls. An *orphan* is a transfer that its
+caller no longer waits for, because the deadline passed. NIXL cannot revoke it, so the lane polls an
+orphan until it ends.
+
 Every method needs `lock` held, unless its docstring says "needs no lock": the agent is made without
 locks of its own. The lock covers single calls, not whole transfers, so several transfers may be in
 flight on one lane. `release` releases the lock, after it has unregistered memory that other threads
 could not unregister (unregister_later).
 
-Descriptors are passed with each transfer. NIXL could prepare them and then use indices. That saves
-0.05 us per span, but finding the indices costs 6 us or more per batch (bench/RESULTS.md).
+Descriptors are passed with each transfer. Prepared descriptors would save 0.05 us per span, but
+finding their indices costs 6 us or more per batch (bench/RESULTS.md).
 
 Not here: deadlines and the choice of a lane (nixl_transport.py).
 """
@@ -37,15 +41,16 @@ from mooncake_store.transports.nixl_agent import (
 )
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
-REFUSED_S = 1.0  # pause after a refused connection: each one leaks a socket inside UCX
-REFUSED_MAX = 64
-REACH_S_MAX = 0.5
-# more than a socket takes at once, so over TCP a post of this size returns early
+# seconds until the next attempt to connect to a node; each failed attempt leaks a socket inside UCX
+REFUSED_S = 1.0
+REFUSED_MAX = 64  # nodes with such a pause; the oldest is dropped
+REACH_S_MAX = 0.5  # seconds to wait for an answer of a node's host
+# bytes; more than a socket buffer takes, so a TCP post returns before the transfer is complete
 LONG_BYTES = 128 * 1024
 
 
 def is_reached(address: str, source: str = "") -> bool:
-    """True if the host of this HOST:PORT answers, with a connection or a refusal; "" counts as yes.
+    """True if the host of this HOST:PORT answers, with a connection or a refusal, and for "".
     NIXL itself would wait two minutes for a host that does not answer, and block the caller."""
     host, _, port = address.partition("#")[0].rpartition(":")  # the part after # is a public key
     if not host:
@@ -80,18 +85,19 @@ class NixlPeer:
     agent_name: str  # unique to the incarnation
     transfers: int = 0  # in flight, orphans included; the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
-    has_moved: bool = False  # a transfer has completed, so the connection is established
-    # True: a long transfer is complete when its post returns (CMA)
+    has_moved: bool = False  # a transfer has ended, so the connection has been established
+    # True: every long transfer was complete when its post returned (CMA). False: one was not.
+    # None: no long transfer yet on an established connection.
     is_copied_at_once: bool | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A posted transfer. `targets`: the local spans that it writes (empty for a write)."""
+    """A posted transfer."""
 
     handle: Any  # of NIXL
     peer: NixlPeer
-    targets: list[LocalSpan]
+    targets: list[LocalSpan]  # local spans that a read fills; empty for a write
     regions: frozenset[Region]  # registered memory that its local spans use
     # keeps the local buffers alive until the transfer ends
     memory: list[LocalSpan] = field(default_factory=list)
@@ -99,13 +105,16 @@ class Transfer:
 
 
 class AgentLane:
+    """One NIXL agent and its lock; see the module docstring."""
+
     def __init__(self, name: str, devices: AgentDevices = ALL_DEVICES) -> None:
         self.lock = threading.Lock()
         self.devices = devices
         self.orphans: list[Transfer] = []
-        # a connection broke once: later transports must not reuse this lane
+        # a transfer failed once: later transports must not reuse this lane
         self.has_failed = False
-        # the agent is never called again, so none of its transfers moves any bytes
+        # no call but deregister_memory any more; over TCP, no byte reaches local memory, but bytes
+        # of a write may still reach the node
         self.is_frozen = False
         # time.monotonic() since when a peer is being added, with the lock held; inf: none is
         self.adding_since_s = float("inf")
@@ -148,14 +157,14 @@ class AgentLane:
             while self._unwanted:
                 self._unregister(self._unwanted.popleft())
             self.lock.release()
-            # requests that arrived since then are handled by the lock's next holder, if there is
-            # one
+            # regions queued since the loop above are unregistered by the lock's next holder, if
+            # there is one
             if not self._unwanted or not self.lock.acquire(blocking=False):
                 return
 
     def _unregister(self, region: Region) -> None:
-        """Unregister now, or when the region's last transfer has ended: NIXL uses its
-        registration."""
+        """Unregister now, or when the region's last transfer has ended: until then NIXL still uses
+        the region's registration."""
         if any(region in transfer.regions for transfer in self._under_way):
             self._leaving.add(region)
             return
@@ -166,7 +175,8 @@ class AgentLane:
                 self._agent.deregister_memory(memory)
 
     def _unregister_all(self) -> None:
-        """Unregister all memory. Unlike every other call, this makes no progress on transfers."""
+        """Unregister all memory. deregister_memory is the only NIXL call that makes no progress, so
+        it is safe on a frozen lane."""
         for memory in self._registered.values():
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
@@ -182,7 +192,7 @@ class AgentLane:
         assert not self.is_frozen or not self._registered, "a frozen lane has registered memory"
 
     def peer(self, node: NodeInfo) -> NixlPeer | None:
-        """The peer of this incarnation; None: not connected."""
+        """The peer of this incarnation; None: not connected, or its connection is broken."""
         peer = self._peers.get(node.node_id)
         is_usable = peer and not peer.is_broken and peer.agent_name == node.agent_name
         return peer if is_usable else None
@@ -204,7 +214,7 @@ class AgentLane:
         if not node.agent_metadata:
             raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
         if time.monotonic() < self._refused.get(node.agent_name, 0.0):
-            raise TransferFailed(f"node {node.node_id} refused a connection a moment ago")
+            raise TransferFailed(f"node {node.node_id} could not be connected to a moment ago")
         with self._adding:
             self.adding_since_s = time.monotonic()
         try:
@@ -234,7 +244,8 @@ class AgentLane:
                 self._agent.remove_remote_agent(peer.agent_name)
 
     def has_transfers(self, node_id: str) -> bool:
-        """True if any transfer with this node is in flight, orphans included."""
+        """True if any transfer with the node's current incarnation is in flight, orphans
+        included."""
         peer = self._peers.get(node_id)
         return peer is not None and peer.transfers > 0
 
@@ -245,8 +256,8 @@ class AgentLane:
 
     def freeze(self) -> None:
         """Never call this agent again, except to unregister memory. The agent has no thread of its
-        own. So its connections are not read any more, and no byte of its transfers reaches local
-        memory: the memory of those transfers may be reused."""
+        own, so its connections are not read any more. Without RDMA no byte of its transfers then
+        reaches local memory, and that memory may be reused."""
         self.is_frozen = True
         for transfer in self._under_way:
             # releasing a handle would read from the connections, so the handle is kept alive
@@ -256,8 +267,8 @@ class AgentLane:
 
     def freeze_while_adding(self) -> bool:
         """Freeze a lane whose lock holder is adding a peer, which moves no bytes of other peers.
-        The lock holder sees `is_frozen` before its next call. False: it is doing something else.
-        Needs no lock."""
+        After adding, the lock holder calls nothing but `release`. False: the lock holder is in
+        another call. Needs no lock."""
         with self._adding:
             is_adding = self.adding_since_s != float("inf")
             if is_adding:
@@ -288,7 +299,7 @@ class AgentLane:
             self._under_way.add(transfer)
         except self._errors as error:
             raise TransferFailed(
-                f"node {node.node_id} refused a transfer of {len(remote)} spans: {error}"
+                f"NIXL rejected a transfer of {len(remote)} spans with node {node.node_id}: {error}"
             ) from error
         was_wired_up = peer.has_moved
         self._step(transfer, self._agent.transfer)
@@ -339,7 +350,8 @@ class AgentLane:
         """The start addresses of these spans, and the regions that contain them."""
         known: dict[int, int] = {}  # buffer -> its address
         regions: set[Region] = set()
-        region: Region | None = None  # nearly always that of the buffer before, too
+        # region of the previous buffer, nearly always the right one
+        region: Region | None = None
         found: list[int] = []
         for buffer, (offset_bytes, _) in local:
             address = known.get(id(buffer))
@@ -361,7 +373,8 @@ class AgentLane:
         )
 
     def close(self) -> bool:
-        """Release everything. False: a transfer is in flight, and nothing was released."""
+        """Disconnect all peers and unregister all memory; the agent is kept. False: a transfer is
+        in flight, and nothing was released."""
         self.reap()
         if self._under_way:
             return False

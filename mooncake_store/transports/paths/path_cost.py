@@ -1,11 +1,12 @@
 """Chooses among copies of a block by the current cost of each path.
 
-The cost is the time until the last byte arrives: bytes in flight from that node plus the block,
-divided by the node's rate. The rate is measured; until then it is a typical rate of the distance.
-Time alone would send traffic across the network whenever that is a little faster for this reader.
-But such a byte uses more of the shared network, so each step of distance has a higher price. With
-equal load this orders same node < same host < same rack < other. A busy close node loses to an idle
-remote one as soon as waiting for it takes longer.
+The cost of a copy is the expected time until its last byte arrives, times a price for the distance.
+The time is the bytes in flight from that node plus the block, divided by the node's rate. The rate
+is measured; until then it is a typical rate of the distance. Time alone would send traffic across
+the network whenever that is a little faster for this reader. But such a byte uses more of the
+shared network, so each step of distance has a higher price. With equal load and equal rates, the
+order is same node < same host < same rack < other. A busy near node loses to an idle remote one
+once its time times its price is larger.
 
 Copies on SSDs come last on any path: reading one takes a slot of DRAM from another block.
 
@@ -29,13 +30,14 @@ class Distance(enum.IntEnum):
     OTHER = 3
 
 
-PRICE = {  # price of one second on this path
+PRICE = {  # factor on the transfer time, no unit; >= 1
     Distance.SAME_NODE: 1.0,
     Distance.SAME_HOST: 1.25,
     Distance.SAME_RACK: 1.5,
     Distance.OTHER: 2.0,
 }
-TYPICAL_BYTES_PER_S = {  # until the node's rate is measured; only their order matters
+# rough rates, used until a node's rate is measured; they compete with measured rates
+TYPICAL_BYTES_PER_S = {
     Distance.SAME_NODE: 8e9,
     Distance.SAME_HOST: 4e9,
     Distance.SAME_RACK: 2e9,
@@ -58,7 +60,8 @@ class CopyRoute:
         return PRICE[self.distance] / (self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance])
 
     def cost_s(self, size_bytes: int) -> float:
-        """The cost of a block after all bytes in flight."""
+        """Cost in priced seconds of receiving all bytes in flight from this node, then this
+        block."""
         return (self.under_way_bytes + size_bytes) * self.per_byte_s
 
 
@@ -77,8 +80,8 @@ def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
 def named_copy(
     copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, CopyRoute]
 ) -> Copy | None:
-    """The copy on the first of these nodes that has both a copy and a route; DRAM before SSD, as in
-    a lookup."""
+    """The copy on the first of these nodes that has both a copy and a route. `copies` lists DRAM
+    before SSD, as lookup returns them, so a DRAM copy is preferred."""
     for node_id in node_ids:
         for copy in copies:
             if copy.node_id.removesuffix(SSD_SUFFIX) == node_id and copy.node_id in routes:
@@ -89,9 +92,9 @@ def named_copy(
 def best_copies(
     found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
 ) -> list[Copy | None]:
-    """One copy of each block; None: no node with a copy has a route. The blocks of one call are one
-    batch: each block assigned to a node raises that node's cost for the next. So a prefix with two
-    equal nodes comes half from each."""
+    """One copy of each block; None: no node with a copy has a route. Each
+    block assigned to a node raises that node's cost for the next block of the call. So a prefix
+    with two equal nodes comes half from each."""
     if all(len(copies) < 2 for copies in found):  # nearly always: no block has two copies
         return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
     ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}
