@@ -1,11 +1,12 @@
 """Reads blocks from any node into local memory and verifies each one; reads headers of slots.
 
-A batch of blocks is split by node, and then into parts of BATCH_BYTES. A part is verified while it
-is still in the CPU's cache, which makes the checksum nearly free. Over TCP short batches are faster
-as well. One corrupt block never fails other blocks; a failed node fails only its own blocks.
+The blocks of one call are grouped by node. Each group is cut into parts (_part_bytes). A part is
+verified while it is still in the CPU's cache, which makes the checksum nearly free. Mapped memory
+is copied and hashed in one pass. Short parts are also faster over TCP. One corrupt block never
+fails other blocks; a failed node fails only its own blocks.
 
 A slot's header names the block in it, the use of the slot (its generation), and the number of
-layers. The digests of the layers lie beside the header.
+layers. The layer digests are in the segment's digest region.
 
 Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (store.py),
 what a header is (slot_memory.py), what a checksum covers (digests.py).
@@ -37,10 +38,10 @@ from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, side_by_side
 
 log = logging.getLogger("mooncake_store.store")
-BATCH_BYTES = 4 * 1024**2
-OTHER_HOST_LONGER = 2
-HEADERS_DEADLINE_S = 0.5
-ATTEMPTS_MAX = 2  # the second attempt only for a node that has a new incarnation
+BATCH_BYTES = 4 * 1024**2  # default upper limit of a part from this host
+OTHER_HOST_LONGER = 2  # factor on the part size for nodes of other hosts
+HEADERS_DEADLINE_S = 0.5  # timeout of each header transfer, in seconds
+ATTEMPTS_MAX = 2  # per node; the second one only if the node has a new incarnation
 
 
 class Want(NamedTuple):
@@ -49,10 +50,11 @@ class Want(NamedTuple):
     copy: Copy
     start_bytes: int  # offset inside the block
     target: LocalSpan
-    checksums: tuple[int, ...]  # of equal consecutive parts; empty: the span cannot be verified
-    # > 0: the whole block is wanted, and its one checksum is over this many layer digests
+    checksums: tuple[int, ...]  # of equal consecutive pieces; empty: the span is not verified
+    # > 0: the span is the whole block, and its one checksum covers this many layer digests
     layers: int = 0
-    digests: list[bytes] | None = None  # if given, receives the packed layer digests of the block
+    # if given and layers > 0: receives the computed packed digests, also if they do not match
+    digests: list[bytes] | None = None
     # block key that the slot must still hold after the read; empty: the header is not checked
     key: bytes = b""
 
@@ -62,7 +64,7 @@ class Want(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Offset inside the block."""
+        """End of the span: offset in the block of the first byte after it."""
         return self.start_bytes + self.length_bytes
 
     @property
@@ -72,17 +74,19 @@ class Want(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts that are hashed one by one; 0: the span is hashed as a whole."""
+        """Number of equal pieces with a digest each; 0: one digest over the whole span."""
         return self.layers or (len(self.checksums) if len(self.checksums) > 1 else 0)
 
     def is_whole(self) -> bool:
-        """True if the bytes in the target have the expected checksums."""
+        """True if the bytes in the target have the expected checksums; also True if none are
+        expected."""
         return not self.checksums or self.is_promised(
             layer_digests(self.target_bytes, self.parts or 1)
         )
 
     def is_promised(self, packed: bytes) -> bool:
-        """True if these digests, one per part as copy_blocks packs them, match the checksums."""
+        """True if the packed digests match the checksums. Stores the digests in `digests` if
+        layers > 0."""
         if not self.layers:
             if len(self.checksums) == 1:
                 return int.from_bytes(packed, "big") == self.checksums[0]
@@ -93,7 +97,7 @@ class Want(NamedTuple):
 
 
 class BlockReader:
-    """Thread-safe."""
+    """Reads and verifies blocks. Thread-safe."""
 
     def __init__(
         self,
@@ -103,8 +107,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers` reads headers to check `Want.key`, and to find the number of layers of a block
-        that does not verify as a block without layers. None: no caller needs either."""
+        """`headers` is used for two checks: Want.key, and a retry of a failed block with the layer
+        count from its header. None: neither is done."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -112,9 +116,11 @@ class BlockReader:
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float, is_current: bool = True) -> list[bool]:
-        """Which blocks arrived and were verified. Raises only errors of the directory.
-        `is_current`: the directory listed these copies a moment ago, so a copy that fails
-        verification is reported as bad."""
+        """True for each want whose bytes arrived and match its checksums, if it has any. Its slot
+        must also still hold Want.key, if that is given. Raises only errors of the directory.
+        After a timeout a target may still be written (KnownNodes.pending_targets). `is_current`:
+        the directory listed these copies a moment ago, so a copy that fails verification is
+        reported as bad."""
         until_s = time.monotonic() + deadline_s
         missing = dict(enumerate(wants))
         for node_id, indices in by_node([want.copy for want in wants]).items():
@@ -134,11 +140,13 @@ class BlockReader:
         until_s: float,
         is_current: bool,
     ) -> bool:
-        """Read blocks of one node and remove those that arrived from `missing`. True: the node has
-        a new incarnation, so another attempt makes sense."""
+        """Read blocks of one node. Delete each block that arrived from the dict `missing`. True:
+        the node has a new incarnation, so another attempt makes sense."""
         node = self._nodes.access(node_id)
         if node is None:
-            return False  # a block on an SSD is first restored into DRAM by its node (restorer.py)
+            # the node is unknown, in cool-down or out of reach; an SSD is never read directly
+            # (restorer.py)
+            return False
         indices = [
             index
             for index in indices
@@ -167,8 +175,9 @@ class BlockReader:
         return False
 
     def _part_bytes(self, node: NodeAccess, total_bytes: int) -> int:
-        """The size of a part: every mover gets one, and none exceeds a batch. Batches from another
-        host are longer, because each wait between batches costs more than the CPU's cache saves."""
+        """Bytes per part: total / threads, so that each mover gets a part, but at most
+        `batch_bytes` (twice that for another host). Parts from another host are larger: the wait
+        between two parts costs more than cached hashing saves."""
         longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
@@ -180,9 +189,12 @@ class BlockReader:
         until_s: float,
         is_current: bool,
     ) -> None:
-        """Read and verify these blocks. TransferFailed: the node could not be read."""
+        """Read and verify these blocks; delete the good ones from `missing`. TransferFailed: the
+        node could not be read."""
         left_s = until_s - time.monotonic()
-        if left_s <= 0:  # a slow node is not a dead one; the caller recomputes the missing blocks
+        # no time left: skip this part; unlike a failed or late transfer, that does not mark the
+        # node bad
+        if left_s <= 0:
             log.warning(
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
             )
@@ -190,21 +202,22 @@ class BlockReader:
         wants = [missing[index] for index in part]
         if isinstance(node.transport, MappedTransport):
             whole = _copied(node.transport, node, wants, left_s, self._movers.threads)
-            still = self._still(wants)
+            unchanged = self._slots_unchanged(wants)
         else:
-            still = self._read_remote(node, wants, left_s)
+            unchanged = self._read_remote(node, wants, left_s)
             whole = [want.is_whole() for want in wants]
         unknown: set[int] = set()
         if self._headers is not None and not all(whole):
             unknown = self._look_again(self._headers, wants, whole)
         for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
-            if is_whole and still[at]:
+            if is_whole and unchanged[at]:
                 del missing[index]
             elif is_current and not is_whole and at not in unknown:
                 self._on_bad_copy(missing[index].copy)
 
     def _read_remote(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
-        """Read the blocks into their targets; then as `_still`."""
+        """Read the blocks into their targets. Returns the result of `_slots_unchanged` after the
+        read."""
         sources = [
             ByteSpan(
                 node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes, want.length_bytes
@@ -214,12 +227,13 @@ class BlockReader:
         targets = [want.target for want in wants]
         if self._headers is None or not all(want.key for want in wants):
             node.transport.read(node.info, sources, targets, left_s)
-            return self._still(wants)
+            return self._slots_unchanged(wants)
         keys, copies = [want.key for want in wants], [want.copy for want in wants]
         return self._headers.read_and_look(node, sources, targets, keys, copies, left_s)
 
-    def _still(self, wants: Sequence[Want]) -> list[bool]:
-        """Which slots still hold the expected block. True where `key` is empty."""
+    def _slots_unchanged(self, wants: Sequence[Want]) -> list[bool]:
+        """True per want if its slot's headers still show the expected block, or if Want.key is
+        empty. False also if the headers cannot be read."""
         looked_at = [want for want in wants if want.key]
         if not looked_at:
             return [True] * len(wants)
@@ -232,7 +246,7 @@ class BlockReader:
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
     ) -> set[int]:
         """Verify failed blocks again with the number of layers in their headers. Returns the
-        positions whose header could not be read: those copies are not proven bad."""
+        positions whose header was unreadable or invalid: those copies are not proven bad."""
         unsure = [
             at
             for at, want in enumerate(wants)
@@ -249,8 +263,8 @@ class BlockReader:
 def _copied(
     transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float, threads: int
 ) -> list[bool]:
-    """Copy out of a mapped segment and compute the checksums in the same pass: which are
-    verified."""
+    """Copy from a mapped segment and hash in the same pass. Returns True for each verified block,
+    and for each block without checksums."""
     started_s = time.monotonic()
     whole, moved_bytes = [], 0
     with transport.owned(node.info) as view:
@@ -268,8 +282,8 @@ def _copied(
 
 
 def _alike(want: Want) -> tuple[int, int, bool]:
-    """Properties that blocks of one copy call share: length, parts hashed one by one, hashed or
-    not."""
+    """(length_bytes, digests per block, is hashed). Consecutive wants with equal values are copied
+    by one copy_blocks call."""
     return want.length_bytes, want.parts, bool(want.checksums)
 
 
@@ -289,7 +303,7 @@ def _copied_alike(
 
 
 class HeaderReader:
-    """Thread-safe."""
+    """Reads slot headers and stored digests. Thread-safe."""
 
     def __init__(self, nodes: KnownNodes, scratch: Scratch) -> None:
         self._nodes = nodes
@@ -300,7 +314,8 @@ class HeaderReader:
         return self.read_all([copy])[0]
 
     def read_all(self, copies: Sequence[Copy], must_come: bool = False) -> list[SlotHeader | None]:
-        """As `read` for several. `must_come`: TransferFailed, instead of None, if a node fails."""
+        """As `read` for several. `must_come`: raise a transfer's TransferFailed. A node without
+        access still gives None."""
 
         def first(shape: Geometry, index: int) -> ByteSpan:
             return ByteSpan(shape.header_offset_bytes(copies[index].slot), HEADER_BYTES)
@@ -310,7 +325,8 @@ class HeaderReader:
 
     def digests(self, copies: Sequence[Copy], layers: Sequence[int]) -> list[bytes | None]:
         """The packed layer digests of each block, which has `layers[i]` layers. b"": the bytes
-        stored there do not match the block's checksum. None: they could not be read."""
+        stored there do not match the block's checksum. None: not readable, or the block's units
+        have no room for digests."""
 
         def cell(shape: Geometry, index: int) -> ByteSpan | None:
             copy = copies[index]
@@ -323,7 +339,8 @@ class HeaderReader:
         ]
 
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """Does each slot still hold exactly this use of it, complete? See slot_memory.py."""
+        """True per slot if it is ready with this generation and key, and no later header lies
+        inside it (slot_memory.py)."""
 
         found = self._read_raw(copies, lambda shape, index: _heads(shape, copies[index]))
         return [
@@ -341,7 +358,7 @@ class HeaderReader:
         left_s: float,
     ) -> list[bool]:
         """Read these spans of one node and afterwards check the slots as `still` does. One transfer
-        if the transport keeps the order of spans, else two."""
+        if the transport keeps the order and the headers fit a scratch buffer; else several."""
         heads = [_heads(node.shape, copy) for copy in copies]
         total_bytes = sum(span.length_bytes for span in heads)
         if total_bytes > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
@@ -411,11 +428,12 @@ def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
 def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
     """True if these headers show that the slot holds the block, complete. See slot_memory.py."""
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
+    # the headers of the other units must be zero: a nonzero one belongs to a later block
     return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
 
 
 def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:
-    """Split into parts that fit a scratch buffer."""
+    """Split into parts that each fit a scratch buffer."""
     parts: list[dict[int, ByteSpan]] = []
     left_bytes = 0
     for index, span in spans.items():

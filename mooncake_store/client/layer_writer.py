@@ -1,14 +1,14 @@
 """Writes layers of blocks into allocated slots, and completes blocks whose layers are all written.
 
 The writers of one block may be several processes on several hosts, each with some of its layers.
-The process that allocated the slot holds its lease, and the slot's header says "writing" with the
-slot's generation. Each writer reads the header before it writes; if the slot has another use by
-then, it writes nothing. A writer returns the digests of the layers that it wrote. A process with
-the digests of all layers completes the block: it writes digests, checksum and header, and then
-commits the block to the directory (store.py).
+The process that allocated the slot holds its lease. The slot's header has the state WRITING and the
+slot's generation. Each writer first reads the header. A writer that finds another generation or
+state writes nothing. A writer returns the digests of the layers that it wrote. A process with the
+digests of all layers completes the block: it writes digests, checksum and header, and then commits
+the block to the directory (store.py).
 
-A late, lost or corrupt share never becomes part of a verified block. Without its digests the block
-cannot be completed, and bytes that arrive later do not match them.
+A writer's layers that are late, lost or corrupt never enter a verified block. Without their digests
+the block is not completed; with them, wrong bytes do not match.
 
 Not here: which writer has which layers (the pipeline), leases (the directory).
 """
@@ -46,13 +46,14 @@ from mooncake_store.transports.transport import (
     side_by_side,
 )
 
-PART_BYTES = 4 * 1024**2  # hashed, and sent while the bytes are in the CPU's cache
-FINISH_S_MAX = 5.0  # to write headers and digests, a few KiB
+# bytes per write call; a part is hashed and then sent from the CPU's cache
+PART_BYTES = 4 * 1024**2
+FINISH_S_MAX = 5.0  # seconds to write headers and digests, a few KiB
 WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # block key, slot, digests of all layers
 
 
 class LayerWrite(NamedTuple):
-    """Consecutive layers of one block and their offset in it."""
+    """Consecutive layers of one block, with their target."""
 
     slot: Slot
     start_bytes: int  # offset of the first layer in the block
@@ -60,7 +61,7 @@ class LayerWrite(NamedTuple):
 
 
 class LayerWriter:
-    """Writes to nodes other than the local one. Thread-safe."""
+    """Writes layers: `copy` into mapped memory, `send` and `finish` to any node. Thread-safe."""
 
     def __init__(
         self, nodes: KnownNodes, headers: HeaderReader, scratch: Scratch, layout: KvLayout
@@ -73,8 +74,8 @@ class LayerWriter:
     def copy(
         self, memory: SlotMemory, writes: Sequence[LayerWrite]
     ) -> list[tuple[int, ...] | None]:
-        """Copy into mapped memory; the digests of the layers written. None: the slot is not being
-        written under this generation, so nothing was copied."""
+        """Copy into mapped memory. Returns, per write, the digests of its layers. None: nothing was
+        copied, because the slot is not WRITING in this generation."""
         view, shape, layer_bytes = memory.view, memory.shape, self._layout.layer_bytes
         found: list[tuple[int, ...] | None] = []
         for (_, number, generation, _), start_bytes, source in writes:
@@ -83,7 +84,7 @@ class LayerWriter:
                 continue
             start, length_bytes = shape.slot_offset_bytes(number) + start_bytes, source.nbytes
             target = view[start : start + length_bytes]
-            # layer-wise prefill writes each layer as it is computed
+            # fast path: layer-wise prefill writes one layer per call
             if length_bytes == layer_bytes:
                 found.append((copy_and_sum(target, source, is_read=False),))
             else:
@@ -97,7 +98,8 @@ class LayerWriter:
     def send(
         self, node_id: str, writes: Sequence[LayerWrite], deadline_s: float
     ) -> list[tuple[int, ...] | None]:
-        """As `copy`, into any node. TransferFailed, TransferTimeout: no result is known."""
+        """As `copy`, into any node. After TransferFailed some layers may be written. After
+        TransferTimeout bytes may still arrive."""
         node, until_s = self._access(node_id), time.monotonic() + deadline_s
         try:
             if isinstance(node.transport, MappedTransport):
@@ -138,7 +140,8 @@ class LayerWriter:
         return digests
 
     def finish(self, node_id: str, blocks: Sequence[WrittenBlock]) -> list[bool]:
-        """Write digests and header of complete blocks. False: the slot has another use by now."""
+        """Write the digests and header of each block whose layers are all written. Returns False
+        per block whose slot is not WRITING this block in this generation."""
         node, until_s = self._access(node_id), time.monotonic() + FINISH_S_MAX
         size_bytes = self._layout.block_bytes
         try:
@@ -164,7 +167,8 @@ class LayerWriter:
     def _completion(
         self, node: NodeAccess, begun: SlotHeader, slot: Slot, packed: bytes
     ) -> list[tuple[int, bytes]]:
-        """The pieces that mark the block as complete: (offset in the segment, bytes)."""
+        """The pieces that complete the block, digests first, header last: (offset in the segment,
+        bytes)."""
         size_bytes, layers = self._layout.block_bytes, self._layout.layers
         header = begun._replace(
             state=STATE_READY,
@@ -191,7 +195,7 @@ class LayerWriter:
             node.transport.write(node.info, sources, targets, left_to_write_s(until_s))
 
     def _begun(self, node: NodeAccess, slots: Sequence[Slot]) -> list[SlotHeader | None]:
-        """The headers of slots that are being written under these generations; None for others."""
+        """Per slot: its header if the slot is WRITING in this generation, else None."""
         size_bytes = self._layout.block_bytes
         copies = [Copy(node.info.node_id, s.slot, s.generation, 0, size_bytes) for s in slots]
         return [

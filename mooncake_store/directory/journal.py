@@ -5,13 +5,14 @@
     PREFIX/state/quota/TENANT  its quota in bytes
 
 A leader first writes the head, so that no write of an earlier leader can succeed after the new
-leader has read the log. Every change compares the head and the leader's own key. A directory that
-no longer leads therefore changes nothing.
+leader has read the log. Each write is conditional on the mod_revisions of the head and of this
+leader's key. A directory that no longer leads therefore changes nothing.
 
 A write without an answer is resolved before any other action. The head shows whether the write
-succeeded. If it did not, another write of the head rules out that it succeeds later.
+succeeded. If the write is not visible, the leader writes the head again (a seal). The seal makes
+the earlier write fail if it arrives late.
 
-All calls wait for etcd. Not here: the records (core/durable_log.py), the time of each write
+All calls wait for etcd. Not here: the records (core/durable_log.py), when a change is written
 (durable_verbs.py).
 """
 
@@ -37,7 +38,7 @@ from mooncake_store.directory.etcd import (
 from mooncake_store.errors import StateNotSaved, StoreUnavailable
 
 log = logging.getLogger("mooncake_store.directory")
-RETRY_S = 0.05
+RETRY_S = 0.05  # seconds between two attempts to reach etcd
 NUMBER_MAX = 2**62  # upper bound of a change's number; a larger one is damaged
 T = TypeVar("T")
 PAGE_KEYS = 8  # records per answer of etcd, at most 1 MB each
@@ -45,18 +46,19 @@ PAGE_KEYS = 8  # records per answer of etcd, at most 1 MB each
 
 class Head(msgspec.Struct, frozen=True):
     epoch: int
-    number: int  # of the change; 0 with a new epoch: a new leader begins
-    seal: int = 0  # count of heads written to rule out a late change
+    # of the latest change, also in a new leader's first head; 0: no change yet
+    number: int
+    seal: int = 0  # number of seals that this leader has tried to write
 
 
 @dataclass
 class SavedState:
     """Pins and quotas of the earlier directories."""
 
-    # (number, record), in order of the numbers.
+    # (number of the change, record), in order of the numbers
     pins: list[tuple[int, PinRecord]] = field(default_factory=list)
     quotas: dict[str, int] = field(default_factory=dict)
-    number: int = 0  # of the latest change
+    number: int = 0  # of the latest change; 0: no change yet
 
 
 class LeadLost(StoreUnavailable):
@@ -64,7 +66,8 @@ class LeadLost(StoreUnavailable):
 
 
 class StateJournal:
-    """For one thread at a time. Raises LeadLost once `may_serve` is false."""
+    """For one thread at a time, except `close`. Raises LeadLost if a call must retry after
+    `may_serve` turned false, or finds another leader's head."""
 
     def __init__(
         self,
@@ -74,12 +77,13 @@ class StateJournal:
         leader_revision: int,
         may_serve: Callable[[], bool],
     ) -> None:
-        """`prefix` of the election; `leader_revision` of the key that this leader wrote there."""
+        """`prefix`: of the election's keys. `leader_revision`: mod_revision of this leader's
+        PREFIX/leader."""
         self._etcd, self._epoch, self._may_serve = etcd, epoch, may_serve
         self._prefix = f"{prefix}/state"
         self._leader_key, self._leader_revision = f"{prefix}/leader", leader_revision
         self._head_key = f"{self._prefix}/head"
-        self._revision = 0  # last known revision of the head
+        self._revision = 0  # last known mod_revision of the head
         self._seals = 0
         self._is_closed = False
 
@@ -148,7 +152,7 @@ class StateJournal:
             raise StateNotSaved(f"not saved, and nothing changed: {why}")
 
     def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
-        """EtcdFailed also when another process changed the head or leads instead."""
+        """Write if the head and the leader's key are unchanged, else raise EtcdFailed."""
         expected = {self._head_key: self._revision, self._leader_key: self._leader_revision}
         revision = self._etcd.change_unless_changed(expected, values, gone)
         if not revision:
@@ -156,15 +160,17 @@ class StateJournal:
         self._revision = revision
 
     def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
-        """Resolve a write without an answer: find out its result, and rule out a late success.
-        `is_over`: the write cannot succeed later, and a full etcd would reject a new head."""
+        """Resolve a write without an answer: read its result, and rule out a late success.
+        `is_over`: etcd reported that it is full, so the write cannot succeed later and needs no
+        seal."""
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:
                 self._revision = found.mod_revision
                 if _head(found).epoch != self._epoch:
                     raise LeadLost("another directory leads by now: find the leader")
-                return found.value == head  # otherwise a seal of this leader that was written late
+                # False: the head is an earlier seal of this leader, whose answer was lost
+                return found.value == head
             if is_over or self._seal(number):
                 return False
             self._wait()
@@ -177,7 +183,7 @@ class StateJournal:
         try:
             self._change({self._head_key: msgspec.json.encode(head)}, [])
         except EtcdFailed as error:
-            log.warning("the state of the directory is not written: %s", error)
+            log.warning("result of writing the log's head is unknown, reading it again: %s", error)
             return False
         return True
 
@@ -190,7 +196,7 @@ class StateJournal:
             try:
                 return ask()
             except EtcdFailed as error:
-                log.warning("reading the state of the directory: %s", error)
+                log.warning("cannot read the log of pins and quotas, retrying: %s", error)
                 self._wait()
 
     def _wait(self) -> None:

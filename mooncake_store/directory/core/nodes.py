@@ -4,7 +4,7 @@ Placement without a named node uses weights instead of a ranking, so that many w
 choose the same node. The weight of a node is the free share of its memory, with a floor for full
 nodes, because a full cache accepts blocks by evicting others. The weight of a new node grows from
 almost nothing to this value within slow_start_s. Without the slow start a new node would receive
-all new blocks, and all reads of them, at once (Mooncake issue 3688).
+most new blocks, and all reads of them, at once (Mooncake issue 3688).
 
 Not here: the copies of a node that left (directory.py).
 """
@@ -27,13 +27,16 @@ from mooncake_store.errors import (
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
-INFO_BYTES_MAX = 65_536  # bytes per name; NIXL's metadata of one registered segment takes about 450
-FULL_WEIGHT = 0.05
-NEW_WEIGHT = 0.01  # at registration: a few blocks, so that the path to the node is tested
+# limit of node_id and incarnation (characters) and of agent_metadata (bytes), each; NIXL's metadata
+# takes about 450 bytes
+INFO_BYTES_MAX = 65_536
+FULL_WEIGHT = 0.05  # least free share that counts: a full node accepts blocks by evicting others
+# smallest factor on a new node's weight; a few blocks test the path to the node
+NEW_WEIGHT = 0.01
 
 
 def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
-    """Placement weight; 0 for a holder that takes no blocks."""
+    """Placement weight in [0, 1]; 0 for a holder that takes no blocks."""
     if not holder.is_open or holder.is_draining or holder.info.is_ssd or not holder.pool.units:
         return 0.0
     free = holder.pool.free_units / holder.pool.units
@@ -42,7 +45,7 @@ def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
 
 
 class NodeTable:
-    """node_id -> Holder. `take` returns the removed holder to the caller with its copies."""
+    """node_id -> Holder. `take` removes and returns a holder; the caller drops its copies."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
@@ -76,7 +79,7 @@ class NodeTable:
         return holder
 
     def alive(self, node_id: str, incarnation: str, now_s: float) -> bool:
-        """Record a report of the node. False when this incarnation is not registered."""
+        """Record the time of a node's report. False if this incarnation is not registered."""
         holder = self._holders.get(node_id)
         if holder is None or holder.info.incarnation != incarnation:
             return False
@@ -84,7 +87,7 @@ class NodeTable:
         return True
 
     def refuse_misfit(self, info: NodeInfo) -> None:
-        """Raise RequestInvalid or StoreFull when this node may not register."""
+        """Raise RequestInvalid or StoreFull if this node may not register."""
         names_bytes = max(map(len, (info.node_id, info.incarnation, info.agent_metadata)))
         if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
             raise RequestInvalid(
@@ -94,8 +97,9 @@ class NodeTable:
         is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
         if not is_unit or info.tier not in ("dram", "ssd"):
             raise RequestInvalid(
-                f"storage node {info.node_id}: unit_bytes is {info.unit_bytes} and tier "
-                f"{info.tier!r}; use a power of two from {UNIT_BYTES} on, and dram or ssd"
+                f"storage node {info.node_id}: unit_bytes is {info.unit_bytes} and tier is "
+                f"{info.tier!r}; unit_bytes must be a power of two >= {UNIT_BYTES}, and tier dram "
+                "or ssd"
             )
         if self._replaced.get(info.incarnation) == info.node_id:
             # Two live processes with one node id would otherwise replace each other forever.
@@ -116,7 +120,8 @@ class NodeTable:
         return holder
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
-        """Remove the node from the table."""
+        """Remove the node from the table. `is_replaced`: remember the incarnation, so that it
+        cannot register again."""
         holder = self._holders.pop(node_id)
         if is_replaced:
             while len(self._replaced) >= self._config.nodes_max:
@@ -130,7 +135,8 @@ class NodeTable:
         return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        """The geometry of this node's slots; LayoutMismatch when not one such block fits."""
+        """Mark the node as attached, and record the fingerprint and block size of the first
+        attachment. Returns the geometry of its slots. LayoutMismatch: not one block fits."""
         holder = self.registered(node_id)
         if holder.pool.units < holder.pool.units_for(block_bytes):
             raise LayoutMismatch(
@@ -144,8 +150,8 @@ class NodeTable:
 
     def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
         """The node for the chain that starts with `key`: weighted rendezvous hashing. The same key
-        maps to the same node while the weights are similar, so two writers of one prefix do not
-        store it on two nodes. "" when no node takes blocks."""
+        maps to the same node while the weights are similar, so two writers of one prefix
+        rarely store it on two nodes. "": no node takes blocks."""
         best, best_score = "", float("-inf")
         for node_id, holder in self._holders.items():
             if node_id in excluded:
