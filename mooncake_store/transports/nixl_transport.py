@@ -75,7 +75,7 @@ class PostedTransfer(NamedTuple):
 
 
 def frozen_agents() -> int:
-    """Agents of this process that were frozen."""
+    """Number of agents of this process that were frozen."""
     return len(_frozen)
 
 
@@ -98,7 +98,7 @@ class NixlTransport(Transport):
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_closed = False
-        # by agent_name; set when the attempt has ended
+        # agent_name -> event of the connecting thread; set when its attempt has ended
         self._connecting: dict[str, threading.Event] = {}
         self._lanes = [self._new_lane()]
 
@@ -134,7 +134,7 @@ class NixlTransport(Transport):
             lanes = list(self._lanes)
         for lane in lanes:
             if not lane.lock.acquire(timeout=LOCK_S_MAX):
-                continue  # it is connecting to a silent node
+                continue  # the lane is connecting to a node that does not answer
             try:
                 if not lane.is_frozen:
                     yield lane
@@ -157,7 +157,8 @@ class NixlTransport(Transport):
         self.move(batch)
 
     def move(self, batch: TransferBatch) -> None:
-        """Move all of it. The caller has checked the spans and counts the transfer."""
+        """Start a transfer and poll it to its end. The caller has checked the spans and counts the
+        transfer."""
         posted = self.begin(batch)
         began_s = time.monotonic()
         while not posted.is_done:
@@ -199,7 +200,7 @@ class NixlTransport(Transport):
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
-        # a thread that connects has polled the orphans before
+        # safe without the lock: a thread that is connecting no longer changes the orphans
         posted.lane.orphans.append(posted.transfer)
         if is_ours:
             posted.lane.release()
@@ -222,7 +223,7 @@ class NixlTransport(Transport):
 
     def has_late_reads(self, node: NodeInfo, target: ByteArray) -> bool:
         """True if a timed-out read of this node may still write to this memory."""
-        self.pending_targets()  # forgets what has ended
+        self.pending_targets()  # also drops orphans that have ended
         with self._lock:
             orphans = [orphan for lane in self._lanes for orphan in lane.orphans]
         return any(

@@ -69,7 +69,7 @@ class TransferCounters:
     writes: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
-    seconds: float = 0.0  # of finished calls; concurrent calls add up
+    seconds: float = 0.0  # of successful calls; concurrent calls are added
     failures: int = 0  # TransferFailed without timeouts
     timeouts: int = 0
 
