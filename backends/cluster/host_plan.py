@@ -13,14 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.cluster.deployment import (
-    NODE_PORT,
-    Deployment,
-    Host,
-    NodeSpec,
-    PoolSpec,
-    WorkerSpec,
-)
+from backends.cluster.deployment import NODE_PORT, Deployment, Host, NodeSpec, PoolSpec, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)

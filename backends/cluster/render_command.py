@@ -130,8 +130,7 @@ def kubernetes(
         int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: none.")
     ] = 0,
     api_keys: Annotated[
-        Path | None,
-        typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount."),
+        Path | None, typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount.")
     ] = None,
 ) -> None:
     """Write a Kustomize base, a component for monitoring, and Secrets of the keys."""

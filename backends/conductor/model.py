@@ -44,9 +44,7 @@ class TritonPythonModel:
                 recorder = TrafficRecorder(recording, config.recording_bytes_max)
             self.outbox = open_outbox()
             self.cluster = ClusterView(
-                deciding,
-                os.environ["MOONCAKE_DIRECTORY"],
-                os.environ["MOONCAKE_EVENTS"],
+                deciding, os.environ["MOONCAKE_DIRECTORY"], os.environ["MOONCAKE_EVENTS"]
             )
         except Exception as error:  # Catch all: Triton logs the message without a traceback
             raise triton_io.load_error(error) from None

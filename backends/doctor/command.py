@@ -29,11 +29,7 @@ from backends.model_settings.checkpoint_facts import facts_beside
 from backends.model_settings.model_file import ModelFile, read_model_file
 from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import read_texts, versionless
-from backends.model_settings.running_system import (
-    RunningSettings,
-    ask_at,
-    named_or_served,
-)
+from backends.model_settings.running_system import RunningSettings, ask_at, named_or_served
 from backends.shipped import DEFAULT_REPOSITORY
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES

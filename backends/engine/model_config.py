@@ -457,10 +457,7 @@ def _yarn(given: Mapping[str, Any], read: _Reader, theta: float, score_factor: f
 
 
 def _eos_token_ids(
-    raw: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    vocabulary_tokens: int,
-    found: list[str],
+    raw: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_tokens: int, found: list[str]
 ) -> tuple[int, ...]:
     """End-of-sequence ids; generation_config.json has precedence over config.json."""
     value = generation.get("eos_token_id", raw.get("eos_token_id"))

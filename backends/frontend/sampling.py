@@ -17,11 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from backends.engine.sampling_params import (
-    GUIDED_JSON_BYTES_MAX,
-    SamplingLimits,
-    SamplingParams,
-)
+from backends.engine.sampling_params import GUIDED_JSON_BYTES_MAX, SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest
 from backends.frontend.inputs import (
     INTEGER_MAX,

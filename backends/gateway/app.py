@@ -88,10 +88,7 @@ class Gateway:
     """The routes and their shared state. `app` is the ASGI application of the server."""
 
     def __init__(
-        self,
-        options: GatewaySettings,
-        keys: ApiKeys | None = None,
-        tracing: Tracing | None = None,
+        self, options: GatewaySettings, keys: ApiKeys | None = None, tracing: Tracing | None = None
     ) -> None:
         self.options = options
         self.counts = GatewayCounts(options.name)

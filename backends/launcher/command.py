@@ -24,12 +24,7 @@ from backends.errors import ConfigError
 from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import Launcher
 from backends.launcher.launch_plan import GatewayOptions, HostOptions, ObserveOptions, ServeOptions
-from backends.launcher.processes import (
-    ChildDied,
-    Stopped,
-    ignore_signals,
-    signals_as_exceptions,
-)
+from backends.launcher.processes import ChildDied, Stopped, ignore_signals, signals_as_exceptions
 from backends.launcher.repository import WorkerFolders
 from backends.model_settings.serve_settings import ServeSettings
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
@@ -89,8 +84,7 @@ LogFormat = Annotated[
     typer.Option(help="Log format of all processes: text (default) or json, one object per line."),
 ]
 LogBytes = Annotated[
-    str,
-    typer.Option(help="Size limit of each process's log, and of its previous part (NAME.1)."),
+    str, typer.Option(help="Size limit of each process's log, and of its previous part (NAME.1).")
 ]
 OpenaiPort = Annotated[
     int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: do not serve it.")
@@ -129,8 +123,7 @@ StateDir = Annotated[
     Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
 ]
 CheckpointOption = Annotated[
-    str,
-    typer.Option(help="Hugging Face folder of all models; overrides config.pbtxt."),
+    str, typer.Option(help="Hugging Face folder of all models; overrides config.pbtxt.")
 ]
 Dtype = Annotated[
     str, typer.Option(help="Of weights, and of KV without kv_dtype: float32, bfloat16.")

@@ -28,11 +28,7 @@ from backends.config_pbtxt import (
 )
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
-from backends.model_settings.model_file import (
-    TAKE_ANOTHER,
-    ModelFile,
-    read_model_file,
-)
+from backends.model_settings.model_file import TAKE_ANOTHER, ModelFile, read_model_file
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 

@@ -52,14 +52,7 @@ ANNOTATIONS = {
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 SCHEMAS_IN_A_LIST = {"anyOf", "oneOf", "allOf", "prefixItems"}
 ONE_SCHEMA = {"items", "additionalProperties", "additionalItems"}
-WHOLE_NUMBERS = {
-    "minItems",
-    "maxItems",
-    "minLength",
-    "maxLength",
-    "minProperties",
-    "maxProperties",
-}
+WHOLE_NUMBERS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 BOUNDS = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 TEXTS = {"pattern", "format"}

@@ -21,11 +21,7 @@ from backends.tracing.request_spans import SpanRecord
 from mooncake_store.keys.curve import is_loopback
 
 SCOPE = InstrumentationScope("mooncake-triton")
-KINDS = {
-    "server": SpanKind.SERVER,
-    "client": SpanKind.CLIENT,
-    "internal": SpanKind.INTERNAL,
-}
+KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 
 
 class OtlpSender:

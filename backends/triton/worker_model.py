@@ -13,11 +13,7 @@ import msgspec
 from backends.metrics.page import MetricPage
 from backends.triton import triton_io
 from backends.triton.metrics_loop import MetricsLoop
-from backends.triton.worker_kinds import (
-    make_flipping_worker,
-    make_worker,
-    read_worker_configs,
-)
+from backends.triton.worker_kinds import make_flipping_worker, make_worker, read_worker_configs
 from backends.workers.protocol import DecodeRequest, PrefillRequest
 
 CLOSE_S_MAX = 30.0

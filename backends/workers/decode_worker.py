@@ -30,13 +30,7 @@ import numpy as np
 
 from backends.config_pbtxt import DecodeConfig, checkpoint_folder
 from backends.engine.batching.batching import DecodeBatching
-from backends.errors import (
-    Cancelled,
-    KvMissing,
-    Overloaded,
-    ServingError,
-    WorkerUnavailable,
-)
+from backends.errors import Cancelled, KvMissing, Overloaded, ServingError, WorkerUnavailable
 from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrivals
 from backends.workers.driver import DecodeDriver

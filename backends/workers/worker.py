@@ -19,13 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.batching.batching import Admission
-from backends.errors import (
-    InvalidRequest,
-    Overloaded,
-    ServingError,
-    WorkerGone,
-    WorkerUnavailable,
-)
+from backends.errors import InvalidRequest, Overloaded, ServingError, WorkerGone, WorkerUnavailable
 from backends.text.guides import Guides
 from backends.text.tokenizer import Tokenizer
 from backends.workers.driver import Driver
@@ -33,12 +27,7 @@ from backends.workers.jobs import Job
 from backends.workers.kv_loader import PageGuard
 from backends.workers.kv_writer import KvWriter
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.protocol import (
-    DrainWorker,
-    Stop,
-    TakeRole,
-    WorkerMessage,
-)
+from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout

@@ -159,9 +159,7 @@ Frontends = Annotated[
 NotesLatency = Annotated[
     list[float] | None,
     typer.Option(
-        "--notes-latency-s",
-        min=0.0,
-        help="frontends: delay of notes to the others; repeatable.",
+        "--notes-latency-s", min=0.0, help="frontends: delay of notes to the others; repeatable."
     ),
 ]
 PeerPython = Annotated[
@@ -184,8 +182,7 @@ def main(
     policy: Policies = None,
     admission: Admissions = None,
     speed: Annotated[
-        list[float] | None,
-        typer.Option(min=0.01, help="Factor of the recorded speed; repeatable."),
+        list[float] | None, typer.Option(min=0.01, help="Factor of the recorded speed; repeatable.")
     ] = None,
     requests: Annotated[
         int | None, typer.Option(min=1, help="Number of the trace's first requests.")

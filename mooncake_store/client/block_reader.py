@@ -23,12 +23,7 @@ from typing import NamedTuple
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, Geometry
 from mooncake_store.memory.buffers import ByteArray
-from mooncake_store.memory.digests import (
-    block_checksum,
-    copy_blocks,
-    layer_digests,
-    pack_digests,
-)
+from mooncake_store.memory.digests import block_checksum, copy_blocks, layer_digests, pack_digests
 from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
 from mooncake_store.records.blocks import Copy, by_node

@@ -39,12 +39,7 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import parts_of
-from mooncake_store.transports.transport import (
-    ByteSpan,
-    LocalSpan,
-    left_to_write_s,
-    side_by_side,
-)
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s, side_by_side
 
 # bytes per write call; a part is hashed and then sent from the CPU's cache
 PART_BYTES = 4 * 1024**2

@@ -52,12 +52,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes, NodeAccess
 from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import Movers, copied_parts, parts_of
-from mooncake_store.transports.transport import (
-    ByteSpan,
-    LocalSpan,
-    left_to_write_s,
-    side_by_side,
-)
+from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s, side_by_side
 
 log = logging.getLogger("mooncake_store.client")
 PART_BYTES = 4 * 1024**2
@@ -136,11 +131,7 @@ class Putter:
         return [bool(is_there) for is_there in done]
 
     def _put_reserved(
-        self,
-        node_id: str,
-        keys: Sequence[bytes],
-        sources: Sequence[ByteArray],
-        deadline_s: float,
+        self, node_id: str, keys: Sequence[bytes], sources: Sequence[ByteArray], deadline_s: float
     ) -> list[bool | None]:
         """None: the block is not stored yet and needs a slot from `allocate`."""
         info = self._nodes.find(node_id)
@@ -388,11 +379,7 @@ class Putter:
         return self._fill_remote(node, writes, until_s)
 
     def _fill_mapped(
-        self,
-        transport: MappedTransport,
-        node: NodeAccess,
-        writes: Sequence[Write],
-        until_s: float,
+        self, transport: MappedTransport, node: NodeAccess, writes: Sequence[Write], until_s: float
     ) -> list[int]:
         info, _, shape = node
         started_s = time.monotonic()

@@ -74,12 +74,7 @@ class Replicas:
         return self._directory.lookup(keys, owner, 0.0, prefix_only=False)
 
     def _pull(
-        self,
-        keys: Sequence[bytes],
-        target: NodeInfo,
-        owner: str,
-        until_s: float,
-        source: str = "",
+        self, keys: Sequence[bytes], target: NodeInfo, owner: str, until_s: float, source: str = ""
     ) -> None:
         """Make `target` pull the blocks that it lacks, from `source` where possible."""
         for _ in range(EPOCHS_MAX):

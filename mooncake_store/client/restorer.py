@@ -83,10 +83,7 @@ class Restorer:
                 client.close()
 
     def restore(
-        self,
-        keys: Sequence[bytes],
-        copies: Sequence[Copy],
-        terms: LeaseTerms,
+        self, keys: Sequence[bytes], copies: Sequence[Copy], terms: LeaseTerms
     ) -> Iterator[list[tuple[int, Copy]]]:
         """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs. Blocks that could
         not be read are omitted. The yielded copies are leased to the owner."""

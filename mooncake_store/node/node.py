@@ -92,12 +92,7 @@ class Clients(NamedTuple):
 class StorageNode:
     """A storage node, from start to exit."""
 
-    def __init__(
-        self,
-        options: NodeOptions,
-        clients: Clients,
-        leave: Callable[[], None],
-    ) -> None:
+    def __init__(self, options: NodeOptions, clients: Clients, leave: Callable[[], None]) -> None:
         """`leave` ends the process."""
         self.options = options
         self._clients = clients

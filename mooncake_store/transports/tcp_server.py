@@ -48,11 +48,7 @@ from mooncake_store.transports.tcp_frames import (
     PeerClosed,
     Pieces,
 )
-from mooncake_store.transports.tcp_tls import (
-    PLAIN_CLIENT,
-    shake_hands,
-    wrapped_by_server,
-)
+from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, shake_hands, wrapped_by_server
 from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")

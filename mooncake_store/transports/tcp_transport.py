@@ -31,11 +31,7 @@ from mooncake_store.keys.tls import TlsContexts, contexts_of_process, refusal_wo
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, LimitReached
-from mooncake_store.transports.tcp_tls import (
-    PLAIN_CLIENT,
-    TransferRefused,
-    called,
-)
+from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, TransferRefused, called
 from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node

@@ -17,8 +17,7 @@ from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level
 
 TOKENIZER = Tokenizer(
-    byte_level(adds_bos=True),
-    {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE},
+    byte_level(adds_bos=True), {"eos_token": EOS, "bos_token": BOS, "chat_template": CHAT_TEMPLATE}
 )
 LIMITS = RequestLimits(context_tokens_max=512, vocabulary_tokens=TOKENIZER.vocabulary_tokens)
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}

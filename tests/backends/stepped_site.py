@@ -39,14 +39,7 @@ from backends.workers.step_driver import WHOLE_BYTES_MAX, StepDecode, StepPrefil
 from backends.workers.step_times import StepTimes, StepWatch
 from backends.workers.worker_process import LeaseKeeper
 from mooncake_store.layout import LayerRange
-from tests.backends.stepped_store import (
-    FINGERPRINT,
-    LAYOUT,
-    NODE,
-    SteppedStore,
-    block_of,
-    token_kv,
-)
+from tests.backends.stepped_store import FINGERPRINT, LAYOUT, NODE, SteppedStore, block_of, token_kv
 
 VOCABULARY = 60
 CONTEXT_TOKENS = 48

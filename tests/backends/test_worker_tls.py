@@ -1,4 +1,4 @@
-"""Workers' gRPC with mutual TLS, on a bare Triton: which clients are accepted, and what the others read."""
+"""Workers' gRPC with mutual TLS, on a bare Triton: accepted clients, and what the others read."""
 
 from __future__ import annotations
 

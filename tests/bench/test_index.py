@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.index import decision
-from bench.index.indexes import (
-    OurIndex,
-    PyDict,
-    memory_per_block,
-    placed,
-    requests_of,
-)
+from bench.index.indexes import OurIndex, PyDict, memory_per_block, placed, requests_of
 from bench.index.lookups import Contender, contenders
 from loadtest.replay.trace import TraceRow, read_trace
 
@@ -71,11 +65,7 @@ def test_an_index_that_overcounts_is_refused(monkeypatch: pytest.MonkeyPatch, se
 
 def test_a_worker_announces_only_blocks_that_are_new_to_it() -> None:
     load = placed([[0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 3]], "rr", 2)
-    assert list(load.stored) == [
-        (0, None, [0, 1, 2]),
-        (1, None, [0, 3]),
-        (0, 2, [4]),
-    ]
+    assert list(load.stored) == [(0, None, [0, 1, 2]), (1, None, [0, 3]), (0, 2, [4])]
     assert (load.blocks, load.keys) == (6, 5)
     assert len(placed([[0]] * 5, "rep3", 2).stored) == 2, "more copies than workers"
     with pytest.raises(ValueError, match="neither rr nor rep"):

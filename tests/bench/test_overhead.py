@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from backends.text.tokenizer import Tokenizer
-from bench.overhead.__main__ import (
-    BESIDE_STREAMS,
-    BESIDE_TOKENS_MAX,
-    CONDUCTOR,
-    STREAMS,
-    text_of,
-)
+from bench.overhead.__main__ import BESIDE_STREAMS, BESIDE_TOKENS_MAX, CONDUCTOR, STREAMS, text_of
 from bench.overhead.bare_engine import CHECKPOINT, BareEngine
 from bench.overhead.served import TokenArrivals
 from conductor.messages import Reject, Route

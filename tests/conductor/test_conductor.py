@@ -230,12 +230,7 @@ def test_a_snapshot_forgets_what_is_gone_and_keeps_the_reservations_of_what_stay
     assert isinstance(first, Route) and isinstance(second, Route)
     assert {first.prefill.worker_id, second.prefill.worker_id} == {"p0", "p1"}
     stayed = Snapshot(
-        2,
-        1,
-        (node("s0"),),
-        (worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")),
-        (),
-        (),
+        2, 1, (node("s0"),), (worker("p0", "prefill", "s0"), worker("d0", "decode", "s0")), (), ()
     )
     made.on_snapshot(stayed, 0.1)
     made.check()

@@ -120,10 +120,7 @@ def test_the_role_that_a_worker_has_now_is_shown(server: Server) -> None:
     )
     assert server.metric("mooncake_worker_info", model="prefill_1", role="prefill") == 0
     answer = server.ask(
-        input_ids=prompt(1),
-        max_tokens=TOKENS,
-        end_id=-1,
-        parameters={"decode_worker": "prefill_1"},
+        input_ids=prompt(1), max_tokens=TOKENS, end_id=-1, parameters={"decode_worker": "prefill_1"}
     )
     assert not answer.error and len(answer.output_ids) == TOKENS
     orders.flip("prefill_1")

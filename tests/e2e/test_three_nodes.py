@@ -42,11 +42,7 @@ def add_third(repository: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     yield from running(
-        tmp_path_factory.mktemp("three"),
-        state_dir,
-        {},
-        ["--nodes", "s0,s1,s2"],
-        prepare=add_third,
+        tmp_path_factory.mktemp("three"), state_dir, {}, ["--nodes", "s0,s1,s2"], prepare=add_third
     )
 
 
@@ -161,10 +157,7 @@ def test_a_busy_sender_is_avoided(server: Server, chance: random.Random) -> None
     alone = [at_third(server, prompt) for prompt in prompts]
     assert len({sent(answer)[0] for answer in alone}) == 1, "nobody was busy"
 
-    with (
-        StoreClient(directory_address(server)) as client,
-        ThreadPoolExecutor(at_once) as pool,
-    ):
+    with StoreClient(directory_address(server)) as client, ThreadPoolExecutor(at_once) as pool:
 
         def are_both_asked() -> bool:
             forget_at_third(server, client, prompts)

@@ -298,9 +298,7 @@ def pools_of(server: Server) -> list[str]:
 
 
 @only_tp1
-def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(
-    case: tuple[Server, Variant],
-) -> None:
+def test_a_reloaded_worker_finds_the_kv_that_the_old_one_left(case: tuple[Server, Variant]) -> None:
     server, variant = case
     ids = prompt(21, 4 * B + 1)
     pinned = {"prefill_worker": "prefill_0", "decode_worker": "decode_0", "tenant": "reload"}
@@ -352,11 +350,7 @@ def test_a_stream_goes_on_elsewhere_when_its_decode_worker_is_killed(
     ids = prompt(30, 150)
     want = wanted(variant, ids, 1500)
     stream = server.stream(
-        input_ids=ids,
-        max_tokens=1500,
-        end_id=-1,
-        return_decision=True,
-        stream=True,
+        input_ids=ids, max_tokens=1500, end_id=-1, return_decision=True, stream=True
     )
     answer = stream.begun(20)
     stub_of(server, answer.decision["decode"]).kill()

@@ -30,11 +30,7 @@ from mooncake_store.wire.node_protocol import NodeClient
 from tests.e2e.server import wait_until
 from tests.fleet.site import ETCD_PORT, NAMES, Fleet
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.long,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 RENEWED_S_MAX = 120.0
 PROMPT = [40 + n for n in range(2 * 64 + 3)]

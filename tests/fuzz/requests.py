@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mooncake_store.errors import (
-    NodeUnknown,
-    QuotaExceeded,
-    RequestInvalid,
-    StoreError,
-    StoreFull,
-)
+from mooncake_store.errors import NodeUnknown, QuotaExceeded, RequestInvalid, StoreError, StoreFull
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX
 from tests.fuzz.jobs import Read, Write, abandon

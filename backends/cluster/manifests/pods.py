@@ -122,7 +122,7 @@ def pod(
                 "topologyKey": "kubernetes.io/hostname",
                 "whenUnsatisfiable": "ScheduleAnyway",
                 "labelSelector": {"matchLabels": chosen},
-            },
+            }
         ],
         "containers": [_container(deployment, plan, [*arguments, *gateway.arguments], gateway)],
         "volumes": volumes,

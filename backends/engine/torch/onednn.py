@@ -41,10 +41,7 @@ def product(
 
 
 def product_plus(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor,
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, addend: torch.Tensor
 ) -> torch.Tensor:
     """inputs @ weight.T + bias + addend, in one pass over the result."""
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(

@@ -233,11 +233,7 @@ def _page_rows(pages: Integers, layout: KvLayout) -> Integers:
 
 
 def _groups(
-    sequences: list[Work],
-    tables: list[Integers],
-    first: int,
-    layout: KvLayout,
-    staging: Staging,
+    sequences: list[Work], tables: list[Integers], first: int, layout: KvLayout, staging: Staging
 ) -> list[QueryGroup]:
     """Cut sequences, sorted by context, into groups where padding costs more than a group."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
@@ -256,11 +252,7 @@ def _groups(
 
 
 def _group(
-    sequences: list[Work],
-    tables: list[Integers],
-    first: int,
-    layout: KvLayout,
-    staging: Staging,
+    sequences: list[Work], tables: list[Integers], first: int, layout: KvLayout, staging: Staging
 ) -> QueryGroup:
     width = len(tables[-1])
     pages = np.empty((len(sequences), width), dtype=np.int64)

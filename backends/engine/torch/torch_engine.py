@@ -239,12 +239,7 @@ class TorchEngine:
         assert self.rings is not None, f"a stage: {self.layers} of {self.layout}"
         self._check(Work(token_ids[start:], start, rings))
         return TorchLayerPass(
-            self._layer_transformer,
-            self._folded,
-            self.vocabulary_tokens,
-            token_ids,
-            start,
-            rings,
+            self._layer_transformer, self._folded, self.vocabulary_tokens, token_ids, start, rings
         )
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:

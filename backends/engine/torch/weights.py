@@ -277,12 +277,7 @@ class _KvScales:
         factor is in the norm instead, because the norm would remove a factor before it.
         """
         key = 1.0 if has_qk_norm else self.key
-        return {
-            "q_proj": key,
-            "k_proj": 1 / key,
-            "v_proj": 1 / self.value,
-            "o_proj": self.value,
-        }
+        return {"q_proj": key, "k_proj": 1 / key, "v_proj": 1 / self.value, "o_proj": self.value}
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: bool) -> LayerWeights:

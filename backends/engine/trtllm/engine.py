@@ -43,12 +43,7 @@ from backends.engine.trtllm.package import (
     turn_to_start,
 )
 from backends.engine.trtllm.sampling import Sampler, guided_refusal, llm_sampling
-from backends.engine.trtllm.settings import (
-    EngineSpec,
-    TrtllmConfig,
-    option_problems,
-    read_options,
-)
+from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig, option_problems, read_options
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError, InvalidRequest

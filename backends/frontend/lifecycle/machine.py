@@ -170,10 +170,7 @@ def due_s(state: State) -> float | None:
 
 def _understood(state: State, event: Understood) -> Result:
     state = state._replace(
-        phase=Phase.ROUTING,
-        attempts=event.attempts,
-        is_paced=event.is_paced,
-        started_s=event.now_s,
+        phase=Phase.ROUTING, attempts=event.attempts, is_paced=event.is_paced, started_s=event.now_s
     )
     return state, [_decide(state)]
 

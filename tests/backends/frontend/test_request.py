@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from backends import tensors
 from backends.errors import InvalidRequest
 from backends.frontend.request import ClientRequest, parse, parse_prompt
-from tests.backends.asking import (
-    DTYPES,
-    LIMITS,
-    TOKENIZER,
-    array,
-    ask,
-    assert_matches,
-    refusal,
-)
+from tests.backends.asking import DTYPES, LIMITS, TOKENIZER, array, ask, assert_matches, refusal
 from tests.backends.small_tokenizers import BOS, tokenizer_of
 
 
@@ -187,10 +179,7 @@ def test_messages_need_a_chat_template() -> None:
     [
         ({"max_tokenz": 5}, "unknown parameter 'max_tokenz'; did you mean max_tokens?"),
         ({"tennant": "x"}, "unknown parameter 'tennant'; did you mean tenant?"),
-        (
-            {"qqqq": 1},
-            "unknown parameter 'qqqq'; known: request_priority, tenant, timeout_ms",
-        ),
+        ({"qqqq": 1}, "unknown parameter 'qqqq'; known: request_priority, tenant, timeout_ms"),
         ({"max_tokens": 5}, "max_tokens is an input, not a parameter; send it as a tensor INT32"),
         ({"request_priority": "high"}, "parameter request_priority is 'high'; send an integer"),
         ({"request_priority": True}, "parameter request_priority is True; send an integer"),

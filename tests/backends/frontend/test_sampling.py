@@ -70,10 +70,7 @@ def test_the_default_length_shrinks_to_what_fits_and_grows_to_min_tokens() -> No
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"end_id": 9999}, "end id 9999 is outside the vocabulary"),
         ({"end_id": -2}, "end id -2 is outside the vocabulary"),
-        (
-            {"stop_words": ["a"] * 10_000},
-            f"10000 words; use at most {STOP_WORDS_MAX}",
-        ),
+        ({"stop_words": ["a"] * 10_000}, f"10000 words; use at most {STOP_WORDS_MAX}"),
         ({"stop_words": ["a", ""]}, r"stop_words\[1\] is empty"),
         ({"stop_words": ["a", b"\xc3"]}, r"stop_words\[1\] is not valid UTF-8 at byte 0"),
         ({"stop_words": ["é" * 129]}, f"has 258 bytes; use at most {STOP_WORD_BYTES_MAX}"),

@@ -5,12 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.frontend.live_requests import (
-    RECENT_S,
-    REJECTED_TENANTS_MAX,
-    TenantCap,
-    slots_of_one,
-)
+from backends.frontend.live_requests import RECENT_S, REJECTED_TENANTS_MAX, TenantCap, slots_of_one
 
 
 def test_a_tenant_that_is_alone_may_have_every_place() -> None:

@@ -116,9 +116,7 @@ def test_a_call_that_fails_while_a_probe_gets_through_leaves_nobody_out_for_good
     world.workers.close()
 
 
-def test_a_worker_that_does_not_answer_keeps_no_other_one_waiting_nor_the_end(
-    world: World,
-) -> None:
+def test_a_worker_that_does_not_answer_keeps_no_other_one_waiting_nor_the_end(world: World) -> None:
     reached, is_over = threading.Event(), threading.Event()
 
     def probe(address: str) -> None:

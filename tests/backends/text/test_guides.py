@@ -184,10 +184,7 @@ def test_white_space_is_a_space_or_a_line_with_its_indentation() -> None:
         ('{"allOf": [{"$ref": "#"}]}', "no answer satisfies it .*allOf"),
         ('{"enum": []}', "enum at #: "),
         ('{"multipleOf": 1000003}', "multipleOf at #: the least common multiple"),
-        (
-            '{"allOf": [{"multipleOf": 37}, {"multipleOf": 41}]}',
-            "multipleOf at #/allOf/1: the",
-        ),
+        ('{"allOf": [{"multipleOf": 37}, {"multipleOf": 41}]}', "multipleOf at #/allOf/1: the"),
         ('{"const": "\\u0001"}', "const at #: control characters"),
         ('{"type": "integer", "enum": ["a"]}', "incompatible types .*enum, type"),
         ('{"$schema": "http://json-schema.org/draft-03/schema#"}', r"\$schema at #: use a draft"),

@@ -159,9 +159,7 @@ def test_leases_of_a_request_that_is_stopped_end_behind_its_copies(
         assert worker.lock.wait_for(lambda: asked.request_id not in leases, WAIT_S)
 
 
-def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(
-    pair: Pair,
-) -> None:
+def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(pair: Pair) -> None:
     ids = prompt(3, 3 * BLOCK + 5)
     assert pair.ask(ids).wait() == expected(ids, 8)
     pair.wait_until_idle()

@@ -144,9 +144,7 @@ def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_pac
         made.close()
 
 
-def test_speed_is_measured_within_the_context_that_the_engine_was_given(
-    fake_package: None,
-) -> None:
+def test_speed_is_measured_within_the_context_that_the_engine_was_given(fake_package: None) -> None:
     prefill = engine(prefill_spec(kv_pages=64, context_tokens_max=1024), TrtllmConfig())
     assert max(new + before for new, before, _ in prefill.measured_prefill(0.0)) < 1024
     prefill.close()

@@ -17,14 +17,7 @@ from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
 
 from bench.clients import aiperf, genai_perf, libraries
 from bench.clients.__main__ import chosen_clients
-from bench.clients.agreement import (
-    Agreement,
-    ClientLoad,
-    ClientReport,
-    EventSum,
-    risen,
-    totals,
-)
+from bench.clients.agreement import Agreement, ClientLoad, ClientReport, EventSum, risen, totals
 from bench.clients.call_matrix import VARIABLE, BackOff, CalledServer, raised, run_calls
 from bench.clients.environment import ClientFailed, environment, run_client
 from bench.clients.replay import ScaledTrace, tables_of

@@ -9,12 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.dynamo.fleet import (
-    DynamoFleet,
-    RoundRobinFleet,
-    profile_decode,
-    profile_prefill,
-)
+from bench.dynamo.fleet import DynamoFleet, RoundRobinFleet, profile_decode, profile_prefill
 from bench.dynamo.peer import (
     RECORDED,
     RUNS,
@@ -28,12 +23,7 @@ from bench.dynamo.peer import (
 )
 from bench.dynamo.targets import DynamoCase, gate_percent, targets_of
 from bench.paper.__main__ import PaperExperiment, answer
-from bench.paper.experiments.dynamo_replay import (
-    all_cases,
-    cases_of,
-    config_for,
-    run,
-)
+from bench.paper.experiments.dynamo_replay import all_cases, cases_of, config_for, run
 from conductor import Reject, Request
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.job import Offered, SimulatedJob, offered_of, spread_ticks

@@ -6,12 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.paper.coupled import (
-    DISPATCHES,
-    ENGINES,
-    CoupledFleet,
-    CoupledSettings,
-)
+from bench.paper.coupled import DISPATCHES, ENGINES, CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.outcome import outcome_of
 from tests.loadtest.simulator.fleets import everything, prompt, start_of_trace

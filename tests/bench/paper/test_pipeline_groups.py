@@ -80,10 +80,7 @@ def test_short_prompts_share_a_step_of_the_group_as_they_do_on_a_worker_alone() 
 def test_each_stage_reads_its_layers_of_a_cached_prefix_and_the_rest_is_computed() -> None:
     tried = fleet(GROUP, gpu=TABLE)
     jobs = tried.run(
-        [
-            prompt(0, 0.0, blocks(8), output_tokens=1),
-            prompt(1, 10.0, blocks(12), output_tokens=1),
-        ]
+        [prompt(0, 0.0, blocks(8), output_tokens=1), prompt(1, 10.0, blocks(12), output_tokens=1)]
     )
     assert jobs[1].cached_tokens == 8 * 512
     read_s = 0.001 + 8 * 512 * 327_680 / 2 / 100e9  # slower than from the own DRAM, at 128

@@ -180,15 +180,7 @@ def two_nodes(d0_runs: int, rate: float = 1e8, **config: object) -> Conductor:
             )
         )
         events.append(
-            WorkerUp(
-                worker(
-                    f"d{n}",
-                    "decode",
-                    f"s{n}",
-                    slots_max=99,
-                    transfer_bytes_per_s=rates,
-                )
-            )
+            WorkerUp(worker(f"d{n}", "decode", f"s{n}", slots_max=99, transfer_bytes_per_s=rates))
         )
     events.append(WorkerReported(report("d0", running=d0_runs)))
     return conductor(events, **{"tbt_slo_s": 9.0, **config})

@@ -133,11 +133,7 @@ def test_text_from_a_server_stays_text() -> None:
             sample(0.0),
             sample(1.0),
             Sample(
-                2.0,
-                {
-                    f"mooncake_queue_tokens{{model={json.dumps(HOSTILE)}}}": 1.0,
-                    HOSTILE: 2.0,
-                },
+                2.0, {f"mooncake_queue_tokens{{model={json.dumps(HOSTILE)}}}": 1.0, HOSTILE: 2.0}
             ),
         ],
     )

@@ -40,9 +40,7 @@ NOT_MEASURED, NO_BURST = PrefixSources(), BurstMeans()
 
 
 def profile(
-    serving: Serving = SERVING,
-    sources: PrefixSources = NOT_MEASURED,
-    burst: BurstMeans = NO_BURST,
+    serving: Serving = SERVING, sources: PrefixSources = NOT_MEASURED, burst: BurstMeans = NO_BURST
 ) -> Profile:
     prefills = [(64, 0), (512, 0), (512, 512), (1_000, 1_000), (256, 4_096)]
     decodes = [(1, 80), (4, 2_048), (16, 8_192)]

@@ -99,9 +99,7 @@ def test_a_run_is_good_when_its_limits_were_kept(caplog: pytest.LogCaptureFixtur
     assert "MISSED chat: P90 TTFT 5 s" in caplog.text
 
 
-def test_each_tenant_is_judged_by_itself_if_it_had_a_user(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_each_tenant_is_judged_by_itself_if_it_had_a_user(caplog: pytest.LogCaptureFixture) -> None:
     late = dataclasses.replace(record(ttft_s=9.0), workload="batch/chat")
     records = [dataclasses.replace(record(), workload="acme/chat"), late]
     run = ended(records, tenants="acme,batch,idle", workload="chat", slo_ttft_p90="10x")

@@ -122,9 +122,7 @@ def test_a_pull_whose_source_slot_was_reused_stores_nothing(
     assert store.get(keys) == [None]
 
 
-def test_a_pull_of_copies_that_an_earlier_directory_leased_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_pull_of_copies_that_an_earlier_directory_leased_is_refused(tmp_path: Path) -> None:
     site = SiteProcesses(tmp_path)
     try:
         site.node("a", 1, "--data", "127.0.0.1:0")

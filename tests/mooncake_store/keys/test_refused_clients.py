@@ -183,10 +183,7 @@ def test_a_server_without_keys_is_not_believed(hosts: Hosts) -> None:
 def test_another_version_is_refused_with_both_named(
     directory: DirectoryServer, node: NodeControl, version: int
 ) -> None:
-    requests = {
-        directory.address: directory_protocol.Nodes(),
-        node.address: node_protocol.Ping(),
-    }
+    requests = {directory.address: directory_protocol.Nodes(), node.address: node_protocol.Ping()}
     for address, request in requests.items():
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0

@@ -119,8 +119,7 @@ def test_nothing_goes_in_plain(server: TcpServer, memory: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "causes"),
-    [("stranger", "another cluster"), ("", "uses plain TCP: set MOONCAKE_KEYS")],
+    ("who", "causes"), [("stranger", "another cluster"), ("", "uses plain TCP: set MOONCAKE_KEYS")]
 )
 def test_a_stranger_is_refused_by_name_and_others_are_served_on(
     hosts: Hosts, server: TcpServer, memory: np.ndarray, who: str, causes: str

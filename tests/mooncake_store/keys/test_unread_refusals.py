@@ -103,9 +103,7 @@ def test_an_idle_client_that_is_refused_is_dropped_at_a_look(refuser: Refuser) -
     asked.close()
 
 
-def test_a_refused_way_silences_no_inbox_and_no_other_way_of_the_process(
-    refuser: Refuser,
-) -> None:
+def test_a_refused_way_silences_no_inbox_and_no_other_way_of_the_process(refuser: Refuser) -> None:
     came: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     inbox: Inbox[int] = Inbox(ANY_PORT, msgspec.msgpack.Decoder(int).decode, came.put)
     outbox: Outbox[int] = Outbox(msgspec.msgpack.Encoder().encode)

@@ -16,7 +16,7 @@ from mooncake_store.errors import StoreUnavailable
 from mooncake_store.layout import STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node import spiller as spiller_module
-from mooncake_store.node.spiller import IDLE_S, DELAY_S_MAX, Spiller
+from mooncake_store.node.spiller import DELAY_S_MAX, IDLE_S, Spiller
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.ssd.entries import SsdShape

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mooncake_store.prefix_index.prefix_index import (
-    PAGE_KEYS,
-    SWEPT_PER_CHANGE,
-    PrefixIndex,
-)
+from mooncake_store.prefix_index.prefix_index import PAGE_KEYS, SWEPT_PER_CHANGE, PrefixIndex
 from tests.mooncake_store.makers import chain
 
 

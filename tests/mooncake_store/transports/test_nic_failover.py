@@ -90,11 +90,7 @@ class TwoHosts:
 
     def start(self, host: str, name: str, *words: str) -> Spoken:
         command = self.network.command(host, [sys.executable, "-m", *words])
-        environment = {
-            "MOONCAKE_HOST_IDENTITY": host,
-            "MOONCAKE_INSECURE": "1",
-            **self.more,
-        }
+        environment = {"MOONCAKE_HOST_IDENTITY": host, "MOONCAKE_INSECURE": "1", **self.more}
         made = Spoken(command, environment, self.folder / f"{name}.log")
         self._closers.append(made.close)
         return made

@@ -19,12 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.engine.torch.gpu.paged_plan import (
-    Integers,
-    PagedAttend,
-    PagedSequences,
-    StaticAttend,
-)
+from backends.engine.torch.gpu.paged_plan import Integers, PagedAttend, PagedSequences, StaticAttend
 from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 

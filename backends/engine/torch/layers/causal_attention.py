@@ -15,11 +15,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from backends.engine.torch import onednn
@@ -44,11 +40,7 @@ def serves(queries: torch.Tensor, context_tokens: int) -> bool:
 
 
 def causal_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    start: int,
-    out: torch.Tensor,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
     """queries [n, kv_heads, shared, D] of a request's tokens from `start` on -> out.
 

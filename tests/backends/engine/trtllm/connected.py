@@ -39,11 +39,7 @@ class Connected:
         **arguments: Any,
     ) -> None:
         from tensorrt_llm._fake.executor import Executor
-        from tensorrt_llm.llmapi.llm_args import (
-            KvCacheConfig,
-            KvCacheConnectorConfig,
-            TorchLlmArgs,
-        )
+        from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig, TorchLlmArgs
 
         self.shape, self.block_tokens = shape, block_tokens
         token_bytes = shape.layers * shape.kv_factor * shape.kv_heads * shape.head_bytes

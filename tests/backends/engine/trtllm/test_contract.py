@@ -61,9 +61,7 @@ def test_the_stand_in_has_the_api_at_one_place(base: str, trtllm: str) -> None:
 
 
 @pytest.mark.parametrize("witness", WITNESSES, ids=lambda each: f"{each['wheel']}-{each['class']}")
-def test_a_working_connector_has_the_methods_that_are_written_down(
-    witness: dict[str, Any],
-) -> None:
+def test_a_working_connector_has_the_methods_that_are_written_down(witness: dict[str, Any]) -> None:
     api = API[witness["base"]]
     for name, arguments in witness["methods"].items():
         if name in api:

@@ -22,13 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.trtllm.block_pages import (
-    BlockPages,
-    Move,
-    SlotUse,
-    place_of,
-    size_problems,
-)
+from backends.engine.trtllm.block_pages import BlockPages, Move, SlotUse, place_of, size_problems
 from backends.engine.trtllm.copier import (
     Copier,
     CopyAttributes,

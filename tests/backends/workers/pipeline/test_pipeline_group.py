@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 
 from backends.errors import ConfigError
-from backends.workers.pipeline.group import (
-    BEGIN_AGAIN_S,
-    SILENT_S,
-    PipelineGroup,
-    refuse_mistakes,
-)
+from backends.workers.pipeline.group import BEGIN_AGAIN_S, SILENT_S, PipelineGroup, refuse_mistakes
 from mooncake_store.records.membership import WorkerInfo
 
 STAGES = 3

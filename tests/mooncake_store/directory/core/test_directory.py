@@ -31,13 +31,7 @@ from mooncake_store.records.events import (
     NodeUp,
 )
 from mooncake_store.wire.directory_protocol import NOTES_BYTES_MAX
-from tests.mooncake_store.makers import (
-    BLOCK_BYTES,
-    chain,
-    directory_with,
-    node_info,
-    put,
-)
+from tests.mooncake_store.makers import BLOCK_BYTES, chain, directory_with, node_info, put
 
 
 def allocated(directory: Directory, key: bytes, owner: str = "w", now_s: float = 0.0) -> Slot:

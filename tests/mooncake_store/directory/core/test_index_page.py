@@ -42,11 +42,7 @@ def test_a_snapshot_without_blocks_says_where_the_events_go_on() -> None:
     put(directory, chain(3))
     whole, light = directory.snapshot(0.0), directory.snapshot(0.0, with_blocks=False)
     assert len(whole.holders) == 3 and light.holders == ()
-    assert (light.epoch, light.sequence, light.nodes) == (
-        whole.epoch,
-        whole.sequence,
-        whole.nodes,
-    )
+    assert (light.epoch, light.sequence, light.nodes) == (whole.epoch, whole.sequence, whole.nodes)
 
 
 def test_a_replica_filled_by_pages_between_events_has_nothing_that_is_not_so(seed: int) -> None:
