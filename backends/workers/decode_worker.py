@@ -213,7 +213,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             arrival.is_loading = True
         try:
             self._loader.load_announced(arrival, message)
-        except Exception as error:  # edge: `_load_rest` reads the layer later
+        except Exception as error:  # Catch all: `_load_rest` reads the layer later
             log.warning("an announced layer was not read: %s", error)
         finally:
             with self.lock:
@@ -266,7 +266,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 job.saved = self.writer.save(put)
         except (ServingError, StoreError) as problem:
             error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem}")
-        except Exception as problem:  # edge: the pages must be released in any case
+        except Exception as problem:  # Catch all: release the pages in any case
             log.exception("saving %s failed", job.request_id)
             error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem!r}")
         with self.lock:
@@ -301,7 +301,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                     if has_news and self._is_update_due(job, gaps_s, now_s):
                         job.update_sent_s = now_s
                         self._updates[job.request.reply_inbox].append(job.take_update())
-                except Exception as error:  # edge: one request must not fail others in the batch
+                except Exception as error:  # Catch all: a request must not fail the batch
                     self.fail(job, error)
                 if job.filled:
                     self.put_saved(job)

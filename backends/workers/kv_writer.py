@@ -172,7 +172,7 @@ class KvWriter:
     def _do(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except Exception:  # edge: the writer must outlive any one request
+        except Exception:  # Catch all: the writer must outlive any one request
             log.exception("a write to the store failed")
 
     def _guard(self, put: BlockPut, action: Callable[[], None]) -> None:
@@ -188,7 +188,7 @@ class KvWriter:
                 put.error = error
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")
-        except Exception as error:  # edge: an unknown part of the request is written
+        except Exception as error:  # Catch all: an unknown part is written
             of_request = {"request_id": put.request_id}
             log.exception("a write of %s failed", put.request_id, extra=of_request)
             put.error = WorkerUnavailable(f"the request's KV was not written: {error!r}")

@@ -298,7 +298,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
                 if remote := prefix.remote(self.config.store_node):
                     self.writer.layer_done(job.put, remote, layer)
-        except Exception as problem:  # edge: one request must not end the loader's thread
+        except Exception as problem:  # Catch all: keep the loader's thread
             error = self._load_error(job, problem)
         took_s = time.monotonic() - started_s
         with self.lock:

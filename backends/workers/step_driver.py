@@ -74,7 +74,7 @@ def take_step(
     watch.began(time.monotonic(), predicted_s)
     try:
         step()
-    except Exception as error:  # edge: a failed step fails its requests, not the worker
+    except Exception as error:  # Catch all: only the requests fail
         log.exception("a step of %s failed", worker.process.worker_id)
         for job in jobs:
             worker.fail(job, error)
@@ -184,7 +184,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         """Sample and send the first token of a computed prompt. None if sampling fails."""
         try:
             token_id = self._sample(job, logits)
-        except Exception as error:  # edge: one request must not fail others in the batch
+        except Exception as error:  # Catch all: a request must not fail the batch
             self._worker.fail(job, error)
             return None
         job.computed_at_s = time.monotonic()
@@ -293,7 +293,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
                 if drawn.logprobs is not None:
                     job.drawn_logprobs.append(drawn.logprobs)
                 tokens_of.append((job, (drawn.token_id,)))
-            except Exception as error:  # edge: one request must not fail others in the batch
+            except Exception as error:  # Catch all: a request must not fail the batch
                 self._worker.fail(job, error)
         return tokens_of
 

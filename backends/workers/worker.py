@@ -242,7 +242,7 @@ class JobWorker(ABC, Generic[J]):
                 self._guiding.submit(self._load, job, self._guide)
             else:
                 self.driver.start(job)
-        except Exception as problem:  # edge: one request must not end the loader's thread
+        except Exception as problem:  # Catch all: keep the loader's thread
             error = self._load_error(job, problem)
             with self.lock:
                 job.is_loading = False

@@ -146,7 +146,7 @@ class WorkerProcess:
         for message in messages:
             try:
                 self._on_message(message)
-            except Exception:  # edge: one bad message must not drop the others
+            except Exception:  # Catch all: one bad message must not drop the others
                 log.exception("a message failed: %s", type(message).__name__)
 
     def join(self) -> None:
@@ -309,7 +309,7 @@ def end_process(*steps: Callable[[], None]) -> None:
         for step in steps:
             try:
                 step()
-            except Exception:  # edge: the process exits in any case
+            except Exception:  # Catch all: the process exits in any case
                 log.exception("a step before the exit failed")
         is_done.set()
 

@@ -83,7 +83,7 @@ class PipelinePrefill(StagePrefill):
         while not self._is_closed.wait(LOOK_S):
             try:
                 self._look(self._registered(), time.monotonic())
-            except Exception:  # edge: an unsupervised group would never become complete again
+            except Exception:  # Catch all: the group must stay supervised
                 if self._worker.is_closing:  # the directory client is closed by now
                     return
                 log.exception("supervising pipeline group %s", self.config.pipeline_group)

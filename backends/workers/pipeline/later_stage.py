@@ -171,7 +171,7 @@ class StageWorker:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # edge: the group starts a new epoch, this stage stays in service
+            except Exception:  # Catch all: the group starts a new epoch
                 log.exception("%s failed", self._name)
                 self._lose_place()
 
@@ -237,7 +237,7 @@ class StageWorker:
             # No stage may compute in these pages before the end of a late read.
             while self._loader.pending_pages().intersection(wanted.pages):
                 time.sleep(LATE_READ_WAIT_S)
-        except Exception:  # edge: the prefix is computed again
+        except Exception:  # Catch all: the prefix is computed again
             log.exception("%s: loading a prefix failed", self._name)
         finally:
             with self._lock:
@@ -269,7 +269,7 @@ class StageWorker:
         self.process.watch.began(started_s, predicted_s)
         try:
             self._compute(step, np.frombuffer(hidden, np.uint8))
-        except Exception as error:  # edge: a failed step fails its requests, not the worker
+        except Exception as error:  # Catch all: only the requests fail
             log.exception("a step of %s failed", self.process.worker_id)
             self._pass_on_failure(step, f"{self._name}: {error}")
         finally:
@@ -365,6 +365,6 @@ def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn
         return draw(logits, sampling, len(output), prompt, output, guide), ""
     except InvalidRequest as error:  # the request's schema is invalid at every worker
         return NO_TOKEN, error.wire_message()
-    except Exception as error:  # edge: see above
+    except Exception as error:  # Catch all: as above
         log.exception("sampling of %s failed", work.request_id)
         return NO_TOKEN, f"sampling failed: {error!r}"

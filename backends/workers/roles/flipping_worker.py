@@ -118,7 +118,7 @@ class FlippingWorker:
             if not self._may_leave(worker) or not self._drained(worker):
                 worker.is_changing = False
                 return
-        except Exception:  # edge: the worker continues to serve in its role
+        except Exception:  # Catch all: keep serving in this role
             log.exception("%s keeps its role", name)
             worker.is_changing = False
             return
@@ -131,7 +131,7 @@ class FlippingWorker:
             self._worker = changed
             log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
             self.on_change(changed)
-        except Exception:  # edge: a worker without a role exits, and the launcher restarts it
+        except Exception:  # Catch all: without a role, exit and restart
             log.exception("%s could not take the role %s", name, role)
             end_process(self._parts.close)
 
