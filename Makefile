@@ -25,7 +25,7 @@ test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-
 test-quick: $(READY)  ## the tests that start no server, in less than two minutes
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 $(ARGS)
 
-test-long: $(READY)  ## torture, freezes, full disks, whole traces: what `make test` leaves out
+test-long: $(READY)  ## torture, freezes, full disks, whole traces, slow servers: what `make test` leaves out
 	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve $(ARGS)
 
 test-fallbacks: $(READY)  ## the store's tests without native code, without the index replica, without both

@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.server_processes import processes_of, stub_of
 
+pytestmark = pytest.mark.long  # tests/backends/workers/test_hung_worker.py is its quick form
+
 MODEL = Path(__file__).with_name("hanging_model.py")
 TOKENS = 1_000  # of an answer whose engine hangs: it must not be there before that
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")

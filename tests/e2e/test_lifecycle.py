@@ -94,6 +94,7 @@ def test_who_sees_the_conductor_ready_is_answered_and_a_signal_ends_everything_m
         stream.leave()
 
 
+@pytest.mark.long
 def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]) -> None:
     server = serve()
     left = children(server)
@@ -106,6 +107,7 @@ def test_a_killed_launcher_takes_everything_with_it(serve: Callable[..., Server]
     after.stop()
 
 
+@pytest.mark.long
 def test_ctrl_c_during_the_cleanup_of_a_failed_start_leaves_nothing(
     serve: Callable[..., Server],
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_full_shared_memory_is_refused_before_anything_starts(
     assert_refused(server, "/dev/shm has", "MiB free", "--store-bytes")
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_refused_with_the_reason(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ from loadtest.simulator.cluster.job import offered_of
 from tests.e2e.server import Server, running, wait_until
 from tests.e2e.server_processes import stub_of
 
+pytestmark = pytest.mark.long
+
 EXTRACT = Path(__file__).parents[1] / "data" / "conversation_turns.jsonl"
 RECORDED = "mooncake_recorded_requests_total"
 WITHIN = {"max_tokens": 4, "end_id": -1}

@@ -20,6 +20,8 @@ from tests.backends.small_tokenizers import DEMO
 from tests.e2e.load import Load, assert_all_answered, prompt
 from tests.e2e.server import Answer, Server, running, wait_until
 
+pytestmark = pytest.mark.long
+
 TOKENS, PROMPTS = 8, 6
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
 OTHER = {"prefill": "decode", "decode": "prefill"}

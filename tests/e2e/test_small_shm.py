@@ -15,6 +15,8 @@ from tests.e2e.server import Server, running, wait_until
 from tests.e2e.server_processes import process_of
 from tests.e2e.test_pools import B, ask, directory_address
 
+pytestmark = pytest.mark.long
+
 README_BYTES = 3 * 2**30
 PYTHON = """#!/bin/sh
 exec unshare -m sh -c 'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"' {python} "$@"

@@ -12,6 +12,8 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.records.status import DirectoryStats
 from tests.e2e.server import Server, running, wait_until
 
+pytestmark = pytest.mark.long
+
 BLOCK_TOKENS = 64
 PROMPT_BLOCKS = 12
 PROMPTS = 24  # 24 x 12 blocks of 128 KiB on two nodes of 12 MiB

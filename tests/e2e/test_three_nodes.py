@@ -25,6 +25,8 @@ from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.server_processes import process_of, stub_of
 from tests.e2e.test_pools import B, ask, demo_block_bytes, directory_address, nixl_read_bytes
 
+pytestmark = pytest.mark.long
+
 BLOCKS = 100
 SENDS_MAX = 6  # of the quicker node, while the slower one sends once
 STARTS_MAX = 5

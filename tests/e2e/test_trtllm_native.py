@@ -12,6 +12,8 @@ from tests.e2e.server import Server, leftovers, wait_until
 from tests.e2e.test_trtllm import PAGE, TOKENS, B, ask, prompt
 from tests.e2e.trtllm import expected, serving, set_parameter
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:

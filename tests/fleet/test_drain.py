@@ -14,7 +14,7 @@ from tests.fleet.conftest import LONG_TOKENS
 from tests.fleet.site import BACK_S_MAX, Fleet
 from tests.fleet.test_fleet import LONG_BEFORE, fresh_prompt, rest_of, wait_whole
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def cluster(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from tests.e2e.server import Answer, Stream, wait_until
 from tests.fleet.site import BACK_S_MAX, Fleet
 from tests.fleet.test_fleet import LONG_BEFORE, fresh_prompt, wait_whole
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 # More than the reference, so that both pages can be read, and one be killed, in time.
 ENDLESS_TOKENS = 7_000
 BATCHES = "mooncake_routing_note_batches_total"
