@@ -68,7 +68,7 @@ def test_the_state_of_the_store_is_a_table_or_a_line_of_json(site: SiteProcesses
 def test_a_drained_node_can_be_stopped_without_loss(site: SiteProcesses, file: Path) -> None:
     assert typed(site, "put", "kept", str(file), "--node", "s0").exit_code == 0
     said = typed(site, "drain", "s0")
-    assert said.exit_code == 0 and "it can be stopped" in said.output
+    assert said.exit_code == 0 and "s0 can be stopped" in said.output
     (one, two) = json.loads(typed(site, "stat", "kept", "--json").output)["kept"]
     assert {one["node_id"], two["node_id"]} == {"s0", "s1"}
     refused = typed(site, "put", "more", str(file), "--node", "s0")
@@ -88,7 +88,7 @@ def test_pins_and_quotas_are_set_by_name(site: SiteProcesses, file: Path) -> Non
     assert json.loads(typed(site, "stat", "--json").output)["pins"] == 1
     assert typed(site, "pin", "big", "--kind", "none").exit_code == 0
     odd = typed(site, "pin", "big", "--kind", "rusty")
-    assert odd.exit_code == 1 and "none, soft or hard" in odd.output
+    assert odd.exit_code == 1 and "none, soft, hard" in odd.output
     typed(site, "remove", "big")
 
 

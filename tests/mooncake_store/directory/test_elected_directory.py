@@ -215,6 +215,6 @@ def test_an_address_that_clients_cannot_reach_must_be_replaced(
 ) -> None:
     arguments = ["--address", "tcp://0.0.0.0:7001", "--events", "tcp://0.0.0.0:7002"]
     assert main([*arguments, "--etcd", election]) == 1
-    assert "give --advertise ADDRESS,EVENTS" in capsys.readouterr().err
+    assert "set --advertise ADDRESS,EVENTS" in capsys.readouterr().err
     assert main([*arguments, "--etcd", "127.0.0.1:2379"]) == 1
     assert "use etcd://HOST:PORT" in capsys.readouterr().err

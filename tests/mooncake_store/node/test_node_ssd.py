@@ -234,7 +234,7 @@ def test_a_node_without_room_on_its_disk_serves_from_dram(
     assert site.client.allocate("s0", KEYS[:1], "w", 9.0, size_bytes=BLOCK).covered == 1
     process.terminate()
     _, said = process.communicate(timeout=PATIENCE_S)
-    assert "goes on without its SSD" in said and process.returncode == 0
+    assert "serves without its SSD" in said and process.returncode == 0
 
 
 def test_a_manifest_of_another_release_stops_the_node_until_it_is_told_to_reset(

@@ -53,7 +53,7 @@ def test_what_was_sealed_is_opened_by_the_same_secret_only() -> None:
     for stranger in (sealed(b"data", SECRET[::-1]), sealed(b"data", ""), b"data", b""):
         with pytest.raises(RequestInvalid, match="another secret"):
             opened(stranger, SECRET)
-    with pytest.raises(RequestInvalid, match="no message of a mooncake process"):
+    with pytest.raises(RequestInvalid, match="not a message of a mooncake process"):
         opened(SECRET.encode() + b"garbage", SECRET)
 
 
