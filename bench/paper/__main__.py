@@ -55,7 +55,6 @@ from loadtest.simulator.command import (
     Measured,
     Policies,
     Prefills,
-    profile_at,
 )
 from loadtest.simulator.experiment_page import ABOUT as SIMULATED
 from loadtest.simulator.experiment_page import (
@@ -212,25 +211,25 @@ def main(
         drawing = "--all" if every else "--plot" if picture is not None else "--report"
         require("report", f"`python -m bench.paper {drawing}`")
     with reasons_shown("simulate", SimulationRefused, TraceError, OSError):
-        options = SimulationOptions(
+        options = SimulationOptions.typed(
             folder=traces,
-            traces=tuple(trace or ()),
-            policies=tuple(policy or ()),
-            admissions=tuple(admission or ()),
-            speeds=tuple(speed or ()),
-            blocks=tuple(blocks or ()),
+            traces=trace,
+            policies=policy,
+            admissions=admission,
+            speeds=speed,
+            blocks=blocks,
             requests=requests,
             seed=seed,
             prefills=prefills,
             decodes=decodes,
             picture=picture,
-            changes=tuple(changes or ()),
+            changes=changes,
             peer_python=peer_python,
-            frontends=tuple(frontend_counts or ()),
-            notes_latencies_s=tuple(notes_latency_s or ()),
+            frontends=frontend_counts,
+            notes_latencies_s=notes_latency_s,
             jobs=jobs,
-            kept=None if kept == "none" else Path(kept),
-            profile=profile_at(profile),
+            kept=kept,
+            profile=profile,
             length_scale=length_scale,
         )
         if every:

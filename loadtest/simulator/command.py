@@ -15,7 +15,6 @@ import typer
 
 from backends.extras import require
 from loadtest.harness.result import Result, Target
-from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceError
 from loadtest.results.digest import digest_of
 from loadtest.results.recording import Recording
@@ -29,7 +28,6 @@ from loadtest.simulator.options import (
     progress_bar,
     reasons_shown,
 )
-from loadtest.simulator.profiled import read_profile
 
 
 class Experiment(str, Enum):
@@ -152,23 +150,23 @@ def simulate(
     with reasons_shown("simulate", SimulationRefused, TraceError, OSError):
         if is_all:
             raise moved("all")
-        options = SimulationOptions(
+        options = SimulationOptions.typed(
             folder=traces,
-            traces=tuple(trace or ()),
-            policies=tuple(policy or ()),
-            admissions=tuple(admission or ()),
-            speeds=tuple(speed or ()),
-            blocks=tuple(blocks or ()),
+            traces=trace,
+            policies=policy,
+            admissions=admission,
+            speeds=speed,
+            blocks=blocks,
             requests=requests,
             seed=seed,
             prefills=prefills,
             decodes=decodes,
             is_directory=directory,
             picture=picture,
-            changes=tuple(changes or ()),
+            changes=changes,
             jobs=jobs,
-            kept=None if kept == "none" else Path(kept),
-            profile=profile_at(profile),
+            kept=kept,
+            profile=profile,
             length_scale=length_scale,
         )
         result = answer(chosen(experiment, options), options, report)
@@ -197,15 +195,6 @@ def moved(name: str) -> SimulationRefused:
     return SimulationRefused(
         f"{option} has moved: `python -m bench.paper {option}`, in a clone of the repository"
     )
-
-
-def profile_at(path: Path | None) -> Profile | None:
-    if path is None:
-        return None
-    try:
-        return read_profile(path)
-    except (OSError, ValueError) as problem:
-        raise SimulationRefused(f"--profile {path}: {problem}") from None
 
 
 def answer(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -17,7 +18,7 @@ from loadtest.harness.result import Cell, Target
 from loadtest.profile.profile import Profile
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.site import ClusterSettings
-from loadtest.simulator.profiled import settings_of
+from loadtest.simulator.profiled import read_profile, settings_of
 from loadtest.simulator.runs import Begin, RunsStopped, TraceSource
 
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
@@ -66,6 +67,20 @@ class SimulationOptions:
             raise SimulationRefused(f"--plot {self.picture}: the name must end in {SUFFIXES}")
 
         self.changed(ConductorConfig())  # a wrong option fails before anything runs
+
+    @classmethod
+    def typed(cls, kept: str, profile: Path | None, **given: Any) -> SimulationOptions:
+        """The values of a command's options; `given` has the other fields by name.
+
+        A repeatable option is a list, or None without a value. SimulationRefused for a profile
+        that cannot be read.
+        """
+        repeatable = {each.name for each in fields(cls) if each.default == ()}
+        return cls(
+            kept=None if kept == "none" else Path(kept),
+            profile=_profile_at(profile),
+            **{name: tuple(v or ()) if name in repeatable else v for name, v in given.items()},
+        )
 
     def changed(self, config: ConductorConfig) -> ConductorConfig:
         """The experiment's conductor settings with the user's changes."""
@@ -164,6 +179,15 @@ class SimulationOptions:
             if found.is_file():
                 return found
         raise SimulationRefused(f"{path} is not there; fetch it from {WHERE}")
+
+
+def _profile_at(path: Path | None) -> Profile | None:
+    if path is None:
+        return None
+    try:
+        return read_profile(path)
+    except (OSError, ValueError) as problem:
+        raise SimulationRefused(f"--profile {path}: {problem}") from None
 
 
 NO_OPTIONS = SimulationOptions()
