@@ -61,9 +61,9 @@ def assert_in_time(seen: list[dict[str, Any]], stops: list[Stop]) -> None:
 def assert_kept(site: ChaosSite, seen: list[dict[str, Any]], settled_s: float = SETTLED_S) -> int:
     """Every block that s0 was given and confirmed is readable within `settled_s`.
 
-    Perhaps not at once: a node that stood still may pass for dead a moment after it goes on, since
-    its next report is up to a second away. Its blocks are misses until it has said what it holds.
-    Nobody stores a sole copy twice, so what comes back was never lost.
+    A node that was frozen may count as dead until its next report, at most a second later. Its
+    blocks are misses until the node has reported its inventory. No client stores a sole copy twice,
+    so a copy that is found again was never lost.
     """
     keys = [bytes.fromhex(note["key"]) for note in seen if note["kind"] == "kept"]
     assert len(keys) == len(set(keys))

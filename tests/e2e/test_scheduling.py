@@ -117,8 +117,8 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
 
 
 def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: Server) -> None:
-    """Any batch of two is too slow here. Both decode workers are idle and take whatever comes; who
-    comes next is told before its prompt is computed."""
+    """Any batch of two is too slow here. Both idle decode workers accept one request each; the next
+    request is rejected before its prompt is computed."""
     set_parameters(
         server.repository,
         "conductor",

@@ -1,7 +1,7 @@
 """A client that reserves slots ahead, as ReservedSlots and Putter do: marked, confirmed, written.
 
-It asks nobody before it writes. So until its lease ends, by its own reckoning, a write into a
-slot that was confirmed may hit nobody else's, whatever became of directory and node meanwhile.
+The client sends no request before it writes. Until its lease ends by its own clock, a write into a
+confirmed slot must not reach a block of another client, even if directory or node have restarted.
 
 Not here: writers that ask for each slot (jobs.py).
 """

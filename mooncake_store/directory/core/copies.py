@@ -98,6 +98,7 @@ class CopyTable:
     ) -> HeldCopy | None:
         """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded
         when the quota is full and the tenant's own blocks cannot be evicted."""
+        assert key not in holder.writing, f"{key.hex()} is being written already"
         self.make_tenant_room(tenant, size_bytes)
         kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
