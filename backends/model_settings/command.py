@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -39,7 +38,6 @@ from backends.model_settings.running_system import (
     REFUSED,
     REPLACED,
     Ask,
-    ReloadOutcome,
     RunningSettings,
     ask_at,
     named_or_served,
@@ -48,8 +46,8 @@ from backends.model_settings.running_system import (
 from backends.shipped import DEFAULT_REPOSITORY, shipped_repository
 from mooncake_store.cli.arguments import parse_nodes
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+console = Console(highlight=False, markup=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 EARLIER_S_MAX = 30.0  # limit of the wait for an earlier edit
 READY_S_MAX = 300.0  # as in `mooncake serve`, because a large checkpoint loads slowly
 
@@ -91,11 +89,11 @@ def check(
         console.file.write(json.dumps(asdict(found)) + "\n")
     else:
         for note in found.notes:
-            _print_line(f"note: {note}")
+            console.print(f"note: {note}")
         for mistake in found.mistakes:
-            _print_line(mistake)
+            console.print(mistake)
         count = len(found.mistakes)
-        _print_line(
+        console.print(
             f"{model_repository}: {count} mistake{'s' * (count != 1)}"
             if count
             else f"{model_repository} is right: {', '.join(texts)}"
@@ -123,11 +121,11 @@ def diff(
         console.file.write(json.dumps(content) + "\n")
         return
     for each in found:
-        _print_line(str(each))
+        console.print(str(each))
     if not found:
-        _print_line(f"{model_repository} has only default values")
+        console.print(f"{model_repository} has only default values")
     for line in elsewhere:
-        _print_line(line)
+        console.print(line)
 
 
 def served_otherwise(running: RunningSettings) -> list[str]:
@@ -168,7 +166,7 @@ def set_values(
     """
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
-    with sole_setter(model_repository, _print_line):
+    with sole_setter(model_repository, console.print):
         _set(assignments, model_repository, ask, ready_s_max)
 
 
@@ -179,13 +177,13 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
         edit = plan_edit(texts, assignments, facts_beside(model_repository), running)
     except EditRefused as refused:
         for problem in refused.problems:
-            errors.print(problem, markup=False, soft_wrap=True)
+            errors.print(problem)
         _fail("nothing was changed")
     if not edit.changes:
-        _print_line("all parameters have these values already: nothing was changed")
+        console.print("all parameters have these values already: nothing was changed")
         return
     for change in edit.changes:
-        _print_line(str(change))
+        console.print(str(change))
     if running is not None:
         _wait_for_earlier_edits(running, edit, ask, ready_s_max)
     try:
@@ -193,7 +191,7 @@ def _set(assignments: list[str], model_repository: Path, ask: Ask, ready_s_max: 
     except ConfigError as error:
         _fail(f"{error}\nnothing was changed")
     if running is None:
-        _print_line("written; no running system serves these files, so the next start uses them")
+        console.print("written; no running system serves these files, so the next start uses them")
         return
     _follow(edit, texts, model_repository, running, ask, ready_s_max)
 
@@ -209,46 +207,36 @@ def _follow(
     """Print the outcome of each edited model; exits with status 1 unless all of them are served."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
-        _print_line(f"{model} is written, but not served (--prefill or --decode is lower)")
+        console.print(f"{model} is written, but not served (--prefill or --decode is lower)")
     with console.status("waits for the running system ..."):
         found = wait_for(
-            _digests(served),
+            {model: digest(text.encode("utf-8", BYTES)) for model, text in served.items()},
             ask,
             ready_s_max,
             lambda model: _texts(repository).get(model) == served[model],
         )
-    for each in found:
-        if each.outcome == LOADED:
-            _print_line(f"{each.model} serves with it; running requests are not interrupted")
-    if refused := [each for each in found if each.outcome == REFUSED]:
-        _take_back(refused, edit, texts, repository)
-    replaced = [each.model for each in found if each.outcome == REPLACED]
-    if replaced:
-        errors.print(
-            f"{', '.join(replaced)}: replaced by another edit; see `mooncake config diff`",
-            markup=False,
-            soft_wrap=True,
-        )
-    late = [each.model for each in found if each.outcome == PENDING]
-    if late:
+    models = {
+        outcome: [model for model, state in found.items() if state.outcome == outcome]
+        for outcome in (LOADED, REFUSED, REPLACED, PENDING)
+    }
+    for model in models[LOADED]:
+        console.print(f"{model} serves with it; running requests are not interrupted")
+    for model in models[REFUSED]:
+        errors.print(f"{model} refused it: {found[model].reason}")
+        # The file would not load at the next start either. Keep it if it was edited again.
+        if _texts(repository).get(model) == edit.texts[model]:
+            write_text(repository, model, texts[model])
+    if refused := ", ".join(models[REFUSED]):
+        _fail(f"{refused}: the old settings stay in use, and the files are restored")
+    if replaced := ", ".join(models[REPLACED]):
+        errors.print(f"{replaced}: replaced by another edit; see `mooncake config diff`")
+    if late := ", ".join(models[PENDING]):
         _fail(
-            f"{', '.join(late)}: written, but the running system reported no outcome within "
+            f"{late}: written, but the running system reported no outcome within "
             f"{ready_s_max:.0f} s, or ended; see its terminal and its logs"
         )
     if replaced:
         sys.exit(1)
-
-
-def _take_back(
-    refused: Sequence[ReloadOutcome], edit: SettingsEdit, texts: dict[str, str], repository: Path
-) -> NoReturn:
-    """Restore the files of refused models, because they would not load at the next start."""
-    for each in refused:
-        errors.print(f"{each.model} refused it: {each.reason}", markup=False, soft_wrap=True)
-        if _texts(repository).get(each.model) == edit.texts[each.model]:
-            write_text(repository, each.model, texts[each.model])
-    models = ", ".join(each.model for each in refused)
-    _fail(f"{models}: the old settings stay in use, and the files are restored")
 
 
 def _wait_for_earlier_edits(
@@ -265,12 +253,8 @@ def _wait_for_earlier_edits(
         if model in edit.texts and state.outcome == PENDING
     }
     if busy:
-        _print_line(f"waits for an earlier edit of {', '.join(busy)}")
+        console.print(f"waits for an earlier edit of {', '.join(busy)}")
         wait_for(busy, ask, min(ready_s_max, EARLIER_S_MAX))
-
-
-def _digests(texts: dict[str, str]) -> dict[str, str]:
-    return {model: digest(text.encode("utf-8", BYTES)) for model, text in texts.items()}
 
 
 def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
@@ -278,7 +262,7 @@ def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
     running = ask()
     if running is None or running.serves(repository):
         return running
-    _print_line(f"note: the running system serves {running.repository}")
+    console.print(f"note: the running system serves {running.repository}")
     return None
 
 
@@ -296,11 +280,6 @@ def _file(model: str, text: str) -> ModelFile:
         _fail(str(error))
 
 
-def _print_line(line: str) -> None:
-    """Print a line without markup and without wrapping."""
-    console.print(line, markup=False, soft_wrap=True)
-
-
 def _fail(reason: str) -> NoReturn:
-    errors.print(reason, markup=False, soft_wrap=True)
+    errors.print(reason)
     sys.exit(1)

@@ -74,23 +74,18 @@ def plan_edit(
                     problems.append(f"{model}.{parameter} is set twice: {before!r} and {value!r}")
         except ConfigError as error:
             problems.append(str(error))
-    files: dict[str, ModelFile] = {}
-    for model in wanted:
-        try:
-            files[model] = read_model_file(model, texts[model])
-        except ConfigError as error:
-            problems.append(str(error))
-    changes = [change for model, file in files.items() for change in _changes(file, wanted[model])]
-    changes = [change for change in changes if change.before != change.after]
+    changes: list[ValueChange] = []
     new_texts: dict[str, str] = {}
-    for model, file in files.items():
-        own = {each.parameter: each.after for each in changes if each.model == model}
+    for model, values in wanted.items():
         try:
+            file = read_model_file(model, texts[model])
+            own = [change for change in _changes(file, values) if change.before != change.after]
+            changes += own
             if own:
-                new_texts[model] = changed(file, own)
+                new_texts[model] = changed(file, {each.parameter: each.after for each in own})
         except ConfigError as error:
             problems.append(str(error))
-    problems += _new_mistakes(texts, {**texts, **new_texts}, files, checkpoint, running)
+    problems += _new_mistakes(texts, {**texts, **new_texts}, wanted, checkpoint, running)
     if running is not None:
         problems += not_live(changes, running)
     if problems:
@@ -133,12 +128,12 @@ def _assigned(
         raise ConfigError(f"{assignment!r}: write {FORM}")
     models = [model for model in texts if fnmatchcase(model, pattern)]
     made = running.made.get(pattern) if running is not None else None
-    if not models and made:
-        raise ConfigError(
-            f"{pattern} has no folder and is made from {made}: give it a folder to change it alone "
-            f"(cp -r {made} {pattern}), or change {made}"
-        )
     if not models:
+        if made:
+            raise ConfigError(
+                f"{pattern} has no folder and is made from {made}: give it a folder to change it "
+                f"alone (cp -r {made} {pattern}), or change {made}"
+            )
         raise ConfigError(f"there is no model {pattern!r}{did_you_mean(pattern, set(texts))}")
     if any(character in pattern for character in PATTERN):
         models = [
@@ -165,16 +160,11 @@ def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING
         file = read_model_file(model, text)
     except ConfigError:
         return set()
-    names = {each.name for cls in classes_of(file)[0] for each in fields(cls)}
+    names = set(defaults_of(file))
     if file.is_worker:
         for more in settings:
-            names |= {each.name for cls in _classes_with(file, more) for each in fields(cls)}
+            names |= defaults_of(replace(file, parameters={**file.parameters, **more})).keys()
     return names
-
-
-def _classes_with(file: ModelFile, more: Mapping[str, str]) -> tuple[type, ...]:
-    classes: tuple[type, ...] = classes_of(replace(file, parameters={**file.parameters, **more}))[0]
-    return classes
 
 
 def _changes(file: ModelFile, wanted: Mapping[str, str]) -> Iterator[ValueChange]:

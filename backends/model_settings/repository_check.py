@@ -32,7 +32,13 @@ from backends.model_settings.model_file import TAKE_ANOTHER, ModelFile, read_mod
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
-TOKENIZER_BACKENDS = ("preprocessing", "postprocessing")
+# Backend -> its configuration classes. Those of workers depend on their parameters.
+CLASSES: Mapping[str, tuple[type[Any], ...]] = {
+    "conductor": (FrontendConfig, ConductorConfig),
+    "preprocessing": (TokenizerConfig,),
+    "postprocessing": (TokenizerConfig,),
+}
+STAGES_MAX = 1024  # larger numbers of pipeline stages are cut to this one
 # Parameters that must be equal in a pipeline group, in addition to the fingerprint.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
@@ -111,14 +117,11 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
-    """The configuration classes of a model; () for models of other backends."""
+    """The configuration classes of a model, and their joint check, which takes an instance of each.
+    () for models of other backends."""
     if file.backend in ROLES:
         return config_classes(file.backend, file.parameters)
-    if file.backend == "conductor":
-        return (FrontendConfig, ConductorConfig), lambda *configs: ()
-    if file.backend in TOKENIZER_BACKENDS:
-        return (TokenizerConfig,), lambda *configs: ()
-    return (), lambda *configs: ()
+    return CLASSES.get(file.backend, ()), lambda *configs: ()
 
 
 def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
@@ -181,25 +184,29 @@ def _checkpoint_mistakes(files: list[ModelFile], look_up: LookUp) -> Iterator[st
         for file in models:
             wanted = file.value("context_tokens_max", 0)
             allowed = facts.context_tokens_max
-            if allowed and wanted.isdigit() and int(wanted) > allowed:
+            if allowed and wanted.isdecimal() and int(wanted) > allowed:
                 yield (
                     f"{file.model}: context_tokens_max is {wanted}, but the checkpoint allows "
                     f"{allowed}; lower it or leave it 0"
                 )
             stages = file.value("pipeline_stages", 1)
-            if facts.layers and stages.isdigit() and int(stages) > facts.layers:
+            if facts.layers and stages.isdecimal() and int(stages) > facts.layers:
                 yield (
                     f"{file.model}: pipeline_stages is {stages}; the checkpoint has "
                     f"{facts.layers} layers"
                 )
 
 
-def _group_mistakes(workers: list[ModelFile]) -> Iterator[str]:
+def _pipeline_groups(workers: list[ModelFile]) -> dict[str, list[ModelFile]]:
     groups = defaultdict(list)
     for file in workers:
         if group := file.value("pipeline_group"):
             groups[group].append(file)
-    for group, stages in groups.items():
+    return groups
+
+
+def _group_mistakes(workers: list[ModelFile]) -> Iterator[str]:
+    for group, stages in _pipeline_groups(workers).items():
         taken: dict[str, str] = {}
         for file in stages:
             number = file.value("pipeline_stage", 0)
@@ -225,16 +232,11 @@ def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator
     for role in ROLES:
         if not any(file.backend == role for file in workers):
             yield f"no model has the backend {role!r}: requests need a worker of both roles"
-    for group, stages in _stages(workers).items():
-        for missing in sorted(set(range(max(stages.values(), default=0))) - stages.keys()):
+    for group, files in _pipeline_groups(workers).items():
+        counts: dict[int, int] = {}  # stage -> number of stages in its config.pbtxt
+        for file in files:
+            stage, count = file.value("pipeline_stage", 0), file.value("pipeline_stages", 1)
+            if stage.isdecimal() and count.isdecimal():
+                counts[int(stage)] = min(int(count), STAGES_MAX)
+        for missing in sorted(set(range(max(counts.values(), default=0))) - counts.keys()):
             yield f"pipeline group {group} has no stage {missing}: it accepts no requests"
-
-
-def _stages(workers: list[ModelFile]) -> dict[str, dict[int, int]]:
-    """Pipeline group -> stage -> number of stages in its config.pbtxt."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
-    for file in workers:
-        stage, stages = file.value("pipeline_stage", 0), file.value("pipeline_stages", 1)
-        if (group := file.value("pipeline_group")) and stage.isdigit() and stages.isdigit():
-            found[group][int(stage)] = min(int(stages), 1024)
-    return found

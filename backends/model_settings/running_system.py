@@ -27,10 +27,10 @@ REPLACED = "replaced"
 
 @dataclass(frozen=True, slots=True)
 class EditState:
-    """The state of a model's newest config.pbtxt."""
+    """The state of one version of a model's config.pbtxt."""
 
     digest: str  # digest of the operator's file
-    outcome: str  # PENDING, LOADED or REFUSED
+    outcome: str  # PENDING, LOADED or REFUSED; from `wait_for` also REPLACED
     reason: str = ""  # why the file was refused; "" unless outcome is REFUSED
 
 
@@ -84,25 +84,15 @@ def ask_at(metrics_url: str) -> Ask:
     return ask
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadOutcome:
-    """The outcome of one edited model in a running system."""
-
-    model: str
-    outcome: str  # PENDING (after a timeout), LOADED, REFUSED or REPLACED
-    reason: str = ""  # why the file was refused; "" unless outcome is REFUSED
-
-
-def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> list[ReloadOutcome]:
-    """One outcome per model of `wanted` (model -> digest). PENDING until the system reports this
-    digest. Pure."""
-    found = []
+def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> dict[str, EditState]:
+    """Model -> state of its version in `wanted` (model -> digest). PENDING until the system reports
+    this digest. Pure."""
+    found = {}
     for model, digest in wanted.items():
         state = running.models.get(model) if running is not None else None
         if state is None or state.digest != digest:
-            found.append(ReloadOutcome(model, PENDING))
-        else:
-            found.append(ReloadOutcome(model, state.outcome, state.reason))
+            state = EditState(digest, PENDING)
+        found[model] = state
     return found
 
 
@@ -111,7 +101,7 @@ def wait_for(
     ask: Ask,
     seconds_max: float,
     is_unchanged: Callable[[str], bool] = lambda model: True,
-) -> list[ReloadOutcome]:
+) -> dict[str, EditState]:
     """Poll until no outcome is pending, `seconds_max` have passed, or no answer came for
     GONE_S_MAX. One poll may exceed the limit by ASK_S_MAX.
 
@@ -123,13 +113,11 @@ def wait_for(
     while True:
         running, now_s = ask(), time.monotonic()
         answered_s = now_s if running is not None else answered_s
-        found = [
-            replace(each, outcome=REPLACED)
-            if each.outcome == PENDING and not is_unchanged(each.model)
-            else each
-            for each in outcomes(wanted, running)
-        ]
+        found = outcomes(wanted, running)
+        for model, state in found.items():
+            if state.outcome == PENDING and not is_unchanged(model):
+                found[model] = replace(state, outcome=REPLACED)
         is_over = now_s > give_up_s or now_s - answered_s > GONE_S_MAX
-        if is_over or all(each.outcome != PENDING for each in found):
+        if is_over or all(state.outcome != PENDING for state in found.values()):
             return found
         time.sleep(POLL_S)

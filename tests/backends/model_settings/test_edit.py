@@ -16,7 +16,6 @@ from backends.model_settings.running_system import (
     REFUSED,
     REPLACED,
     EditState,
-    ReloadOutcome,
     RunningSettings,
     outcomes,
     wait_for,
@@ -156,14 +155,14 @@ def test_only_the_state_of_the_file_that_was_written_counts() -> None:
         },
     )
     wanted = {"a": "new", "b": "b", "c": "c", "d": "d", "e": "e"}
-    assert outcomes(wanted, running) == [
-        ReloadOutcome("a", PENDING),
-        ReloadOutcome("b", REFUSED, "why"),
-        ReloadOutcome("c", PENDING),
-        ReloadOutcome("d", LOADED),
-        ReloadOutcome("e", PENDING),
-    ]
-    assert {each.outcome for each in outcomes(wanted, None)} == {PENDING}
+    assert outcomes(wanted, running) == {
+        "a": EditState("new", PENDING),
+        "b": EditState("b", REFUSED, "why"),
+        "c": EditState("c", PENDING),
+        "d": EditState("d", LOADED),
+        "e": EditState("e", PENDING),
+    }
+    assert {each.outcome for each in outcomes(wanted, None).values()} == {PENDING}
 
 
 def test_waiting_ends_with_the_answer_with_the_time_or_with_the_system(
@@ -173,14 +172,17 @@ def test_waiting_ends_with_the_answer_with_the_time_or_with_the_system(
     monkeypatch.setattr(running_system.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(running_system.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
 
+    def state(outcome: str) -> dict[str, EditState]:
+        return {"a": EditState("new", outcome)}
+
     def said(outcome: str) -> RunningSettings:
-        return replace(RUNNING, models={"a": EditState("new", outcome)})
+        return replace(RUNNING, models=state(outcome))
 
     answers = iter([None, said(PENDING), said(PENDING), said(LOADED)])
-    assert wait_for({"a": "new"}, lambda: next(answers), 60.0) == [ReloadOutcome("a", LOADED)]
-    assert wait_for({"a": "new"}, lambda: said(PENDING), 60.0) == [ReloadOutcome("a", PENDING)]
+    assert wait_for({"a": "new"}, lambda: next(answers), 60.0) == state(LOADED)
+    assert wait_for({"a": "new"}, lambda: said(PENDING), 60.0) == state(PENDING)
     assert 60.0 < now_s[0] < 62.0
-    assert wait_for({"a": "new"}, lambda: None, 1e9) == [ReloadOutcome("a", PENDING)]
+    assert wait_for({"a": "new"}, lambda: None, 1e9) == state(PENDING)
     assert now_s[0] < 75.0, "a system that has ended is not waited for"
     found = wait_for({"a": "older"}, lambda: said(LOADED), 1e9, lambda model: False)
-    assert found == [ReloadOutcome("a", REPLACED)] and now_s[0] < 75.0
+    assert found == {"a": EditState("older", REPLACED)} and now_s[0] < 75.0

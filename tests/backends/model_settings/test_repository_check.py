@@ -101,6 +101,11 @@ def test_stages_that_differ_or_are_one_stage_twice_are_named() -> None:
     assert "prefill_0: pipeline_stages is 8; the checkpoint has 4 layers" in found
 
 
+def test_a_digit_that_is_no_number_is_a_mistake_and_no_crash() -> None:
+    found = mistakes(with_values(prefill_0__context_tokens_max="²"))
+    assert "prefill_0: context_tokens_max is '²'; expected int" in "\n".join(found)
+
+
 def test_an_old_name_is_a_note_and_a_name_that_is_not_the_folder_s_a_mistake() -> None:
     texts = shipped_texts()
     texts["conductor"] += 'parameters { key: "overtaker_share" value { string_value: "0.5" } }\n'
