@@ -5,9 +5,10 @@ Not here: which facts are findings (judgement.py, running_check.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +17,10 @@ import typer
 from rich.console import Console
 
 from backends.config_pbtxt import WorkerConfig
-from backends.doctor.finding import BROKEN, NOTE, OK, Finding, is_broken
 from backends.doctor.host_facts import read_host
-from backends.doctor.judgement import host_findings, skew_findings
+from backends.doctor.judgement import BROKEN, Finding, broken, host_findings, note, skew_findings
 from backends.doctor.running_check import read_running, running_findings
-from backends.doctor.transfer_probe import ProbedWay, probe
+from backends.doctor.transfer_probe import probe
 from backends.errors import ConfigError
 from backends.launcher import environment
 from backends.launcher.launch import TRITON_SHM_BYTES
@@ -33,7 +33,6 @@ from backends.model_settings.running_system import RunningSettings, ask_at, name
 from backends.shipped import DEFAULT_REPOSITORY
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES
-from mooncake_store.errors import StoreError
 
 console = Console(highlight=False)
 STYLES = {"BROKEN": "bold red", "warning": "yellow", "note": "dim", "ok": "green"}
@@ -67,8 +66,15 @@ def doctor(
     named = parse_nodes(nodes)
     ask = ask_at(metrics_url)
     running, model_repository = ask(), named_or_served(model_repository, ask)
-    findings = list(repository_findings(model_repository, running, named))
-    files = worker_files(model_repository)
+    findings: list[Finding] = []
+    texts: dict[str, str] = {}
+    try:
+        texts = read_texts(model_repository)
+        known = tuple(running.nodes) if running is not None else named
+        findings += repository_findings(model_repository, texts, known)
+    except ConfigError as error:
+        findings.append(note("model repository", str(error), "mooncake init my-models"))
+    files = worker_files(texts)
     devices = {
         file.model: file.value("device", WorkerConfig().device)
         for file in files
@@ -85,45 +91,34 @@ def doctor(
         ports |= {"openai": openai_port} if openai_port else {}
         findings += start_findings(ports, needed_bytes)
     facts = read_host(devices, threads, 0 if running is not None else needed_bytes)
-    findings += host_findings(facts, probed())
+    findings += host_findings(facts, probe())
     findings += system_findings(running, metrics_url)
+    is_broken = any(each.state == BROKEN for each in findings)
     if as_json:
-        said = {"findings": [asdict(each) for each in findings], "is_well": not is_broken(findings)}
-        console.file.write(json.dumps(said) + "\n")
+        answer = {"findings": [asdict(each) for each in findings], "is_well": not is_broken}
+        console.file.write(json.dumps(answer) + "\n")
     else:
         for each in findings:
             console.print(str(each), style=STYLES[each.state], markup=False, soft_wrap=True)
-    sys.exit(is_broken(findings))
+    sys.exit(is_broken)
 
 
 def repository_findings(
-    repository: Path, running: RunningSettings | None, nodes: tuple[str, ...]
+    repository: Path, texts: Mapping[str, str], nodes: Sequence[str]
 ) -> Iterator[Finding]:
-    try:
-        texts = read_texts(repository)
-    except ConfigError as error:
-        yield Finding("model repository", NOTE, str(error), "mooncake init my-models")
-        return
-    known = tuple(running.nodes) if running is not None else nodes
-    found = check_repository(texts, facts_beside(repository), known, versionless(repository, texts))
+    found = check_repository(texts, facts_beside(repository), nodes, versionless(repository, texts))
     for mistake in found.mistakes:
-        yield Finding("model repository", BROKEN, mistake, "edit it, or use `mooncake config set`")
+        yield broken("model repository", mistake, "edit it, or use `mooncake config set`")
     if not found.mistakes:
-        yield Finding("model repository", OK, f"{repository}: {len(texts)} models")
+        yield Finding("model repository", f"{repository}: {len(texts)} models")
 
 
-def worker_files(repository: Path) -> list[ModelFile]:
+def worker_files(texts: Mapping[str, str]) -> list[ModelFile]:
     """The readable files of workers. Unreadable files are findings of the repository."""
     found = []
-    try:
-        texts = read_texts(repository)
-    except ConfigError:
-        return []
     for model, text in texts.items():
-        try:
+        with contextlib.suppress(ConfigError):
             found.append(read_model_file(model, text))
-        except ConfigError:
-            continue
     return [file for file in found if file.is_worker]
 
 
@@ -136,24 +131,16 @@ def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
     addresses = {name: ("127.0.0.1", port) for name, port in ports.items()}
     found = list(environment.problems(triton, addresses, shm_bytes, THREADS_WANTED))
     for problem in found:
-        yield Finding("start", BROKEN, problem, "then `mooncake serve` starts")
+        yield broken("start", problem, "then `mooncake serve` starts")
     if not found:
         free = ", ".join(map(str, ports.values()))
-        yield Finding("start", OK, f"nothing prevents it; ports {free} are free")
-
-
-def probed() -> list[ProbedWay]:
-    try:
-        return probe()
-    except StoreError as error:
-        return [ProbedWay("any", problem=str(error))]
+        yield Finding("start", f"nothing prevents it; ports {free} are free")
 
 
 def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterator[Finding]:
     if running is None:
-        yield Finding(
+        yield note(
             "running system",
-            NOTE,
             f"none answers at {metrics_url}",
             "start one with `mooncake serve`, or name another with --metrics-url",
         )
@@ -161,12 +148,11 @@ def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterat
     try:
         facts = read_running(running, metrics_url)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield Finding(
+        yield broken(
             "running system",
-            BROKEN,
             f"{metrics_url} does not answer: {error}",
             "see the terminal of `mooncake serve`",
         )
         return
-    yield from skew_findings({metrics_url: facts.clock_skew_s})
+    yield from skew_findings(metrics_url, facts.clock_skew_s)
     yield from running_findings(facts)

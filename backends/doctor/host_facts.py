@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from backends.launcher.environment import EnvironmentProblem, find_triton
 from mooncake_store.memory.segment import numa_nodes
 from mooncake_store.native import library as native
@@ -45,8 +47,8 @@ TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 class PackageFacts:
     name: str
     version: str  # "": not installed
-    requirement: str  # from pyproject.toml
-    is_extra: bool = False
+    requirement: str  # from pyproject.toml, without its condition
+    is_extra: bool = False  # True if only an extra requires it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +112,16 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
 
 def packages() -> tuple[PackageFacts, ...]:
     """The packages of SHOWN that our distribution requires."""
-    found = {}
-    for line in _requirements():
-        name = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
-        if name in SHOWN and name not in found:
-            wanted, _, condition = line.partition(";")
-            found[name] = PackageFacts(
-                name, _version(name), wanted.strip().replace(" ", ""), "extra" in condition
-            )
+    found: dict[str, PackageFacts] = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires(DISTRIBUTION) or []:
+            needed, _, condition = line.partition(";")
+            name = Requirement(needed).name
+            if name in SHOWN and name not in found:
+                facts = PackageFacts(name, _version(name), needed.strip(), "extra" in condition)
+                found[name] = facts
     shown = [found[name] for name in SHOWN if name in found]
     return tuple(each for each in shown if each.version or each.name != INSTEAD)
-
-
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def _version(name: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.direct_http import DIRECTLY
-from backends.doctor.finding import BROKEN, NOTE, OK, WARNING, Finding
+from backends.doctor.judgement import RATE_WANTED, Finding, broken, note, warning
 from backends.errors import Forbidden
 from backends.metrics.status.view import Page, parse
 from backends.model_settings.running_system import REFUSED, RunningSettings
@@ -26,7 +26,6 @@ ASK_S_MAX = 10.0
 REQUEST_S_MAX = 60.0
 DIRECTORY_S_MAX = 3.0
 TTFT_S_WANTED = 2.0  # for a prompt of a few tokens
-RATE_WANTED = 200e6
 PROMPT = "It is a truth"
 
 
@@ -67,44 +66,39 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
     """Pure."""
     silent = sorted(name for name, is_ready in facts.models.items() if not is_ready)
     if silent:
-        yield Finding(
+        yield broken(
             "models",
-            BROKEN,
             f"not ready: {', '.join(silent)}",
             "see the terminal of `mooncake serve` and its logs (.mooncake/logs-*/)",
         )
     else:
-        yield Finding("models", OK, f"ready: {', '.join(sorted(facts.models))}")
+        yield Finding("models", f"ready: {', '.join(sorted(facts.models))}")
     for model, state in facts.settings.models.items():
         if state.outcome == REFUSED:
-            yield Finding(
+            yield warning(
                 "settings",
-                WARNING,
                 f"the newest edit of {model} was refused, the one "
                 f"before it stays in use: {state.reason}",
                 "mooncake config check",
             )
     for labels in facts.page.labels_of("mooncake_worker_unreached"):
-        yield Finding(
+        yield broken(
             "worker",
-            BROKEN,
             f"the frontend cannot call {labels.get('worker', 'one')}",
             "mooncake cluster status names the cause",
         )
     given_up = facts.page.total("mooncake_nixl_agents_given_up_total")
     if given_up:
-        yield Finding(
+        yield warning(
             "nixl",
-            WARNING,
             f"{given_up:.0f} agents froze and are not used any more",
             "restart the workers, one after the other; report it with their logs",
         )
     for worker, rates in facts.rates.items():
         for node, rate in rates.items():
             if rate < RATE_WANTED:
-                yield Finding(
+                yield warning(
                     "path",
-                    WARNING,
                     f"{worker} reads node {node} at {rate / 1e6:.0f} MB/s only",
                     "see the path of `mooncake doctor` "
                     "on a quiet host; between hosts look at network and UCX_TLS",
@@ -113,7 +107,6 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
     if every and min(every) >= RATE_WANTED:
         yield Finding(
             "path",
-            OK,
             f"workers read storage nodes at {min(every) / 1e9:.2f} to "
             f"{max(every) / 1e9:.2f} GB/s, as measured at their start",
         )
@@ -126,9 +119,8 @@ def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
     settings = facts.settings
     refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
     if settings.openai and settings.http and not refuses_keyless:
-        yield Finding(
+        yield warning(
             "web pages",
-            WARNING,
             f"the gateway at {settings.openai} refuses web pages of other sites, Triton's HTTP "
             f"port at {settings.http} does not: a page in a browser that reaches it can send it "
             "prompts",
@@ -141,29 +133,26 @@ def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
     if request is None:
         return
     if Forbidden.prefix in request.problem:
-        yield Finding(
+        yield note(
             "request",
-            NOTE,
             "none was timed: this server serves only requests that come with an API key",
             "time one with a key of yours at the gateway",
         )
     elif request.problem:
-        yield Finding(
+        yield broken(
             "request",
-            BROKEN,
             request.problem,
             "mooncake status shows queues and "
             "rejections; the first word of the error says whose fault it is",
         )
     elif request.ttft_s > TTFT_S_WANTED:
-        yield Finding(
+        yield warning(
             "request",
-            WARNING,
             f"first token after {request.ttft_s:.2f} s",
             "mooncake status shows whether it queued; more workers, or a shorter queue",
         )
     else:
-        yield Finding("request", OK, f"first token after {1000 * request.ttft_s:.0f} ms")
+        yield Finding("request", f"first token after {1000 * request.ttft_s:.0f} ms")
 
 
 def timed_request(http: str) -> FirstTokenTimed:

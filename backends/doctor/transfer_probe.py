@@ -45,7 +45,8 @@ class ProbedWay:
 
 
 def probe() -> list[ProbedWay]:
-    """Measure in a child process. StoreError if the store does not start or the child crashes."""
+    """Measure in a child process. If the store does not start or the child crashes, the result has
+    one entry with this problem."""
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", "backends.doctor.transfer_probe", folder],
@@ -55,10 +56,10 @@ def probe() -> list[ProbedWay]:
             start_new_session=True,
         )
         try:
-            said, complained = child.communicate(timeout=PROBE_S_MAX)
+            output, errors = child.communicate(timeout=PROBE_S_MAX)
         except subprocess.TimeoutExpired:
             what = f"the probe of transfers did not end within {PROBE_S_MAX:.0f} s"
-            raise StoreError(what) from None
+            return [ProbedWay("any", problem=what)]
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # with its directory and nodes
@@ -66,14 +67,15 @@ def probe() -> list[ProbedWay]:
             for segment in Path("/dev/shm").glob(f"*-{_node_name(child.pid, '*')}"):
                 segment.unlink(missing_ok=True)
     try:
-        return [ProbedWay(**each) for each in json.loads(said.splitlines()[-1])]
+        return [ProbedWay(**each) for each in json.loads(output.splitlines()[-1])]
     except (IndexError, ValueError, TypeError):
-        words = complained.strip()[-500:] or "it printed nothing"
-        raise StoreError(f"the probe of transfers ended with {child.returncode}: {words}") from None
+        words = errors.strip()[-500:] or "it printed nothing"
+        what = f"the probe of transfers ended with {child.returncode}: {words}"
+        return [ProbedWay("any", problem=what)]
 
 
 def measure(folder: Path) -> list[ProbedWay]:
-    """Measure in this process. `folder`: for sockets and logs."""
+    """Measure in this process. `folder`: for sockets and logs. Raises StartFailed."""
     options = ["--data", "127.0.0.1:0"]
     nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
     store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)

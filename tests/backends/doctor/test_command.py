@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from backends.doctor.command import doctor
-from backends.doctor.finding import BROKEN
+from backends.doctor.judgement import BROKEN
 from backends.launcher.environment import free_ports
 
 
