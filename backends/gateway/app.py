@@ -87,12 +87,13 @@ class GatewaySettings:
 class Gateway:
     """The routes and their shared state. `app` is the ASGI application of the server."""
 
+    calls: FrontendCalls  # set when the server starts, before the first request
+
     def __init__(
         self, options: GatewaySettings, keys: ApiKeys | None = None, tracing: Tracing | None = None
     ) -> None:
         self.options = options
         self.counts = GatewayCounts(options.name)
-        self.calls: FrontendCalls | None = None
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
         self.own_readers: set[object] = set()  # open connections to this process' own metrics page
@@ -115,22 +116,18 @@ class Gateway:
             lifespan=self._lifespan,
             redirect_slashes=False,
         )
-        for route, path in PATHS.items():
+        posts = [(PATHS[name], self._generate(name), fields.schema(name), name) for name in PATHS]
+        posts.append(("/tokenize", self.tokenize, fields.TOKENIZE_SCHEMA, "tokenize"))
+        for path, answer, schema, name in posts:
+            body = {"required": True, "content": {"application/json": {"schema": schema}}}
             app.add_api_route(
                 path,
-                self._generate(route),
+                answer,
                 methods=["POST"],
                 response_class=Response,
-                openapi_extra={"requestBody": _body(fields.schema(route))},
-                name=route,
+                openapi_extra={"requestBody": body},
+                name=name,
             )
-        app.add_api_route(
-            "/tokenize",
-            self.tokenize,
-            methods=["POST"],
-            response_class=Response,
-            openapi_extra={"requestBody": _body(fields.TOKENIZE_SCHEMA)},
-        )
         for path, answer in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -142,13 +139,7 @@ class Gateway:
         ):
             app.add_api_route(path, answer, methods=["GET"], response_class=Response)
         for path in UNSUPPORTED_PATHS:
-            app.add_api_route(
-                path,
-                self.unsupported,
-                methods=["POST"],
-                response_class=Response,
-                include_in_schema=False,
-            )
+            app.add_route(path, self.unsupported, methods=["POST"], include_in_schema=False)
         app.add_exception_handler(HttpRefusal, self._refused)
         app.add_exception_handler(ClientDisconnect, self._left)
         app.add_exception_handler(HTTPException, self._no_route)
@@ -184,7 +175,6 @@ class Gateway:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
                 logprobs = LogprobsWriter(route, words)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
-            assert self.calls is not None
             call = self.calls.start(infer_request(wanted, answer_id), wanted.names)
             facts = AnswerFacts(
                 route, answer_id, int(time.time()), served.name, wanted.counts_each_event
@@ -197,7 +187,6 @@ class Gateway:
     async def _served(self, name: str) -> ServedModel:
         """The served model of this name; "" stands for any model. The first request may arrive
         before the first probe of the frontend, so the call then probes."""
-        assert self.calls is not None
         if self.calls.served is None:
             await self.calls.probe(waits=True)
         if (served := self.calls.served) is None:
@@ -212,7 +201,6 @@ class Gateway:
         served = await self._served(wanted.model)
         tenant = request.scope["tenant"]
         if tenant is not None and tenant.has_rates:
-            assert self.calls is not None
             await self.calls.charge(tenant_parameters(tenant.name))
         token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
         return _json({"count": len(token_ids), "tokens": token_ids})
@@ -227,7 +215,6 @@ class Gateway:
         """A model with its context length in vLLM's format, and the facts that load generators
         need."""
         served = await self._served(name)
-        assert self.calls is not None
         facts = await self.calls.describe_model()
         found: dict[str, object] = {
             "id": served.name,
@@ -247,7 +234,7 @@ class Gateway:
         """The result of the last probe of the conductor; this call does not probe."""
         if self.doors.is_draining:
             return _json({"status": "draining"}, 503)
-        is_ready = self.calls is not None and self.calls.is_ready
+        is_ready = self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
     async def page(self) -> Response:
@@ -256,11 +243,10 @@ class Gateway:
 
     async def status(self, request: Request) -> Response:
         shown = shown_to(await self._live.now(), request.scope["tenant"])
-        served = self.calls.served if self.calls is not None else None
+        served = self.calls.served
         return _json({"model": served.name if served else "", **shown})
 
     async def _describe(self) -> bytes:
-        assert self.calls is not None
         parameters = tenant_parameters(GATEWAY) if self._has_keys else {}
         return await self.calls.describe_cluster(parameters)
 
@@ -282,17 +268,17 @@ class Gateway:
         what = f"{path} is not supported by this server; {UNSUPPORTED_PATHS[path]}"
         raise HttpRefusal(400, "unsupported", what, path)
 
-    async def _refused(self, request: Request, refusal: Exception) -> Response:
+    async def _refused(
+        self, request: Request, refusal: Exception, more: Mapping[str, str] | None = None
+    ) -> Response:
+        """`more`: headers in addition to those of its status."""
         assert isinstance(refusal, HttpRefusal)
-        return self._refusal(refusal)
-
-    def _refusal(self, refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
-        self.counts.refused(refusal.code)
+        self.counts.refusals[refusal.code] += 1
         return refusal_response(refusal, more)
 
     async def _left(self, request: Request, _: Exception) -> Response:
         """The client disconnected before its body arrived, so it does not receive the answer."""
-        self.counts.left()
+        self.counts.left += 1
         return Response(status_code=LEFT)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
@@ -300,7 +286,7 @@ class Gateway:
         if error.status_code == 405:
             what = f"{request.url.path} does not take {request.method}"
             refusal = HttpRefusal(405, "method_not_allowed", what)
-            return self._refusal(refusal, error.headers)  # which has Allow
+            return await self._refused(request, refusal, error.headers)  # which has Allow
         what = f"there is no route {fields.shown(request.url.path)}"
         return await self._refused(request, HttpRefusal(404, "path_not_found", what))
 
@@ -344,7 +330,3 @@ def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayReque
 
 def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}

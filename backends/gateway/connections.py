@@ -3,8 +3,7 @@
 uvicorn implements HTTP/1.1. This module limits three resources that a client could otherwise hold
 without end. They are a request that does not arrive or arrives byte by byte, an answer that is not
 read, and the number of connections. The module rejects requests that are not HTTP in OpenAI's error
-format.
-It detects that a client has disconnected even if bytes follow the client's request.
+format. It detects that a client has disconnected even if bytes follow the client's request.
 
 The time limit of a request's head, and then of its body, begins with its first byte. Further bytes
 do not extend the limit.
@@ -231,7 +230,7 @@ class BoundedConnection(H11Protocol):
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         """Send the refusal unless an answer has begun, and close the connection."""
-        self._counts.refused(refusal.code)
+        self._counts.refusals[refusal.code] += 1
         self._await("")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(refusal.body())

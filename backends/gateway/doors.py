@@ -98,7 +98,7 @@ class Doors:
             if not started and message["type"] == "http.response.start":
                 started = True
                 self._release(body)
-                counts.answered(path, message["status"])
+                counts.requests[path, message["status"]] += 1
                 more = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
                 message = {**message, "headers": more}
             await send(message)
@@ -106,7 +106,7 @@ class Doors:
         counts.in_flight += 1
         try:
             if (refusal := self._refusal(scope, headers)) is not None:
-                counts.refused(refusal.code)
+                counts.refusals[refusal.code] += 1
                 ends = CLOSE if refusal.status == 400 else None
                 await refusal_response(refusal, ends)(scope, receive, send_and_count)
                 return

@@ -240,14 +240,14 @@ ANY_OBJECT = '{"type":"object"}'
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
-def fields_of(route: str) -> dict[str, Field]:
-    return {field.name: field for field in FIELDS if route in field.routes}
-
-
-def unsupported_of(route: str) -> dict[str, UnsupportedField]:
-    return {field.name: field for field in UNSUPPORTED if route in field.routes}
-
-
+# route -> its fields by name, and its unsupported fields by name
+TABLES = {
+    route: (
+        {field.name: field for field in FIELDS if route in field.routes},
+        {field.name: field for field in UNSUPPORTED if route in field.routes},
+    )
+    for route in BOTH
+}
 TOKENIZE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -259,17 +259,15 @@ TOKENIZE_SCHEMA: dict[str, Any] = {
     "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
     "additionalProperties": False,
 }
-TABLES = {route: (fields_of(route), unsupported_of(route)) for route in BOTH}
 
 
 def schema(route: str) -> dict[str, Any]:
     """The JSON schema of a request's body, for the OpenAPI document."""
-    fields = fields_of(route)
     return {
         "type": "object",
         "properties": {
             name: {"description": field.meaning, **SCHEMAS[field.kind]}
-            for name, field in fields.items()
+            for name, field in TABLES[route][0].items()
         },
         "required": ["messages" if route == CHAT else "prompt"],
         "additionalProperties": False,
@@ -294,11 +292,6 @@ def read(route: str, content: object) -> dict[str, Any]:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise bad_field(name[:64], f"unknown field {shown(name)}{hint}")
     return found
-
-
-def read_kind(kind: str, name: str, value: object) -> Any:
-    """The checked value of a field of this kind."""
-    return _READERS[kind](name, value)
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
@@ -327,23 +320,19 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
 
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, float) and value.is_integer():  # 16.0 is an integer in JSON
+def _integer(name: str, value: object, bits: int = 32, most: int = INT32 - 1) -> int:
+    if isinstance(value, float) and value.is_integer():  # JSON's 16.0, as Gson writes it
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_field(name, f"{name} is {shown(value)}; send an integer")
-    if not -INT32 <= value < INT32:
-        raise bad_field(name, f"{name} is {shown(value)}; send an integer of 32 bits")
+    if not -(2 ** (bits - 1)) <= value <= most:
+        raise bad_field(name, f"{name} is {shown(value)}; send an integer of {bits} bits")
     return value
 
 
 def _seed(name: str, value: object) -> int:
     """The seed as UINT64. A negative seed maps to its two's complement of 64 bits."""
-    if isinstance(value, float) and value.is_integer():  # Gson writes 42.0
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
-        raise bad_field(name, f"{name} is {shown(value)}; send an integer of 64 bits")
-    return value % 2**64
+    return _integer(name, value, bits=64, most=2**64 - 1) % 2**64
 
 
 def _one(name: str, value: object) -> int:
@@ -374,13 +363,13 @@ def _seconds(name: str, value: object) -> float:
     return seconds
 
 
-def _flag(name: str, value: object) -> bool:
+def as_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise bad_field(name, f"{name} is {shown(value)}; send true or false")
     return value
 
 
-def _text(name: str, value: object) -> str:
+def as_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise bad_field(name, f"{name} is {shown(value)}; send a string")
     return value
@@ -407,7 +396,7 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
                 f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {', '.join(STREAM_OPTIONS)}"
             )
         if flag is not None:
-            _flag(f"{name}.{key}", flag)
+            as_flag(f"{name}.{key}", flag)
     return {key: flag is True for key, flag in options.items()}
 
 
@@ -431,22 +420,18 @@ def _format(name: str, value: object) -> str:
     return ANY_OBJECT if kind == "json_object" else ""
 
 
-def _as_it_is(name: str, value: object) -> object:
-    return value
-
-
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "integer": _integer,
     "seed": _seed,
     "one": _one,
     "number": _number,
     "seconds": _seconds,
-    "flag": _flag,
-    "text": _text,
+    "flag": as_flag,
+    "text": as_text,
     "object": as_object,
     "stop": _stop,
     "stream_options": _stream_options,
     "format": _format,
-    "prompt": _as_it_is,
-    "messages": _as_it_is,
+    "prompt": lambda _, value: value,  # prompts.py reads these two
+    "messages": lambda _, value: value,
 }

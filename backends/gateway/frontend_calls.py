@@ -22,7 +22,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import MODEL, NAME_OF_TENSOR, describe_request
+from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
 from backends.tensors import CHARGE, CLUSTER
@@ -52,10 +52,9 @@ class ServedModel:
 class FrontendCalls:
     """The calls of one event loop. `watch` updates `served` and `is_ready`."""
 
-    def __init__(self, address: str, channels: int = CHANNELS) -> None:
-        self.address = address
+    def __init__(self, address: str) -> None:
         self._channels = [
-            grpc.aio.insecure_channel(address, options=OPTIONS) for _ in range(channels)
+            grpc.aio.insecure_channel(address, options=OPTIONS) for _ in range(CHANNELS)
         ]
         stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._channels]
         self._stubs = itertools.cycle(stubs)
@@ -170,20 +169,12 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
         zip([each.name for each in response.outputs], response.raw_output_contents, strict=True)
     )
     logprobs = _logprobs(raw) if "output_log_probs" in raw else None
-    counts = raw.get("num_output_tokens")
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
-    if counts is None:
+    if COUNTS[0] not in raw:
         return AnswerPiece(text, reason, logprobs=logprobs, decision=decision)
-    return AnswerPiece(
-        text,
-        reason,
-        _integer(counts),
-        _integer(raw["num_input_tokens"]),
-        _integer(raw["cached_tokens"]),
-        logprobs,
-        decision,
-    )
+    output, prompt, cached = (int.from_bytes(raw[name], "little", signed=True) for name in COUNTS)
+    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision)
 
 
 def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
@@ -195,10 +186,6 @@ def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
         np.frombuffer(raw["top_token_ids"], np.int32).reshape(shape).tolist(),
         np.frombuffer(raw["top_log_probs"], np.float32).reshape(shape).tolist(),
     )
-
-
-def _integer(raw: bytes) -> int:
-    return int.from_bytes(raw, "little", signed=True)
 
 
 def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:

@@ -27,32 +27,21 @@ class GatewayCounts:
     def __init__(self, name: str) -> None:
         """`name` is the name of this process."""
         self._name = name
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._refusals: Counter[str] = Counter()
-        self._messages = self._left = 0
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
+        self.refusals: Counter[str] = Counter()  # by code
+        self.messages = 0  # messages with a part of an answer
+        self.left = 0  # clients that disconnected before the end of their answer
         self.in_flight = 0
         self.spans: SpanExport | None = None  # None without tracing
-
-    def answered(self, path: str, status: int) -> None:
-        self._requests[path, status] += 1
-
-    def refused(self, code: str) -> None:
-        self._refusals[code] += 1
-
-    def message(self) -> None:
-        self._messages += 1
-
-    def left(self) -> None:
-        self._left += 1
 
     def page(self) -> str:
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
         requests = {
-            f'path="{path}",status="{status}"': n for (path, status), n in self._requests.items()
+            f'path="{path}",status="{status}"': n for (path, status), n in self.requests.items()
         }
-        refusals = {f'code="{code}"': n for code, n in self._refusals.items()}
+        refusals = {f'code="{code}"': n for code, n in self.refusals.items()}
         spans: dict[str, int] = {}
         if self.spans is not None:
             spans = {'result="exported"': self.spans.exported, 'result="lost"': self.spans.lost}
@@ -60,8 +49,8 @@ class GatewayCounts:
             (SPANS, spans),
             (REQUESTS, requests),
             (REFUSALS, refusals),
-            (MESSAGES, {"": self._messages}),
-            (LEFT, {"": self._left}),
+            (MESSAGES, {"": self.messages}),
+            (LEFT, {"": self.left}),
             (IN_FLIGHT, {f'gateway="{self._name}"': self.in_flight}),
         ):
             yield f"# HELP {name} {METRICS[name].meaning}"

@@ -32,14 +32,20 @@ from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
 GRACE_S = 2.0  # time after a deadline in which the conductor reports the timeout itself
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-]
+EVENT_STREAM = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+    ],
+}
 
 
 class GenerationResponse(Response):
     """The response of one answer. `call` has started; the response cancels it at its end."""
+
+    _watching: asyncio.Future[None]  # ends when the client disconnects
 
     def __init__(
         self,
@@ -52,12 +58,11 @@ class GenerationResponse(Response):
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
         self._request, self._logprobs = request, logprobs
-        self._leaving: asyncio.Future[None] | None = None
         self._is_late = False
         self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._leaving = watch = asyncio.ensure_future(self._watch(receive))
+        self._watching = asyncio.ensure_future(self._watch(receive))
         late = None
         if self._request.timeout_s:
             loop = asyncio.get_running_loop()
@@ -73,7 +78,7 @@ class GenerationResponse(Response):
                 what = f"its timeout of {self._request.timeout_s:g} s has passed"
                 await self._refuse(HttpRefusal(504, "deadline", what), scope, receive, send)
             else:
-                self._counts.left()
+                self._counts.left += 1
         except HttpRefusal as refusal:
             await self._refuse(refusal, scope, receive, send)
         except Exception as error:  # Catch all: a defect is logged and reported to the client
@@ -82,7 +87,7 @@ class GenerationResponse(Response):
             refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")
             await self._refuse(refusal, scope, receive, send)
         finally:
-            watch.cancel()
+            self._watching.cancel()
             if late is not None:
                 late.cancel()
             self._call.leave()
@@ -99,35 +104,26 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         events = EventStream(self._facts, self._request.includes_usage, self._logprobs)
-        count = self._counts.message
         async for piece in self._call:
             body = events.event(piece)
             if not self._is_begun:
-                body = await self._begin(events, send) + body
-            count()
-            if piece.finish_reason:
-                self._end_watch()
+                self._is_begun = True
+                await send(EVENT_STREAM)
+                body = events.opening() + body
+            self._counts.messages += 1
+            if piece.finish_reason:  # the end of a response counts as a disconnect
+                self._watching.cancel()
             await send(
                 {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}
             )
-
-    def _end_watch(self) -> None:
-        """Stop the watch before the response ends, because its end counts as a disconnect."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-
-    async def _begin(self, events: EventStream, send: Send) -> bytes:
-        self._is_begun = True
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        return events.opening()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[AnswerPiece] = []
         async for piece in self._call:
             pieces.append(piece)
             if piece.finish_reason:  # answer now, before the conductor closes the call
-                self._end_watch()
-                self._counts.message()
+                self._watching.cancel()
+                self._counts.messages += 1
                 body = whole(self._facts, pieces, self._logprobs)
                 self._is_begun = True
                 await Response(body, media_type="application/json")(scope, receive, send)
@@ -135,7 +131,7 @@ class GenerationResponse(Response):
     async def _refuse(
         self, refusal: HttpRefusal, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._counts.refused(refusal.code)
+        self._counts.refusals[refusal.code] += 1
         if not self._is_begun:
             await refusal_response(refusal)(scope, receive, send)
             return

@@ -44,10 +44,11 @@ class LogprobsWriter:
 
     def add(self, piece: PieceLogprobs) -> dict[str, Any]:
         """The field `logprobs` of a choice for these tokens."""
-        found = [
-            self._token(token_id, log_prob, top_ids, top_log_probs)
-            for token_id, log_prob, top_ids, top_log_probs in zip(*piece, strict=True)
-        ]
+        found: list[dict[str, Any]] = []
+        for token_id, log_prob, top_ids, top_log_probs in zip(*piece, strict=True):
+            best = [self._named(*each) for each in zip(top_ids, top_log_probs, strict=True)]
+            found.append({**self._named(token_id, log_prob), "top_logprobs": best})
+            self._context_ids.append(token_id)
         if self._is_chat:
             return {"content": found, "refusal": None}
         return {
@@ -59,16 +60,6 @@ class LogprobsWriter:
             ],
             "text_offset": [self._text.add(bytes(each["bytes"])) for each in found],
         }
-
-    def _token(
-        self, token_id: int, log_prob: float, top_ids: list[int], top_log_probs: list[float]
-    ) -> dict[str, Any]:
-        best = [
-            self._named(each, value) for each, value in zip(top_ids, top_log_probs, strict=True)
-        ]
-        named = {**self._named(token_id, log_prob), "top_logprobs": best}
-        self._context_ids.append(token_id)
-        return named
 
     def _named(self, token_id: int, log_prob: float) -> dict[str, Any]:
         raw = self._words.of(self._context_ids, token_id)

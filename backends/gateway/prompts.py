@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from backends.gateway.fields import TOKENIZE_SCHEMA, as_object, bad_field, read_kind, shown
+from backends.gateway.fields import TOKENIZE_SCHEMA, as_flag, as_object, as_text, bad_field, shown
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 
@@ -77,7 +77,7 @@ def read_tokenize(content: object) -> TokenizeRequest:
         raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
     if ("prompt" in body) == ("messages" in body):
         raise bad_field("prompt", "send either prompt or messages")
-    prompt = read_kind("text", "prompt", body.get("prompt", ""))
+    prompt = as_text("prompt", body.get("prompt", ""))
     messages = read_messages(body["messages"]) if "messages" in body else []
     name = "messages" if messages else "prompt"
     # The size of messages is that of the JSON that a chat sends to the conductor.
@@ -86,10 +86,10 @@ def read_tokenize(content: object) -> TokenizeRequest:
         what = f"{name} has {len(text):,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
         raise bad_field(name, what)
     return TokenizeRequest(
-        model=read_kind("text", "model", body.get("model", "")),
+        model=as_text("model", body.get("model", "")),
         prompt=prompt,
         messages=messages,
-        adds_special=read_kind("flag", "add_special_tokens", body.get("add_special_tokens", True)),
+        adds_special=as_flag("add_special_tokens", body.get("add_special_tokens", True)),
     )
 
 

@@ -53,7 +53,6 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_s_max: float) -> None:
         super().__init__(config)
         self._gateway, self._drain_s_max = gateway, drain_s_max
-        self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,10 +65,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True  # a second signal ends the drain
             return
         self._gateway.doors.is_draining = True
-        self._loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._until_drained())
+        self._draining = asyncio.run_coroutine_threadsafe(self._until_drained(), self._loop)
 
     async def _until_drained(self) -> None:
         loop = asyncio.get_running_loop()

@@ -124,7 +124,7 @@ async def rig(keys: ApiKeys | None = None, listening: Listening = LOOPBACK) -> A
         serving = asyncio.ensure_future(server.serve([listener]))
         made = Rig(frontend, gateway, server, listener, listener.getsockname()[1])
         try:
-            await until(lambda: gateway.calls is not None and gateway.calls.is_ready)
+            await until(lambda: server.started and gateway.calls.is_ready)
             yield made
         finally:
             server.should_exit = True

@@ -512,10 +512,10 @@ def test_a_request_that_comes_before_the_frontend_was_found_waits_for_it() -> No
 def test_without_a_frontend_requests_are_503_and_it_is_found_again() -> None:
     async def check(rig: Rig) -> None:
         rig.frontend.is_ready = False
-        await until(lambda: rig.gateway.calls is not None and not rig.gateway.calls.is_ready)
+        await until(lambda: not rig.gateway.calls.is_ready)
         assert (await rig.send("GET", "/ready")).status == 503
         rig.frontend.is_ready = True
-        await until(lambda: rig.gateway.calls is not None and rig.gateway.calls.is_ready)
+        await until(lambda: rig.gateway.calls.is_ready)
         await rig.frontend.stop()
         answer = await rig.post(CHAT)
         assert (answer.status, answer.error["code"]) == (503, "unavailable")
