@@ -66,7 +66,6 @@ format: $(READY)
 
 bench: $(READY)  ## measure what README.md and bench/RESULTS.md quote
 	$(BIN)/python -m bench.reuse $(ARGS)
-	$(BIN)/python -m bench.transports
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.store
 	$(BIN)/python -m bench.ssd_tier

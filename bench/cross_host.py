@@ -13,7 +13,7 @@ on one. A process on the other reads TOTAL_MIB of blocks of that node, in turns:
 All use TCP. The ratio of a pair is the rate of the store over that of the faster NIXL way; the
 target is the median of the pairs.
 
-Not here: links with faults (harness/fleet/), one host (transports.py, store/).
+Not here: links with faults (harness/fleet/), one host (store/).
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ FLOORS = {
     "bench": [
         {
             "connector", "directory", "engine_gpu", "fleet", "gateway", "index", "layerwise",
-            "leader_change", "overhead", "pipeline", "plan", "reuse", "segment_pages",
-            "sim_reality", "start_stop", "store", "tenants", "tracing", "transports",
+            "overhead", "pipeline", "plan", "reuse", "sim_reality", "start_stop", "store",
+            "tenants",
         },
         {"cross_host", "engine", "leaks", "overload", "ssd_tier"},
         {"clients", "paper", "store/ways"},

@@ -16,7 +16,6 @@ import typer
 from backends.extras import require
 from bench.paper import constants
 from bench.paper.experiments import (
-    coupled_baselines,
     crowd,
     dynamo_replay,
     frontends,
@@ -79,7 +78,6 @@ from loadtest.simulator.options import (
 EXPERIMENTS: Mapping[str, Callable[[SimulationOptions, Begin], Answer]] = {
     "scheduling": scheduling.answer,
     "rejection": rejection.answer,
-    "coupled": coupled_baselines.answer,
     "dynamo-replay": dynamo_replay.answer,
     "frontends": frontends.answer,
     "roles": roles.answer,
@@ -129,8 +127,6 @@ frontends: mean TTFT with several frontends, with and without notes of what each
 
 roles: requests within both limits when the load changes from short of prefill to short of decode:
 every fixed split, workers that flip with the load, and an oracle that knows when it changes.
-
-coupled: the same trace on as many nodes of vLLM-like engines, swept over their knobs.
 
 Figures of FAST'25, beside the paper's numbers and with one set of constants: gpu-time (Figure 8),
 capacity (1 and 7), global-cache (10), replicas (11), bandwidth (13), long-prefix (14), pd-ratio

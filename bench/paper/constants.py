@@ -10,6 +10,8 @@ each sequence in a decode step, fitted to Figures 14 and 15 of FAST'25 and to no
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.paper.coupled import CoupledSettings
 from loadtest.harness.result import Cell
 from loadtest.simulator import constants
@@ -19,7 +21,6 @@ from loadtest.simulator.constants import PAPER_NODES
 # The papers do not give the chunk size of the chunked baseline: both are run. 512 is best between
 # tokens; 2,048 resembles its curve in Figure 1.
 SMALL_CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 512, 2_048
-DISPATCH = "round_robin"  # of the baselines: the papers do not give it either
 SEQUENCES_MAX = 256  # of a batch, vLLM's default
 NODES = 16  # of each system, 8x A800 each
 
@@ -30,24 +31,10 @@ FIRST_INTERVAL_IN_TBT = True
 
 REPLAY_SPEED = 1.0  # as recorded, unless an experiment varies the speed
 
-VLLM = CoupledSettings("vllm", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX)
-VLLM_CACHED = CoupledSettings(
-    "vllm", nodes=NODES, dispatch=DISPATCH, sequences_max=SEQUENCES_MAX, has_prefix_cache=True
-)
-CHUNKED_SMALL = CoupledSettings(
-    "chunked",
-    nodes=NODES,
-    dispatch=DISPATCH,
-    sequences_max=SEQUENCES_MAX,
-    chunk_tokens=SMALL_CHUNK_TOKENS,
-)
-CHUNKED_LARGE = CoupledSettings(
-    "chunked",
-    nodes=NODES,
-    dispatch=DISPATCH,
-    sequences_max=SEQUENCES_MAX,
-    chunk_tokens=LARGE_CHUNK_TOKENS,
-)
+VLLM = CoupledSettings("vllm", nodes=NODES, sequences_max=SEQUENCES_MAX)
+VLLM_CACHED = replace(VLLM, has_prefix_cache=True)
+CHUNKED_SMALL = replace(VLLM, engine="chunked", chunk_tokens=SMALL_CHUNK_TOKENS)
+CHUNKED_LARGE = replace(CHUNKED_SMALL, chunk_tokens=LARGE_CHUNK_TOKENS)
 
 
 def stated(cluster: ClusterSettings = PAPER_NODES) -> dict[str, Cell]:
@@ -55,7 +42,7 @@ def stated(cluster: ClusterSettings = PAPER_NODES) -> dict[str, Cell]:
     return {
         **constants.stated(cluster),
         "baseline_chunk_tokens": f"{SMALL_CHUNK_TOKENS} and {LARGE_CHUNK_TOKENS}",
-        "baseline_dispatch": DISPATCH,
+        "baseline_dispatch": "round_robin",
         "baseline_sequences_max": SEQUENCES_MAX,
         "handover_in_ttft": HANDOVER_IN_TTFT,
         "first_interval_in_tbt": FIRST_INTERVAL_IN_TBT,

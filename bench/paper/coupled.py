@@ -8,10 +8,10 @@ is `vllm` with it, its "+ chunked prefill" is `chunked` without. A chunk ends at
 step is full whatever decodes beside it. A step with prompt tokens is charged wholly to them,
 because decodes alone would have had a step of their own.
 
-Requests are dispatched to a node on arrival (round robin, at random, or to the fewest requests) and
-stay there. Each node's queue is FIFO. Memory for prompt and longest answer is reserved, so nothing
-is preempted. The cache is the store's LRU order over the blocks that no request holds. These
-engines use none of the project's own scheduling.
+Requests are dispatched to the nodes in turns on arrival and stay there: the papers do not give the
+dispatch of their baselines. Each node's queue is FIFO. Memory for prompt and longest answer is
+reserved, so nothing is preempted. The cache is the store's LRU order over the blocks that no
+request holds. These engines use none of the project's own scheduling.
 
 Consecutive decode steps of the same sequences are computed at once; an arrival cuts them after the
 step under way. The result equals that of single steps (tested).
@@ -21,7 +21,6 @@ Not here: seconds of a step (loadtest/simulator/cluster/gpu.py), the experiments
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from mooncake_store.directory.core.eviction import make_eviction
 from mooncake_store.layout import blocks_touched
 
 ENGINES = ("vllm", "chunked")
-DISPATCHES = ("round_robin", "random", "least_requests")
 TOKEN = 1  # a chunk is a multiple of this
 NO_STEPS: Seconds = np.zeros(0)
 
@@ -52,7 +50,6 @@ class CoupledSettings:
     chunk_tokens: int = 2_048  # of `chunked`: all tokens of a step
     prompts_tokens: int = 131_072  # of `vllm`: prompt tokens of a step, so prompts are whole
     sequences_max: int = 256
-    dispatch: str = "round_robin"
     block_tokens: int = 512
     max_tokens: int = 2_000
     jitter: float = 0.05
@@ -60,7 +57,7 @@ class CoupledSettings:
     steps_at_once: int = 0  # most decode steps computed together; 0: all steps of the same batch
 
     def __post_init__(self) -> None:
-        assert self.engine in ENGINES and self.dispatch in DISPATCHES, self
+        assert self.engine in ENGINES, self
 
     @property
     def name(self) -> str:
@@ -99,7 +96,7 @@ class GpuBlocks:
             hits += 1
         for key in keys:
             if key in self._idle:
-                self._idle.discard(key)
+                self._idle.discard([key])
             self._users[key] = self._users.get(key, 0) + 1
         self._private += private
         while len(self._users) + self._private + len(self._idle) > self._blocks_max:
@@ -116,7 +113,7 @@ class GpuBlocks:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
-                self._idle.add(key)
+                self._idle.add([key])
 
     def check(self) -> None:
         assert not self._users and self._private == 0, "a request kept blocks"
@@ -151,10 +148,6 @@ class CoupledNode:
         self._is_busy = False
         self._ends_s: Seconds = NO_STEPS  # of the planned decode steps
         self._plan = 0
-
-    @property
-    def requests(self) -> int:
-        return len(self._waiting) + len(self._jobs)
 
     def submit(self, job: SimulatedJob) -> None:
         self._waiting.append(job)
@@ -286,11 +279,10 @@ class CoupledNode:
 
 
 class CoupledFleet(SimulatedCluster):
-    """Requests go to one of the nodes on arrival; nothing is rejected."""
+    """Request i goes to node i % nodes on arrival; nothing is rejected."""
 
     def __init__(self, settings: CoupledSettings, gpu: GpuModel) -> None:
         super().__init__(settings.max_tokens)
-        self._dispatch, self._rng = settings.dispatch, random.Random(settings.seed)
         self._nodes = [
             CoupledNode(
                 self.clock,
@@ -303,13 +295,7 @@ class CoupledFleet(SimulatedCluster):
         ]
 
     def _decide(self, job: SimulatedJob) -> None:
-        if self._dispatch == "random":
-            node = self._rng.choice(self._nodes)
-        elif self._dispatch == "least_requests":
-            node = min(self._nodes, key=lambda each: each.requests)
-        else:
-            node = self._nodes[job.number % len(self._nodes)]
-        node.submit(job)
+        self._nodes[job.number % len(self._nodes)].submit(job)
 
     def check(self) -> None:
         """Assert that every request ended exactly once and left nothing behind."""

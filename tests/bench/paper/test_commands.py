@@ -25,7 +25,7 @@ def simulated(
     picture = folder / "picture.png"
     asked = ["--traces", str(folder), "--prefills", "2", "--decodes", "2", "--json", *given]
     with pytest.raises(SystemExit) as ended:
-        run([*asked, *(["--plot", str(picture)] if "coupled" not in given else [])])
+        run([*asked, "--plot", str(picture)])
     assert ended.value.code == 0
     drawn = picture.read_bytes() if picture.exists() else b""
     return json.loads(capsys.readouterr().out), drawn
@@ -64,14 +64,6 @@ def test_rejection_stops_at_the_speed_that_was_asked_for(
     assert all(row["finished"] + row["rejected"] == 40 for row in said["rows"])
     assert said["rows"][0]["paper_rejected"] == 4_183
     assert drawn.startswith(b"\x89PNG")
-
-
-def test_coupled_sweeps_the_engines_beside_the_cluster(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said, _ = simulated(folder, capsys, "--experiment", "coupled", "--requests", "12")
-    assert [row["finished"] for row in said["rows"]] == [12] * 10
-    assert {row["engine"] for row in said["rows"][1:]} == {"vllm", "chunked"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.paper.coupled import DISPATCHES, ENGINES, CoupledFleet, CoupledSettings
+from bench.paper.coupled import ENGINES, CoupledFleet, CoupledSettings
 from loadtest.simulator.cluster.gpu import Roofline
 from loadtest.simulator.cluster.outcome import outcome_of
 from tests.loadtest.simulator.fleets import everything, prompt, start_of_trace
@@ -34,9 +34,8 @@ def test_a_long_prompt_stalls_a_stream_unless_it_is_cut() -> None:
     assert whole[0].tbt_s < tbts_s["chunked"]
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_every_request_ends_and_leaves_nothing(dispatch: str, seed: int) -> None:
-    settings = CoupledSettings("chunked", nodes=3, dispatch=dispatch, seed=seed)
+def test_every_request_ends_and_leaves_nothing(seed: int) -> None:
+    settings = CoupledSettings("chunked", nodes=3, seed=seed)
     outcome = outcome_of(CoupledFleet(settings, Roofline()).run(start_of_trace()[:60], 2.0))
     assert outcome.finished == 60 and outcome.tbt_s.most > 0
 
