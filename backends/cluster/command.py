@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,27 +24,23 @@ from backends import launch_secret
 from backends.cluster.cluster_file import load
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.drain import HostDrain
-from backends.cluster.host_plan import HostPlan, directory_address, host_plan
-from backends.cluster.options import (
-    Base,
-    ClusterFile,
-    KeysOf,
-    OneHost,
-    console,
-    errors,
-    plans_of,
-    print_line,
-    shown_mistakes,
-)
-from backends.cluster.render_command import render
+from backends.cluster.host_plan import HostPlan, directory_address, host_plan, pool_host_plan
+from backends.cluster.manifests import autoscaling, compose, firewall, kubernetes, secrets, systemd
+from backends.cluster.manifests.pods import PodGateway
+from backends.cluster.model_rendering import TemplateMissing
 from backends.cluster.rendered_folder import RenderedFolder
 from backends.cluster.status import DOWN, FleetStatus, fleet_status
 from backends.config_pbtxt import checkpoint_folder
 from backends.errors import ConfigError
+from backends.tenants import tenants_file
 from mooncake_store.cli.arguments import shown_bytes
+from mooncake_store.errors import StoreError
 from mooncake_store.keys import folder as keys_folder
 from mooncake_store.keys.curve import INSECURE_VARIABLE
+from mooncake_store.process.edited_file import replace_file
 
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
 app = typer.Typer(
     name="cluster",
     no_args_is_help=True,
@@ -51,7 +48,47 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Check, render, show and drain a deployment of several hosts, which one file describes.",
 )
+render = typer.Typer(
+    name="render",
+    no_args_is_help=True,
+    help="Write files for hosts and other tools to rendered/ beside the cluster file.",
+)
 app.add_typer(render)
+
+ClusterFile = Annotated[Path, typer.Option("--cluster", help="The cluster file.")]
+OneHost = Annotated[str, typer.Option("--host", help="This host only (default: all).")]
+KeysOf = Annotated[
+    str, typer.Option(help="Use the keys of this host (default: the keys on this machine).")
+]
+Base = Annotated[
+    Path, typer.Option("--model-repository", help="The model repository to render from.")
+]
+
+# What a command prints as its failure, without a traceback.
+FAILURES = (ClusterFileInvalid, TemplateMissing, tenants_file.TenantsInvalid, StoreError, OSError)
+
+
+@contextlib.contextmanager
+def shown_mistakes() -> Iterator[None]:
+    """Print mistakes of the file to stderr and exit with status 1."""
+    try:
+        yield
+    except FAILURES as error:
+        errors.print(str(error), markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def print_line(line: str) -> None:
+    """Print a line without markup and without wrapping."""
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def plans_of(deployment: Deployment, host: str) -> list[HostPlan]:
+    """The plan of `host`, or of all hosts if it is ""; BadParameter for an unknown host."""
+    if host and host not in deployment.hosts:
+        known = ", ".join(deployment.hosts)
+        raise typer.BadParameter(f"there is no host {host!r} in {deployment.path}; known: {known}")
+    return [host_plan(deployment, name) for name in ([host] if host else deployment.hosts)]
 
 
 @app.command()
@@ -145,6 +182,136 @@ def drain(
             "have no room for them, or --deadline-s passed. Drain again, or stop it and lose them."
         )
     sys.exit(1)
+
+
+@render.command("models")
+def render_models(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    host: OneHost = "",
+    model_repository: Base = Path("model_repository"),
+) -> None:
+    """Write the hosts' model repositories for Triton. Live edits are overwritten."""
+    with shown_mistakes():
+        deployment = load(cluster, model_repository)
+        for plan in plans_of(deployment, host):
+            folder = RenderedFolder(deployment, plan, model_repository)
+            written = folder.write(keeps_edits=False)
+            print_line(f"{folder.repository}: {', '.join(written) or 'nothing new'}")
+
+
+@render.command("firewall")
+def render_firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
+    """Write nftables rules for the ports of each host. Hosts of elastic pools use
+    POOL-elastic/firewall.nft."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        plans = plans_of(deployment, host)
+        elastic = [] if host else [pool.name for pool in deployment.elastic_pools]
+        plans += [
+            pool_host_plan(deployment, name, f"{name}-elastic", "0.0.0.0") for name in elastic
+        ]
+        for plan in plans:
+            text = firewall.firewall(deployment, plan)
+            path = _write(deployment, f"{plan.host}/firewall.nft", text)
+            print_line(f"{path}: load it on {plan.host} with nft -f")
+        if elastic:
+            print_line(
+                f"add the address of each elastic host on every host: nft add element "
+                f"{firewall.table(deployment)} {firewall.ELASTIC} '{{ ADDRESS }}'"
+            )
+
+
+@render.command("systemd")
+def render_systemd(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    host: OneHost = "",
+    program: Annotated[
+        str, typer.Option(help="Path of `mooncake` on the hosts.")
+    ] = "/opt/mooncake/.venv/bin/mooncake",
+    folder: Annotated[
+        str, typer.Option(help="Folder of cluster file and model_repository on the hosts.")
+    ] = "/opt/mooncake",
+    user: Annotated[str, typer.Option(help="User that it runs as.")] = "mooncake",
+) -> None:
+    """Write the hosts' systemd units."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        for plan in plans_of(deployment, host):
+            text = systemd.unit(deployment, plan, program, folder, user)
+            name = systemd.unit_name(deployment, plan.host)
+            path = _write(deployment, f"{plan.host}/{name}", text)
+            print_line(
+                f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now"
+            )
+
+
+@render.command("compose")
+def render_compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
+    """Write a Compose file that runs every host as a container on one machine."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        keys = Path(deployment.folder) / deployment.keys_folder
+        owners = {
+            name: (keys / name).stat().st_uid
+            for name in deployment.hosts
+            if deployment.keys_folder and (keys / name).is_dir()
+        }
+        text = compose.compose(deployment, owners)
+        path = _write(deployment, "compose/compose.yaml", text)
+        if deployment.keys_folder and (missing := deployment.hosts.keys() - owners):
+            named = ", ".join(sorted(missing))
+            print_line(
+                f"there are no keys of {named}: make them (`mooncake keys`), then render again"
+            )
+        print_line(
+            f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up"
+        )
+
+
+@render.command("kubernetes")
+def render_kubernetes(
+    cluster: ClusterFile = Path("cluster.yaml"),
+    openai_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: none.")
+    ] = 0,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount.")
+    ] = None,
+) -> None:
+    """Write a Kustomize base, a component for monitoring, and Secrets of the keys."""
+    with shown_mistakes():
+        deployment = load(cluster)
+        raw, gateway = b"", PodGateway(openai_port)
+        if api_keys is not None:
+            raw = tenants_file.content(api_keys)
+            keyless = tenants_file.parse(raw, str(api_keys)).keyless
+            gateway = PodGateway(openai_port, True, keyless != "refused")
+        files = kubernetes.kustomize_base(deployment, cluster.read_text(), gateway)
+        for name, text in files.items():
+            path = _write(deployment, f"kubernetes/base/{name}", text)
+        print_line(f"{path.parent}: {', '.join(files)}")
+        for name, text in autoscaling.monitoring_component(deployment).items():
+            path = _write(deployment, f"kubernetes/monitoring/{name}", text)
+        print_line(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
+        if raw:
+            text = secrets.api_keys_secret(deployment, raw)
+            path = _write(deployment, "kubernetes/api-keys.yaml", text, mode=0o600)
+            print_line(f"{path}: kubectl apply -f it, now and after each edit of {api_keys}")
+        keys = Path(deployment.folder) / deployment.keys_folder
+        if deployment.keys_folder and keys.is_dir():
+            text = secrets.secrets(deployment, keys)
+            path = _write(deployment, "kubernetes/secrets.yaml", text, mode=0o600)
+            print_line(f"{path}: kubectl apply -f it, and keep it as the keys")
+        elif deployment.keys_folder:
+            print_line(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
+
+
+def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:
+    """Write a file below rendered/ atomically."""
+    path = Path(deployment.folder) / "rendered" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text.encode(), lambda descriptor: os.fchmod(descriptor, mode))
+    return path
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:

@@ -65,9 +65,8 @@ class _Known:
     """The answers of etcd and the directory; empty if they do not answer."""
 
     leader: str = ""  # address of the leading directory
-    waiting: Collection[str] | None = (
-        None  # addresses of directories that wait for election; None: unknown
-    )
+    # Addresses of directories that wait for election; None: unknown.
+    waiting: Collection[str] | None = None
     snapshot: Snapshot | None = None
     stats: DirectoryStats | None = None
     problem: str = ""
@@ -143,15 +142,9 @@ def _unreached(ready_url: str) -> dict[str, str]:
     try:
         with _opener().open(url, asked, timeout=ASK_S_MAX) as answer:
             described = json.loads(json.load(answer)["text_output"])
-            found: dict[str, str] = described["unreached_workers"]
-            return found
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # the frontend's own state reports the failure
-        return {}
+            return dict(described["unreached_workers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # the frontend's own state reports the failure
 
 
 def _host(
@@ -160,8 +153,8 @@ def _host(
     urls = _urls(deployment, plan)
     parts: dict[str, str] = {part: answers[url] for part, url in urls.items()}
     if parts.get("frontend") == UP:
-        for worker, why in _unreached(urls["frontend"]).items():
-            parts[f"frontend to {worker}"] = f"{DOWN}: {why}"
+        for model, why in _unreached(urls["frontend"]).items():
+            parts[f"frontend to {model}"] = f"{DOWN}: {why}"
     if plan.frontend is not None and "frontend" not in parts:
         parts["frontend"] = f"{UNKNOWN}: it listens on {deployment.frontends.address} only"
     if plan.directory is not None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from backends import launch_secret
 from backends.cluster.drain import move_requests
 from backends.cluster.host_plan import EtcdMember, NodePlan, host_and_port
-from backends.cluster.manifests.doors import FREE_PORTS
+from backends.cluster.manifests.firewall import FREE_PORTS
 from backends.launcher import admin_key, environment, gateways, launch_plan
 from backends.launcher.admin_key import AdminKey
 from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state

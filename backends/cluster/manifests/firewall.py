@@ -1,4 +1,5 @@
-"""nftables rules of a host: the sources that may connect to each port of the deployment.
+"""The TCP ports of a host's plan that other hosts connect to, the sources allowed for each, and the
+nftables rules of the host.
 
     nft -f rendered/a/firewall.nft          # loads the rules, and replaces earlier ones
     nft delete table inet mooncake_NAME     # removes the rules
@@ -16,12 +17,63 @@ packets pass, because the free ports also receive answers for other programs of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_ip
-from backends.cluster.host_plan import HostPlan, host_plan
-from backends.cluster.manifests.doors import CLIENTS, FLEET, MONITORS, Door, doors, hosts_of
+from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_ip, is_loopback
+from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 
 ELASTIC = "elastic"  # name of the set of elastic hosts' addresses
+# The sources that may connect to a port.
+CLIENTS = "clients"  # any source
+FLEET = "fleet"  # all hosts
+FRONTENDS = "frontends"  # hosts with a frontend
+MEMBERS = "members"  # hosts with an etcd member
+MONITORS = "monitors"  # metrics scrapers, which the cluster file does not list
+# Ports that the cluster file does not set (inboxes of processes, NIXL's listeners) are any free
+# ports of this range, Linux's default for ephemeral ports (ip_local_port_range).
+FREE_PORTS = (32_768, 60_999)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """One TCP port of a host, or a range of them."""
+
+    port: int
+    what: str  # name of the listener, shown as the rule's comment
+    who: str  # CLIENTS, FLEET, FRONTENDS, MEMBERS or MONITORS
+    last_port: int = 0  # last port of a range; 0: a single port
+
+    @property
+    def ports(self) -> str:
+        return f"{self.port}-{self.last_port}" if self.last_port else str(self.port)
+
+
+def doors(plan: HostPlan) -> list[Door]:
+    """The ports of one host in ascending order."""
+    found = (Door(host_and_port(address)[1], what, who) for address, what, who in _listeners(plan))
+    free = Door(FREE_PORTS[0], "inboxes of processes, KV transfers over NIXL", FLEET, FREE_PORTS[1])
+    return sorted([*found, free], key=lambda door: door.port)
+
+
+def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
+    """(address, name of the listener, sources) of each listener that other hosts connect to. A
+    loopback listener needs no rule."""
+    if plan.etcd is not None:
+        yield plan.etcd.listen_client_url, "etcd: leader election, pinned blocks, quotas", FLEET
+        yield plan.etcd.listen_peer_url, "etcd: between members", MEMBERS
+    if plan.directory is not None:
+        yield plan.directory.listen, "directory: requests", FLEET
+        yield plan.directory.listen_events, "directory: events", FLEET
+    for node in plan.storage_nodes:
+        yield node.listen_control, f"storage node {node.name}: control", FLEET
+        yield node.listen_data, f"storage node {node.name}: KV transfers over TCP", FLEET
+    if plan.frontend is not None and not is_loopback(host_and_port(plan.frontend.http)[0]):
+        yield plan.frontend.http, "frontend: HTTP of clients", CLIENTS
+        yield plan.frontend.grpc, "frontend: gRPC of clients", CLIENTS
+    if not is_loopback(host_and_port(plan.metrics)[0]):
+        yield plan.metrics, "metrics page", MONITORS
+    for worker in plan.workers:
+        yield worker.listen_grpc, f"worker {worker.model}: gRPC", FRONTENDS
 
 
 def firewall(deployment: Deployment, plan: HostPlan) -> str:
@@ -62,6 +114,8 @@ def table(deployment: Deployment) -> str:
 
 
 def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
+    members = deployment.etcd.hosts if deployment.etcd is not None else ()
+    groups = {FLEET: deployment.hosts, FRONTENDS: deployment.frontends.hosts, MEMBERS: members}
     for door in open_to:
         comment = f'comment "{door.what}"'
         if door.who == CLIENTS:
@@ -70,7 +124,7 @@ def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
         if door.who == MONITORS:
             yield f"# tcp dport {door.ports}: add who may read the {door.what}"
             continue
-        addresses = [deployment.hosts[name].address for name in hosts_of(deployment, door.who)]
+        addresses = [deployment.hosts[name].address for name in groups[door.who]]
         sources = ", ".join(dict.fromkeys(addresses))
         yield f"ip saddr {{ {sources} }} tcp dport {door.ports} accept {comment}"
         if door.who == FLEET and deployment.elastic_pools:

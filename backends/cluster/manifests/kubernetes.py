@@ -8,7 +8,7 @@ ConfigMap changes with its content, so an edit causes a rolling update.
     hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
     hosts with frontends      a Service for clients
     pools with `elastic`      Deployment, PodDisruptionBudget
-    ports (doors.py)          NetworkPolicies
+    ports                     NetworkPolicies
 
 Not here: Secrets (secrets.py), resources of other operators (autoscaling.py).
 """

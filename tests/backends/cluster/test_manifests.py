@@ -23,8 +23,15 @@ from backends.cluster.deployment import ClusterFileInvalid
 from backends.cluster.host_plan import host_plan, pool_host_plan
 from backends.cluster.manifests import autoscaling
 from backends.cluster.manifests.compose import compose
-from backends.cluster.manifests.doors import CLIENTS, FLEET, FRONTENDS, doors
-from backends.cluster.manifests.firewall import ELASTIC, firewall, table
+from backends.cluster.manifests.firewall import (
+    CLIENTS,
+    ELASTIC,
+    FLEET,
+    FRONTENDS,
+    doors,
+    firewall,
+    table,
+)
 from backends.cluster.manifests.kubernetes import kustomize_base
 from backends.cluster.manifests.secrets import secrets
 from backends.cluster.manifests.systemd import unit, unit_name

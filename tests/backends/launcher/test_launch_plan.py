@@ -9,7 +9,7 @@ import pytest
 
 from backends.cluster.cluster_file import parse
 from backends.cluster.host_plan import HostPlan, host_plan
-from backends.cluster.manifests.doors import FREE_PORTS
+from backends.cluster.manifests.firewall import FREE_PORTS
 from backends.launcher import launch
 from backends.launcher.environment import TritonInstall, problems
 from backends.launcher.launch_plan import (
