@@ -9,8 +9,7 @@ the real engine. The rows compare them with reading the list once and with hashi
 
 Copies on a GPU move 1 GiB of pages of 32 tokens in random order between the GPU and a segment with
 locked pages, in one call and one by one, alone and beside a matrix product on another stream.
-Without a GPU they are a memcpy, and the targets have a reason instead of a value. On any machine,
-blocks are verified in their slots, and compared with verifying them while copying them to a pool.
+Without a GPU they are a memcpy, and the targets have a reason instead of a value.
 
 Not here: the correctness of copies (tests), a whole engine, which needs a GPU.
 """
@@ -44,12 +43,7 @@ from backends.engine.trtllm.scheduler import StageScheduler
 from loadtest.harness.benchmark import benchmark, best_s, timed_s
 from loadtest.harness.result import Cell, Target
 from mooncake_store.block_keys import block_keys, chain_seed
-from mooncake_store.client.in_place import placed_blocks
-from mooncake_store.layout import STATE_READY, geometry, memory_bytes_for
-from mooncake_store.memory.digests import copy_blocks
 from mooncake_store.memory.segment import Segment
-from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
-from mooncake_store.records.blocks import Copy
 
 BLOCK_TOKENS, TOKENS_PER_BLOCK = 256, 32
 VOCABULARY_TOKENS = 128_256
@@ -59,7 +53,6 @@ SEED = chain_seed("bench")
 LAYERS, FLAT, PAGES_PER_BLOCK = 24, 2 * 32 * 64, 8
 PAGE_BYTES = LAYERS * 2 * FLAT * 2
 COPY_ROUNDS, COPIED_BYTES = 7, 2**30
-VERIFIED_BYTES, VERIFIED_BLOCK_BYTES = 2**28, (384 * 1024, 3 * 2**20)
 PRODUCT = 8192  # rows and columns of the matrices
 PRODUCT_S = 2.0  # seconds in which products are counted
 
@@ -385,41 +378,6 @@ def measure_copies(size_bytes: int = COPIED_BYTES) -> CopyRates:
         return _on_cpu(Path(folder), min(size_bytes, 2**28))
 
 
-def measure_verifying(size_bytes: int, block_bytes: int, layers: int) -> CopyRates:
-    """Blocks in slots, in random order: verified there, or copied to a pool and verified on the
-    way."""
-    count = size_bytes // block_bytes
-    rates = CopyRates(count * block_bytes)
-    rng = np.random.default_rng(3)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mooncake-bench-") as folder:
-        needed = memory_bytes_for(count, block_bytes, block_bytes)
-        with Segment.create(f"{folder}/segment", needed) as segment:
-            memory = SlotMemory(segment.view, geometry(needed, block_bytes))
-            copies = []
-            for slot in rng.permutation(count).tolist():
-                block = memory.payload(slot, block_bytes)
-                block[:] = rng.integers(0, 256, block_bytes, np.uint8)
-                digest = memory.checksum(slot, block_bytes, layers)
-                header = SlotHeader(STATE_READY, 7, bytes(16), digest, block_bytes, False, layers)
-                memory.write_header(slot, header)
-                copies.append(Copy("s0", slot, 7, digest, block_bytes))
-            pool = np.zeros(rates.size_bytes, np.uint8)
-            sources = [(memory.view, memory.shape.slot_offset_bytes(copy.slot)) for copy in copies]
-            targets = [(pool, at * block_bytes) for at in range(count)]
-            size = f"{block_bytes // 1024} KiB x {count}"
-            limit = rates.best(
-                f"copied and verified, {size} (limit)",
-                lambda: copy_blocks(targets, sources, block_bytes, layers, is_read=True),
-            )
-
-            def verify() -> None:
-                found = placed_blocks(memory.view, memory.shape, copies, layers, float("inf"))
-                assert all(found), "a block is not whole"
-
-            rates.best(f"verified in their slots, {size}", verify, limit)
-    return rates
-
-
 def _on_cpu(folder: Path, size_bytes: int) -> CopyRates:
     copies = PageCopies(folder, "cpu", size_bytes)
     rates = CopyRates(copies.size_bytes)
@@ -558,8 +516,6 @@ def main(
             rates = measure_copies()
             run.rows += rates.rows
             run.targets += rates.targets
-        for block_bytes in VERIFIED_BLOCK_BYTES:
-            run.rows += measure_verifying(VERIFIED_BYTES, block_bytes, LAYERS).rows
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ the distance of answers (kv_quality.py).
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +54,7 @@ SHARED_PROMPT_TOKENS = 2_048
 STEPS = 10  # of a way in a round
 FP8_STEPS = ((1, 4_096), (16, 512), (16, 4_096))
 FP8_GOAL = 1.0  # most times as long as with bfloat16, at the longest context
-DEMO, DEMO_CONTEXT_TOKENS, DEMO_BLOCK_TOKENS, DEMO_GOAL = (16, 512), 512, 64, 1.8
+DEMO, DEMO_BLOCK_TOKENS, DEMO_GOAL = (16, 512), 64, 1.8
 DEMO_FOLDER = Path("backends/demo_checkpoint")
 
 
@@ -66,14 +69,8 @@ class Part(str, Enum):
 def measure_prefill(run: BenchmarkRun, own: OwnEngine, peer: Transformers, rounds: int) -> None:
     for name, tokens in PROMPTS_TOKENS.items():
         [prompt] = own.prompts(1, tokens)
-        found = median_s(
-            {
-                "ours": lambda prompt=prompt: own.prefill_s(prompt),
-                "theirs": lambda prompt=prompt: peer.prefill_s(prompt),
-            },
-            rounds,
-            warm_rounds=1,
-        )
+        ours, theirs = partial(own.prefill_s, prompt), partial(peer.prefill_s, prompt)
+        found = medians_s(rounds, ours=ours, theirs=theirs)
         run.rows.append(
             {
                 "model": MODEL,
@@ -90,14 +87,11 @@ def measure_prefill(run: BenchmarkRun, own: OwnEngine, peer: Transformers, round
 def measure_decode(run: BenchmarkRun, own: OwnEngine, peer: Transformers, rounds: int) -> None:
     for batch, goal in BATCH_GOALS.items():
         prompts = own.prompts(batch, DECODE_CONTEXT_TOKENS)
-        found = median_s(
-            {
-                "ours": lambda prompts=prompts: own.generate_s(prompts, DECODE_STEPS),
-                "generate": lambda prompts=prompts: peer.generate_s(prompts, DECODE_STEPS),
-                "batch": lambda prompts=prompts: peer.generate_batch_s(prompts, DECODE_STEPS),
-            },
+        found = medians_s(
             rounds,
-            warm_rounds=1,
+            ours=partial(own.generate_s, prompts, DECODE_STEPS),
+            generate=partial(peer.generate_s, prompts, DECODE_STEPS),
+            batch=partial(peer.generate_batch_s, prompts, DECODE_STEPS),
         )
         run.rows.append(
             {
@@ -129,13 +123,10 @@ def measure_shares(run: BenchmarkRun, own: OwnEngine, rounds: int) -> None:
             run.targets.append(Target(name, float(row["over_limit"] or 0), "<=", LIMIT_GOAL))
     [prompt] = own.prompts(1, SHARED_PROMPT_TOKENS)
     chunks = SHARED_PROMPT_TOKENS // CHUNK_TOKENS
-    found = median_s(
-        {
-            "prompt": lambda: own.prefill_s(prompt),
-            "linears": lambda: own.linears_s(CHUNK_TOKENS, 1, chunks) * chunks,
-        },
+    found = medians_s(
         rounds,
-        warm_rounds=1,
+        prompt=lambda: own.prefill_s(prompt),
+        linears=lambda: own.linears_s(CHUNK_TOKENS, 1, chunks) * chunks,
     )
     share = round(found["linears"] / found["prompt"], 3)
     run.rows.append(
@@ -153,14 +144,11 @@ def measure_shares(run: BenchmarkRun, own: OwnEngine, rounds: int) -> None:
 def measure_step(own: OwnEngine, batch: int, context_tokens: int, rounds: int) -> dict[str, Cell]:
     """A decode step, its linear layers alone, and its bytes, in turns."""
     size_bytes = own.step_bytes(batch, context_tokens)
-    found = median_s(
-        {
-            "step": lambda: own.step_s(batch, context_tokens, STEPS),
-            "linears": lambda: own.linears_s(batch, batch, STEPS),
-            "byte": lambda: 1 / bytes_per_s(size_bytes, STEPS),
-        },
+    found = medians_s(
         rounds,
-        warm_rounds=1,
+        step=lambda: own.step_s(batch, context_tokens, STEPS),
+        linears=lambda: own.linears_s(batch, batch, STEPS),
+        byte=lambda: 1 / bytes_per_s(size_bytes, STEPS),
     )
     limit_s = size_bytes * found["byte"]
     return {
@@ -192,43 +180,27 @@ def measure_fp8(
     """The same steps over pages of bfloat16 and of fp8, in turns."""
     tokens_max = LIMITED[0] * LIMITED[1]
     small = OwnEngine(checkpoint, DTYPE, BLOCK_TOKENS, tokens_max, seed, "fp8")
-    [prompt] = own.prompts(1, SHARED_PROMPT_TOKENS)
-    for batch, context_tokens in FP8_STEPS:
-        found = median_s(
-            {
-                DTYPE: lambda at=(batch, context_tokens): own.step_s(*at, STEPS),
-                "fp8": lambda at=(batch, context_tokens): small.step_s(*at, STEPS),
-            },
-            rounds,
-            warm_rounds=1,
-        )
-        ratio = round(found["fp8"] / found[DTYPE], 3)
-        run.rows.append(
-            {
-                "model": MODEL,
-                "batch": batch,
-                "context_tokens": context_tokens,
-                "bfloat16_ms": ms(found[DTYPE]),
-                "fp8_ms": ms(found["fp8"]),
-                "fp8_over_bfloat16": ratio,
-            }
-        )
-        if (batch, context_tokens) == LIMITED:
+
+    def compared(cells: dict[str, Cell], run_s: Callable[[OwnEngine], float]) -> float:
+        """Add a row; returns the time with fp8 over that with bfloat16."""
+        found = medians_s(rounds, bfloat16=partial(run_s, own), fp8=partial(run_s, small))
+        ratio = round(found["fp8"] / found["bfloat16"], 3)
+        times = {f"{name}_ms": ms(seconds) for name, seconds in found.items()}
+        run.rows.append({"model": MODEL, **cells, **times, "fp8_over_bfloat16": ratio})
+        return ratio
+
+    for at in FP8_STEPS:
+        cells: dict[str, Cell] = {"batch": at[0], "context_tokens": at[1]}
+        ratio = compared(cells, methodcaller("step_s", *at, STEPS))
+        if at == LIMITED:
             run.targets.append(Target("fp8_over_bfloat16_16_4096", ratio, "<=", FP8_GOAL))
-    found = median_s(
-        {DTYPE: lambda: own.prefill_s(prompt), "fp8": lambda: small.prefill_s(prompt)},
-        rounds,
-        warm_rounds=1,
-    )
-    run.rows.append(
-        {
-            "model": MODEL,
-            "prompt_tokens": SHARED_PROMPT_TOKENS,
-            "bfloat16_ms": ms(found[DTYPE]),
-            "fp8_ms": ms(found["fp8"]),
-            "fp8_over_bfloat16": round(found["fp8"] / found[DTYPE], 3),
-        }
-    )
+    [prompt] = own.prompts(1, SHARED_PROMPT_TOKENS)
+    compared({"prompt_tokens": SHARED_PROMPT_TOKENS}, methodcaller("prefill_s", prompt))
+
+
+def medians_s(rounds: int, **ways: Callable[[], float]) -> dict[str, float]:
+    """Median seconds of each way; the ways take turns, after a round that does not count."""
+    return median_s(ways, rounds, warm_rounds=1)
 
 
 def ms(seconds: float) -> float:

@@ -31,7 +31,7 @@ from mooncake_store.records.membership import WorkerInfo
 
 NAME, OUTSIDE = "fleet", "outside"
 DRAM = "128M"  # bytes of each storage node
-HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+GRPC_PORT, METRICS_PORT = 8001, 8002
 LOOK_S_MAX = 2.0
 CLUSTER_FILE = """\
 name: {name}
