@@ -25,7 +25,7 @@ from pathlib import Path
 
 from backends import launch_secret
 from backends.cluster.drain import move_requests
-from backends.cluster.host_plan import EtcdMember, NodePlan, host_and_port
+from backends.cluster.host_plan import EtcdMember, FrontendPlan, NodePlan, host_and_port
 from backends.cluster.manifests.firewall import FREE_PORTS
 from backends.launcher import admin_key, environment, gateways, launch_plan
 from backends.launcher.admin_key import AdminKey
@@ -45,13 +45,7 @@ from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.processes import ChildProcess, Command, RestartPolicy
 from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
-from backends.launcher.repository import (
-    ModelLoad,
-    ModelState,
-    RepositoryMirror,
-    WorkerFolders,
-    running_settings,
-)
+from backends.launcher.repository import ModelLoad, ModelState, WorkerFolders, running_settings
 from backends.launcher.triton_arguments import (
     common_arguments,
     frontend_arguments,
@@ -66,6 +60,7 @@ from backends.launcher.triton_process import (
     Restart,
     Stubs,
     Triton,
+    TritonSetup,
     WorkerTriton,
     all_states,
     end_orphans,
@@ -114,14 +109,23 @@ class Launcher:
         self.repository = (base / plan.model_repository).resolve()
         # The Python in Triton's stubs handles ASCII paths only, in every locale.
         of_triton = self.state_dir if str(self.state_dir).isascii() else self.socket_dir
-        self._mirrors = of_triton / f"repository-{plan.host}"
         self._backends = of_triton / f"backends-{plan.host}"
         self._worker_folders = WorkerFolders(
             self.repository, options.settings, [node.name for node in plan.storage_nodes]
         )
         self._worker_names: set[str] = set()
-        self._any_port = (
-            AnyPort(plan.listen, plan.address, FREE_PORTS) if plan.deployment else AnyPort()
+        # A worker that is not in the plan, because its folder was copied while serving, gets any
+        # free port; in a deployment a port that the hosts' firewalls open to each other.
+        any_port = AnyPort(plan.listen, plan.address, FREE_PORTS) if plan.deployment else AnyPort()
+        self._triton_setup = TritonSetup(
+            repository=self.repository,
+            mirrors=of_triton / f"repository-{plan.host}",
+            log_dir=self.log_dir,
+            cwd=self.socket_dir,
+            command_of=self._triton_command,
+            any_port=any_port,
+            log_bytes_max=options.observed.log_bytes_max,
+            folders=self._worker_folders,
         )
         self.frontend: Triton | None = None
         self.workers: dict[str, WorkerTriton] = {}
@@ -141,7 +145,10 @@ class Launcher:
         """Start every part of the plan. Returns once all processes run; models may still load."""
         triton = environment.find_triton()
         options, plan = self.options, self.plan
-        self._keys = self._keys_of_host()
+        try:
+            self._keys = key_folder.of_process()  # None: this host has no keys
+        except KeysInvalid as error:
+            raise environment.EnvironmentProblem(str(error)) from None
         turn = turn_at(plan.directory_address, plan.host)
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
@@ -165,7 +172,7 @@ class Launcher:
             child.wait_for_line("ready", 60.0 if not plan.deployment else options.ready_s_max)
         self._staged = stage(triton, self._backends)
         self._server = triton.server
-        shutil.rmtree(self._mirrors, ignore_errors=True)
+        shutil.rmtree(self._triton_setup.mirrors, ignore_errors=True)
         PROMISED["clients"] = [port for _, port in fixed_ports(plan).values()]
         self._start_tritons()
         self._gateways = Gateways(plan, env, self._with_log)
@@ -184,15 +191,6 @@ class Launcher:
         self._gateways.wait_ready()
 
     def _etcd_child(self, member: EtcdMember, env: dict[str, str]) -> ChildProcess:
-        command = Command(self._etcd_command(member), env | etcd_environment())
-
-        def begun() -> Command:
-            self._renewal.started(ETCD)
-            return command
-
-        return self._with_log("etcd", begun)
-
-    def _etcd_command(self, member: EtcdMember) -> list[str]:
         data_dir = self.state_dir / f"etcd-{self.plan.host}"
         own = member.advertised_client_url.partition("//")[2]
         endpoints, _ = endpoints_and_prefix(self.plan.directory_address)
@@ -203,7 +201,13 @@ class Launcher:
             raise environment.EnvironmentProblem(str(error)) from None
         if is_replaced:
             self._report("this host's etcd member lost its data: it was replaced by a new member")
-        return etcd_command(member, data_dir, is_replaced, self._keys)
+        arguments = etcd_command(member, data_dir, is_replaced, self._keys)
+
+        def begun() -> Command:
+            self._renewal.started(ETCD)
+            return Command(arguments, env | etcd_environment())
+
+        return self._with_log("etcd", begun)
 
     def _wait_for_directory(self) -> DeploymentState:
         """Wait until a directory answers; with etcd, until an elected one does.
@@ -231,7 +235,7 @@ class Launcher:
         """Start all Tritons at once. They need each other only when requests arrive."""
         self._worker_names = self._worker_folders.names()
         if self.plan.frontend is not None:
-            self.frontend = self._frontend()
+            self.frontend = self._frontend(self.plan.frontend)
             self.frontend.mirror.sync(is_first=True)
             self.frontend.start()
         for name in sorted(self._worker_names):
@@ -240,44 +244,17 @@ class Launcher:
             if self.workers[name].mirror.models():
                 self.workers[name].start()
 
-    def _frontend(self) -> Triton:
-        plan = self.plan.frontend
-        assert plan is not None
+    def _frontend(self, plan: FrontendPlan) -> Triton:
+        endpoints = Endpoints(plan.grpc, http=plan.http)
         return Triton(
-            FRONTEND,
-            RepositoryMirror(
-                self.repository,
-                self._mirrors / FRONTEND,
-                lambda name: name not in self._worker_names,
-                self._worker_folders,
-            ),
-            self.log_dir / f"{FRONTEND}.log",
-            self.socket_dir,
-            self._triton_command,
-            Endpoints(plan.grpc, http=plan.http),
-            log_bytes_max=self.options.observed.log_bytes_max,
+            FRONTEND, self._triton_setup, endpoints, lambda name: name not in self._worker_names
         )
 
     def _add_worker(self, name: str) -> None:
-        """Add the Triton of one worker folder.
-
-        A folder that was copied while serving is not in the plan, so its Triton gets any free port.
-        In a deployment this is a port that the hosts' firewalls open to each other.
-        """
+        """Add the Triton of one worker folder."""
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
-        self.workers[name] = WorkerTriton(
-            name,
-            self.repository,
-            self._mirrors / name,
-            self.log_dir / f"{name}.log",
-            self.socket_dir,
-            self._triton_command,
-            fixed,
-            self._any_port,
-            self.options.observed.log_bytes_max,
-            self._worker_folders,
-        )
+        self.workers[name] = WorkerTriton(name, self._triton_setup, fixed)
 
     def _node_command(self, node: NodePlan) -> list[str]:
         segment = node.segment_path or str(self._files.path(node.name))
@@ -448,8 +425,7 @@ class Launcher:
         if self._gateways and self._gateways.children:  # before their frontend
             self._end([*self._gateways.children], GATEWAY_STOP_S)
             give_up_s = time.monotonic() + STOP_S_MAX
-        first = [self.frontend] if self.frontend is not None else []
-        self._end([each.child for each in first], FRONTEND_STOP_S)
+        self._end([self.frontend.child if self.frontend else None], FRONTEND_STOP_S)
         workers = [*self.workers.values(), *self._leaving]
         if self.plan.deployment and workers:
             move_requests(
@@ -492,13 +468,6 @@ class Launcher:
     @property
     def has_api_keys(self) -> bool:
         return bool(self._env.get(api_keys.VARIABLE))
-
-    def _keys_of_host(self) -> Keys | None:
-        """The keys of this host; None if it has none."""
-        try:
-            return key_folder.of_process()
-        except KeysInvalid as error:
-            raise environment.EnvironmentProblem(str(error)) from None
 
     def _secret(self) -> str:
         """The launch's secret: new on a single machine, shared by the hosts of a deployment."""

@@ -6,8 +6,8 @@ that frontends call where a deployment has several hosts. A hung, aborted or kil
 therefore affects no other model (docs/decisions/0017).
 
 Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
-`Stubs` and `StubWatch` detect the death of such a process, because Triton does not: it keeps
-reporting the model as ready.
+`Stubs` finds these processes, because Triton does not detect the death of one: it keeps reporting
+the model as ready.
 
 Not here: which Tritons there are (launch.py), child processes (processes.py),
 reading Triton's log (repository.py).
@@ -90,19 +90,6 @@ def _stub_arguments(pid: str) -> list[str]:
     return arguments if is_stub else []
 
 
-class StubWatch:
-    """Detects model processes that died, within one incarnation of a Triton."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def died(self, expected: set[str], alive: set[str]) -> list[str]:
-        """Models of `expected` whose process is gone since the previous call."""
-        lost = sorted((self._seen & expected) - alive)
-        self._seen = alive
-        return lost
-
-
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
 CRASHES_MAX = 2
@@ -164,8 +151,18 @@ class AnyPort:
         return Endpoints(f"{self.listen}:{port}", metrics, called_grpc=called)
 
 
-ANY_OF_LOOPBACK = AnyPort()
-Plan = Callable[["Triton", Endpoints], Command]
+@dataclass(frozen=True, slots=True)
+class TritonSetup:
+    """What the Tritons of a launch have in common."""
+
+    repository: Path  # the operator's model repository
+    mirrors: Path  # folder with a mirror of the repository for each Triton
+    log_dir: Path
+    cwd: Path
+    command_of: Callable[[Triton, Endpoints], Command]  # the command of the next incarnation
+    any_port: AnyPort = AnyPort()
+    log_bytes_max: int = LOG_BYTES_MAX
+    folders: WorkerFolders | None = None  # None: each config.pbtxt is mirrored unchanged
 
 
 class Triton:
@@ -174,32 +171,25 @@ class Triton:
     make_policy: Callable[[], RestartPolicy] = LimitedRestarts
 
     def __init__(
-        self,
-        name: str,
-        mirror: RepositoryMirror,
-        log_path: Path,
-        cwd: Path,
-        plan: Plan,
-        fixed: Endpoints | None,
-        any_port: AnyPort = ANY_OF_LOOPBACK,
-        log_bytes_max: int = LOG_BYTES_MAX,
+        self, name: str, setup: TritonSetup, fixed: Endpoints | None, wants: Callable[[str], bool]
     ) -> None:
         """Does not start the process. `fixed` are the planned addresses. Without them, each start
-        chooses a free port from `any_port`. The metrics service always listens on loopback."""
+        chooses a free port from `setup.any_port`. The metrics service always listens on loopback.
+        `wants(model)` is True if this Triton serves the model."""
         self.name = name
         self.number = next(NUMBERS)
-        self.mirror = mirror
-        self.log_path = log_path
-        self._log_bytes_max = log_bytes_max
-        self._cwd, self._plan, self._fixed, self._any_port = cwd, plan, fixed, any_port
-        self._log = TritonLog(log_path)
+        self._setup, self._fixed = setup, fixed
+        self.mirror = RepositoryMirror(setup.repository, setup.mirrors / name, wants, setup.folders)
+        self.log_path = setup.log_dir / f"{name}.log"
+        self._log = TritonLog(self.log_path)
+        self._command_of = setup.command_of
         self.endpoints: Endpoints | None = None  # of the newest incarnation
         self.incarnation = 0  # number of the newest incarnation; 0 before the first start
         self.child: ChildProcess | None = None
         self._starts = 0
         self._crashes = 0  # crashes before the first readiness; 0 <= _crashes <= CRASHES_MAX
-        self._stubs = StubWatch()
         self._loaded: set[str] = set()  # models that the newest incarnation loaded
+        self._with_process: set[str] = set()  # its models with a live process at the last look
         self._loads: list[ModelLoad] = []
 
     def start(self) -> None:
@@ -207,9 +197,9 @@ class Triton:
             self.name,
             self._command,
             self.log_path,
-            self._cwd,
+            self._setup.cwd,
             self.make_policy(),
-            self._log_bytes_max,
+            self._setup.log_bytes_max,
         )
         self._began()
 
@@ -221,7 +211,7 @@ class Triton:
         """Reset the state of the previous incarnation."""
         assert self.child is not None
         self._starts = self.child.starts
-        self._stubs = StubWatch()
+        self._with_process.clear()
         self._loaded.clear()
 
     def _command(self) -> Command:
@@ -231,13 +221,13 @@ class Triton:
         if self._fixed:
             self.endpoints = replace(self._fixed, metrics=metrics)
         else:
-            self.endpoints = self._any_port.endpoints(metrics, {*promised, port})
+            self.endpoints = self._setup.any_port.endpoints(metrics, {*promised, port})
         PROMISED[self.name] = [port, int(self.endpoints.grpc.rpartition(":")[2])]
         self._read_log()
         self._log.service_problem = ""
         self._log.is_load_pending = False
         self.incarnation = next(INCARNATIONS)
-        return self._plan(self, self.endpoints)
+        return self._command_of(self, self.endpoints)
 
     @property
     def pid(self) -> int | None:
@@ -265,8 +255,9 @@ class Triton:
         self._read_log()
         # Each load attempt of a model that fails to load starts and ends a process. Only loaded
         # models are therefore expected to have one.
-        died = self._stubs.died(self.mirror.models() & self._loaded, alive)
-        return [model for model in died if self._revive(model)]
+        died = (self._with_process & self.mirror.models() & self._loaded) - alive
+        self._with_process = set(alive)
+        return [model for model in sorted(died) if self._revive(model)]
 
     def _revive(self, model: str) -> bool:
         if 'backend: "conductor"' in self.mirror.config(model) and self.child is not None:
@@ -342,29 +333,14 @@ class WorkerTriton(Triton):
 
     make_policy = GrowingPauses
 
-    def __init__(
-        self,
-        worker: str,
-        repository: Path,
-        target: Path,
-        log_path: Path,
-        cwd: Path,
-        plan: Plan,
-        fixed: Endpoints | None = None,
-        any_port: AnyPort = ANY_OF_LOOPBACK,
-        log_bytes_max: int = LOG_BYTES_MAX,
-        folders: WorkerFolders | None = None,
-    ) -> None:
-        mirror = RepositoryMirror(
-            repository,
-            target,
-            lambda name: name == worker and self._draining_from_s is None,
-            folders,
-        )
-        super().__init__(worker, mirror, log_path, cwd, plan, fixed, any_port, log_bytes_max)
+    def __init__(self, worker: str, setup: TritonSetup, fixed: Endpoints | None = None) -> None:
+        super().__init__(worker, setup, fixed, self._wants)
         self._draining_from_s: float | None = None
         self._ending_from_s: float | None = None
         self._load_pending_from_s: float | None = None
+
+    def _wants(self, model: str) -> bool:
+        return model == self.name and self._draining_from_s is None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
         if self._draining_from_s is not None:

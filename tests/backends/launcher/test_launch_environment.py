@@ -39,8 +39,8 @@ def test_metrics_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> Non
     launcher = launch.Launcher(launch.ServeOptions(tmp_path, address="0.0.0.0"))
     try:
         launcher._server, launcher._staged, launcher._env = tmp_path, tmp_path, {}
-        launcher.log_dir = tmp_path
-        launcher.frontend = launcher._frontend()
+        assert launcher.plan.frontend is not None
+        launcher.frontend = launcher._frontend(launcher.plan.frontend)
         plan = launcher._triton_command(
             launcher.frontend, launch.Endpoints("0.0.0.0:1", "127.0.0.1:2", "0.0.0.0:3")
         )

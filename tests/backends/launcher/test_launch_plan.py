@@ -140,11 +140,13 @@ def test_a_worker_of_the_plan_is_called_at_its_port_and_a_copied_one_at_any(
         "backends.launcher.triton_process.free_ports", lambda *at: [11_111 if at[2:] else 11_112]
     )
     for worker in launcher.workers.values():
-        worker._plan = lambda triton, endpoints: endpoints  # type: ignore[assignment]
+        worker._command_of = lambda triton, endpoints: endpoints  # type: ignore[assignment]
     planned, copied = (launcher.workers[name]._command() for name in ("prefill_a_0", "prefill_a_9"))
     assert (planned.called, planned.metrics) == ("10.77.0.1:7100", "127.0.0.1:11112")  # type: ignore[attr-defined]
     assert copied.called == "10.77.0.1:11111"  # type: ignore[attr-defined]
-    assert launcher.workers["prefill_a_9"]._any_port.ports == FREE_PORTS, "firewalls leave it open"
+    assert launcher.workers["prefill_a_9"]._setup.any_port.ports == FREE_PORTS, (
+        "firewalls leave it open"
+    )
 
 
 def test_a_copied_worker_listens_where_its_host_does_and_is_called_at_its_address(
@@ -155,7 +157,7 @@ def test_a_copied_worker_listens_where_its_host_does_and_is_called_at_its_addres
     try:
         made._add_worker("prefill_a_9")
         worker = made.workers["prefill_a_9"]
-        worker._plan = lambda triton, endpoints: endpoints  # type: ignore[assignment,return-value]
+        worker._command_of = lambda triton, endpoints: endpoints  # type: ignore[assignment,return-value]
         endpoints = worker._command()
         host, _, port = endpoints.grpc.partition(":")  # type: ignore[attr-defined]
         assert host == "0.0.0.0"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.triton_process import STUB, Stubs, StubWatch, end_orphans
+from backends.launcher.triton_process import STUB, Stubs, end_orphans
 from tests.e2e.server import wait_until
 
 
@@ -57,14 +57,6 @@ def test_what_dead_launches_left_is_ended_and_nothing_else(
     assert alive.poll() is None
     end_orphans([])
     assert alive.poll() is None
-
-
-def test_a_model_that_had_a_process_and_has_none_died_once() -> None:
-    watch = StubWatch()
-    assert watch.died({"a", "b"}, {"a"}) == []
-    assert watch.died({"a", "b"}, {"b"}) == ["a"]
-    assert watch.died({"a", "b"}, {"b"}) == []
-    assert watch.died({"a"}, set()) == [], "b is nobody's any more"
 
 
 def test_a_model_that_is_started_later_is_found_too(

@@ -13,7 +13,14 @@ import pytest
 
 from backends.launcher import environment
 from backends.launcher.processes import ChildDied, Command
-from backends.launcher.triton_process import CRASHES_MAX, Endpoints, Restart, Triton, WorkerTriton
+from backends.launcher.triton_process import (
+    CRASHES_MAX,
+    Endpoints,
+    Restart,
+    Triton,
+    TritonSetup,
+    WorkerTriton,
+)
 from tests.e2e.server import wait_until
 
 # Says what a Triton would: it loaded its model, or that its gRPC port was taken, which ends it.
@@ -42,9 +49,8 @@ def worker(tmp_path: Path) -> Iterator[WorkerTriton]:
     folder = tmp_path / "source" / "decode_0"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "decode"\n')
-    made = WorkerTriton(
-        "decode_0", tmp_path / "source", tmp_path / "mirror", tmp_path / "it.log", tmp_path, plan
-    )
+    setup = TritonSetup(tmp_path / "source", tmp_path / "mirrors", tmp_path, tmp_path, plan)
+    made = WorkerTriton("decode_0", setup)
     made.mirror.sync(is_first=True)
     yield made
     if made.child is not None:
@@ -96,7 +102,7 @@ def test_a_start_that_aborts_is_tried_again_but_not_for_ever(
         aborts = [sys.executable, "-c", "import os; print('an exception', flush=True); os.abort()"]
         return Command(aborts, os.environ) if len(begun) <= crashes else plan(triton, endpoints)
 
-    worker._plan = start
+    worker._command_of = start
     worker.start()
 
     def is_loaded() -> bool:
@@ -142,7 +148,7 @@ signal.pause()
 def test_a_worker_that_its_triton_never_calls_loaded_gets_a_new_triton(
     worker: WorkerTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker._plan = lambda *_: Command([sys.executable, "-c", STUCK], os.environ)
+    worker._command_of = lambda *_: Command([sys.executable, "-c", STUCK], os.environ)
     worker.start()
     assert worker.child is not None
     wait_until(lambda: worker.supervise(set()) == [] and worker._load_pending_from_s, "its word")
@@ -175,15 +181,15 @@ def test_a_worker_that_is_drained_leaves_no_process_that_hangs(tmp_path: Path) -
     folder = tmp_path / "source" / "decode_0"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "decode"\n')
-    log = tmp_path / "it.log"
-    worker = WorkerTriton(
-        "decode_0",
+    setup = TritonSetup(
         tmp_path / "source",
-        tmp_path / "mirror",
-        log,
+        tmp_path / "mirrors",
+        tmp_path,
         tmp_path,
         lambda *_: Command([sys.executable, "-c", LEAVES_A_STUB], os.environ),
     )
+    worker = WorkerTriton("decode_0", setup)
+    log = worker.log_path
     worker.mirror.sync(is_first=True)
     worker.start()
     wait_until(lambda: "stub " in log.read_text(), "its stub to be there")
