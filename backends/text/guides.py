@@ -114,12 +114,12 @@ class _Vocabulary:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Grammar:
     """The compiled grammar of one schema."""
 
-    nodes: int  # its weight in the cache
     matcher: Future[Any] = field(default_factory=Future)  # a matcher without tokens, or the error
+    nodes: int = NODES_OF_ONE  # its weight in the cache
 
 
 class Guides:
@@ -141,44 +141,24 @@ class Guides:
         """
         if not is_installed():
             raise InvalidRequest(MISSING)
-        vocabulary = self._read_vocabulary()
-        text = schema.encode("utf-8", "surrogatepass")
-        digest = hashlib.sha256(text).digest()
-        grammar, is_new = self._grammar(digest, schema)
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
+        digest = hashlib.sha256(schema.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            is_new = digest not in self._grammars
+            grammar = self._grammars.setdefault(digest, _Grammar())
+            self._grammars.move_to_end(digest)
         if is_new:
-            self._compile(schema, vocabulary, grammar)
-        guide = SchemaGuide(grammar.matcher.result().deep_copy(), vocabulary, end_ids)
+            self._compile(schema, digest, self._vocabulary, grammar)
+        guide = SchemaGuide(grammar.matcher.result().deep_copy(), self._vocabulary, end_ids)
         for token_id in output_ids:
             guide.advance(token_id)
         return guide
 
-    def _read_vocabulary(self) -> _Vocabulary:
-        with self._reading:
-            if self._vocabulary is None:
-                self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
-            return self._vocabulary
-
-    def _grammar(self, digest: bytes, schema: str) -> tuple[_Grammar, bool]:
-        """(cached or new grammar, whether the caller must compile it)."""
-        with self._lock:
-            grammar = self._grammars.get(digest)
-            if grammar is not None:
-                self._grammars.move_to_end(digest)
-                return grammar, False
-        nodes = _nodes_of(schema)
-        with self._lock:
-            if (grammar := self._grammars.get(digest)) is not None:  # another thread was faster
-                return grammar, False
-            new = self._grammars[digest] = _Grammar(nodes)
-            while len(self._grammars) > 1 and self._holds_too_much():
-                self._grammars.popitem(last=False)  # threads that wait for it hold a reference
-            return new, True
-
-    def _holds_too_much(self) -> bool:
-        nodes = sum(grammar.nodes for grammar in self._grammars.values())
-        return len(self._grammars) > GRAMMARS_MAX or nodes > GRAMMARS_NODES_MAX
-
-    def _compile(self, schema: str, vocabulary: _Vocabulary, grammar: _Grammar) -> None:
+    def _compile(
+        self, schema: str, digest: bytes, vocabulary: _Vocabulary, grammar: _Grammar
+    ) -> None:
         """Compile in a thread with a large stack.
 
         The compiler recurses into all parts and references of a schema, and a stack overflow would
@@ -187,11 +167,16 @@ class Guides:
 
         def compile_it() -> None:
             try:
+                self._weigh(grammar, _nodes_of(schema))
                 grammar.matcher.set_result(self._compiled(schema, vocabulary))
             except BaseException as error:  # every error must reach the waiting threads
-                grammar.matcher.set_exception(error)
-                if not isinstance(error, InvalidRequest):
-                    self._forget(grammar)
+                fail(error)
+
+        def fail(error: BaseException) -> None:
+            with self._lock:
+                if not isinstance(error, InvalidRequest) and self._grammars.get(digest) is grammar:
+                    del self._grammars[digest]
+            grammar.matcher.set_exception(error)
 
         with _STACK_SIZE:
             before_bytes = threading.stack_size(STACK_BYTES)
@@ -199,18 +184,22 @@ class Guides:
                 thread = threading.Thread(target=compile_it, name="grammar", daemon=True)
                 thread.start()
             except BaseException as error:  # no memory for the stack
-                self._forget(grammar)
-                grammar.matcher.set_exception(error)
+                fail(error)
                 return
             finally:
                 threading.stack_size(before_bytes)
         thread.join()
 
-    def _forget(self, grammar: _Grammar) -> None:
+    def _weigh(self, grammar: _Grammar, nodes: int) -> None:
+        """Set the grammar's weight, and evict the least recently used ones above the limits."""
         with self._lock:
-            for digest, kept in list(self._grammars.items()):
-                if kept is grammar:
-                    del self._grammars[digest]
+            grammar.nodes = nodes
+            total = sum(each.nodes for each in self._grammars.values())
+            while len(self._grammars) > 1 and (
+                len(self._grammars) > GRAMMARS_MAX or total > GRAMMARS_NODES_MAX
+            ):
+                # Threads that wait for the evicted grammar hold a reference to it.
+                total -= self._grammars.popitem(last=False)[1].nodes
 
     def _compiled(self, text: str, vocabulary: _Vocabulary) -> Any:
         import llguidance

@@ -1,8 +1,9 @@
 """Check of JSON schemas for guided decoding: every unsupported part, by its keyword.
 
-Ignoring a keyword would produce answers that do not validate. So an unknown keyword is rejected,
-also a misspelt one. Annotations and `x-...` have no meaning and are accepted. Some schemas are
-rejected although the grammar (guides.py) accepts them, because its answers may not validate:
+Ignoring a keyword would produce answers that do not validate. So every keyword that is not
+supported is rejected, also a misspelt one. Annotations and `x-...` have no meaning and are
+accepted. Some schemas are rejected although the grammar (guides.py) accepts them, because its
+answers may not validate:
 
 * `minProperties` above both 1 and the number of `required`: other properties may occur twice;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
@@ -26,10 +27,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from backends.text.schema_size import size_problems
+from backends.text.schema_size import size_problems, steps_of
 
 DEPTH_MAX = 60
 PROBLEMS_MAX = 5
+ALIKE_MIN = 0.75  # similarity of a keyword that a message suggests, from 0 to 1
 MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder, and a million take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
@@ -61,29 +63,6 @@ KEYWORDS = (
     SCHEMAS_BY_NAME | SCHEMAS_IN_A_LIST | ONE_SCHEMA | WHOLE_NUMBERS | NUMBERS | TEXTS | OTHERS
 )
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Keywords of JSON Schema that are not supported.
-UNSUPPORTED = {
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "minContains",
-    "maxContains",
-    "propertyNames",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "$anchor",
-    "$dynamicRef",
-    "$dynamicAnchor",
-    "$recursiveRef",
-    "$recursiveAnchor",
-    "$vocabulary",
-    "contentSchema",
-}
 
 
 def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
@@ -223,8 +202,7 @@ class _Walk:
         if keyword in WHOLE_NUMBERS:
             return _whole_number(keyword, value, schema)
         if keyword in BOUNDS.values() and self._draft == OLDEST_DRAFT:
-            is_good = isinstance(value, bool)
-            return "" if is_good else f"it must be true or false in {self._draft}"
+            return "" if isinstance(value, bool) else f"it must be true or false in {self._draft}"
         if keyword in NUMBERS:
             return "" if _is_number(value) else "it must be a number"
         if keyword in TEXTS:
@@ -282,8 +260,8 @@ class _Walk:
     def _reference(self, value: Any) -> str:
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             return "only references into the schema itself (#/...) are supported"
-        parts = [part.replace("~1", "/").replace("~0", "~") for part in value.split("/")[1:]]
-        return "" if tuple(parts) in self._places else f"there is no schema {_shown(value)}"
+        is_there = tuple(steps_of(value)) in self._places
+        return "" if is_there else f"there is no schema {_shown(value)}"
 
 
 def _whole_number(keyword: str, value: Any, schema: Mapping[str, Any]) -> str:
@@ -312,11 +290,8 @@ def _is_number(value: Any) -> bool:
 def _unknown(keyword: str) -> str:
     if keyword.startswith("x-") and keyword != "x-guidance":  # an option of the grammar
         return ""
-    if keyword in UNSUPPORTED or keyword in ANNOTATIONS:
-        return "this keyword is not supported"
-    near = difflib.get_close_matches(keyword[:64], KEYWORDS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"this keyword is unknown{hint}"
+    near = difflib.get_close_matches(keyword[:64], KEYWORDS, n=1, cutoff=ALIKE_MIN)
+    return "this keyword is not supported" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _shown(name: str) -> str:

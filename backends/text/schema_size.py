@@ -183,10 +183,14 @@ def _largest(loads: Iterable[_Load]) -> _Load:
     return _Load(*(max(column) for column in columns))
 
 
+def steps_of(reference: str) -> Iterator[str]:
+    """The names and indices from the whole schema to the target of a reference (#/...)."""
+    return (step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:])
+
+
 def _found(whole: dict[str, Any], reference: str) -> Any:
     found: Any = whole
-    for part in reference.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+    for name in steps_of(reference):
         found = found[int(name)] if isinstance(found, list) else found[name]
     return found
 

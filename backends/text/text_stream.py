@@ -90,12 +90,7 @@ class StopWords:
                 self.match_bytes[state] = self.match_bytes[self._fallback[state]]
 
 
-@lru_cache(maxsize=64)
-def automaton_of(words: tuple[str, ...]) -> StopWords:
-    """A cached StopWords: clients send the same words with every request."""
-    return StopWords(words)
-
-
+_automaton_of = lru_cache(maxsize=64)(StopWords)  # clients send the same words with every request
 CHARACTER_BYTES_MAX = 4
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -156,7 +151,7 @@ class TextStream:
         self._pushed = _context(self._tokens, context_ids)  # context of the next token to push
         self._released = self._pushed.copy()  # context of the first held token
         self._decoder = _decoder_after(self._tokens, self._pushed)
-        self._words = automaton_of(tuple(stop_words)) if stop_words else None
+        self._words = _automaton_of(tuple(stop_words)) if stop_words else None
         self._state = 0
         self._end_ids = frozenset(end_ids)
         self._free_tokens = min_tokens  # next tokens within which no stop word may end; <= 0: none

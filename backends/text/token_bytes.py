@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -30,19 +31,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 CONTEXT_TOKENS = 16
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class TokenBytes(Protocol):
-    """Thread-safe. Bytes that depend on the token alone are cached."""
-
-    def has_text(self, token_id: int) -> bool:
-        """False for a special token, and for an id outside the vocabulary."""
-
-    def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
-        """The bytes of a token after `context_ids`. The token and its context have text."""
-
-    def ending(self, context_ids: Sequence[int]) -> bytes:
-        """The bytes that are added at the end of the output."""
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
@@ -55,8 +43,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
     )
 
 
-class _Vocabulary:
-    """Caches which tokens have text."""
+class TokenBytes(ABC):
+    """Thread-safe. What depends on the token alone is cached."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -69,7 +57,16 @@ class _Vocabulary:
         }
         self._token_by_id: dict[int, str | None] = {}
 
+    @abstractmethod
+    def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
+        """The bytes of a token after `context_ids`. The token and its context have text."""
+
+    def ending(self, context_ids: Sequence[int]) -> bytes:
+        """The bytes that are added at the end of the output."""
+        return b""
+
     def has_text(self, token_id: int) -> bool:
+        """False for a special token, and for an id outside the vocabulary."""
         return self.token(token_id) is not None
 
     def token(self, token_id: int) -> str | None:
@@ -83,7 +80,7 @@ class _Vocabulary:
             return token
 
 
-class ByteLevelTokens(_Vocabulary):
+class ByteLevelTokens(TokenBytes):
     """Each character of a token stands for one byte."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -102,11 +99,8 @@ class ByteLevelTokens(_Vocabulary):
             self._bytes_by_id[token_id] = found
             return found
 
-    def ending(self, context_ids: Sequence[int]) -> bytes:
-        return b""
 
-
-class ContextTokens(_Vocabulary):
+class ContextTokens(TokenBytes):
     """A token's bytes are what the decoded text gains by the token."""
 
     def __init__(
@@ -126,11 +120,8 @@ class ContextTokens(_Vocabulary):
         return after[len(before) :].encode("utf-8", "replace")
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
-        if not self._splits_characters:
-            return b""
         context = list(context_ids[-CONTEXT_TOKENS:])
-        whole = self._decode(context)
-        return whole[len(self._settled(context)) :].encode()
+        return self._decode(context)[len(self._settled(context)) :].encode()
 
     def _settled(self, token_ids: list[int]) -> str:
         """The text without the end that the next token may still change."""

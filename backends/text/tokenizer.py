@@ -274,8 +274,7 @@ def _older_table(
 
 def _end_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        content = _read_json(folder / name)
-        found = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
+        found = _model_value(folder / name, "eos_token_id")
         if found is None:
             continue
         token_ids = found if isinstance(found, list) else [found]
@@ -286,9 +285,14 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _model_vocabulary_tokens(folder: Path) -> int | None:
-    content = _read_json(folder / "config.json")
-    found = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
+    found = _model_value(folder / "config.json", "vocab_size")
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _model_value(path: Path, key: str) -> Any:
+    """The value of the model, or of its text part (`text_config`) if it has several parts."""
+    content = _read_json(path)
+    return content.get(key, (content.get("text_config") or {}).get(key))
 
 
 def _template_file(folder: Path) -> dict[str, Any]:

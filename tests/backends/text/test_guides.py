@@ -19,7 +19,7 @@ from jsonschema.validators import validator_for
 from backends.errors import InvalidRequest
 from backends.text import guides
 from backends.text.guides import Guides, guides_of
-from backends.text.json_schema import KEYWORDS, UNSUPPORTED, keywords_in
+from backends.text.json_schema import KEYWORDS
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.text.schemas import schemas
@@ -54,7 +54,7 @@ def drawn_at_random(text: str, chance: np.random.Generator) -> str | None:
 def check_refusal(error: InvalidRequest, schema: dict[str, Any]) -> None:
     """It names a keyword of the schema."""
     named = set(re.findall(r"[\w.$-]+", str(error)))
-    said = set(map(str, schema)) | keywords_in(schema) | KEYWORDS | UNSUPPORTED
+    said = KEYWORDS | set(re.findall(r'"([\w.$-]+)":', json.dumps(schema)))
     assert str(error).startswith("guided_json") and named & said, str(error)
 
 
