@@ -219,7 +219,7 @@ def check_configs(
     for name in sorted(raw.keys() & known.keys()):
         kind = str(known[name].type)
         try:
-            values[name] = _convert(kind, raw[name])
+            values[name] = convert(kind, raw[name])
         except ValueError:
             found.append(f"{name} is {raw[name]!r}; expected {kind}")
     # Readable values are checked even beside unreadable ones, to report every mistake at once.
@@ -243,7 +243,9 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
     return named
 
 
-def _convert(kind: str, text: str) -> object:
+def convert(kind: str, text: str) -> object:
+    """The value of a parameter of this kind: bool, int, float or str. ValueError: it is of another
+    kind."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from backends.config_pbtxt import FALSE, TRUE
+from backends.config_pbtxt import convert
 from backends.model_settings.edit import defaults_of
 from backends.model_settings.model_file import ModelFile
 from backends.model_settings.repository_check import classes_of
@@ -61,10 +61,7 @@ def differences(
 
 def read(kind: str, text: str) -> object:
     """The parsed value; the text itself if it is not of this kind."""
-    lowered = text.strip().lower()
     try:
-        if kind == "bool" and lowered in (*TRUE, *FALSE):
-            return lowered in TRUE
-        return {"int": int, "float": float}.get(kind, str)(text)
+        return convert(kind, text)
     except ValueError:
         return text
