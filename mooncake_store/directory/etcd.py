@@ -54,6 +54,7 @@ class EtcdExhausted(EtcdFailed):
 # UNIMPLEMENTED, UNAUTHENTICATED: etcd detects each before it changes anything.
 REFUSALS = frozenset({3, 5, 6, 7, 9, 11, 12, 16})
 RESOURCE_EXHAUSTED = 8
+KINDS = (EtcdRefused, EtcdExhausted, EtcdFailed)  # the later leave more open about what was done
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class EtcdClient:
 
     def under(self, prefix: str, page_keys: int) -> Iterator[tuple[str, KeyValue]]:
         """Every key that starts with `prefix`, in order, fetched `page_keys` at a time."""
-        start, end = prefix.encode(), _after(prefix.encode())
+        start = prefix.encode()
+        end = start[:-1] + bytes([start[-1] + 1])  # the last byte of a prefix is ASCII
         while True:
             body = {"key": _packed(start), "range_end": _packed(end), "limit": str(page_keys)}
             answer = self._post("/v3/kv/range", body)
@@ -107,32 +109,30 @@ class EtcdClient:
                 return
 
     def write_unless_changed(
-        self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int]
-    ) -> int:
-        """Write all values if every key of `expected` still has that mod_revision, else nothing.
-        Returns the revision of the write; 0 when nothing was written."""
-        return self._transact(expected, _puts(values, leases))
-
-    def change_unless_changed(
         self,
         expected: Mapping[str, int],
         values: Mapping[str, bytes],
-        gone: Sequence[tuple[str, str]],
+        leases: Mapping[str, int],
+        gone: Sequence[tuple[str, str]] = (),
     ) -> int:
-        """`write_unless_changed` without leases; also deletes key ranges [first, end) in `gone`.
-        etcd rejects a key that is both written and deleted."""
-        deletes = [
-            {"request_delete_range": {"key": _packed(first), "range_end": _packed(end)}}
-            for first, end in gone
-        ]
-        return self._transact(expected, [*_puts(values, {}), *deletes])
-
-    def _transact(self, expected: Mapping[str, int], operations: Sequence[object]) -> int:
+        """Write all values, and delete the key ranges [first, end) in `gone`, if every key of
+        `expected` still has that mod_revision; else change nothing. Returns the revision of the
+        write; 0 when nothing changed. `leases`: key -> lease that ends the key. etcd rejects a key
+        that is both written and deleted."""
         compare = [
             {"key": _packed(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
             for key, revision in expected.items()
         ]
-        answer = self._post("/v3/kv/txn", {"compare": compare, "success": list(operations)})
+        puts = [
+            {"key": _packed(key), "value": _packed(value), "lease": str(leases.get(key, 0))}
+            for key, value in values.items()
+        ]
+        ranges = [{"key": _packed(first), "range_end": _packed(end)} for first, end in gone]
+        operations = [
+            *({"request_put": put} for put in puts),
+            *({"request_delete_range": each} for each in ranges),
+        ]
+        answer = self._post("/v3/kv/txn", {"compare": compare, "success": operations})
         return int(answer["header"]["revision"]) if answer.get("succeeded", False) else 0
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ class EtcdClient:
                         others = [other for other in self.endpoints if other != endpoint]
                         self.endpoints = [endpoint, *others]
                     return answer.json()
-                kind = _worse(kind, _kind_of(answer))
+                kind = max(kind, _kind_of(answer), key=KINDS.index)
                 failures.append(f"{endpoint}: {answer.status_code} {answer.text.strip()[:200]}")
             except (requests.RequestException, ValueError) as error:
                 kind = EtcdFailed
@@ -205,11 +205,6 @@ def _kind_of(answer: requests.Response) -> type[EtcdFailed]:
     if code == RESOURCE_EXHAUSTED:
         return EtcdExhausted
     return EtcdRefused if code in REFUSALS else EtcdFailed
-
-
-def _worse(one: type[EtcdFailed], other: type[EtcdFailed]) -> type[EtcdFailed]:
-    """The error that leaves more open about what was executed."""
-    return max(one, other, key=(EtcdRefused, EtcdExhausted, EtcdFailed).index)
 
 
 def etcd_session() -> requests.Session:
@@ -303,27 +298,9 @@ def decimal(value: bytes) -> int:
     return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
 
 
-def _puts(values: Mapping[str, bytes], leases: Mapping[str, int]) -> list[object]:
-    return [
-        {
-            "request_put": {
-                "key": _packed(key),
-                "value": _packed(value),
-                "lease": str(leases.get(key, 0)),
-            }
-        }
-        for key, value in values.items()
-    ]
-
-
 def _packed(text: str | bytes) -> str:
     raw = text.encode() if isinstance(text, str) else text
     return base64.b64encode(raw).decode()
-
-
-def _after(prefix: bytes) -> bytes:
-    """The least key after all keys with this prefix, whose last byte is an ASCII character."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 def _key_value(found: Mapping[str, str]) -> KeyValue:

@@ -154,7 +154,7 @@ class StateJournal:
     def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
         """Write if the head and the leader's key are unchanged, else raise EtcdFailed."""
         expected = {self._head_key: self._revision, self._leader_key: self._leader_revision}
-        revision = self._etcd.change_unless_changed(expected, values, gone)
+        revision = self._etcd.write_unless_changed(expected, values, {}, gone)
         if not revision:
             raise EtcdFailed("the state in etcd was changed by another process")
         self._revision = revision

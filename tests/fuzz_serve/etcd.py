@@ -94,19 +94,6 @@ class EtcdClient:
         self._answer()
         return KeyValue(value, revision) if revision else MISSING
 
-    def write_unless_changed(
-        self, expected: Mapping[str, int], values: Mapping[str, bytes], leases: Mapping[str, int]
-    ) -> int:
-        return self._change(expected, values, leases, ())
-
-    def change_unless_changed(
-        self,
-        expected: Mapping[str, int],
-        values: Mapping[str, bytes],
-        gone: Sequence[tuple[str, str]],
-    ) -> int:
-        return self._change(expected, values, {}, gone)
-
     def under(self, prefix: str, page_keys: int) -> Iterator[tuple[str, KeyValue]]:
         store = self._ask()
         found = sorted(
@@ -117,12 +104,12 @@ class EtcdClient:
         self._answer()
         yield from found
 
-    def _change(
+    def write_unless_changed(
         self,
         expected: Mapping[str, int],
         values: Mapping[str, bytes],
         leases: Mapping[str, int],
-        gone: Sequence[tuple[str, str]],
+        gone: Sequence[tuple[str, str]] = (),
     ) -> int:
         """The revision of the write; 0: nothing was written."""
         store = self._ask()

@@ -86,7 +86,7 @@ def test_blocks_outlive_the_leader_that_stored_them(
 ) -> None:
     etcd, prefix = parse_address(election)
     if is_lost:
-        etcd.change_unless_changed({}, {f"{prefix}/epoch": b"%d" % LATE}, [])
+        etcd.write_unless_changed({}, {f"{prefix}/epoch": b"%d" % LATE}, {}, [])
     first = start("a")
     epoch = first.wait_ready()
     assert (epoch == LATE + 1) == is_lost
@@ -98,7 +98,7 @@ def test_blocks_outlive_the_leader_that_stored_them(
         with StoreClient(election, "s0", transports="mapped") as client:
             assert client.put(keys, blocks) == [True] * 8
             if is_lost:
-                etcd.change_unless_changed({}, {}, [(f"{prefix}/epoch", f"{prefix}/epoci")])
+                etcd.write_unless_changed({}, {}, {}, [(f"{prefix}/epoch", f"{prefix}/epoci")])
             first.process.send_signal(signal.SIGKILL)
             assert (second.wait_ready() < epoch) == is_lost
             until_s = time.monotonic() + PATIENCE_S

@@ -319,7 +319,7 @@ def test_garbage_in_the_keys_of_an_election_ends_no_candidate(
     client.write_unless_changed({}, {f"{prefix}/leader": b"\xff{"}, {})
     client.write_unless_changed({}, {f"{prefix}/epoch": b"9" * 5_000}, {})
     assert campaign(client, prefix, A, _soon(0.5), ttl_s=TTL_S) is None
-    client.change_unless_changed({}, {}, [(f"{prefix}/leader", f"{prefix}/leader\0")])
+    client.write_unless_changed({}, {}, {}, [(f"{prefix}/leader", f"{prefix}/leader\0")])
     won = campaign(client, prefix, A, lambda: False, now_ms=lambda: 5_000, ttl_s=TTL_S)
     assert won is not None and won.epoch == 5_000
     won.close()

@@ -161,7 +161,9 @@ def test_a_lead_that_went_without_a_successor_cannot_be_used_any_more(etcd: Etcd
     reigns, client = Reigns(etcd), EtcdClient([etcd.url], timeout_s=5.0)
     believes = [True] * 3 + [False]
     journal, _ = reigns.begin(client, lambda: believes.pop(0))
-    client.change_unless_changed({}, {}, [(f"{reigns.prefix}/leader", f"{reigns.prefix}/leadex")])
+    client.write_unless_changed(
+        {}, {}, {}, [(f"{reigns.prefix}/leader", f"{reigns.prefix}/leadex")]
+    )
     with pytest.raises(LeadLost):
         journal.write(DurableLog().set_quota("t", 1))
     assert reigns.begin(client)[1].quotas == {}
