@@ -59,9 +59,7 @@ class BlockCache:
         assert len(keys) <= self.blocks, f"a request of {len(keys)} blocks does not fit"
         there, order = self._there, self._order
         was_there = [key in there for key in keys]
-        for key, is_there in zip(keys, was_there, strict=True):
-            if is_there:
-                order.discard(key)
+        order.discard([key for key, is_there in zip(keys, was_there, strict=True) if is_there])
         for key, is_there in zip(keys, was_there, strict=True):
             if is_there:
                 continue
@@ -71,8 +69,7 @@ class BlockCache:
                 order.evicted(coldest)
                 there.remove(coldest)
             there.add(key)
-        for key in reversed(keys):
-            order.add(key)
+        order.add(keys[::-1])
         return was_there
 
     def check(self) -> None:

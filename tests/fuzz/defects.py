@@ -119,7 +119,7 @@ def a_commit_of_an_earlier_epoch_is_carried_out(patch: pytest.MonkeyPatch) -> No
 def a_block_is_spilled_twice(patch: pytest.MonkeyPatch) -> None:
     def planted(table: CopyTable, dram: Holder, ssd: Holder, blocks_max: int) -> Any:
         classes = dram.size_classes.values()
-        keys = [key for each in classes for key in each.idle.coldest_keys(9)]
+        keys = [key for each in classes for key in each.idle.keys(9)]
         free = [key for key in keys if key not in ssd.writing]
         return [table.blocks.on(key, dram) for key in free[:blocks_max]]
 

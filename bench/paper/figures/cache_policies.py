@@ -49,20 +49,18 @@ class CountingOrder:
     def __contains__(self, key: bytes) -> bool:
         return key in self._idle
 
-    def add(self, key: bytes) -> None:
-        assert key not in self._idle, f"{key.hex()} is idle already"
-        self._added += 1
-        uses = self._uses[key] = self._uses.get(key, 0) + 1
-        depth = -self._depths[key] if self._is_deep_first else 0
-        self._idle[key] = self._added
-        heappush(self._heap, (uses, depth, self._added, key))
+    def add(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            assert key not in self._idle, f"{key.hex()} is idle already"
+            self._added += 1
+            uses = self._uses[key] = self._uses.get(key, 0) + 1
+            depth = -self._depths[key] if self._is_deep_first else 0
+            self._idle[key] = self._added
+            heappush(self._heap, (uses, depth, self._added, key))
 
-    def touch(self, key: bytes) -> None:
-        del self._idle[key]
-        self.add(key)
-
-    def discard(self, key: bytes) -> None:
-        self._idle.pop(key, None)
+    def discard(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._idle.pop(key, None)
 
     def coldest(self) -> bytes | None:
         while self._heap:
@@ -77,12 +75,9 @@ class CountingOrder:
 
     forget = evicted
 
-    def keys(self) -> list[bytes]:
+    def keys(self, limit: int | None = None) -> list[bytes]:
         entries = [entry for entry in self._heap if self._idle.get(entry[3]) == entry[2]]
-        return [key for *_, key in sorted(entries)]
-
-    def coldest_keys(self, limit: int) -> list[bytes]:
-        return self.keys()[:limit]
+        return [key for *_, key in sorted(entries)][:limit]
 
     def check(self) -> None:
         assert self._idle.keys() <= self._uses.keys()

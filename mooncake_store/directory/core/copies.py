@@ -93,14 +93,13 @@ class CopyTable:
         key: bytes,
         owner: str,
         size_bytes: int,
-        is_ephemeral: bool = False,
+        kind: CopyKind = CopyKind.COMMITTED,
         tenant: str = "",
     ) -> HeldCopy | None:
         """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded
         when the quota is full and the tenant's own blocks cannot be evicted."""
         assert key not in holder.writing, f"{key.hex()} is being written already"
         self.make_tenant_room(tenant, size_bytes)
-        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
         if copies and tenant:
             self.tenants.charge(tenant, copies[0])
@@ -124,35 +123,48 @@ class CopyTable:
         there: Sequence[HeldCopy | None],
         owner: str,
         size_bytes: int,
-        is_ephemeral: bool,
+        kind: CopyKind,
         first: int,
         until_s: float,
+        tenant: str,
     ) -> list[Slot | None]:
         """Grant a leased slot for each key that is neither in `there` nor being written. Stops at
-        the first key without room. Only for a directory without quotas. `first` is the depth of the
-        first key in the owner's chain."""
+        the first key without room. `first` is the depth of the first key in the owner's chain.
+        QuotaExceeded: the tenant has no room for the first key that needs a slot."""
         writing, epoch = holder.writing, self.epoch
-        new = [
-            key
-            for key, held in zip(keys, there, strict=True)
-            if held is None and key not in writing
-        ]
-        if len(new) > 1:
-            new = list(dict.fromkeys(new))
-        kind = CopyKind.EPHEMERAL if is_ephemeral else CopyKind.COMMITTED
-        copies = self.reserve_chain(holder, new, owner, size_bytes, kind)
-        if len(copies) == len(keys):
-            self.leases.write_chain(owner, first, copies, until_s)
-            node_id, columns = holder.info.node_id, holder.columns
-            at, generations = columns.slot, columns.generation
-            return [
-                _made(Slot, (node_id, at[copy.row], generations[copy.row], epoch))
-                for copy in copies
+        is_limited, made = self.tenants.are_limited, dict[bytes, HeldCopy]()
+        if not is_limited:
+            new = [
+                key
+                for key, held in zip(keys, there, strict=True)
+                if held is None and key not in writing
             ]
-        made = {copy.key: copy for copy in copies}
+            if len(new) > 1:
+                new = list(dict.fromkeys(new))
+            copies = self.reserve_chain(holder, new, owner, size_bytes, kind)
+            if len(copies) == len(keys):
+                self.leases.write_chain(owner, first, copies, until_s)
+                node_id, columns = holder.info.node_id, holder.columns
+                at, generations = columns.slot, columns.generation
+                return [
+                    _made(Slot, (node_id, at[copy.row], generations[copy.row], epoch))
+                    for copy in copies
+                ]
+            made = {copy.key: copy for copy in copies}
+        payers = dict.fromkeys(keys, tenant)
+        if is_limited and not tenant and kind is not CopyKind.EPHEMERAL:
+            payers = {key: self.payer(key) for key in keys}
         slots: list[Slot | None] = []
         for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
             copy = made.pop(key, None)
+            if is_limited and held is None and key not in writing:
+                # One key at a time: room for the tenant may first need an eviction of its blocks.
+                try:
+                    copy = self.reserve(holder, key, owner, size_bytes, kind, payers[key])
+                except QuotaExceeded:
+                    if not slots:
+                        raise
+                    break
             if copy is not None:
                 self.leases.write_chain(owner, depth, (copy,), until_s)
                 slots.append(copy.use(epoch))
@@ -227,45 +239,6 @@ class CopyTable:
         self.events.extend([BlockRemoved(victim, size_class.node_id) for victim in victims])
         return made
 
-    def grant_by_quota(
-        self,
-        holder: Holder,
-        keys: Sequence[bytes],
-        there: Sequence[HeldCopy | None],
-        owner: str,
-        size_bytes: int,
-        is_ephemeral: bool,
-        first: int,
-        until_s: float,
-        tenant: str,
-    ) -> list[Slot | None]:
-        """`grant` for a directory with quotas, one key at a time. Raises QuotaExceeded only when
-        the tenant has no room for the first key."""
-        payers = [tenant] * len(keys)
-        if self.tenants and not tenant and not is_ephemeral:
-            payers = [self.payer(key) for key in keys]
-        slots: list[Slot | None] = []
-        for depth, (key, held, payer) in enumerate(zip(keys, there, payers, strict=True), first):
-            if held is not None or key in holder.writing:
-                slots.append(None)
-                continue
-            try:
-                copy = self.reserve(holder, key, owner, size_bytes, is_ephemeral, payer)
-            except QuotaExceeded:
-                if not slots:
-                    raise
-                break
-            if copy is None:
-                break
-            self.leases.write_chain(owner, depth, (copy,), until_s)
-            slots.append(copy.use(self.epoch))
-        return slots
-
-    def publish(self, copy: HeldCopy, checksum: int) -> None:
-        """Mark a written copy as ready, and index and announce it."""
-        copy.size_class.holder.publish(copy, checksum)
-        self.show((copy,))
-
     def show(self, copies: Sequence[HeldCopy]) -> None:
         """Index and announce copies that their holders have marked as ready."""
         known, events = self.blocks.held.setdefault, []
@@ -298,7 +271,8 @@ class CopyTable:
         )
         copy.leases = 0
         holder.adopted += 1
-        self.publish(copy, block.checksum)
+        holder.publish(copy, block.checksum)
+        self.show((copy,))
         become_idle((copy,))
         return True
 
@@ -342,7 +316,7 @@ class CopyTable:
             for key in keys:
                 copy = self._on(key, holder)
                 in_slab.setdefault(pool.slab_of(copy.slot).start, []).append(copy)
-        free = [start for start, copies in in_slab.items() if pool.is_all(start, len(copies))]
+        free = [at for at, copies in in_slab.items() if pool.slab_of(at).used == len(copies)]
         chosen = pool.neighbours(units, free)
         if chosen is None:
             holder.look_again_s = self.now_s + LOOK_AGAIN_S * holder.idle_blocks
@@ -417,7 +391,7 @@ class CopyTable:
         # More blocks than this would evict each other from the SSD and be written repeatedly.
         left_units = ssd.pool.units // 2
         for size_class in dram.size_classes.values():
-            for key in size_class.idle.coldest_keys(SPILLS_LOOKED_AT_MAX):
+            for key in size_class.idle.keys(SPILLS_LOOKED_AT_MAX):
                 left_units -= size_class.units
                 if len(found) >= blocks_max or left_units < 0:
                     return found

@@ -149,12 +149,10 @@ class Directory:
         ready = [(i, copy) for i, copy in enumerate(there, first) if copy is not None]
         if ready:
             table.leases.hold(owner, ready, until_s)
-        asked = holder, keys, there, owner, size_bytes, ephemeral, first, until_s
-        if table.tenants.are_limited:
-            slots = table.grant_by_quota(*asked, tenant)
-        else:
-            slots = table.grant(*asked)
-        covered, late = len(slots), holder.late(slots, size_bytes, now_s)
+        kind = CopyKind.EPHEMERAL if ephemeral else CopyKind.COMMITTED
+        slots = table.grant(holder, keys, there, owner, size_bytes, kind, first, until_s, tenant)
+        covered = len(slots)
+        late = holder.pool.late(slots, holder.pool.units_for(size_bytes), now_s)
         slots += [None] * (len(keys) - covered)
         return Allocation(tuple(slots), covered, self.begin_s, late=late)
 

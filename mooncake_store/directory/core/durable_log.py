@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
 
@@ -85,10 +86,10 @@ class DurableLog:
 
     def pin(self, keys: Iterable[bytes], kind: str, until_ms: int) -> LogChange:
         until = (until_ms,) if kind == "soft" else ()
-        return self._numbered(pins=PinRecord(kind, until, b"".join(keys)))
+        return LogChange(self._taken(), PinRecord(kind, until, b"".join(keys)))
 
     def set_quota(self, tenant: str, quota_bytes: int) -> LogChange:
-        return self._numbered(tenant=tenant, quota_bytes=quota_bytes)
+        return LogChange(self._taken(), tenant=tenant, quota_bytes=quota_bytes)
 
     def is_too_long(self, pinned: int) -> bool:
         """Whether the log should be rewritten, given the number of pinned keys."""
@@ -98,20 +99,12 @@ class DurableLog:
         """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each. No
         other change may be written between the first and the last of them."""
         first = self.next_number
-        chunk: list[tuple[bytes, int]] = []
         waiting: PinRecord | None = None
-        for kind, found in pins.items():
-            for pin in found:
-                chunk.append(pin)
-                if len(chunk) == REWRITTEN_KEYS:
-                    if waiting is not None:
-                        yield self._numbered(pins=waiting)
-                    waiting, chunk = _record(kind, chunk), []
-            if chunk:
-                if waiting is not None:
-                    yield self._numbered(pins=waiting)
-                waiting, chunk = _record(kind, chunk), []
-        yield self._numbered(pins=waiting, drops_older=first)
+        for record in _records(pins):
+            if waiting is not None:
+                yield LogChange(self._taken(), waiting)
+            waiting = record
+        yield LogChange(self._taken(), waiting, drops_older=first)
 
     def written(self, change: LogChange) -> None:
         """Record that the change is in etcd for certain."""
@@ -121,15 +114,10 @@ class DurableLog:
         if change.pins is not None:
             self._note(change.number, change.pins.entries)
 
-    def _numbered(
-        self,
-        pins: PinRecord | None = None,
-        tenant: str = "",
-        quota_bytes: int = 0,
-        drops_older: int = 0,
-    ) -> LogChange:
-        number, self.next_number = self.next_number, self.next_number + 1
-        return LogChange(number, pins, tenant, quota_bytes, drops_older)
+    def _taken(self) -> int:
+        """The number of a new change."""
+        self.next_number += 1
+        return self.next_number - 1
 
     def _note(self, number: int, entries: int) -> None:
         self._entries[number] = entries
@@ -140,6 +128,10 @@ class DurableLog:
         assert all(number < self.next_number for number in self._entries)
 
 
-def _record(kind: str, pins: list[tuple[bytes, int]]) -> PinRecord:
-    until_ms = tuple(until for _, until in pins) if kind == "soft" else ()
-    return PinRecord(kind, until_ms, b"".join(key for key, _ in pins))
+def _records(pins: Mapping[str, Iterable[tuple[bytes, int]]]) -> Iterator[PinRecord]:
+    """Records of at most REWRITTEN_KEYS of these pins each, computed lazily."""
+    for kind, found in pins.items():
+        left = iter(found)
+        while chunk := list(islice(left, REWRITTEN_KEYS)):
+            until_ms = tuple(until for _, until in chunk) if kind == "soft" else ()
+            yield PinRecord(kind, until_ms, b"".join(key for key, _ in chunk))

@@ -195,13 +195,13 @@ def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[
 def leave_idle(copies: Iterable[HeldCopy]) -> None:
     """Remove copies that are leased or gone from the candidates for eviction."""
     for order, keys in _by_order(copies):
-        order.discard_many(keys)
+        order.discard(keys)
 
 
 def become_idle(copies: Iterable[HeldCopy]) -> None:
     """Make copies without leases candidates for eviction, in this order."""
     for order, keys in _by_order(copies):
-        order.add_many(keys)
+        order.add(keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -390,16 +390,6 @@ class Holder:
             del self.pinned[copy.key]
             self.pinned_units -= copy.size_class.units
         copy.size_class.gone(copy.key, is_evicted)
-
-    def late(self, slots: Sequence[Slot | None], size_bytes: int, now_s: float) -> tuple[int, ...]:
-        """Indices of slots (of blocks of one size) that an earlier transfer may still write."""
-        if not self.pool.has_late_units:  # the usual case
-            return ()
-        given = [index for index, slot in enumerate(slots) if slot is not None]
-        numbers = [slot.slot for slot in slots if slot is not None]
-        units = self.pool.units_for(size_bytes)
-        are_late = self.pool.gets_late_bytes(numbers, units, now_s)
-        return tuple(index for index, is_late in zip(given, are_late, strict=True) if is_late)
 
     def stats(self) -> HolderStats:
         info, pool = self.info, self.pool

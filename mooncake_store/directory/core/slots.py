@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from mooncake_store.records.blocks import Slot
+
 SLABS_WISHED = 64  # slabs of one size that fill the whole memory
 SLAB_BYTES_MAX = 64 * 2**20  # upper bound of a slab, unless one block is larger
 # For this time after its quarantine, a slot may still receive late bytes: Linux retransmits the
@@ -37,7 +39,7 @@ class Slab:
     units: int
     fresh: int = 0  # slots used at least once; the others need no list entry
     freed: list[int] = field(default_factory=list)
-    used: int = 0
+    used: int = 0  # slots in use or in quarantine
 
     @property
     def has_room(self) -> bool:
@@ -144,8 +146,7 @@ class SlotPool:
         return found
 
     def free(self, slot: int) -> None:
-        units = self._give(slot)
-        self.used_units -= units
+        self.used_units -= self._give(slot)
 
     def quarantine(self, slot: int, until_s: float) -> None:
         """End this use of the slot, but do not hand the slot out before `until_s`."""
@@ -166,19 +167,19 @@ class SlotPool:
                 self._late_until_s[unit] = now_s + LATE_S
         return len(self._quarantine) < before
 
-    @property
-    def has_late_units(self) -> bool:
-        return bool(self._late_until_s)
-
-    def gets_late_bytes(self, slots: Sequence[int], units: int, now_s: float) -> list[bool]:
-        """Which of these slots of `units` units were in quarantine within LATE_S, even in part. An
-        abandoned transfer may still write into such a slot."""
+    def late(self, slots: Sequence[Slot | None], units: int, now_s: float) -> tuple[int, ...]:
+        """Indices of the slots, of `units` units each, that were in quarantine within LATE_S, even
+        in part. An abandoned transfer may still write into such a slot."""
         late = self._late_until_s
         while late and next(iter(late.values())) <= now_s:
             del late[next(iter(late))]
-        if not late:
-            return [False] * len(slots)
-        return [any(unit in late for unit in range(slot, slot + units)) for slot in slots]
+        if not late:  # the usual case
+            return ()
+        return tuple(
+            index
+            for index, slot in enumerate(slots)
+            if slot is not None and not late.keys().isdisjoint(range(slot.slot, slot.slot + units))
+        )
 
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot from an earlier directory as used; False when its units are taken. The
@@ -202,10 +203,6 @@ class SlotPool:
         slab = self._slabs[self._starts[bisect_right(self._starts, slot) - 1]]
         assert (slot - slab.start) % slab.units == 0, f"{slot} is no slot of {slab}"
         return slab
-
-    def is_all(self, start: int, slots: int) -> bool:
-        """Whether all used or quarantined slots of the slab at `start` are these `slots` slots."""
-        return self._slabs[start].used == slots
 
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
         """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.

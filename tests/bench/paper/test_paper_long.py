@@ -120,10 +120,10 @@ def test_an_order_of_eviction_agrees_with_the_plain_rule(seed: int) -> None:
                 break
             key = rng.choice(list(depths))
             if key not in idle:
-                order.add(key)
+                order.add([key])
                 uses[key], idle[key] = uses.get(key, 0) + 1, step
             elif rng.random() < 0.5:
-                order.discard(key)
+                order.discard([key])
                 del idle[key]
             if len(idle) > 20:
                 least = min(

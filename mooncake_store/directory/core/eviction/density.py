@@ -75,8 +75,6 @@ class Ghosts:
     keys takes twenty times as much.
     """
 
-    __slots__ = ("_buckets", "_drops", "_length", "_marks", "_next", "_per_stamp", "_stamps")
-
     def __init__(self) -> None:
         self._length = 0
         self._drops = 0
@@ -181,20 +179,13 @@ class ReuseTimes:
     give no sample; then only the prior and the weight decide. The same uses give the same values.
     """
 
-    __slots__ = ("_lost", "_next_lesson", "_returned", "_seen", "sampled", "value")
-
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # block key -> 2 * clock of last use + kind, oldest first
         self._returned = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._lost = [[0.0] * BUCKETS, [0.0] * BUCKETS]
-        self._next_lesson = LESSON_USES_MIN
+        self.next_lesson = LESSON_USES_MIN  # the clock at which the owner should call `learn`
         self.sampled = 256  # a key is in the sample if its last byte is lower
         self.value = NOTHING_KNOWN
-
-    @property
-    def next_lesson(self) -> int:
-        """The clock at which the owner should call `learn`."""
-        return self._next_lesson
 
     def used(self, key: bytes, clock: int, same_use: int) -> None:
         """Record the use of a sampled key; uses less than `same_use` apart count as one."""
@@ -210,7 +201,7 @@ class ReuseTimes:
 
     def learn(self, clock: int, blocks: int) -> None:
         """Compute the values from the counts so far, for a cache of `blocks` blocks."""
-        self._next_lesson = clock + max(LESSON_USES_MIN, blocks // 2)
+        self.next_lesson = clock + max(LESSON_USES_MIN, blocks // 2)
         self._lose(clock - MEMORY * blocks, clock)
         while len(self._seen) > SAMPLE_MAX and self.sampled > 1:
             self.sampled //= 2
@@ -289,18 +280,6 @@ def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
 class Density:
     """An EvictionOrder of two recency queues, compared by the values of ReuseTimes."""
 
-    __slots__ = (
-        "_again",
-        "_away",
-        "_clock",
-        "_ghosts",
-        "_once",
-        "_renew_at",
-        "_reuse",
-        "_same_use",
-        "_stamp",
-    )
-
     def __init__(self) -> None:
         self._once = RecencyQueue()
         self._again = RecencyQueue()
@@ -319,15 +298,8 @@ class Density:
     def __contains__(self, key: bytes) -> bool:
         return key in self._once or key in self._again
 
-    def add(self, key: bytes) -> None:
-        queue = self._away.pop(key, None)
-        if queue is None:
-            assert key not in self, f"{key.hex()} is idle already"
-            queue = self._again if self._ghosts.take(key) else self._once
-        self._use(key, queue)
-
-    def add_many(self, keys: Sequence[bytes]) -> None:
-        """`add` for a whole chain: the main cost at the end of a request."""
+    def add(self, keys: Sequence[bytes]) -> None:
+        """The main cost at the end of a request, whose blocks arrive in one call."""
         away, once, again, ghosts = self._away, self._once, self._again, self._ghosts
         clock, renew_at, stamp, same_use = self._clock, self._renew_at, self._stamp, self._same_use
         reuse = self._reuse
@@ -349,16 +321,20 @@ class Density:
         self._clock = clock
 
     def touch(self, key: bytes) -> None:
-        queue = self._next_queue(key)
-        assert queue is not None, f"{key.hex()} is touched and not idle"
-        self._use(key, queue)
+        stamp, queue = self._once.pop(key), self._again
+        if stamp is None:
+            was_there = self._again.pop(key) is not None
+            assert was_there, f"{key.hex()} is touched and not idle"
+        elif self._clock - stamp < self._same_use:
+            queue = self._once
+        self._clock = clock = self._clock + 1
+        if clock >= self._renew_at:
+            self._renew()
+        if key[-1] < self._reuse.sampled:
+            self._reuse.used(key, clock, self._same_use)
+        queue.append(key, self._stamp)
 
-    def discard(self, key: bytes) -> None:
-        queue = self._next_queue(key)
-        if queue is not None:
-            self._away[key] = queue
-
-    def discard_many(self, keys: Sequence[bytes]) -> None:
+    def discard(self, keys: Sequence[bytes]) -> None:
         away, once, again = self._away, self._once, self._again
         pop_once, pop_again, later = once.pop, again.pop, self._clock - self._same_use
         for key in keys:
@@ -367,21 +343,6 @@ class Density:
                 away[key] = once if stamp > later else again
             elif pop_again(key) is not None:
                 away[key] = again
-
-    def _use(self, key: bytes, queue: RecencyQueue) -> None:
-        self._clock = clock = self._clock + 1
-        if clock >= self._renew_at:
-            self._renew()
-        if key[-1] < self._reuse.sampled:
-            self._reuse.used(key, clock, self._same_use)
-        queue.append(key, self._stamp)
-
-    def _next_queue(self, key: bytes) -> RecencyQueue | None:
-        """Remove the key from its queue; the queue that its next use puts it into."""
-        stamp = self._once.pop(key)
-        if stamp is not None:
-            return self._once if self._clock - stamp < self._same_use else self._again
-        return self._again if self._again.pop(key) is not None else None
 
     def evicted(self, key: bytes) -> None:
         self.forget(key)
@@ -423,11 +384,8 @@ class Density:
             self._ghosts.remember(taken)
         return taken
 
-    def coldest_keys(self, limit: int) -> list[bytes]:
+    def keys(self, limit: int | None = None) -> list[bytes]:
         return list(islice(self._in_order(), limit))
-
-    def keys(self) -> list[bytes]:
-        return list(self._in_order())
 
     def _in_order(self) -> Iterator[bytes]:
         """All candidates in the order of eviction, provided that no more uses happen."""

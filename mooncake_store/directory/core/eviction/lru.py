@@ -98,8 +98,6 @@ class RecencyQueue:
 class Lru:
     """An EvictionOrder without ghost entries."""
 
-    __slots__ = ("_queue",)
-
     def __init__(self) -> None:
         self._queue = RecencyQueue()
 
@@ -109,28 +107,24 @@ class Lru:
     def __contains__(self, key: bytes) -> bool:
         return key in self._queue
 
-    def add(self, key: bytes) -> None:
-        assert key not in self._queue, f"{key.hex()} is idle already"
-        self._queue.append(key, 0)
+    def add(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            assert key not in self._queue, f"{key.hex()} is idle already"
+            self._queue.append(key, 0)
 
     def touch(self, key: bytes) -> None:
         was_there = self._queue.pop(key) is not None
         assert was_there, f"{key.hex()} is touched and not idle"
         self._queue.append(key, 0)
 
-    def discard(self, key: bytes) -> None:
-        self._queue.pop(key)
-
-    evicted = discard
-    forget = discard
-
-    def add_many(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.add(key)
-
-    def discard_many(self, keys: Sequence[bytes]) -> None:
+    def discard(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._queue.pop(key)
+
+    def forget(self, key: bytes) -> None:
+        self._queue.pop(key)
+
+    evicted = forget
 
     def coldest(self) -> bytes | None:
         return self._queue.first()
@@ -141,11 +135,8 @@ class Lru:
             taken.append(queue.pop_head())
         return taken
 
-    def coldest_keys(self, limit: int) -> list[bytes]:
+    def keys(self, limit: int | None = None) -> list[bytes]:
         return list(islice(self._queue, limit))
-
-    def keys(self) -> list[bytes]:
-        return list(self._queue)
 
     def check(self) -> None:
         self._queue.check()

@@ -5,8 +5,8 @@ while it has no lease. A leased block must survive even as the coldest one, beca
 without another request to the directory.
 
     use             -> call of the directory
-    written, read   -> add(key) when the last lease ends
-    leased          -> discard(key); the next add(key) counts as one more use
+    written, read   -> add(keys) when the last lease ends
+    leased          -> discard(keys); the next add(keys) counts as one more use
     read, no lease  -> touch(key)
     evicted         -> evicted(key): for room; a policy may remember a bounded number of names
     removed         -> forget(key): rejected by a reader, removed, lost; no name is remembered
@@ -34,20 +34,14 @@ class EvictionOrder(Protocol):
     def __contains__(self, key: bytes) -> bool:
         """Whether the key is a candidate."""
 
-    def add(self, key: bytes) -> None:
-        """A copy became idle after a use or a write."""
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Copies became idle after a use or a write, in this order."""
 
     def touch(self, key: bytes) -> None:
         """A candidate was used without a lease."""
 
-    def discard(self, key: bytes) -> None:
-        """The copy is leased: no candidate until the next `add`. Unknown keys are allowed."""
-
-    def add_many(self, keys: Sequence[bytes]) -> None:
-        """`add` for each key, in this order."""
-
-    def discard_many(self, keys: Sequence[bytes]) -> None:
-        """`discard` for each key."""
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Copies are leased: no candidates until the next `add`. Unknown keys are allowed."""
 
     def coldest(self) -> bytes | None:
         """The copy to evict first; None without a candidate."""
@@ -55,17 +49,14 @@ class EvictionOrder(Protocol):
     def take_coldest(self, count: int) -> list[bytes]:
         """`coldest` and `evicted`, up to `count` times: the keys that were evicted for room."""
 
-    def coldest_keys(self, limit: int) -> list[bytes]:
-        """The first `limit` candidates, coldest first."""
-
     def evicted(self, key: bytes) -> None:
         """The copy was evicted for room. The policy may remember its name."""
 
     def forget(self, key: bytes) -> None:
         """The copy is gone for another reason, leased or not. Nothing about it is kept."""
 
-    def keys(self) -> list[bytes]:
-        """All candidates, coldest first."""
+    def keys(self, limit: int | None = None) -> list[bytes]:
+        """The first `limit` candidates, coldest first; None: all."""
 
     def check(self) -> None:
         """Prove the invariants."""
@@ -76,8 +67,5 @@ POLICIES = tuple(_MAKERS)
 
 
 def make_eviction(name: str) -> EvictionOrder:
-    """A new, empty eviction order."""
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ValueError(f"unknown eviction policy {name!r}; use one of {', '.join(POLICIES)}")
-    return maker()
+    """A new, empty eviction order; KeyError for an unknown name."""
+    return _MAKERS[name]()

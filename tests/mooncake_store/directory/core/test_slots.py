@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mooncake_store.directory.core.slots import LATE_S, SlotPool
+from mooncake_store.records.blocks import Slot
 
 UNIT = 4096
 
@@ -134,8 +135,12 @@ def test_slots_that_were_quarantined_get_late_bytes_for_a_while() -> None:
     for slot in (0, 4, 6):
         pool.free(slot)
     pool.end_quarantines(10.0)
-    assert pool.gets_late_bytes([0, 2, 4, 6], 2, 10.0) == [False, True, False, False]
+
+    def late(numbers: list[int], units: int, now_s: float) -> tuple[int, ...]:
+        return pool.late([None, *(Slot("s0", number, 1) for number in numbers)], units, now_s)
+
+    assert late([0, 2, 4, 6], 2, 10.0) == (2,)
     assert pool.take(4) is not None, "another size may have it"
-    assert pool.gets_late_bytes([0, 4], 4, 10.0) == [True, False]
-    assert pool.gets_late_bytes([0, 2], 2, 10.0 + LATE_S) == [False, False]
+    assert late([0, 4], 4, 10.0) == (1,)
+    assert late([0, 2], 2, 10.0 + LATE_S) == ()
     pool.check()

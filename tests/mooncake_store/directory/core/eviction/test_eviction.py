@@ -19,14 +19,14 @@ def test_random_use_keeps_the_order_of_a_plain_list(seed: int) -> None:
     for _ in range(3_000):
         key = rng.choice(keys)
         if key not in expected:
-            order.add(key)
+            order.add([key])
             expected.append(key)
         elif rng.random() < 0.6:
             order.touch(key)
             expected.remove(key)
             expected.append(key)
         else:
-            order.discard(key)
+            order.discard([key])
             expected.remove(key)
         order.check()
         assert order.keys() == expected
