@@ -100,14 +100,12 @@ FLIPS_KEY = b"role flips"  # hashed to select the one frontend that proposes rol
 class Conductor:
     """Decides without sleeping, sending or reading a clock. Not thread-safe."""
 
-    def __init__(
-        self, config: ConductorConfig, index: PrefixIndex | None = None, frontend: str = ""
-    ) -> None:
+    def __init__(self, config: ConductorConfig, frontend: str = "") -> None:
         """`frontend`: name of this frontend's incarnation; needed where several frontends run."""
         problems = config.problems()
         assert not problems, "invalid ConductorConfig: " + "; ".join(problems)
         self.config = config
-        self._tiers = Tiers(PrefixIndex(config.index_blocks_max) if index is None else index)
+        self._tiers = Tiers(PrefixIndex(config.index_blocks_max))
         self._cluster = Cluster(config)
         self._others = OtherFrontends(self._cluster, config.frontend_silent_s_max)
         self._noted = OutgoingNotes(frontend)
@@ -322,15 +320,15 @@ class Conductor:
             fetch_node=prefill.fetch_node,
             predicted=pair.predicted,
             advice=advice,
-            order_key_s=options.order.key_s(now_s, prefill.prefill_s),
+            order_key_s=options.order.key_s(now_s, prefill.terms.prefill_s),
             restore_blocks=prefill.restore_blocks,
             second_fetch_node=options.second_fetch_node(prefill),
         )
         workers = (prefill.worker, decode.worker)
-        self._cluster.reserve(route, workers, request, prefill.fetch_s, now_s)
+        self._cluster.reserve(route, workers, request, prefill.terms.fetch_s, now_s)
         usage = self._quotas.let_in(request, now_s)
         if self._others:
-            self._note_routed(route, request, prefill.fetch_s, now_s)
+            self._note_routed(route, request, prefill.terms.fetch_s, now_s)
             if usage is not None:
                 self._noted.add(usage)
         self._hotspots.note(request.block_keys, prefill.local_blocks + route.fetch_blocks, now_s)
@@ -530,8 +528,6 @@ class Conductor:
             in_flight=sum(not r.is_elsewhere for r in self._cluster.in_flight.values()),
             prefill_error=self._prefill_errors.mean,
             ttft_error=self._ttft_errors.mean,
-            prefill_errors=self._prefill_errors.percentiles(),
-            ttft_errors=self._ttft_errors.percentiles(),
             frontends_known=len(self._others),
             routed_elsewhere=self._others.requests,
             note_batches_received=self._others.batches_received,

@@ -168,15 +168,6 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorPercentiles:
-    """|actual - predicted| / actual over recent requests; 0.0 before the first."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True)
 class HeatClass:
     """Hot blocks with similar hit rates, and the number of their copies in DRAM."""
 
@@ -209,10 +200,8 @@ class ConductorStats:
     cached_tokens: int  # of prompt_tokens, predicted to be cached
     replicated_blocks: int  # suggested
     in_flight: int  # a gauge: requests routed and not finished
-    prefill_error: float  # mean |actual - predicted| / actual of prefill seconds, recent
+    prefill_error: float  # mean |actual - predicted| / actual of prefill seconds, recent; 0.0: none
     ttft_error: float  # the same, from routing to the end of prefill
-    prefill_errors: ErrorPercentiles
-    ttft_errors: ErrorPercentiles
     frontends_known: int = 0  # a gauge: other frontends that sent notes recently
     routed_elsewhere: int = 0  # a gauge: known in-flight requests of other frontends
     note_batches_received: int = 0

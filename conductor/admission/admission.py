@@ -205,7 +205,7 @@ def _prefill_full(case: RejectionCase) -> tuple[str, float]:
         f"{p.worker.queue.requests} of {p.worker.info.slots_max}" for p in prefills[:SHOWN_MAX]
     )
     # A queue has room after it has finished one of its requests.
-    wait_s = min(p.queue_s / max(1, p.worker.queue.requests) for p in prefills)
+    wait_s = min(p.terms.queue_s / max(1, p.worker.queue.requests) for p in prefills)
     return f"the queues of all {len(prefills)} prefill workers are full ({queues})", wait_s
 
 
@@ -224,7 +224,7 @@ def _ttft_slo(case: RejectionCase) -> tuple[str, float]:
     )
     if wait_s > predicted.queue_s:
         reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
-        wait_s = max(option.queue_s for option in case.options.prefills)
+        wait_s = max(option.terms.queue_s for option in case.options.prefills)
     return reason, wait_s
 
 

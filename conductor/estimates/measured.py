@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from conductor.estimates.forward_decay import ForwardDecay
 from conductor.estimates.lengths import CLASSES, length_class
-from conductor.messages import ErrorPercentiles
 
 Column = npt.NDArray[np.float64]
 
@@ -99,12 +98,6 @@ class RelativeErrors:
     def mean(self) -> float:
         """0.0 before the first sample."""
         return sum(self._errors) / len(self._errors) if self._errors else 0.0
-
-    def percentiles(self) -> ErrorPercentiles:
-        """The nearest sample at or above each rank."""
-        ordered = sorted(self._errors)
-        at = [ordered[(len(ordered) - 1) * p // 100] if ordered else 0.0 for p in (50, 90, 99)]
-        return ErrorPercentiles(*at)
 
 
 STEPS_PER_OCTAVE = 8  # resolution of ratios: 9 %

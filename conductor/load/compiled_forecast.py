@@ -73,7 +73,7 @@ class CompiledForecast:
         peaks_address: int,
         sigma: float,
         share: float,
-        unattributed: tuple[int, int, int],
+        unattributed: tuple[float, float, float],
     ) -> None:
         """`addresses`: of the sums of coming requests, the sums of joined requests, the upper bound
         of the sums, and the alive share of unattributed requests."""

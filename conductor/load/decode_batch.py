@@ -41,7 +41,8 @@ GONE_S_MAX = 5.0  # longer than the delay of any report
 
 
 class DecodeLoad(NamedTuple):
-    """A batch: its sequences, their KV tokens, and the pages that they hold or reserve."""
+    """Sequences, their KV tokens, and the pages that they hold or reserve. Counts of requests are
+    integers; forecasts are fractions."""
 
     sequences: float = 0.0
     context_tokens: float = 0.0
@@ -52,26 +53,13 @@ class DecodeLoad(NamedTuple):
             self.sequences + sequences, self.context_tokens + context_tokens, self.pages + pages
         )
 
-
-@dataclass(slots=True)
-class Tally:
-    """Integer sums over reservations."""
-
-    sequences: int = 0
-    context_tokens: int = 0
-    pages: int = 0
-
-    def add(self, reservation: DecodeReservation, sign: int) -> None:
-        self.sequences += sign
-        self.context_tokens += sign * reservation.context_tokens
-        self.pages += sign * reservation.pages
-        assert min(self.sequences, self.context_tokens, self.pages) >= 0, f"below zero: {self}"
+    def minus(self, sequences: float, context_tokens: float, pages: float) -> DecodeLoad:
+        return self.plus(-sequences, -context_tokens, -pages)
 
 
 @dataclass(slots=True)
 class DecodeReservation:
-    context_tokens: int  # KV tokens of the prompt
-    pages: int  # for the prompt and the longest answer
+    load: DecodeLoad  # one sequence: KV tokens of the prompt, pages for it and the longest answer
     prefill_end_s: float  # predicted, while coming
     state: str = "coming"  # "coming" | "fresh" | "confirmed"
     joined_at_s: float = 0.0
@@ -84,11 +72,12 @@ class DecodeBatch:
     def __init__(self) -> None:
         self._reservations: dict[str, DecodeReservation] = {}
         self._fresh: dict[str, DecodeReservation] = {}  # few: joined since the last report
-        self._tallies = {"coming": Tally(), "fresh": Tally(), "confirmed": Tally()}
+        # Sums over the reservations, by their state.
+        self._tallies = dict.fromkeys(("coming", "fresh", "confirmed"), DecodeLoad(0, 0, 0))
         self._gone: deque[tuple[float, DecodeReservation]] = deque()  # (removed_s, reservation)
-        self._gone_sequences = self._gone_pages = 0  # joined requests and pages in `_gone`
-        self._reported = Tally()  # upper bound of the confirmed requests in the batch
-        self._unattributed = Tally()  # reported beyond the reservations
+        self._gone_sequences, self._gone_pages = 0, 0.0  # joined requests and pages in `_gone`
+        self._reported = DecodeLoad(0, 0, 0)  # upper bound of the confirmed requests in the batch
+        self._unattributed = DecodeLoad(0, 0, 0)  # reported beyond the reservations
         self._reported_at_s = 0.0
         self._tokens_per_s = 0.0  # of each request in the batch
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
@@ -112,9 +101,9 @@ class DecodeBatch:
     ) -> None:
         """Add a routed request, which joins when its prefill ends. `answer`: for the forecast."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
-        reservation = DecodeReservation(context_tokens, pages, prefill_end_s)
-        self._reservations[request_id] = reservation
-        self._tallies["coming"].add(reservation, 1)
+        load = DecodeLoad(1, context_tokens, pages)
+        self._reservations[request_id] = DecodeReservation(load, prefill_end_s)
+        self._tallies["coming"] = self._tallies["coming"].plus(*load)
         insort(self._coming, (prefill_end_s, request_id))
         if self.forecast is not None and answer is not None:
             self.forecast.reserve(request_id, answer, context_tokens, pages, prefill_end_s, now_s)
@@ -128,7 +117,7 @@ class DecodeBatch:
         self._forget(request_id, reservation)
         reservation.state, reservation.joined_at_s, reservation.leave_s = "fresh", now_s, leave_s
         self._fresh[request_id] = reservation
-        self._tallies["fresh"].add(reservation, 1)
+        self._tallies["fresh"] = self._tallies["fresh"].plus(*reservation.load)
         insort(self._leaving, (leave_s, request_id))
         if self.forecast is not None:
             self.forecast.join(request_id, now_s)
@@ -141,7 +130,7 @@ class DecodeBatch:
             return False
         self._gone.append((now_s, reservation))
         self._gone_sequences += reservation.state != "coming"
-        self._gone_pages += reservation.pages
+        self._gone_pages += reservation.load.pages
         self._forget_gone(now_s - GONE_S_MAX)
         return True
 
@@ -149,7 +138,7 @@ class DecodeBatch:
         while self._gone and self._gone[0][0] <= until_s:
             _, reservation = self._gone.popleft()
             self._gone_sequences -= reservation.state != "coming"
-            self._gone_pages -= reservation.pages
+            self._gone_pages -= reservation.load.pages
 
     def _removed(self, request_id: str) -> DecodeReservation | None:
         reservation = self._reservations.pop(request_id, None)
@@ -163,12 +152,7 @@ class DecodeBatch:
     def attribute(self) -> None:
         """Reduce the unattributed requests: the last report may have counted a request that was
         reserved or joined only now."""
-        beyond, unattributed = self._beyond_ours(), self._unattributed
-        self._unattributed = Tally(
-            min(beyond.sequences, unattributed.sequences),
-            min(beyond.context_tokens, unattributed.context_tokens),
-            min(beyond.pages, unattributed.pages),
-        )
+        self._unattributed = DecodeLoad(*map(min, self._beyond_ours(), self._unattributed))
         if self.forecast is not None:
             self._settle()
 
@@ -177,16 +161,12 @@ class DecodeBatch:
         end of it."""
         before = self.load_reserved()
         self._removed(request_id)
-        after, unattributed = self.load_reserved(), self._unattributed
-        self._unattributed = Tally(
-            unattributed.sequences + int(before.sequences - after.sequences),
-            unattributed.context_tokens + int(before.context_tokens - after.context_tokens),
-            unattributed.pages + int(before.pages - after.pages),
-        )
+        removed = before.minus(*self.load_reserved())
+        self._unattributed = self._unattributed.plus(*removed)
         if self.forecast is not None:
             self._settle()
 
-    def _beyond_ours(self) -> Tally:
+    def _beyond_ours(self) -> DecodeLoad:
         """The part of the last report that the reservations do not account for."""
         confirmed, fresh = self._tallies["confirmed"], self._tallies["fresh"]
         # A worker reserves pages for a request while its prefill runs.
@@ -195,7 +175,7 @@ class DecodeBatch:
         # A finished request had more tokens than its prompt: the mean of the reported requests.
         there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
         context_tokens = round(reported.context_tokens * there)
-        return Tally(
+        return DecodeLoad(
             max(0, reported.sequences - confirmed.sequences - fresh.sequences - gone),
             max(0, context_tokens - confirmed.context_tokens - fresh.context_tokens),
             max(0, reported.pages - pages),
@@ -206,14 +186,12 @@ class DecodeBatch:
         assert self.forecast is not None
         confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
         there = min(confirmed, self._reported.sequences) + fresh
-        unattributed = self._unattributed
-        self.forecast.settle(
-            there / max(1, confirmed + fresh),
-            (unattributed.sequences, unattributed.context_tokens, unattributed.pages),
-        )
+        self.forecast.settle(there / max(1, confirmed + fresh), self._unattributed)
 
     def _forget(self, request_id: str, reservation: DecodeReservation) -> None:
-        self._tallies[reservation.state].add(reservation, -1)
+        tally = self._tallies[reservation.state].minus(*reservation.load)
+        assert min(tally) >= 0, f"{reservation.state} requests are below zero: {tally}"
+        self._tallies[reservation.state] = tally
         self._fresh.pop(request_id, None)
         is_coming = reservation.state == "coming"
         entries = self._coming if is_coming else self._leaving
@@ -225,11 +203,11 @@ class DecodeBatch:
         known = [r for r, c in self._fresh.items() if c.joined_at_s <= now_s - report_lag_s]
         for request_id in known:
             reservation = self._fresh.pop(request_id)
-            self._tallies["fresh"].add(reservation, -1)
+            self._tallies["fresh"] = self._tallies["fresh"].minus(*reservation.load)
             reservation.state = "confirmed"
-            self._tallies["confirmed"].add(reservation, 1)
+            self._tallies["confirmed"] = self._tallies["confirmed"].plus(*reservation.load)
         self._forget_gone(now_s - report_lag_s)
-        self._reported = Tally(
+        self._reported = DecodeLoad(
             report.running + report.queue_requests, report.context_tokens, report.pages_used
         )
         self._unattributed = self._beyond_ours()
@@ -282,7 +260,7 @@ class DecodeBatch:
 
     def leave_times(self, now_s: float, decode_s: float) -> list[float]:
         """Expected ends of all requests, in the batch or coming; earliest first."""
-        unattributed = self._unattributed.sequences
+        unattributed = int(self._unattributed.sequences)
         times = [max(now_s, leave_s) for leave_s, _ in self._leaving]
         times += [max(now_s, end_s) + decode_s for end_s, _ in self._coming]
         times += [now_s + decode_s * (n + 1) / unattributed for n in range(unattributed)]
@@ -292,15 +270,11 @@ class DecodeBatch:
         if self.forecast is not None:
             self.forecast.check()
         for state, tally in self._tallies.items():
-            reservations = [c for c in self._reservations.values() if c.state == state]
-            expected = Tally(
-                len(reservations),
-                sum(c.context_tokens for c in reservations),
-                sum(c.pages for c in reservations),
-            )
+            loads = [c.load for c in self._reservations.values() if c.state == state]
+            expected = tuple(map(sum, zip(DecodeLoad(0, 0, 0), *loads, strict=True)))
             assert tally == expected, f"{state}: counted {tally}, reserved {expected}"
         gone = [c for _, c in self._gone]
-        assert self._gone_pages == sum(c.pages for c in gone)
+        assert self._gone_pages == sum(c.load.pages for c in gone)
         assert self._gone_sequences == sum(c.state != "coming" for c in gone)
         coming = [
             (c.prefill_end_s, r) for r, c in self._reservations.items() if c.state == "coming"

@@ -159,8 +159,6 @@ class DecodeForecast:
         # Index 0: requests that are coming; index 1: joined requests.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
         self._most: Vector = np.zeros(SHOWN)  # upper bound: all requests, if none leaves
-        self._share = 1.0  # share of the joined requests that the report confirmed
-        self._unattributed = (0, 0, 0)
         self._unattributed_alive: Vector = np.ones(len(GRID_S))
         # Addresses of these four arrays, which are never replaced.
         self._addresses = (
@@ -202,16 +200,16 @@ class DecodeForecast:
             _, context_tokens, pages, tokens_max = self._requests.columns[row]
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
-    def settle(self, share: float, unattributed: tuple[int, int, int]) -> None:
-        """Recompute the peaks, with the confirmed share and the unattributed requests."""
-        self._share, self._unattributed = share, unattributed
+    def settle(self, share: float, unattributed: tuple[float, float, float]) -> None:
+        """Recompute the peaks. `share`: share of the joined requests that the report confirmed.
+        `unattributed`: their sequences, context tokens and pages."""
         if self._table.compiled is not None:
             peaks_address = self._table.begin(self.row, self._base_s)
             self._table.compiled.settle(
                 self._addresses, peaks_address, self._table.sigma, share, unattributed
             )
             return
-        total = np.maximum(self._sums[0] + self._share * self._sums[1], 0.0)
+        total = np.maximum(self._sums[0] + share * self._sums[1], 0.0)
         doubt = self._table.sigma * np.sqrt(total[:, SHOWN:])
         total = np.minimum(total[:, :SHOWN] + doubt, np.maximum(self._most, 0.0))
         if any(unattributed):

@@ -39,11 +39,16 @@ def _digest(frontend: str, key: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _KnownFrontend:
+    name: str
     number: int  # of its latest batch
     latest_batch_s: float
-    wanted_of: Mapping[str, float] = field(default_factory=dict)
-    request_ids: dict[int, str] = field(default_factory=dict)  # by number of the routing
-    tenants: dict[int, str] = field(default_factory=dict)  # by number of the routing
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # tenant -> its demand there
+    # Tenants of its requests in flight, by number of the routing.
+    tenants: dict[int, str] = field(default_factory=dict)
+
+    def request_id(self, number: int) -> str:
+        """The id of a request at this conductor, by the number of its routing."""
+        return f"{self.name}/{number}"
 
 
 class OtherFrontends:
@@ -65,7 +70,7 @@ class OtherFrontends:
     @property
     def requests(self) -> int:
         """In-flight requests of other frontends."""
-        return sum(len(known.request_ids) for known in self._known.values())
+        return sum(len(known.tenants) for known in self._known.values())
 
     def in_flight_of(self, tenant: str) -> int:
         """In-flight requests of this tenant at other frontends."""
@@ -87,8 +92,11 @@ class OtherFrontends:
         """Apply a batch of notes. False if it is a duplicate or late, and thus ignored."""
         known = self._known.get(batch.frontend)
         if known is None:
-            self._make_room()
-            known = self._known[batch.frontend] = _KnownFrontend(batch.number - 1, now_s)
+            if len(self._known) >= FRONTENDS_MAX:
+                quietest = min(self._known.values(), key=lambda each: each.latest_batch_s)
+                self._drop(quietest, quietest.latest_batch_s)
+            known = _KnownFrontend(batch.frontend, batch.number - 1, now_s)
+            self._known[batch.frontend] = known
         missed = batch.number - known.number - 1
         if missed < 0:
             return False
@@ -102,40 +110,35 @@ class OtherFrontends:
         self._sum_wanted()
         offset_s = now_s - batch.sent_s  # from its clock to this one; assumes a delay of zero
         for routed in batch.routed:
-            self._routed(batch.frontend, known, routed, offset_s, now_s)
+            self._routed(known, routed, offset_s, now_s)
         for prefilled in batch.prefilled:
             self._prefilled(known, prefilled, offset_s, now_s)
         for ended in batch.ended:
             self._ended(known, ended, now_s)
         if batch.is_last:
-            self._give_up(known, now_s)
-            del self._known[batch.frontend]
-            self._sum_wanted()
+            self._drop(known, now_s)
         return True
 
     def expire(self, now_s: float) -> None:
         """Drop the frontends that were silent for too long."""
-        for frontend, known in list(self._known.items()):
+        for known in list(self._known.values()):
             if now_s - known.latest_batch_s > self._silence_s_max:
-                self._give_up(known, now_s)
-                del self._known[frontend]
-                self._sum_wanted()
+                self._drop(known, now_s)
 
-    def _make_room(self) -> None:
-        if len(self._known) >= FRONTENDS_MAX:
-            quietest = min(self._known, key=lambda frontend: self._known[frontend].latest_batch_s)
-            known = self._known.pop(quietest)
-            self._give_up(known, known.latest_batch_s)
+    def _drop(self, known: _KnownFrontend, now_s: float) -> None:
+        self._give_up(known, now_s)
+        del self._known[known.name]
+        self._sum_wanted()
 
     def _routed(
-        self, frontend: str, known: _KnownFrontend, note: RoutedNote, offset_s: float, now_s: float
+        self, known: _KnownFrontend, note: RoutedNote, offset_s: float, now_s: float
     ) -> None:
         prefill = self._cluster.workers.get(note.prefill)
         decode = self._cluster.workers.get(note.decode)
-        if prefill is None or decode is None or note.number in known.request_ids:
+        if prefill is None or decode is None or note.number in known.tenants:
             return  # without its workers there is nothing to reserve
         routed_at_s = min(now_s, note.at_s + offset_s)
-        request_id = f"{frontend}/{note.number}"
+        request_id = known.request_id(note.number)
         predicted = Prediction(
             queue_s=max(0.0, note.queue_s - (now_s - routed_at_s)),
             transfer_s=note.transfer_s,
@@ -163,7 +166,7 @@ class OtherFrontends:
             note.output_tokens_max,
             tenant=note.tenant,
         )
-        known.request_ids[note.number], known.tenants[note.number] = request_id, note.tenant
+        known.tenants[note.number] = note.tenant
         self._in_flight_of[note.tenant] += 1
         send_s = note.send_s - (now_s - routed_at_s)
         self._cluster.reserve(route, (prefill, decode), request, send_s, now_s)
@@ -174,7 +177,7 @@ class OtherFrontends:
     def _prefilled(
         self, known: _KnownFrontend, note: PrefilledNote, offset_s: float, now_s: float
     ) -> None:
-        routed = self._cluster.in_flight.get(known.request_ids.get(note.number, ""))
+        routed = self._cluster.in_flight.get(known.request_id(note.number))
         if routed is None or routed.prefill_done:
             return
         ended_s = min(now_s, note.at_s + offset_s)
@@ -183,19 +186,17 @@ class OtherFrontends:
         self._cluster.attribute(routed, ended_s, now_s)
 
     def _ended(self, known: _KnownFrontend, note: EndedNote, now_s: float) -> None:
-        request_id = known.request_ids.pop(note.number, "")
-        if request_id:
-            self._forget_tenants([known.tenants.pop(note.number)])
-        routed = self._cluster.drop(request_id, now_s)
+        if (tenant := known.tenants.pop(note.number, None)) is not None:
+            self._forget_tenants([tenant])
+        routed = self._cluster.drop(known.request_id(note.number), now_s)
         if routed is not None:
             output_tokens = None if note.output_tokens < 0 else note.output_tokens
             self._cluster.learn_decode(routed, output_tokens, now_s)
 
     def _give_up(self, known: _KnownFrontend, now_s: float) -> None:
         """Turn the requests of this frontend into unattributed work."""
-        for request_id in known.request_ids.values():
-            self._cluster.disown(request_id, now_s)
-        known.request_ids.clear()
+        for number in known.tenants:
+            self._cluster.disown(known.request_id(number), now_s)
         self._forget_tenants(known.tenants.values())
         known.tenants.clear()
 
@@ -209,10 +210,10 @@ class OtherFrontends:
     def check(self) -> None:
         in_flight = self._cluster.in_flight
         elsewhere = {name for name, routed in in_flight.items() if routed.is_elsewhere}
-        announced = [name for known in self._known.values() for name in known.request_ids.values()]
+        known = self._known.values()
+        announced = {each.request_id(number) for each in known for number in each.tenants}
         # The cluster alone drops a request that is not finished for request_s_max.
-        assert elsewhere <= set(announced), "a request of an unknown frontend is reserved"
-        assert len(set(announced)) == len(announced)
-        tenants = [tenant for known in self._known.values() for tenant in known.tenants.values()]
-        assert self._in_flight_of == Counter(tenants) and len(tenants) == len(announced)
+        assert elsewhere <= announced, "a request of an unknown frontend is reserved"
+        tenants = Counter(tenant for each in known for tenant in each.tenants.values())
+        assert self._in_flight_of == tenants, "in-flight requests of tenants are miscounted"
         assert len(self._known) <= FRONTENDS_MAX

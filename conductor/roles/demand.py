@@ -39,7 +39,7 @@ class RoleDemand:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._decay = ForwardDecay(HALF_LIFE_S)
-        self._prefill_s = self._answers = self._step_shares_s = 0.0  # decayed sums
+        self._prefill_s = self._step_shares_s = 0.0  # decayed sums
         self._ended = self._output_tokens = 0.0
 
     def asked(
@@ -49,7 +49,6 @@ class RoleDemand:
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._prefill_s += weight * prefill_s
-        self._answers += weight
         self._step_shares_s += weight * self._token_s(decode, prompt_tokens)
 
     def ended(self, output_tokens: int, now_s: float) -> None:
@@ -62,7 +61,6 @@ class RoleDemand:
     def _rescale(self, now_s: float) -> None:
         if (divisor := self._decay.rescaled(now_s)) != 1.0:
             self._prefill_s /= divisor
-            self._answers /= divisor
             self._step_shares_s /= divisor
             self._ended /= divisor
             self._output_tokens /= divisor
@@ -100,7 +98,7 @@ class RoleDemand:
         return max(there, asked)
 
     def check(self) -> None:
-        sums = (self._prefill_s, self._answers, self._step_shares_s, self._ended)
+        sums = (self._prefill_s, self._step_shares_s, self._ended)
         assert min(*sums, self._output_tokens) >= 0.0, sums
 
     def _fullness(self, worker: WorkerState, now_s: float) -> float:

@@ -56,15 +56,12 @@ from conductor.routing.tiers import Holdings, Tiers
 from mooncake_store.layout import blocks_touched
 
 
-@dataclass(slots=True)
-class PrefillOption:
-    """One prefill worker and the predicted terms of the request at it."""
+class PrefillTerms(NamedTuple):
+    """Predicted terms of the request at one prefill worker, in the order of native.c's answer."""
 
-    worker: WorkerState
-    local_blocks: int  # leading blocks in DRAM or on the SSD of the worker's node
-    restore_blocks: int  # the last ones of local_blocks, which are on the SSD
-    cached_tokens: int
-    source: FetchSource | None  # node from which blocks are fetched; None: no fetch
+    blocks: float  # leading blocks in DRAM or on the SSD of the worker's node
+    dram_blocks: float  # the first ones, which are in DRAM
+    source: int  # position in Plans.sources; negative: no fetch
     queue_s: float  # all predicted work in the queue
     wait_s: float  # the part of queue_s that runs before this request
     fetch_s: float  # restoring from the SSD and fetching
@@ -73,12 +70,24 @@ class PrefillOption:
     fill_s: float  # the part of prefill_s that delays no later request (estimates/pipeline.py)
     delay_s: float  # sum of the delays of the queued requests that this request overtakes
     eviction_cost_s: float  # cost to later requests of the blocks that the fetch evicts
+
+
+@dataclass(slots=True)
+class PrefillOption:
+    """One prefill worker and the predicted terms of the request at it."""
+
+    worker: WorkerState
+    terms: PrefillTerms
+    local_blocks: int  # leading blocks in DRAM or on the SSD of the worker's node
+    restore_blocks: int  # the last ones of local_blocks, which are on the SSD
+    cached_tokens: int
+    source: FetchSource | None  # node from which blocks are fetched; None: no fetch
     has_room: bool  # the queue is below its bound
 
     @property
     def start_s(self) -> float:
         """Seconds from now to the first token, without the hand-over."""
-        return self.wait_s + self.transfer_s + self.prefill_s
+        return self.terms.wait_s + self.terms.transfer_s + self.terms.prefill_s
 
     @property
     def fetch_blocks(self) -> int:
@@ -104,22 +113,6 @@ class Pair:
     prefill: PrefillOption
     decode: DecodeOption
     predicted: Prediction
-
-
-class PrefillTerms(NamedTuple):
-    """One prefill worker as numbers, in the order of native.c's answer; see PrefillOption."""
-
-    blocks: float
-    dram_blocks: float
-    source: int  # position in Plans.sources; negative: no fetch
-    queue_s: float
-    wait_s: float
-    fetch_s: float
-    transfer_s: float
-    prefill_s: float
-    fill_s: float
-    delay_s: float
-    eviction_cost_s: float
 
 
 class Options:
@@ -424,20 +417,13 @@ class Options:
         used = local_blocks if source is None else source.blocks
         return PrefillOption(
             worker=worker,
+            terms=found,
             local_blocks=local_blocks,
             restore_blocks=local_blocks - int(found.dram_blocks),
             cached_tokens=cached_tokens(
                 used, worker.info.block_tokens, self._request.prompt_tokens
             ),
             source=source,
-            queue_s=found.queue_s,
-            wait_s=found.wait_s,
-            fetch_s=found.fetch_s,
-            transfer_s=found.transfer_s,
-            prefill_s=found.prefill_s,
-            fill_s=found.fill_s,
-            delay_s=found.delay_s,
-            eviction_cost_s=found.eviction_cost_s,
             has_room=pool.has_room.item(row),
         )
 
@@ -463,17 +449,18 @@ class Options:
         return self._pair(prefill, decode, self.handover_s(prefill, decode))
 
     def _pair(self, prefill: PrefillOption, decode: DecodeOption, handover_s: float) -> Pair:
+        terms = prefill.terms
         predicted = Prediction(
-            queue_s=prefill.wait_s,
-            transfer_s=prefill.transfer_s,
-            prefill_s=prefill.prefill_s,
+            queue_s=terms.wait_s,
+            transfer_s=terms.transfer_s,
+            prefill_s=terms.prefill_s,
             handover_s=handover_s,
             ttft_s=prefill.start_s + handover_s,
             tbt_s=decode.tbt_s,
             decode_sequences=decode.load.sequences + 1,
-            delay_s=prefill.delay_s,
-            eviction_cost_s=prefill.eviction_cost_s,
-            fill_s=prefill.fill_s,
+            delay_s=terms.delay_s,
+            eviction_cost_s=terms.eviction_cost_s,
+            fill_s=terms.fill_s,
         )
         return Pair(prefill, decode, predicted)
 

@@ -41,7 +41,6 @@ class Holdings:
         "dram_blocks",
         "full",
         "has_ssd",
-        "is_empty",
         "is_same",
         "least",
         "longest",
@@ -68,7 +67,6 @@ class Holdings:
         self.has_ssd = bool(self._on_ssd)
         if self.has_ssd:
             self.addresses = self.blocks.ctypes.data, address, full
-        self.is_empty = not self.longest
         self.is_same = self.least == self.longest  # all workers' nodes have equal runs
 
     def _look_on_ssds(self, pool: Pool) -> None:
