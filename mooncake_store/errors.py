@@ -81,7 +81,7 @@ class TransferTimeout(TransferFailed):
 
 
 class WriteGivenUp(TransferTimeout):
-    """One of several network paths stalled during a write: write again, into new slots."""
+    """A write stalled before its deadline: write again, into new slots."""
 
 
 def _tree(root: type[StoreError]) -> dict[str, type[StoreError]]:

@@ -14,8 +14,8 @@ guarantees no order, and a restarted directory trusts that header (docs/decision
 
 Failures: after a failed transfer nothing is in flight, and the slots are free at once. After a
 timeout bytes may still arrive, so the slots are quarantined when their lease ends. If one of
-several network paths is stuck (WriteGivenUp), the slots are quarantined at once, and the blocks are
-written again into other slots.
+several network paths is stuck, or the marks time out (WriteGivenUp), the slots are quarantined at
+once, and the blocks are written again into other slots.
 
 Not here: the caller's arguments and which node (client.py), who may write where (the directory).
 """
@@ -60,7 +60,7 @@ UNVERIFIED_PART_BYTES = 64 * 2**20
 SHARE_BYTES_MIN = 1024**2  # bytes per mover; smaller shares are not worth another thread
 MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds for one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
-ATTEMPTS_MAX = 3  # each attempt except the last has found a network path stuck
+ATTEMPTS_MAX = 3  # writes of one block; each except the last was given up (WriteGivenUp)
 ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # polling a block of another writer
 
 
@@ -350,7 +350,7 @@ class Putter:
     ) -> None:
         """Mark the slots. EpochPassed: the slots may belong to another owner by now. After
         EpochPassed no payload may be written. Usually it is raised before a header is written,
-        too."""
+        too. WriteGivenUp: the marks timed out before the put did, and may still arrive."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
         # again after the headers are written: from then on they protect the slots from a new
@@ -366,7 +366,13 @@ class Putter:
             (slot, SlotHeader.writing(generation, key, size_bytes, lease_s))
             for key, slot, generation, _ in writes
         ]
-        self._mark_headers(node, headers, min(until_s, time.monotonic() + mark_s_max))
+        mark_until_s = min(until_s, time.monotonic() + mark_s_max)
+        try:
+            self._mark_headers(node, headers, mark_until_s)
+        except TransferTimeout as error:
+            if mark_until_s == until_s:
+                raise
+            raise WriteGivenUp(f"late marks may still reach these slots: {error}") from error
         confirm()
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:

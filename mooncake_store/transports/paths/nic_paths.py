@@ -95,6 +95,7 @@ class NicPath:
     under_way_bytes: int = 0  # of parts in flight; >= 0
     bytes_per_s: float = 0.0  # smoothed rate of recent parts, waiting included; 0: no part yet
     answered_s: float = float("-inf")  # when a transfer over this path last completed
+    timed_out_s: float = float("-inf")  # when a call last left a part in flight at its deadline
     is_cooling_down: bool = False
     probe_s: float = 0.0  # when the next probe is due, during cool-down
     pause_s: float = COOL_DOWN_S  # pause after the next probe
@@ -122,6 +123,9 @@ class NicPath:
     def failed(self, now_s: float) -> None:
         self.counters.failures += 1
         self._cool_down(now_s)
+
+    def timed_out(self, now_s: float) -> None:
+        self.timed_out_s = now_s
 
     def gave_up(self, now_s: float) -> None:
         self.counters.given_up += 1
@@ -165,7 +169,8 @@ def next_path(
     """The index of the path for the next part; None: every path has enough parts.
 
     `parts_under_way`: parts of this call in flight, by path. Chooses the path with the fewest of
-    them, then with the fewest bytes of all calls in flight, then with the fewest bytes moved.
+    them. Among equals: a path that has completed a transfer since a part of it timed out, then the
+    one with the fewest bytes of all calls in flight, then with the fewest bytes moved.
     Recent rates do not count: a card that was slow for a moment would get no parts, and never show
     that it is fast again. A path in cool-down is chosen only with `is_last_resort`.
     """
@@ -178,7 +183,13 @@ def next_path(
         return None
     return min(
         free,
-        key=lambda at: (parts_under_way[at], paths[at].under_way_bytes, paths[at].moved_bytes, at),
+        key=lambda at: (
+            parts_under_way[at],
+            paths[at].timed_out_s > paths[at].answered_s,
+            paths[at].under_way_bytes,
+            paths[at].moved_bytes,
+            at,
+        ),
     )
 
 

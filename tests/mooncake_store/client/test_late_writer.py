@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mooncake_store.client.client import StoreClient
 from mooncake_store.client.store import Store
 from mooncake_store.directory.boot_clock import boot_s
+from mooncake_store.errors import TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.segment import Segment
@@ -175,3 +177,53 @@ def test_a_mark_is_given_up_before_another_directory_can_begin(
         monkeypatch.setattr(type(node.transport), "write", noted)
         assert store.put([secrets.token_bytes(16)], [np.ones(UNIT - 100, np.uint8)], NODE) == [True]
         assert 0 < left[0] <= 0.5 < left[1], "the mark, then the payload"
+
+
+@pytest.mark.servers
+def test_a_put_whose_marks_time_out_writes_into_other_slots(
+    site: SiteProcesses, memory: SlotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marks have less time than the put, so their timeout is not the end of the put."""
+    with StoreClient(site.address, "a", "tcp") as store:
+        node = store.nodes.access(NODE)
+        assert node is not None
+        allocate, granted = store.directory.allocate, list[int]()
+        write, writes = type(node.transport).write, list[int]()
+
+        def noted(*arguments: Any, **named: Any) -> Allocation:
+            given: Allocation = allocate(*arguments, **named)
+            granted.extend(slot.slot for slot in given.slots if slot is not None)
+            return given
+
+        def stalled_once(transport: Any, *arguments: Any) -> None:
+            writes.append(1)
+            if len(writes) == 1:
+                raise TransferTimeout("a card got stuck")
+            write(transport, *arguments)
+
+        monkeypatch.setattr(store.directory, "allocate", noted)
+        monkeypatch.setattr(type(node.transport), "write", stalled_once)
+        assert store.put([secrets.token_bytes(16)], [np.ones(UNIT - 100, np.uint8)], NODE) == [True]
+        first, second = granted
+        header = memory.header(second)
+        assert first != second and header is not None and header.state == STATE_READY
+
+
+@pytest.mark.servers
+def test_a_put_whose_marks_time_out_with_its_deadline_stores_nothing(
+    site: SiteProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreClient(site.address, "a", "tcp") as store:
+        node = store.nodes.access(NODE)
+        assert node is not None
+        writes: list[float] = []
+
+        def stalled(transport: Any, info: Any, sources: Any, targets: Any, left_s: float) -> None:
+            writes.append(left_s)
+            threading.Event().wait(left_s)
+            raise TransferTimeout("a card got stuck")
+
+        monkeypatch.setattr(type(node.transport), "write", stalled)
+        block = [np.ones(UNIT - 100, np.uint8)]
+        assert store.put([secrets.token_bytes(16)], block, NODE, 0.1) == [False]
+        assert len(writes) == 1

@@ -119,7 +119,8 @@ class NicClient:
         watch.start()
         try:
             return call()
-        except StoreUnavailable:  # the directory is behind the same cards
+        except StoreUnavailable as error:  # the directory is behind the same cards
+            print(f"{verb}: {error}", file=sys.stderr, flush=True)
             return none
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -68,6 +68,17 @@ def test_the_path_with_the_least_to_do_gets_the_next_part() -> None:
     assert next_path(paths, [PARTS_PER_PATH_MAX] * 2) is None
 
 
+def test_a_path_that_left_a_part_in_flight_comes_last_until_a_transfer_completes() -> None:
+    paths = [path("a"), path("b")]
+    paths[1].moved(4096, False, 0.1, now_s=1.0)
+    assert next_path(paths, [0, 0]) == 0  # it has moved less
+    paths[0].timed_out(2.0)
+    assert next_path(paths, [0, 0]) == 1
+    assert next_path(paths, [0, 1]) == 0  # the other one has a part already
+    paths[0].moved(0, False, 0.1, now_s=3.0)
+    assert next_path(paths, [0, 0]) == 0
+
+
 def test_a_resting_path_is_a_last_resort() -> None:
     paths = [path("a"), path("b")]
     paths[0].failed(1.0)
