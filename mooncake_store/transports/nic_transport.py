@@ -518,7 +518,7 @@ class SplitTransfer:
         route = self._routes[part.at]
         self._owner.card(route.nic).freeze(route.node.node_id)
         if not part.posted.lane.is_frozen:
-            # the limit of frozen agents is reached: wait for the deadline
+            # too many agents are frozen, or RDMA of other nodes is under way: wait for the deadline
             part.allowance_s = float("inf")
             return
         self._take(part)
@@ -542,6 +542,8 @@ class SplitTransfer:
             except TransferFailed as error:
                 if part.pieces:
                     self._error = _graver(self._error, error)
+                    with self._owner.lock:
+                        self._paths[part.at].timed_out(time.monotonic())
         if self._left and self._error is None:
             self._error = TransferTimeout(
                 f"node {self._batch.node.node_id} did not transfer all bytes within the deadline"

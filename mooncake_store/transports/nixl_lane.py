@@ -82,6 +82,7 @@ class Region:
 class NixlPeer:
     """One incarnation of a node, as this lane's agent sees it."""
 
+    node_id: str
     agent_name: str  # unique to the incarnation
     transfers: int = 0  # in flight, orphans included; the peer cannot be removed before they end
     is_broken: bool = False  # its connection failed: remove it, and add it again on next use
@@ -208,27 +209,37 @@ class AgentLane:
                     f"node {node.node_id}: its connection broke and earlier transfers have not "
                     "ended yet; try again"
                 )
-            self._peers[node.node_id] = NixlPeer(self._add(node))
+            self._peers[node.node_id] = NixlPeer(node.node_id, self._add(node))
 
     def _add(self, node: NodeInfo) -> str:
         if not node.agent_metadata:
             raise TransferFailed(f"node {node.node_id} serves mapped memory only, not NIXL")
         if time.monotonic() < self._refused.get(node.agent_name, 0.0):
             raise TransferFailed(f"node {node.node_id} could not be connected to a moment ago")
-        with self._adding:
-            self.adding_since_s = time.monotonic()
         try:
-            name = self._agent.add_remote_agent(node.agent_metadata)
+            name = self._add_remote(node.agent_metadata)
+            if self.is_frozen:
+                raise TransferFailed(
+                    f"node {node.node_id}: its NIXL agent was abandoned; try again"
+                )
             self._agent.make_connection(name)
         except self._errors as error:
             while len(self._refused) >= REFUSED_MAX:
                 del self._refused[next(iter(self._refused))]
             self._refused[node.agent_name] = time.monotonic() + REFUSED_S
             raise TransferFailed(f"cannot connect to node {node.node_id}: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def _add_remote(self, metadata: bytes) -> bytes | str:
+        """Call NIXL's add_remote_agent; another thread may freeze the lane during the call."""
+        with self._adding:
+            self.adding_since_s = time.monotonic()
+        try:
+            name: bytes | str = self._agent.add_remote_agent(metadata)
+            return name
         finally:
             with self._adding:
                 self.adding_since_s = float("inf")
-        return name.decode() if isinstance(name, bytes) else str(name)
 
     def disconnect(self, node_id: str) -> None:
         peer = self._peers.pop(node_id, None)
@@ -244,36 +255,39 @@ class AgentLane:
                 self._agent.remove_remote_agent(peer.agent_name)
 
     def has_transfers(self, node_id: str) -> bool:
-        """True if any transfer with the node's current incarnation is in flight, orphans
-        included."""
-        peer = self._peers.get(node_id)
-        return peer is not None and peer.transfers > 0
+        """True if any transfer with an incarnation of the node is in flight, orphans included."""
+        return any(transfer.peer.node_id == node_id for transfer in self._under_way)
 
     @property
     def is_awaited(self) -> bool:
         """True if a caller waits for a transfer of this lane. Needs no lock."""
         return len(self._under_way) > len(self.orphans)
 
-    def freeze(self) -> None:
+    def freeze(self, node_id: str) -> bool:
         """Never call this agent again, except to unregister memory. The agent has no thread of its
         own, so its connections are not read any more. Without RDMA no byte of its transfers then
-        reaches local memory, and that memory may be reused."""
+        reaches local memory, and that memory may be reused.
+
+        False: an RDMA card may still write to local memory for another node, so nothing changed.
+        The caller has checked that transfers with `node_id` use no RDMA."""
+        others = any(transfer.peer.node_id != node_id for transfer in self._under_way)
+        if others and not self.devices.is_tcp_only:
+            return False
         self.is_frozen = True
         for transfer in self._under_way:
             # releasing a handle would read from the connections, so the handle is kept alive
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfer.handle))
         self._under_way.clear()
         self.orphans = []
+        return True
 
-    def freeze_while_adding(self) -> bool:
-        """Freeze a lane whose lock holder is adding a peer, which moves no bytes of other peers.
-        After adding, the lock holder calls nothing but `release`. False: the lock holder is in
-        another call. Needs no lock."""
+    def freeze_while_adding(self, node_id: str) -> bool | None:
+        """Freeze a lane whose lock holder is in add_remote_agent, which moves no bytes of other
+        peers. Afterwards the lock holder calls nothing but `release`. False: as `freeze`. None: the
+        lock holder is in another call. Needs no lock."""
         with self._adding:
             is_adding = self.adding_since_s != float("inf")
-            if is_adding:
-                self.freeze()
-            return is_adding
+            return self.freeze(node_id) if is_adding else None
 
     def post(self, batch: TransferBatch) -> Transfer:
         """Start a transfer, whose spans have been checked; it may be complete already."""

@@ -211,8 +211,8 @@ class NixlTransport(Transport):
 
     def freeze(self, node_id: str) -> bool:
         """Freeze the lanes with transfers of this node in flight, and drop its connections.
-        Afterwards nothing of them arrives in local memory. False: FROZEN_MAX agents are frozen
-        already, so some lanes are unchanged."""
+        Afterwards nothing of them arrives in local memory. False: some lanes are unchanged. Either
+        FROZEN_MAX agents are frozen already, or a lane moves bytes of other nodes by RDMA."""
         with self._lock:
             lanes = list(self._lanes)
         if not all(_give_up(lane, node_id) for lane in lanes):
@@ -389,7 +389,7 @@ class NixlTransport(Transport):
 
 
 def _give_up(lane: AgentLane, node_id: str) -> bool:
-    """Stop all transfers with the node on this lane. False: FROZEN_MAX lanes are frozen already."""
+    """Stop all transfers with the node on this lane. False: the lane may not be frozen."""
     while True:
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -401,11 +401,12 @@ def _give_up(lane: AgentLane, node_id: str) -> bool:
                     return True
                 if len(_frozen) >= FROZEN_MAX:
                     return False
-                if is_ours:
-                    lane.freeze()
-                if is_ours or lane.freeze_while_adding():
+                stop = lane.freeze if is_ours else lane.freeze_while_adding
+                is_frozen = stop(node_id)
+                if is_frozen:
                     _frozen.append(lane)
-                    return True
+                if is_frozen is not None:
+                    return is_frozen
         finally:
             if is_ours:
                 lane.release()

@@ -222,12 +222,21 @@ def test_a_lane_that_connects_is_given_up_at_once_and_lets_its_memory_go_afterwa
             assert go_on.wait(PATIENCE_S)
             return agent.add_remote_agent(metadata)
 
+        def make_connection(self, name: object) -> None:
+            raise AssertionError("a call of a frozen agent reads its connections")
+
     monkeypatch.setattr(posted.lane, "_agent", Slow())
     assert posted.lane.lock.acquire(timeout=PATIENCE_S)
 
+    refusals: list[TransferFailed] = []
+
     def connect() -> None:
-        posted.lane.connect(other.info)
-        posted.lane.release()
+        try:
+            posted.lane.connect(other.info)
+        except TransferFailed as error:
+            refusals.append(error)
+        finally:
+            posted.lane.release()
 
     connector = threading.Thread(target=connect)
     connector.start()
@@ -238,7 +247,51 @@ def test_a_lane_that_connects_is_given_up_at_once_and_lets_its_memory_go_afterwa
     wait_until(lambda: unread_bytes() > 0)
     go_on.set()
     connector.join()
+    assert "t1: its NIXL agent was abandoned" in str(refusals)
     assert registered(transport, buffer.ctypes.data) == 0 and not buffer.any()
+
+
+def test_a_lane_with_rdma_is_not_frozen_while_another_node_may_write_here(
+    transport: NixlTransport, start: Callable[[str], Target]
+) -> None:
+    """Its card writes without the agent, so a frozen lane would not stop the read."""
+    stuck, other = start("t0"), start("t1")
+    stuck_buffer, buffer = [np.zeros(TARGET_BYTES, np.uint8) for _ in range(2)]
+    posted = []
+    for target, each in ((stuck, stuck_buffer), (other, buffer)):
+        transport.register(each)
+        read(transport, target.info, each[:4096], PATIENCE_S)
+    until_s = time.monotonic() + PATIENCE_S
+    for target, each in ((stuck, stuck_buffer), (other, buffer)):
+        target.freeze()
+        batch = TransferBatch(target.info, [WHOLE], [(each, WHOLE)], until_s, True)
+        posted.append(transport.begin(batch))
+    [lane] = {each.lane for each in posted}
+    lane.devices = AgentDevices("lo", is_tcp_only=False)  # as of a card with RDMA
+    assert not transport.freeze("t0") and not lane.is_frozen
+    other.thaw()
+    wait_until(lambda: transport.poll(posted[1]))
+    assert (buffer == 7).all()
+    assert transport.freeze("t0") and lane.is_frozen
+
+
+def test_a_lane_knows_transfers_with_an_earlier_incarnation_of_a_node(
+    transport: NixlTransport, start: Callable[[str], Target]
+) -> None:
+    target, buffer = start("t0"), np.zeros(TARGET_BYTES, np.uint8)
+    transport.register(buffer)
+    read(transport, target.info, buffer[:4096], PATIENCE_S)
+    buffer[:] = 0
+    target.freeze()
+    batch = TransferBatch(
+        target.info, [WHOLE], [(buffer, WHOLE)], time.monotonic() + PATIENCE_S, True
+    )
+    posted = transport.begin(batch)
+    assert transport.disconnect("t0")  # as when another incarnation registers
+    assert transport.freeze("t0") and posted.lane.is_frozen
+    target.thaw()
+    wait_until(lambda: unread_bytes() > 0)
+    assert not buffer.any()
 
 
 def test_reads_from_a_healthy_node_go_on_while_others_are_frozen(
