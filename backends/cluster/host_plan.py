@@ -124,6 +124,10 @@ class HostPlan:
         )
 
     @property
+    def gateway(self) -> GatewayPlan | None:
+        return self.frontend.gateway if self.frontend is not None else None
+
+    @property
     def is_idle(self) -> bool:
         parts = (self.etcd, self.directory, self.storage_nodes, self.frontend, self.workers)
         return not any(parts)
@@ -328,6 +332,12 @@ def _tcp(address: str, port: int) -> str:
 
 def _at(address: str, port: int) -> str:
     return f"{address}:{port}"
+
+
+def reached_at(listen: str, address: str) -> str:
+    """HOST:PORT for callers of a process that listens on `listen`. `address` replaces 0.0.0.0."""
+    host, port = host_and_port(listen)
+    return _at(address if host == "0.0.0.0" else host, port)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -369,13 +369,9 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
             run_until_stopped(launcher)
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
-        except (EnvironmentProblem, ChildDied) as problem:
+        except (EnvironmentProblem, ChildDied, OSError) as problem:
             ignore_signals()  # a second Ctrl-C must cut neither the message nor the clean-up
-            print_refusal(str(problem))
-            status = 1
-        except OSError as error:  # usually a full disk
-            ignore_signals()
-            print_refusal(file_problem(error))
+            print_refusal(file_problem(problem) if isinstance(problem, OSError) else str(problem))
             status = 1
         finally:
             ignore_signals()
@@ -384,6 +380,7 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
 
 
 def file_problem(error: OSError) -> str:
+    """The message for an error that usually means a full disk."""
     if not error.filename:
         return f"{error.strerror or error}: see --state-dir, and whether its disk has room"
     return f"{error.filename}: {error.strerror}; make room there, or choose another --state-dir"

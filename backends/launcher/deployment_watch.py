@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from backends.launcher.etcd_member import ask_etcd
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.directory.election import EtcdFailed, NoLeader, endpoints_and_prefix, leader_at
-from mooncake_store.directory.etcd import EtcdAccessRefused
+from mooncake_store.directory.election import NoLeader, endpoints_and_prefix, leader_at
+from mooncake_store.directory.etcd import EtcdAccessRefused, EtcdFailed
 from mooncake_store.errors import StoreError
 from mooncake_store.wire.addresses import ELECTED
 

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from backends.cluster.host_plan import GatewayPlan, HostPlan, host_and_port
+from backends.cluster.host_plan import HostPlan, host_and_port, reached_at
 from backends.extras import MODULES, install_line
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsSource
 from backends.launcher.processes import ChildProcess, Command, GrowingPauses, RestartPolicy
-from backends.launcher.triton_process import PROMISED, Restart, restarts_of
+from backends.launcher.triton_process import PROMISED, Restart, promised_ports, restarts_of
 from backends.tenants import api_keys
 from mooncake_store.keys.curve import INSECURE_VARIABLE, is_loopback
 
@@ -28,13 +28,13 @@ UNGUARDED = (
     f"Name a file of keys (--api-keys), listen on a loopback address, or set {INSECURE_VARIABLE}=1 "
     "if that is what you want"
 )
-UNSPECIFIED = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
 Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
 
 
 def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
     """The problems of the planned gateway; [] without one. `env`: of the host's processes."""
-    gateway = _gateway_of(plan)
+    gateway = plan.gateway
     if gateway is None:
         return []
     found = []
@@ -52,22 +52,18 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _gateway_of(plan: HostPlan) -> GatewayPlan | None:
-    return plan.frontend.gateway if plan.frontend is not None else None
-
-
 class Gateways:
     """The gateway processes of a plan, which may have none."""
 
     def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
-        self._plan, self._env = _gateway_of(plan), env
+        self._plan, self._env = plan.gateway, env
         self._own_ports: dict[str, int] = {}
         self.children: list[ChildProcess] = []
         if self._plan is None:
             return
         assert plan.frontend is not None
-        self._frontend = _reachable(plan.frontend.grpc)
-        self._metrics = _reachable(plan.metrics)
+        self._frontend = reached_at(plan.frontend.grpc, LOOPBACK)
+        self._metrics = reached_at(plan.metrics, LOOPBACK)
         for number in range(self._plan.processes):
             name = f"gateway-{number}"
             self.children.append(make(name, lambda name=name: self._command(name), GrowingPauses()))
@@ -77,7 +73,8 @@ class Gateways:
         """The URL as a process of this host calls it; "" without a gateway."""
         if self._plan is None:
             return ""
-        return f"{'https' if self._plan.certificate else 'http'}://{_reachable(self._plan.listen)}"
+        scheme = "https" if self._plan.certificate else "http"
+        return f"{scheme}://{reached_at(self._plan.listen, LOOPBACK)}"
 
     def wait_ready(self) -> None:
         """Wait until all processes listen. Raises ChildDied if one does not."""
@@ -89,7 +86,7 @@ class Gateways:
 
     def sources(self) -> list[MetricsSource]:
         return [
-            MetricsSource(child.name, child.starts, f"127.0.0.1:{self._own_ports[child.name]}")
+            MetricsSource(child.name, child.starts, f"{LOOPBACK}:{self._own_ports[child.name]}")
             for child in self.children
             if child.is_alive
         ]
@@ -97,8 +94,7 @@ class Gateways:
     def _command(self, name: str) -> Command:
         plan = self._plan
         assert plan is not None
-        promised = {port for each in PROMISED.values() for port in each}
-        [own_port] = PROMISED[name] = free_ports(1, promised)
+        [own_port] = PROMISED[name] = free_ports(1, promised_ports())
         self._own_ports[name] = own_port
         host, port = host_and_port(plan.listen)
         given = {
@@ -115,9 +111,3 @@ class Gateways:
         if plan.certificate:
             options += ["--certificate", plan.certificate, "--private-key", plan.private_key]
         return Command([sys.executable, "-m", "backends.gateway", *options], self._env)
-
-
-def _reachable(address: str) -> str:
-    """The address at which a process of this host calls a service listening on `address`."""
-    host, port = host_and_port(address)
-    return f"127.0.0.1:{port}" if host == UNSPECIFIED else address

@@ -25,10 +25,9 @@ from pathlib import Path
 
 from backends import launch_secret
 from backends.cluster.drain import move_requests
-from backends.cluster.host_plan import EtcdMember, FrontendPlan, NodePlan, host_and_port
+from backends.cluster.host_plan import EtcdMember, FrontendPlan, NodePlan, host_and_port, reached_at
 from backends.cluster.manifests.firewall import FREE_PORTS
-from backends.launcher import admin_key, environment, gateways, launch_plan
-from backends.launcher.admin_key import AdminKey
+from backends.launcher import environment, gateways, launch_plan
 from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state
 from backends.launcher.etcd_member import (
     MISSING,
@@ -47,8 +46,10 @@ from backends.launcher.processes import ChildProcess, Command, RestartPolicy
 from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
 from backends.launcher.repository import ModelLoad, ModelState, WorkerFolders, running_settings
 from backends.launcher.triton_arguments import (
+    AdminKey,
     common_arguments,
     frontend_arguments,
+    open_api_problems,
     stage,
     worker_arguments,
 )
@@ -456,9 +457,7 @@ class Launcher:
         """The URL of Triton's HTTP port; "" on a host without a frontend."""
         if self.plan.frontend is None:
             return ""
-        return f"http://{self.plan.frontend.http}".replace(
-            "//0.0.0.0", f"//{self.plan.address}" if self.plan.deployment else "//0.0.0.0"
-        )
+        return f"http://{reached_at(self.plan.frontend.http, self.plan.address)}"
 
     @property
     def openai_url(self) -> str:
@@ -508,7 +507,7 @@ class Launcher:
             )
         needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = [] if plan.deployment else self._worker_folders.unreadable()
-        found += admin_key.problems(self.options.open_apis)
+        found += open_api_problems(self.options.open_apis)
         env = os.environ | plan.environment
         found += self.options.observed.problems(env)
         found += api_keys.problems(self.options.api_keys, env)

@@ -79,7 +79,7 @@ class LaunchOptions:
     """The options of every launch."""
 
     is_self_checked: bool = False
-    open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (admin_key.py)
+    open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (triton_arguments.py)
     api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
     settings: ServeSettings = NO_SETTINGS  # of all models; override config.pbtxt
     triton_args: tuple[str, ...] = ()
@@ -172,8 +172,8 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
     found = {"metrics": plan.metrics}
     if plan.frontend is not None:
         found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}
-        if plan.frontend.gateway is not None:
-            found["openai"] = plan.frontend.gateway.listen
+        if plan.gateway is not None:
+            found["openai"] = plan.gateway.listen
     if plan.etcd is not None:
         found |= {"etcd": plan.etcd.listen_client_url, "etcd peer": plan.etcd.listen_peer_url}
     if plan.directory is not None:

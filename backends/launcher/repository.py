@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from backends.cluster.host_plan import HostPlan
+from backends.cluster.host_plan import HostPlan, reached_at
 from backends.cluster.model_rendering import BACKEND, BYTES, CONFIG, ROLES
 from backends.direct_http import DIRECTLY
 from backends.errors import ConfigError
@@ -83,9 +83,12 @@ class WorkerFolders:
         self._settings, self._nodes = settings, nodes
         self._names: set[str] = set()
         self._served = ServedWorkers()
-        self._made: dict[str, str] = {}  # worker without a folder -> the folder it is made from
+        self.made: dict[str, str] = {}  # worker without a folder -> the folder it is made from
         if settings.workers and repository.is_dir():
-            self._served = served_workers(settings, self._backends())
+            workers = {
+                name: backend for name, backend in self._backends().items() if backend in ROLES
+            }
+            self._served = served_workers(settings, workers)
             self.names()
 
     @property
@@ -93,14 +96,9 @@ class WorkerFolders:
         """Worker folders beyond the number of workers in the launch options; not served."""
         return self._served.left_out
 
-    @property
-    def made(self) -> dict[str, str]:
-        """Worker without a folder -> the folder that it is made from."""
-        return self._made
-
     def rendered(self, model: str, text: str) -> str:
         """The text of the mirrored config.pbtxt for a model with the config.pbtxt `text`."""
-        number = self._served.made[model][1] if model in self._made else None
+        number = self._served.made[model][1] if model in self.made else None
         return rendered(self._settings, text, number, self._nodes)
 
     def unreadable(self) -> list[str]:
@@ -114,19 +112,17 @@ class WorkerFolders:
                     found.append(str(error))
         return list(filter(None, found))
 
-    def _backends(self) -> dict[str, str]:
-        found = {
-            path.name: backend_of(path) for path in self._repository.iterdir() if path.is_dir()
-        }
-        return {name: backend for name, backend in found.items() if backend in ROLES}
+    def _backends(self) -> dict[str, str | None]:
+        """Folder of the repository -> its backend. Raises OSError without a repository."""
+        folders = [path for path in self._repository.iterdir() if path.is_dir()]
+        return {path.name: backend_of(path) for path in folders}
 
     def names(self) -> set[str]:
         """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role."""
         try:
-            folders = [path for path in self._repository.iterdir() if path.is_dir()]
+            found = self._backends()
         except OSError:  # the repository was moved or unmounted
             return self._names
-        found = {path.name: backend_of(path) for path in folders}
         self._names = {
             name
             for name, backend in found.items()
@@ -136,12 +132,12 @@ class WorkerFolders:
             workers = {
                 name: backend or "" for name, backend in found.items() if name in self._names
             }
-            self._made = {
+            self.made = {
                 name: source
                 for name in self._served.made
                 if name not in workers and (source := self._served.source_of(name, workers))
             }
-            self._names |= self._made.keys()
+            self._names |= self.made.keys()
         return self._names
 
 
@@ -380,7 +376,6 @@ def running_settings(
 ) -> dict[str, object]:
     """The JSON body that the metrics port serves to `mooncake config`."""
     directory = plan.directory_address
-    gateway = plan.frontend.gateway if plan.frontend else None
     return asdict(
         RunningSettings(
             repository=str((Path(plan.folder) / plan.model_repository).resolve()),
@@ -392,10 +387,8 @@ def running_settings(
             left_out=sorted(workers.left_out),
             nodes=[node.name for node in plan.storage_nodes],
             directory=directory if directory.startswith("ipc://") else "",
-            http=plan.frontend.http.replace("0.0.0.0:", f"{plan.address}:")
-            if plan.frontend
-            else "",
-            openai=gateway.listen if gateway else "",
+            http=reached_at(plan.frontend.http, plan.address) if plan.frontend else "",
+            openai=plan.gateway.listen if plan.gateway else "",
             models={
                 name: state for mirror in mirrors for name, state in mirror.edits.states().items()
             },

@@ -1,4 +1,12 @@
-"""The command lines of Tritons: ports, polled repository, restricted APIs.
+"""The command lines of Tritons: ports, polled repository, and the admin key for restricted APIs.
+
+A client that registers shared memory with Triton can read and write the storage nodes' segments. A
+client that unloads models, traces or logs can end serving or fill a disk. These APIs therefore
+require the admin key. Health, metadata, configuration, inference and statistics stay open.
+
+Each launch makes a new key and keeps it in a file that only the operator can read. Triton accepts
+the key only as an argument. The key therefore protects against the network, but not against users
+who can list the processes of this host.
 
 `stage` makes the folder for `--backend-directory`. Triton requires `python/` in it with real copies
 of its Python backend (it rejects symbolic links), and one folder for each of our backends.
@@ -8,13 +16,15 @@ Not here: which Tritons there are and when they start (launch.py, triton_process
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from backends.cluster.host_plan import host_and_port
-from backends.launcher.admin_key import AdminKey
+from backends.launch_secret import make_secret
 from backends.launcher.environment import TritonInstall
 from backends.launcher.triton_process import Endpoints
 from backends.tracing.trace_context import TRACEPARENT
@@ -23,6 +33,50 @@ from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
 FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # limit of Triton's wait for requests and models
+RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
+# A worker's Triton serves only readiness probes and the inference calls of frontends.
+WORKER_RESTRICTED_APIS = (*RESTRICTED_APIS, "metadata", "model-config", "statistics")
+HEADER = "mooncake-admin-key"
+
+
+def open_api_problems(open_apis: Collection[str]) -> list[str]:
+    known = ", ".join(RESTRICTED_APIS)
+    return [
+        f"--open-api {api}: use one of {known}" for api in open_apis if api not in RESTRICTED_APIS
+    ]
+
+
+class AdminKey:
+    """The admin key of one launch, written to the file `path` for the operator."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._key = make_secret()
+
+    def write(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(self._key)
+
+    def remove(self) -> None:
+        """Remove the file, unless another launch has replaced it."""
+        with contextlib.suppress(OSError):  # also if the state folder is not a folder
+            if self._path.read_text() == self._key:
+                self._path.unlink()
+
+    def for_clients(self, open_apis: Collection[str]) -> list[str]:
+        """The arguments of the frontend's Triton."""
+        closed = [api for api in RESTRICTED_APIS if api not in open_apis]
+        options = ("--http-restricted-api", "--grpc-restricted-protocol")
+        return [f"{option}={self._rule(closed)}" for option in options if closed]
+
+    def for_worker(self) -> list[str]:
+        return [f"--grpc-restricted-protocol={self._rule(WORKER_RESTRICTED_APIS)}"]
+
+    def _rule(self, apis: Sequence[str]) -> str:
+        return f"{','.join(apis)}:{HEADER}={self._key}"
 
 
 def common_arguments(

@@ -131,6 +131,10 @@ class Restart:
         return f"{self.name} died, starting it again{when}"
 
 
+def promised_ports() -> set[int]:
+    return {port for each in PROMISED.values() for port in each}
+
+
 def restarts_of(children: Iterable[ChildProcess]) -> list[Restart]:
     """Supervise child processes; returns those that died and are started again."""
     pauses = ((child.name, child.supervise()) for child in children)
@@ -215,7 +219,7 @@ class Triton:
         self._loaded.clear()
 
     def _command(self) -> Command:
-        promised = {port for each in PROMISED.values() for port in each}
+        promised = promised_ports()
         [port] = free_ports(1, promised)
         metrics = f"{LOOPBACK}:{port}"
         if self._fixed:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher import admin_key
-from backends.launcher.admin_key import AdminKey
+from backends.launcher.triton_arguments import RESTRICTED_APIS, AdminKey, open_api_problems
 
 
 @pytest.fixture
@@ -47,11 +46,11 @@ def test_dangerous_apis_ask_for_it_on_both_ports_unless_the_operator_opens_them(
     ]
     some = key.for_clients(("trace", "logging"))
     assert all("=shared-memory,model-repository:" in argument for argument in some)
-    assert key.for_clients(admin_key.RESTRICTED_APIS) == []
+    assert key.for_clients(RESTRICTED_APIS) == []
     (worker,) = key.for_worker()
     assert "statistics" in worker and "inference" not in worker and "health" not in worker
 
 
 def test_an_api_that_does_not_exist_is_refused_by_name() -> None:
-    (problem,) = admin_key.problems(["trace", "tracing"])
+    (problem,) = open_api_problems(["trace", "tracing"])
     assert "--open-api tracing" in problem and "shared-memory" in problem
