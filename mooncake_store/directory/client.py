@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import zmq
 
 from mooncake_store.block_keys import check_keys
 from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import AccessRefused, EpochPassed, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import Geometry
-from mooncake_store.records.blocks import Allocation, Copy, ReservedCommit, Slot, Spill
+from mooncake_store.records.blocks import Allocation, BlockPage, Copy, ReservedCommit, Slot, Spill
 from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
@@ -32,25 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
-Decoder = msgspec.msgpack.Decoder
-
-_NONE = Decoder(type(None))
-_BOOL = Decoder(bool)
-_BOOLS = Decoder(list[bool])
-_INT = Decoder(int)
-_GEOMETRY = Decoder(Geometry)
-_ALLOCATION = Decoder(Allocation)
-_RESERVED_COMMIT = Decoder(ReservedCommit)
-_PLACES = Decoder(list[tuple[Copy, ...]])
-_NODES = Decoder(list[NodeInfo])
-_BYTES = Decoder(bytes)
-_NAMES = Decoder(list[str])
-_SPILLS = Decoder(list[Spill])
-_BLOCKS = Decoder(list[tuple[bytes, Copy]])
-_PAGE = Decoder(tuple[list[tuple[bytes, tuple[Copy, ...]]], bool])
-_WORKERS = Decoder(list[WorkerInfo])
-_SNAPSHOT = Decoder(Snapshot)
-_STATS = Decoder(DirectoryStats)
 
 
 def _elected_address(address: str) -> ElectedAddress | None:
@@ -82,19 +62,19 @@ class DirectoryClient:
     # ---- storage nodes
 
     def register_node(self, info: NodeInfo) -> int:
-        return self._ask(protocol.RegisterNode(info), _INT)
+        return self._ask(protocol.RegisterNode(info))
 
     def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
-        return self._ask(protocol.NodeReport(node_id, incarnation, epoch), _BOOL)
+        return self._ask(protocol.NodeReport(node_id, incarnation, epoch))
 
     def deregister_node(self, node_id: str, incarnation: str) -> bool:
-        return self._ask(protocol.DeregisterNode(node_id, incarnation), _BOOL)
+        return self._ask(protocol.DeregisterNode(node_id, incarnation))
 
     def nodes(self) -> list[NodeInfo]:
-        return self._ask(protocol.Nodes(), _NODES)
+        return self._ask(protocol.Nodes())
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        return self._ask(protocol.Attach(node_id, fingerprint, block_bytes), _GEOMETRY)
+        return self._ask(protocol.Attach(node_id, fingerprint, block_bytes))
 
     # ---- blocks
 
@@ -112,7 +92,7 @@ class DirectoryClient:
             node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
         )
         asked_s = boot_s()
-        given = self._ask(request, _ALLOCATION)
+        given = self._ask(request)
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
     def may_write(self, given: Allocation, owner: str, lease_s: float) -> bool:
@@ -149,7 +129,7 @@ class DirectoryClient:
         """Commit written blocks (key, slot, generation, checksum); False for each late one.
         `epoch`: of the slots. All commits are late when another directory leads by now."""
         try:
-            return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch), _BOOLS)
+            return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch))
         except EpochPassed as error:
             log.warning("owner=%s commits %d blocks too late: %s", owner, len(blocks), error)
             return [False] * len(blocks)
@@ -170,23 +150,23 @@ class DirectoryClient:
         request = protocol.CommitReserved(
             node_id, list(blocks), owner, size_bytes, slots, lease_s, epoch, tenant
         )
-        return self._ask(request, _RESERVED_COMMIT)
+        return self._ask(request)
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> int:
-        return self._ask(protocol.Abandon(list(slots), owner), _INT)
+        return self._ask(protocol.Abandon(list(slots), owner))
 
     def lookup(
         self, keys: Sequence[bytes], owner: str, lease_s: float, prefix_only: bool = True
     ) -> list[tuple[Copy, ...]]:
-        return self._ask(protocol.Lookup(list(keys), owner, lease_s, prefix_only), _PLACES)
+        return self._ask(protocol.Lookup(list(keys), owner, lease_s, prefix_only))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int) -> bool:
-        return self._ask(protocol.DropCopy(key, node_id, generation), _BOOL)
+        return self._ask(protocol.DropCopy(key, node_id, generation))
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         check_keys(keys)
         packed = b"".join(keys)
-        return list(map(bool, bytearray(self._ask(protocol.Exist(packed), _BYTES))))
+        return list(map(bool, bytearray(self._ask(protocol.Exist(packed)))))
 
     def used(self, keys: bytes) -> None:
         """Record reads of these blocks (keys of 16 bytes each, joined) that needed no lookup. Does
@@ -194,10 +174,10 @@ class DirectoryClient:
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
-        return self._ask(protocol.Remove(list(keys), node_id), _BOOLS)
+        return self._ask(protocol.Remove(list(keys), node_id))
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
-        return self._ask(protocol.PinKeys(list(keys), kind, ttl_s), _BOOLS)
+        return self._ask(protocol.PinKeys(list(keys), kind, ttl_s))
 
     # ---- admin
 
@@ -209,35 +189,35 @@ class DirectoryClient:
         is_last: bool,
         epoch: int = 0,
     ) -> int:
-        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch), _INT)
+        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch))
 
     def take_spills(
         self, node_id: str, owner: str, blocks_max: int, lease_s: float, epoch: int = 0
     ) -> list[Spill]:
         request = protocol.TakeSpills(node_id, owner, blocks_max, lease_s, epoch)
-        return self._ask(request, _SPILLS)
+        return self._ask(request)
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
-        self._ask(protocol.DrainNode(node_id, is_on), _NONE)
+        self._ask(protocol.DrainNode(node_id, is_on))
 
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool = False
     ) -> list[tuple[bytes, Copy]]:
-        return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here), _BLOCKS)
+        return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here))
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
-        return self._ask(protocol.PlaceKeys(list(keys), list(excluded)), _NAMES)
+        return self._ask(protocol.PlaceKeys(list(keys), list(excluded)))
 
     def set_quota(self, tenant: str, quota_bytes: int) -> None:
-        self._ask(protocol.SetQuota(tenant, quota_bytes), _NONE)
+        self._ask(protocol.SetQuota(tenant, quota_bytes))
 
     # ---- leases
 
     def renew(self, owner: str, lease_s: float, epoch: int = 0) -> bool:
-        return self._ask(protocol.Renew(owner, lease_s, epoch), _BOOL)
+        return self._ask(protocol.Renew(owner, lease_s, epoch))
 
     def release(self, owner: str) -> bool:
-        return self._ask(protocol.Release(owner), _BOOL)
+        return self._ask(protocol.Release(owner))
 
     def release_later(self, owner: str) -> None:
         """`release` without waiting for the answer. If the message is lost, the lease expires."""
@@ -247,35 +227,33 @@ class DirectoryClient:
 
     def register_worker(self, info: WorkerInfo) -> None:
         """FingerprintMismatch when its KV does not match that of the registered workers."""
-        self._ask(protocol.RegisterWorker(info), _NONE)
+        self._ask(protocol.RegisterWorker(info))
 
     def worker_report(self, report: WorkerReport) -> bool:
-        return self._ask(protocol.ReportWorker(report), _BOOL)
+        return self._ask(protocol.ReportWorker(report))
 
     def deregister_worker(self, worker_id: str, incarnation: str) -> bool:
-        return self._ask(protocol.DeregisterWorker(worker_id, incarnation), _BOOL)
+        return self._ask(protocol.DeregisterWorker(worker_id, incarnation))
 
     def workers(self) -> list[WorkerInfo]:
-        return self._ask(protocol.Workers(), _WORKERS)
+        return self._ask(protocol.Workers())
 
     # ---- frontends
 
     def note_routed(self, frontend: str, number: int, notes: bytes) -> None:
-        self._ask(protocol.NoteRouted(frontend, number, notes), _NONE)
+        self._ask(protocol.NoteRouted(frontend, number, notes))
 
     # ---- the outside view
 
     def snapshot(self, with_blocks: bool = True) -> Snapshot:
-        return self._ask(protocol.TakeSnapshot(with_blocks), _SNAPSHOT)
+        return self._ask(protocol.TakeSnapshot(with_blocks))
 
-    def index_page(
-        self, first: int, blocks_max: int
-    ) -> tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]:
+    def index_page(self, first: int, blocks_max: int) -> BlockPage:
         """Up to `blocks_max` blocks from number `first` on, and whether they are the last."""
-        return self._ask(protocol.IndexPage(first, blocks_max), _PAGE)
+        return self._ask(protocol.IndexPage(first, blocks_max))
 
     def stats(self) -> DirectoryStats:
-        return self._ask(protocol.Stats(), _STATS)
+        return self._ask(protocol.Stats())
 
     # ---- the socket
 
@@ -302,9 +280,9 @@ class DirectoryClient:
         """Reconnect at the next request, to the leader at that time."""
         self._requester.disconnect()
 
-    def _ask(self, request: protocol.AnyRequest, decoder: Decoder[T]) -> T:
+    def _ask(self, request: protocol.DirectoryVerb[T]) -> T:
         try:
-            return self._requester.ask(request, decoder, self.timeout_s)
+            return self._requester.ask(request, self.timeout_s)
         except (StoreUnavailable, AccessRefused):  # the directory may have lost the lead
             self._requester.disconnect()
             raise

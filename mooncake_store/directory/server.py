@@ -86,7 +86,7 @@ class DirectoryServer:
         self._self_check = SelfCheck(directory.check, is_self_checked)
         self._clock = TurnClock()
         self._responder: Responder[protocol.AnyRequest]
-        self._responder = Responder(protocol.AnyRequest, "directory")
+        self._responder = Responder(protocol.VERBS, "directory")
         self._encoder = msgspec.msgpack.Encoder()
         self._published = directory.sequence
         self._tick_due_s = self._heartbeat_due_s = 0.0

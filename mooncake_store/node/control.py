@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import zmq
 
@@ -49,7 +50,7 @@ class NodeControl:
 
     def __init__(self, address: str) -> None:
         """RequestInvalid when the address cannot be bound. Port 0: a free one, see `address`."""
-        self._responder: Responder[AnyControl] = Responder(AnyControl, "node")
+        self._responder: Responder[AnyControl] = Responder(get_args(AnyControl), "node")
         self._context = zmq.Context()
         try:
             self._socket, self.address = listening(self._context, zmq.ROUTER, address)

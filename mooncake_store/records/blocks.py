@@ -38,6 +38,10 @@ class Copy(NamedTuple):
     size_bytes: int
 
 
+# (block key, its copies) of each block, and whether they are the last blocks
+BlockPage = tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]
+
+
 def by_node(blocks: Sequence[Slot | Copy]) -> dict[str, list[int]]:
     """Node id -> indices of the blocks on that node."""
     found: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
 """The messages between the directory and all other processes; docs/reference/store.md has them.
 
-The requests are the verbs of `Directory`: one struct each, with the same field names and the verb
-as tag. The bodies of the event stream are here too.
+The requests are the verbs of `Directory`: one struct each, with the same field names, the verb as
+tag, and the type of its result. The bodies of the event stream are here too.
 
 Bounds are part of the types (a block key has 16 bytes, a lease is 0 to one hour, ...). So msgspec
 rejects a message that breaks them, with the name of the field, before the directory sees it.
@@ -12,11 +12,12 @@ Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from mooncake_store.records.blocks import Copy, Slot
+from mooncake_store.layout import Geometry
+from mooncake_store.records.blocks import Allocation, BlockPage, Copy, ReservedCommit, Slot, Spill
 from mooncake_store.records.events import (
     BlockAdded,
     BlockRemoved,
@@ -24,11 +25,13 @@ from mooncake_store.records.events import (
     FrontendNoted,
     NodeDown,
     NodeUp,
+    Snapshot,
     WorkerDown,
     WorkerReported,
     WorkerUp,
 )
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
+from mooncake_store.records.status import DirectoryStats
 from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
@@ -46,28 +49,32 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 BLOCKS_MAX = msgspec.Meta(max_length=KEYS_MAX)
 
 
-class RegisterNode(Verb, tag="register_node", frozen=True):
+class DirectoryVerb(Verb[T], Generic[T], frozen=True):
+    """A verb of `Directory`; T is the type of its result."""
+
+
+class RegisterNode(DirectoryVerb[int], tag="register_node", frozen=True):
     info: NodeInfo
 
 
-class NodeReport(Verb, tag="node_report", frozen=True):
+class NodeReport(DirectoryVerb[bool], tag="node_report", frozen=True):
     node_id: Name
     incarnation: Name
     epoch: Count = 0  # of the directory that granted the slots or leases
 
 
-class DeregisterNode(Verb, tag="deregister_node", frozen=True):
+class DeregisterNode(DirectoryVerb[bool], tag="deregister_node", frozen=True):
     node_id: Name
     incarnation: Name
 
 
-class Attach(Verb, tag="attach", frozen=True):
+class Attach(DirectoryVerb[Geometry], tag="attach", frozen=True):
     node_id: Name
     fingerprint: Name
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
-class Allocate(Verb, tag="allocate", frozen=True):
+class Allocate(DirectoryVerb[Allocation], tag="allocate", frozen=True):
     node_id: Name
     keys: Keys
     owner: Name
@@ -77,7 +84,7 @@ class Allocate(Verb, tag="allocate", frozen=True):
     tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Commit(Verb, tag="commit", frozen=True):
+class Commit(DirectoryVerb[list[bool]], tag="commit", frozen=True):
     node_id: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
@@ -85,7 +92,7 @@ class Commit(Verb, tag="commit", frozen=True):
     epoch: Count = 0  # of the directory that granted the slots or leases
 
 
-class CommitReserved(Verb, tag="commit_reserved", frozen=True):
+class CommitReserved(DirectoryVerb[ReservedCommit], tag="commit_reserved", frozen=True):
     node_id: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
@@ -96,48 +103,48 @@ class CommitReserved(Verb, tag="commit_reserved", frozen=True):
     tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Abandon(Verb, tag="abandon", frozen=True):
+class Abandon(DirectoryVerb[int], tag="abandon", frozen=True):
     slots: Annotated[list[Slot], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
 
 
-class Lookup(Verb, tag="lookup", frozen=True):
+class Lookup(DirectoryVerb[list[tuple[Copy, ...]]], tag="lookup", frozen=True):
     keys: Keys
     owner: Annotated[str, msgspec.Meta(max_length=256)]  # "" with lease_s = 0 only
     lease_s: Lease
     prefix_only: bool
 
 
-class Exist(Verb, tag="exist", frozen=True):
+class Exist(DirectoryVerb[bytes], tag="exist", frozen=True):
     keys: Annotated[bytes, msgspec.Meta(max_length=16 * KEYS_MAX)]
 
 
-class Remove(Verb, tag="remove", frozen=True):
+class Remove(DirectoryVerb[list[bool]], tag="remove", frozen=True):
     keys: Keys
     node_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Renew(Verb, tag="renew", frozen=True):
+class Renew(DirectoryVerb[bool], tag="renew", frozen=True):
     owner: Name
     lease_s: Lease
     epoch: Count = 0  # of the directory that granted the slots or leases
 
 
-class Release(Verb, tag="release", frozen=True):
+class Release(DirectoryVerb[bool], tag="release", frozen=True):
     owner: Name
 
 
-class Used(Verb, tag="used", frozen=True):
+class Used(DirectoryVerb[None], tag="used", frozen=True):
     keys: Annotated[bytes, msgspec.Meta(max_length=16 * KEYS_MAX)]  # joined
 
 
-class DropCopy(Verb, tag="drop_copy", frozen=True):
+class DropCopy(DirectoryVerb[bool], tag="drop_copy", frozen=True):
     key: Key
     node_id: Name
     generation: Count
 
 
-class Adopt(Verb, tag="adopt", frozen=True):
+class Adopt(DirectoryVerb[int], tag="adopt", frozen=True):
     node_id: Name
     incarnation: Name
     blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
@@ -145,7 +152,7 @@ class Adopt(Verb, tag="adopt", frozen=True):
     epoch: Count = 0  # of the directory that granted the slots or leases
 
 
-class TakeSpills(Verb, tag="take_spills", frozen=True):
+class TakeSpills(DirectoryVerb[list[Spill]], tag="take_spills", frozen=True):
     node_id: Name
     owner: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
@@ -153,108 +160,77 @@ class TakeSpills(Verb, tag="take_spills", frozen=True):
     epoch: Count = 0  # of the directory that granted the slots or leases
 
 
-class DrainNode(Verb, tag="drain", frozen=True):
+class DrainNode(DirectoryVerb[None], tag="drain", frozen=True):
     node_id: Name
     is_on: bool
 
 
-class BlocksOn(Verb, tag="blocks_on", frozen=True):
+class BlocksOn(DirectoryVerb[list[tuple[bytes, Copy]]], tag="blocks_on", frozen=True):
     node_id: Name
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
     only_here: bool
 
 
-class PlaceKeys(Verb, tag="place", frozen=True):
+class PlaceKeys(DirectoryVerb[list[str]], tag="place", frozen=True):
     keys: Keys
     excluded: Annotated[list[Name], msgspec.Meta(max_length=1_024)] = msgspec.field(
         default_factory=list
     )
 
 
-class PinKeys(Verb, tag="pin", frozen=True):
+class PinKeys(DirectoryVerb[list[bool]], tag="pin", frozen=True):
     keys: Keys
     kind: Name
     ttl_s: Annotated[float, msgspec.Meta(ge=0.0, le=30 * 86_400.0)]
 
 
-class SetQuota(Verb, tag="set_quota", frozen=True):
+class SetQuota(DirectoryVerb[None], tag="set_quota", frozen=True):
     tenant: Name
     quota_bytes: Count
 
 
-class RegisterWorker(Verb, tag="register_worker", frozen=True):
+class RegisterWorker(DirectoryVerb[None], tag="register_worker", frozen=True):
     info: WorkerInfo
 
 
-class ReportWorker(Verb, tag="worker_report", frozen=True):
+class ReportWorker(DirectoryVerb[bool], tag="worker_report", frozen=True):
     report: WorkerReport
 
 
-class DeregisterWorker(Verb, tag="deregister_worker", frozen=True):
+class DeregisterWorker(DirectoryVerb[bool], tag="deregister_worker", frozen=True):
     worker_id: Name
     incarnation: Name
 
 
-class NoteRouted(Verb, tag="note_routed", frozen=True):
+class NoteRouted(DirectoryVerb[None], tag="note_routed", frozen=True):
     frontend: Name
     number: Count
     notes: Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES_MAX)]
 
 
-class Nodes(Verb, tag="nodes", frozen=True):
+class Nodes(DirectoryVerb[list[NodeInfo]], tag="nodes", frozen=True):
     pass
 
 
-class Workers(Verb, tag="workers", frozen=True):
+class Workers(DirectoryVerb[list[WorkerInfo]], tag="workers", frozen=True):
     pass
 
 
-class TakeSnapshot(Verb, tag="snapshot", frozen=True):
+class TakeSnapshot(DirectoryVerb[Snapshot], tag="snapshot", frozen=True):
     with_blocks: bool = True
 
 
-class IndexPage(Verb, tag="index_page", frozen=True):
+class IndexPage(DirectoryVerb[BlockPage], tag="index_page", frozen=True):
     first: Count
     blocks_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
 
 
-class Stats(Verb, tag="stats", frozen=True):
+class Stats(DirectoryVerb[DirectoryStats], tag="stats", frozen=True):
     pass
 
 
-AnyRequest = (
-    RegisterNode
-    | NodeReport
-    | DeregisterNode
-    | Attach
-    | Allocate
-    | Commit
-    | CommitReserved
-    | Abandon
-    | Lookup
-    | Exist
-    | Used
-    | Remove
-    | Renew
-    | Release
-    | DropCopy
-    | Adopt
-    | TakeSpills
-    | DrainNode
-    | BlocksOn
-    | PlaceKeys
-    | PinKeys
-    | SetQuota
-    | RegisterWorker
-    | ReportWorker
-    | DeregisterWorker
-    | NoteRouted
-    | Nodes
-    | Workers
-    | TakeSnapshot
-    | IndexPage
-    | Stats
-)
+AnyRequest = DirectoryVerb[Any]
+VERBS = DirectoryVerb.__subclasses__()
 
 
 class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):

@@ -26,7 +26,6 @@ BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0
 TIMEOUT_S = 2.0  # for verbs that move no bytes
 MARGIN_S = 1.0  # the node keeps the deadline itself; this is the time for its reply to arrive
-Decoder = msgspec.msgpack.Decoder
 
 Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=DEADLINE_S_MAX)]
 
@@ -41,36 +40,6 @@ class Restore(NamedTuple):
     generation: Count
     checksum: Count
     size_bytes: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Ping(Verb, tag="ping", frozen=True):
-    pass
-
-
-class LoadBlocks(Verb, tag="load", frozen=True):
-    blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
-    deadline_s: Deadline
-    epoch: Count = 0  # of the directory that granted the slots; EpochPassed if another one leads
-
-
-class Fetch(Verb, tag="fetch", frozen=True):
-    """Copy these blocks of other nodes to this node: keys[i] from copies[i]."""
-
-    keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
-    copies: Annotated[list[Copy], msgspec.Meta(max_length=BLOCKS_MAX)]
-    deadline_s: Deadline
-    epoch: Count = 0  # of the directory that leased the copies; 0: not given, so not checked
-
-
-class AskNodeStats(Verb, tag="node_stats", frozen=True):
-    pass
-
-
-class Leave(Verb, tag="leave", frozen=True):
-    pass
-
-
-AnyControl = Ping | LoadBlocks | Fetch | AskNodeStats | Leave
 
 
 class NodeStats(msgspec.Struct, frozen=True):
@@ -97,10 +66,34 @@ class NodeStats(msgspec.Struct, frozen=True):
     index_blocks: int = 0  # in the index replica, if this node writes it
 
 
-_NONE = Decoder(type(None))
-_TEXT = Decoder(str)
-_BOOLS = Decoder(list[bool])
-_STATS = Decoder(NodeStats)
+class Ping(Verb[str], tag="ping", frozen=True):
+    pass
+
+
+class LoadBlocks(Verb[list[bool]], tag="load", frozen=True):
+    blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
+    deadline_s: Deadline
+    epoch: Count = 0  # of the directory that granted the slots; EpochPassed if another one leads
+
+
+class Fetch(Verb[list[bool]], tag="fetch", frozen=True):
+    """Copy these blocks of other nodes to this node: keys[i] from copies[i]."""
+
+    keys: Annotated[list[Key], msgspec.Meta(max_length=BLOCKS_MAX)]
+    copies: Annotated[list[Copy], msgspec.Meta(max_length=BLOCKS_MAX)]
+    deadline_s: Deadline
+    epoch: Count = 0  # of the directory that leased the copies; 0: not given, so not checked
+
+
+class AskNodeStats(Verb[NodeStats], tag="node_stats", frozen=True):
+    pass
+
+
+class Leave(Verb[None], tag="leave", frozen=True):
+    pass
+
+
+AnyControl = Ping | LoadBlocks | Fetch | AskNodeStats | Leave
 
 
 class NodeClient:
@@ -115,7 +108,7 @@ class NodeClient:
 
     def ping(self, timeout_s: float = TIMEOUT_S) -> str:
         """The incarnation of the node that answers."""
-        return self._requester.ask(Ping(), _TEXT, timeout_s)
+        return self._requester.ask(Ping(), timeout_s)
 
     def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
         """Load these blocks from the SSD into the segment. True: verified, with a READY
@@ -127,7 +120,7 @@ class NodeClient:
         the slot was granted in time.
         """
         request = LoadBlocks(list(blocks), deadline_s, epoch)
-        return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
+        return self._requester.ask(request, deadline_s + MARGIN_S)
 
     def fetch(
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
@@ -136,14 +129,14 @@ class NodeClient:
         The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
         leased them, is no longer the leader, and nothing was copied."""
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
-        return self._requester.ask(request, _BOOLS, deadline_s + MARGIN_S)
+        return self._requester.ask(request, deadline_s + MARGIN_S)
 
     def stats(self, timeout_s: float = TIMEOUT_S) -> NodeStats:
-        return self._requester.ask(AskNodeStats(), _STATS, timeout_s)
+        return self._requester.ask(AskNodeStats(), timeout_s)
 
     def leave(self, timeout_s: float = TIMEOUT_S) -> None:
         """Make the node deregister and exit."""
-        self._requester.ask(Leave(), _NONE, timeout_s)
+        self._requester.ask(Leave(), timeout_s)
 
     def close(self) -> None:
         """A call in progress in another thread raises StoreUnavailable. A second close has no

@@ -22,7 +22,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import msgspec
 import zmq
@@ -47,8 +49,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Verb(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the requests; the tag of each is the verb."""
+class Verb(msgspec.Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
+    """Base of the requests; the tag of each is the verb, and T is the type of its result."""
+
+
+@cache
+def _result_decoder(verb: type[Verb[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    (result,) = get_args(verb.__orig_bases__[0])  # type: ignore[attr-defined]
+    return msgspec.msgpack.Decoder(result)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -77,9 +85,9 @@ class Later:
 class Responder(Generic[R]):
     """Builds the frames of a reply from the frames of a request. Thread-safe."""
 
-    def __init__(self, verbs: object, who: str) -> None:
-        """`verbs`: the union of the accepted requests; `who`: name of the server, for errors."""
-        self._decode: Callable[[bytes], R] = msgspec.msgpack.Decoder(verbs).decode
+    def __init__(self, verbs: Sequence[type[R]], who: str) -> None:
+        """`verbs`: the accepted requests; `who`: name of the server, for errors."""
+        self._decode: Callable[[bytes], R] = msgspec.msgpack.Decoder(reduce(or_, verbs)).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._who = who
 
@@ -261,7 +269,7 @@ class Requester:
         self._is_closed = False
         look_after(self)
 
-    def ask(self, request: Verb, decoder: msgspec.msgpack.Decoder[T], timeout_s: float) -> T:
+    def ask(self, request: Verb[T], timeout_s: float) -> T:
         """The result in the reply; raises the error in the reply."""
         deadline_s = time.monotonic() + timeout_s
         body = msgspec.msgpack.encode(request)
@@ -282,9 +290,10 @@ class Requester:
                 self._turn.release()
         if reply is None:
             raise self._silent(request, timeout_s, self._hint)
+        decoder: msgspec.msgpack.Decoder[T] = _result_decoder(type(request))
         return self._result(reply, decoder)
 
-    def send(self, request: Verb, timeout_s: float) -> None:
+    def send(self, request: Verb[Any], timeout_s: float) -> None:
         """As `ask`, without waiting for the reply, and without a guarantee that the request
         arrives."""
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
@@ -350,7 +359,7 @@ class Requester:
             ) from error
         raise named(failure.kind, failure.message)
 
-    def _silent(self, request: Verb, timeout_s: float, why: str) -> StoreUnavailable:
+    def _silent(self, request: Verb[Any], timeout_s: float, why: str) -> StoreUnavailable:
         verb = request.__struct_config__.tag
         return StoreUnavailable(f"{self._who} did not answer {verb} within {timeout_s:g} s; {why}")
 

@@ -14,11 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
-from mooncake_store.records.blocks import Copy
+from mooncake_store.records.blocks import BlockPage, Copy
 
 _made = tuple.__new__
-# (blocks, whether they are the last ones)
-IndexPage = tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]
 KEPT_FROM = 8  # copies of a key from which its answer is cached; fewer are quick to convert
 
 
@@ -144,7 +142,7 @@ class BlockIndex:
             if nodes:
                 yield key, nodes
 
-    def page(self, first: int, blocks_max: int) -> IndexPage:
+    def page(self, first: int, blocks_max: int) -> BlockPage:
         """Announced blocks from number `first` on, and whether they are the last ones. Skipping an
         earlier block takes 10 ns."""
         chosen = list(islice(self.held.items(), first, first + blocks_max))

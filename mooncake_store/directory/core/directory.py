@@ -34,7 +34,7 @@ from itertools import islice
 
 from mooncake_store.block_keys import split_keys
 from mooncake_store.directory.core import inventory, reservations
-from mooncake_store.directory.core.block_index import Held, IndexPage, copies_of, records_of
+from mooncake_store.directory.core.block_index import Held, copies_of, records_of
 from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.holder import CopyKind, CopyState, HeldCopy
@@ -44,7 +44,15 @@ from mooncake_store.directory.core.tenants import TenantTable
 from mooncake_store.directory.core.workers import WorkerTable
 from mooncake_store.errors import EpochPassed, NodeUnknown, RequestInvalid, StoreUnavailable
 from mooncake_store.layout import STATE_READY, Geometry
-from mooncake_store.records.blocks import REFUSED, Allocation, Copy, ReservedCommit, Slot, Spill
+from mooncake_store.records.blocks import (
+    REFUSED,
+    Allocation,
+    BlockPage,
+    Copy,
+    ReservedCommit,
+    Slot,
+    Spill,
+)
 from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
@@ -411,7 +419,7 @@ class Directory:
             holders=tuple(self._copies.blocks.announced()) if with_blocks else (),
         )
 
-    def index_page(self, first: int, blocks_max: int, now_s: float) -> IndexPage:
+    def index_page(self, first: int, blocks_max: int, now_s: float) -> BlockPage:
         """Announced blocks from number `first` on, and whether they are the last ones."""
         self._copies.advance(now_s)
         return self._copies.blocks.page(first, blocks_max)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from functools import reduce
+from operator import or_
 from typing import get_args
 
 import msgspec
@@ -25,8 +27,8 @@ from mooncake_store.wire.framing import (
 )
 from tests.mooncake_store.makers import chain, node_info, report, worker_info
 
-REQUESTS = get_args(protocol.AnyRequest)
-DECODER = msgspec.msgpack.Decoder(protocol.AnyRequest)
+REQUESTS = protocol.VERBS
+DECODER = msgspec.msgpack.Decoder(reduce(or_, REQUESTS))
 
 
 @pytest.mark.parametrize("request_type", REQUESTS, ids=lambda each: each.__name__)

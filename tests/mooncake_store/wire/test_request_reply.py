@@ -37,15 +37,16 @@ from mooncake_store.wire.unix_socket import UnixConnection, UnixListener
 WAIT_S = 30.0
 
 
-class Double(Verb, tag="double", frozen=True):
+class Double(Verb[int], tag="double", frozen=True):
     number: int
 
 
-class Fail(Verb, tag="fail", frozen=True):
+class Misread(Verb[str], tag="double", frozen=True):
+    number: int
+
+
+class Fail(Verb[int], tag="fail", frozen=True):
     is_bug: bool
-
-
-INT = msgspec.msgpack.Decoder(int)
 
 
 def carry_out(request: Double | Fail) -> int:
@@ -62,7 +63,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.path, self.address = f"{folder}/direct", f"ipc://{folder}/zeromq"
         self.is_silent = False
-        self._responder: Responder[Double | Fail] = Responder(Double | Fail, "test")
+        self._responder: Responder[Double | Fail] = Responder([Double, Fail], "test")
         self._listener = UnixListener(self.path, self.reply)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket, _ = listening(self._context, zmq.ROUTER, self.address)
@@ -121,7 +122,7 @@ def test_each_thread_gets_its_own_reply(requester: Requester) -> None:
 
     def ask(first: int) -> None:
         for number in range(first, first + 50):
-            if requester.ask(Double(number), INT, WAIT_S) != 2 * number:
+            if requester.ask(Double(number), WAIT_S) != 2 * number:
                 wrong.append(number)
 
     threads = [threading.Thread(target=ask, args=(1_000 * count,)) for count in range(4)]
@@ -135,34 +136,34 @@ def test_each_thread_gets_its_own_reply(requester: Requester) -> None:
 def test_the_reply_to_what_was_only_sent_is_passed_over(requester: Requester) -> None:
     for number in range(20):
         requester.send(Double(-number), WAIT_S)
-        assert requester.ask(Double(number), INT, WAIT_S) == 2 * number
+        assert requester.ask(Double(number), WAIT_S) == 2 * number
 
 
 def test_errors_arrive_as_what_they_are(requester: Requester) -> None:
     with pytest.raises(NodeUnknown, match="no such node"):
-        requester.ask(Fail(False), INT, WAIT_S)
+        requester.ask(Fail(False), WAIT_S)
     with pytest.raises(StoreError, match="bug in the test: ZeroDivisionError"):
-        requester.ask(Fail(True), INT, WAIT_S)
+        requester.ask(Fail(True), WAIT_S)
     with pytest.raises(RequestInvalid, match="the test sent a reply that cannot be decoded"):
-        requester.ask(Double(1), msgspec.msgpack.Decoder(str), WAIT_S)
+        requester.ask(Misread(1), WAIT_S)
 
 
 def test_silence_ends_at_the_deadline_and_a_late_reply_confuses_nobody(
     requester: Requester, server: Server
 ) -> None:
-    assert requester.ask(Double(1), INT, WAIT_S) == 2
+    assert requester.ask(Double(1), WAIT_S) == 2
     server.is_silent = True
     with pytest.raises(StoreUnavailable) as refusal:
-        requester.ask(Double(2), INT, 0.05)
+        requester.ask(Double(2), 0.05)
     assert str(refusal.value) == ("the test did not answer double within 0.05 s; is it running?")
     server.is_silent = False
-    assert requester.ask(Double(3), INT, WAIT_S) == 6
+    assert requester.ask(Double(3), WAIT_S) == 6
 
 
 def test_a_closed_requester_says_so(requester: Requester) -> None:
     requester.close()
     with pytest.raises(StoreUnavailable, match="this client of the test is closed"):
-        requester.ask(Double(1), INT, WAIT_S)
+        requester.ask(Double(1), WAIT_S)
     requester.send(Double(1), WAIT_S)  # is lost
 
 
@@ -207,5 +208,5 @@ def test_a_client_that_breaks_the_limits_is_dropped_and_the_others_are_served(
                 second.sendall(request * 1_000)
         assert select.select([second], [], [], WAIT_S)[0]
     requester = Requester("the test", "", lambda _: UnixConnection(server.path), is_in_order=True)
-    assert requester.ask(Double(21), INT, WAIT_S) == 42
+    assert requester.ask(Double(21), WAIT_S) == 42
     requester.close()
