@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from backends.metrics.table import METRICS, Kind, Metric
@@ -69,17 +69,13 @@ class Undeclared(Exception):
 
 
 @dataclass(slots=True)
-class Gauge:
-    series: Series
-    value: float
-    sent_s: float
-    round: int  # number of the round in which the gauge was last published
+class Published:
+    """A series in Triton, and the value that it got from this process."""
 
-
-@dataclass(slots=True)
-class Counter:
     series: Series
-    total: float  # the amount, counted by this process, that Triton has
+    value: float  # of a gauge; of a counter: the amount that this process counted
+    sent_s: float = 0.0  # of a gauge: time at which the value was sent, in s
+    round: int = 0  # of a gauge: number of the round in which it was last set
 
 
 class MetricPage:
@@ -91,30 +87,24 @@ class MetricPage:
         """
         self._publisher = publisher
         self._make = make
-        self._gauges: dict[tuple[str, Labels], Gauge] = {}
-        self._counters: dict[tuple[str, Labels], Counter] = {}
-        self._histograms: dict[tuple[str, Labels], Series] = {}
+        self._published: dict[tuple[Kind, str, Labels], Published] = {}
         self._round = 0
         self.has_lost_values = False  # values were dropped; the metrics loop logs that
         for metric in METRICS.values():
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
-                    self._series(metric.kind, metric.name, labels)
+                    self._get(metric.kind, metric.name, labels)
 
     def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
         """Take over counters of `before`, whose owner keeps counting: the amounts in Triton."""
-        for key, counter in before._counters.items():
-            if key[0] in names:
-                self._counters[key] = Counter(counter.series, counter.total)
+        for key, counter in before._published.items():
+            if key[0] == "counter" and key[1] in names:
+                self._published[key] = replace(counter)
 
     def gauge(self, name: str, value: float, now_s: float, **labels: str) -> None:
         """Set a gauge. A gauge that one round does not set becomes 0 (`end_round`)."""
-        key = (name, _sorted(labels))
         value = _finite(name, value)
-        gauge = self._gauges.get(key)
-        if gauge is None:
-            series = self._declared("gauge", name, labels)
-            gauge = self._gauges[key] = Gauge(series, math.nan, 0.0, 0)
+        gauge = self._get("gauge", name, labels)
         gauge.round = self._round
         if value != gauge.value or now_s - gauge.sent_s >= REFRESH_S:
             gauge.series.set(value)
@@ -125,11 +115,11 @@ class MetricPage:
 
         Triton keeps a counter when a model is reloaded, while the new process counts from 0.
         """
-        counter = self._counter(name, labels)
-        missing = _finite(name, total) - counter.total
+        counter = self._get("counter", name, labels)
+        missing = _finite(name, total) - counter.value
         if missing > 0:
             counter.series.increment(missing)
-            counter.total = total
+            counter.value = total
 
     def take(self, observations: Observations) -> None:
         """Publish each value of a histogram, and the sum of the amounts of each counter."""
@@ -137,17 +127,17 @@ class MetricPage:
         amounts: dict[tuple[str, Labels], float] = {}
         for name, value, labels in observations.drain():
             if _metric(name).kind == "histogram":
-                self._series("histogram", name, labels).observe(_finite(name, value))
+                self._get("histogram", name, labels).series.observe(_finite(name, value))
             else:
                 key = (name, _sorted(labels))
                 amounts[key] = amounts.get(key, 0.0) + _finite(name, value)
         for (name, labels_of), amount in amounts.items():
             if amount > 0:
-                self._counter(name, dict(labels_of)).series.increment(amount)
+                self._get("counter", name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
         """End a round: gauges that it did not set (a storage node that is gone) become 0."""
-        for gauge in self._gauges.values():
+        for gauge in self._gauges():
             if gauge.round != self._round and gauge.value != 0.0:
                 gauge.series.set(0.0)
                 gauge.value = 0.0
@@ -155,24 +145,20 @@ class MetricPage:
 
     def clear(self) -> None:
         """Set all gauges to 0. Otherwise Triton shows the last gauges of an unloaded model."""
-        for gauge in self._gauges.values():
+        for gauge in self._gauges():
             gauge.series.set(0.0)
             gauge.value = 0.0
 
-    def _counter(self, name: str, labels: dict[str, str]) -> Counter:
-        self._series("counter", name, labels)
-        return self._counters[(name, _sorted(labels))]
+    def _gauges(self) -> list[Published]:
+        return [each for (kind, _, _), each in self._published.items() if kind == "gauge"]
 
-    def _series(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
-        """The series of a counter or histogram, made on first use."""
-        key = (name, _sorted(labels))
-        if kind == "counter":
-            if key not in self._counters:
-                self._counters[key] = Counter(self._declared(kind, name, labels), 0.0)
-            return self._counters[key].series
-        if key not in self._histograms:
-            self._histograms[key] = self._declared(kind, name, labels)
-        return self._histograms[key]
+    def _get(self, kind: Kind, name: str, labels: dict[str, str]) -> Published:
+        """The series, made on first use. A new gauge is NaN, so that any value is sent."""
+        key = (kind, name, _sorted(labels))
+        if key not in self._published:
+            first = math.nan if kind == "gauge" else 0.0
+            self._published[key] = Published(self._declared(kind, name, labels), first)
+        return self._published[key]
 
     def _declared(self, kind: Kind, name: str, labels: dict[str, str]) -> Series:
         metric = _metric(name)

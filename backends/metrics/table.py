@@ -215,7 +215,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "is missing of its KV begins to be read."),
         seconds("mooncake_handover_load_seconds", DECODE,
                 "Reading that rest of its KV."),
-        counter("mooncake_decode_preemptions_total", "requests", DECODE,
+        counter("mooncake_decode_preemptions_total", "requests", (DECODE,),
                 "Running requests whose pages went to one of higher priority; they resume from the "
                 "store."),
     ),

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backends.metrics.status.view import ROLES, PeriodView, View
+from mooncake_store.cli.arguments import shown_bytes
 
 BAR_CELLS = 10
 COLUMNS_WANTED = 100  # a narrower terminal has no bars, and tables below each other
@@ -98,7 +99,7 @@ def workers_table(view: View, is_narrow: bool = False) -> Table:
                 str(worker.waiting),
                 f"{worker.pages_used}/{worker.pages_max}",
                 *(bar(worker.pages_used, worker.pages_max) for _ in bars),
-                size(worker.kv_bytes_used),
+                shown_bytes(worker.kv_bytes_used),
                 f"{number(round(worker.tokens_per_s))}/s",
                 duration(worker.step_s),
                 share(worker.busy),
@@ -120,8 +121,8 @@ def store_table(view: View) -> Table:
     for node in view.nodes:
         table.add_row(
             node.name,
-            size(node.bytes_used),
-            size(node.bytes_max),
+            shown_bytes(node.bytes_used),
+            shown_bytes(node.bytes_max),
             bar(node.bytes_used, node.bytes_max),
             number(node.blocks),
             f"{node.evictions_per_s:.1f}/s",
@@ -132,9 +133,8 @@ def store_table(view: View) -> Table:
 
 
 def transfers(view: View) -> str:
-    rates = ", ".join(
-        f"{transport} {size(rate)}/s" for transport, rate in view.transfer_bytes_per_s.items()
-    )
+    by_transport = view.transfer_bytes_per_s.items()
+    rates = ", ".join(f"{transport} {shown_bytes(rate)}/s" for transport, rate in by_transport)
     failures = f", [bold red]{view.transfer_failures} failed[/]" if view.transfer_failures else ""
     return f"transfers: {rates or NOTHING}{failures}"
 
@@ -157,13 +157,6 @@ def duration(seconds: float | None) -> str:
     if seconds < 7200.0:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def size(count_bytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count_bytes >= factor:
-            return f"{count_bytes / factor:.1f} {unit}"
-    return f"{count_bytes:.0f} B"
 
 
 def number(count: int) -> str:

@@ -89,22 +89,9 @@ def serve_page(metrics_url: str, frontend: str, port: int) -> None:
         sys.exit(1)
     console.print(f"status page, playground: http://127.0.0.1:{port}/ (Ctrl-C ends it)")
     metrics = urllib.parse.urlsplit(metrics_url).netloc
-    os.execv(
-        sys.executable,
-        [
-            sys.executable,
-            "-m",
-            "backends.gateway",
-            "--name",
-            "status-page",
-            "--port",
-            str(port),
-            "--frontend",
-            frontend,
-            "--metrics",
-            metrics,
-        ],
-    )
+    options = [f"--port={port}", f"--frontend={frontend}", f"--metrics={metrics}"]
+    command = [sys.executable, "-m", "backends.gateway", "--name=status-page", *options]
+    os.execv(sys.executable, command)
 
 
 def status(

@@ -37,6 +37,7 @@ def test_a_metric_keeps_prometheus_habits(metric: Metric) -> None:
     if metric.name.startswith("nv_trt_llm_"):
         return  # named by TensorRT-LLM
     assert re.fullmatch(r"mooncake_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
+    assert set(metric.publishers) <= {"conductor", "prefill", "decode", "gateway"}
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     if metric.unit in ("seconds", "bytes"):
         assert f"_{metric.unit}" in metric.name, "the unit is part of the name"

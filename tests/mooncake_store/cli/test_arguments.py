@@ -18,6 +18,7 @@ from mooncake_store.cli.arguments import (
     own_folder,
     parse_bytes,
     parse_nodes,
+    shown_bytes,
 )
 
 SOMEBODY = 54321
@@ -119,3 +120,8 @@ def test_a_size_below_or_above_its_limits_is_named_with_its_option(text: str) ->
     with pytest.raises(typer.BadParameter, match=f"--store-bytes is {text}: give at least 16"):
         parse_bytes(text, "--store-bytes", 16 * 1024)
     assert parse_bytes("16K", "--store-bytes", 16 * 1024) == 16 * 1024
+
+
+def test_bytes_are_shown_in_the_largest_binary_unit_that_fits() -> None:
+    shown = {0: "0 B", 1023: "1023 B", 2048: "2.0 KiB", 3.5 * 2**20: "3.5 MiB", 2**30: "1.0 GiB"}
+    assert {size: shown_bytes(size) for size in shown} == shown

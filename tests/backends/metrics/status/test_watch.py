@@ -93,8 +93,7 @@ def test_web_becomes_a_gateway_before_that_frontend(monkeypatch: pytest.MonkeyPa
         assert "http://127.0.0.1:9081/" in output
         address = url.removeprefix("http://").removesuffix("/metrics")
     assert became[0][1:3] == ["-m", "backends.gateway"]
-    said = dict(zip(became[0][3::2], became[0][4::2], strict=True))
-    assert said == {
+    assert dict(option.split("=", 1) for option in became[0][3:]) == {
         "--name": "status-page",
         "--port": "9081",
         "--frontend": "127.0.0.1:7",
