@@ -73,14 +73,6 @@ def shown_errors() -> Iterator[None]:
         sys.exit(1)
 
 
-def store_client(address: str) -> StoreClient:
-    return StoreClient(address or find_directory())
-
-
-def directory_client(address: str) -> DirectoryClient:
-    return DirectoryClient(address or find_directory())
-
-
 @app.command()
 def serve(
     nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0",
@@ -148,7 +140,7 @@ def stat(
     as_json: AsJson = False,
 ) -> None:
     """Show the usage of the store, or the locations of some blocks."""
-    with shown_errors(), directory_client(directory) as store:
+    with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         if not names:
             stats = store.stats()
             if as_json:
@@ -178,7 +170,7 @@ def ls(
     directory: Directory = "",
 ) -> None:
     """List the storage nodes and their blocks."""
-    with shown_errors(), directory_client(directory) as store:
+    with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         infos = [info for info in store.nodes() if node in ("", info.node_id)]
         if node and not infos:
             raise StoreError(f"storage node {node} is not registered")
@@ -200,7 +192,7 @@ def put(
 ) -> None:
     """Store a file as one block."""
     content = np.fromfile(file, np.uint8)
-    with shown_errors(), StoreClient(directory or find_directory(), tenant=tenant) as store:
+    with shown_errors(), StoreClient(find_directory(directory), tenant=tenant) as store:
         if not store.put([parse_key(name)], [content], node)[0]:
             raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
         copy = store.stat([parse_key(name)])[0][0]
@@ -217,7 +209,7 @@ def get(
 ) -> None:
     """Read one block, verify it, and write it to a file."""
     with shown_errors():
-        with store_client(directory) as store:
+        with StoreClient(find_directory(directory)) as store:
             (content,) = store.get([parse_key(name)])
         if content is None:
             errors.print(f"not in the store: {name}", markup=False)
@@ -234,7 +226,7 @@ def remove(
     directory: Directory = "",
 ) -> None:
     """Remove all copies of some blocks."""
-    with shown_errors(), directory_client(directory) as store:
+    with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         done = store.remove([parse_key(name) for name in names])
     kept = [name for name, is_gone in zip(names, done, strict=True) if not is_gone]
     if kept:
@@ -252,7 +244,7 @@ def pin(
     directory: Directory = "",
 ) -> None:
     """Pin some blocks against eviction."""
-    with shown_errors(), directory_client(directory) as store:
+    with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         done = store.pin([parse_key(name) for name in names], kind, ttl_s)
     if not all(done):
         errors.print("some blocks got no hard pin: too much memory is pinned", markup=False)
@@ -266,7 +258,7 @@ def quota(
     directory: Directory = "",
 ) -> None:
     """Limit the bytes of a tenant over all nodes."""
-    with shown_errors(), directory_client(directory) as store:
+    with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         store.set_quota(tenant, parse_bytes(size))
 
 
@@ -278,7 +270,7 @@ def drain(
     directory: Directory = "",
 ) -> None:
     """Move the blocks of a storage node to other nodes, so that it can be stopped without loss."""
-    with shown_errors(), store_client(directory) as store:
+    with shown_errors(), StoreClient(find_directory(directory)) as store:
         if undo:
             store.directory.drain(node, False)
             return
@@ -307,7 +299,7 @@ def check(
     read = bad = 0
     with (
         shown_errors(),
-        store_client(directory) as store,
+        StoreClient(find_directory(directory)) as store,
         Progress(console=errors, transient=True) as progress,
     ):
         if node and node not in {info.node_id for info in store.directory.nodes()}:

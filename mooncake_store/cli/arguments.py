@@ -119,9 +119,10 @@ def own_folder() -> Path:
     return folder
 
 
-def find_directory() -> str:
-    """$MOONCAKE_DIRECTORY, or the newest answering directory of this user on this host."""
-    if named := os.environ.get(VARIABLE):
+def find_directory(named: str = "") -> str:
+    """`named`, else $MOONCAKE_DIRECTORY, else the newest answering directory of this user on this
+    host. Raises BadParameter if there is none."""
+    if named := named or os.environ.get(VARIABLE, ""):
         return named
     folders = {default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")}
     if not holds_sockets(Path(tempfile.gettempdir())):

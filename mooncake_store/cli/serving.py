@@ -8,6 +8,7 @@ Not here: options (app.py). `mooncake serve` has its own launcher, which include
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -58,16 +59,8 @@ def events_address(folder: Path) -> str:
 
 
 def directory_command(address: str, events: str, *options: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "mooncake_store.directory",
-        "--address",
-        address,
-        "--events",
-        events,
-        *options,
-    ]
+    addresses = ["--address", address, "--events", events]
+    return [sys.executable, "-m", "mooncake_store.directory", *addresses, *options]
 
 
 def node_command(
@@ -82,31 +75,20 @@ def node_command(
 ) -> list[str]:
     """Command of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0:
     no SSD. Blocks on the SSD outlive the process, so `ssd_folder` belongs to the node."""
-    ssd: list[str] = []
+    values = {
+        "--node-id": node,
+        "--directory": directory,
+        "--events": events,
+        "--segment-bytes": str(dram_bytes),
+        "--unit-bytes": str(UNIT_BYTES),
+        "--control": control,
+    }
     if ssd_folder is not None and ssd_bytes:
         (ssd_folder / node).mkdir(parents=True, exist_ok=True)
         size_bytes = -(-ssd_bytes // UNIT_BYTES) * UNIT_BYTES
-        ssd = ["--ssd-path", str(ssd_folder / node), "--ssd-bytes", str(size_bytes)]
-    return [
-        sys.executable,
-        "-m",
-        "mooncake_store.node",
-        "--node-id",
-        node,
-        "--directory",
-        directory,
-        "--events",
-        events,
-        "--segment-bytes",
-        str(dram_bytes),
-        "--unit-bytes",
-        str(UNIT_BYTES),
-        "--control",
-        control,
-        "--die-with-parent",
-        *ssd,
-        *options,
-    ]
+        values |= {"--ssd-path": str(ssd_folder / node), "--ssd-bytes": str(size_bytes)}
+    command = [sys.executable, "-m", "mooncake_store.node", "--die-with-parent"]
+    return [*command, *itertools.chain(*values.items()), *options]
 
 
 class StoreProcesses:
