@@ -21,25 +21,21 @@ Not here: Triton and the frontend, whose cost is the same for a group and a work
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
 from backends.workers.pipeline.group import BEGIN_AGAIN_S
-from bench.harness.prefill_process import FirstTokens, PrefillFailed, PrefillProcess
-from bench.harness.processes import BenchStore
-from bench.harness.random_checkpoint import LlamaShape, make_llama
+from bench.harness.prefill_process import BLOCK_TOKENS, PrefillFailed, PrefillProcess, PrefillSite
+from bench.harness.random_checkpoint import LlamaShape
 from loadtest.harness.benchmark import BlocksSeed, benchmark, console
 from loadtest.harness.result import Cell, Target
 
 LONG_TOKENS = 16_384
-BLOCK_TOKENS = 256
 OVER_IDEAL_GOAL = 1.2
 ONE_CHUNK_GOAL, HOP_MS_GOAL = 1.05, 3.0
 SHORT_REPEATS = 5
@@ -57,42 +53,21 @@ class PipelineShape:
     def chunks(self) -> int:
         return -(-self.prompt_tokens // self.chunk_tokens)
 
-    def segment_bytes(self) -> int:
-        """Bytes for the blocks of four long prompts."""
-        model = self.model
-        head_dim = model.hidden // model.heads
-        token_bytes = model.layers * 2 * model.kv_heads * head_dim * 4
-        return 4 * self.prompt_tokens * token_bytes + 2**26
 
-    def parameters(self, checkpoint: Path) -> dict[str, str]:
-        return {
-            "checkpoint": str(checkpoint),
-            "threads": "1",
-            "block_tokens": str(BLOCK_TOKENS),
-            "chunk_tokens": str(self.chunk_tokens),
-            "kv_pages": str(self.model.positions // BLOCK_TOKENS + 2),
+class PipelineSite(PrefillSite):
+    def __init__(self, stack: contextlib.ExitStack, shape: PipelineShape, seed: int) -> None:
+        self._shape = shape
+        # The node has room for the blocks of four long prompts.
+        segment_bytes = 4 * shape.prompt_tokens * shape.model.token_bytes + 2**26
+        parameters = {
+            "chunk_tokens": str(shape.chunk_tokens),
+            "kv_pages": str(shape.model.positions // BLOCK_TOKENS + 2),
             "transport": "mapped",
         }
-
-
-class PipelineSite:
-    def __init__(self, stack: contextlib.ExitStack, shape: PipelineShape, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._shape = shape
-        store = BenchStore(stack)
-        store.node("s0", shape.segment_bytes())
-        folder = store.folder / "checkpoint"
-        folder.mkdir()
-        parameters = shape.parameters(make_llama(folder, shape.model, seed))
-        os.environ["MOONCAKE_SOCKETS"] = str(store.folder)
-        self.tokens = FirstTokens(stack, store.folder)
-
-        def start(name: str, **more: str) -> PrefillProcess:
-            return PrefillProcess(stack, name, parameters | more, store.address, store.folder)
-
-        self.whole = [start("prefill_0"), start("prefill_1")]
+        super().__init__(stack, shape.model, seed, {"s0": segment_bytes}, parameters)
+        self.whole = [self.start("prefill_0"), self.start("prefill_1")]
         self.stages = [
-            start(
+            self.start(
                 f"stage_{number}",
                 pipeline_group="g0",
                 pipeline_stage=str(number),
@@ -118,17 +93,13 @@ class PipelineSite:
     def ttfts_s(self, workers: list[PrefillProcess], prompt_tokens: int) -> list[float]:
         """TTFTs of fresh prompts, one at each worker, all at once; returns when all blocks are
         stored too."""
-        model = self._shape.model
-        prompts = [
-            self._rng.integers(3, model.vocabulary_tokens, prompt_tokens, dtype=np.int32)
-            for _ in workers
-        ]
+        prompts = [self.fresh(prompt_tokens) for _ in workers]
         requests = [self.tokens.request(prompt) for prompt in prompts]
         started_s = time.perf_counter()
         for worker, request, prompt in zip(workers, requests, prompts, strict=True):
             worker.ask(request, prompt)
         for worker in workers:
-            assert worker.wait_answer() == 0, "a fresh prompt was cached"
+            assert worker.wait_reply().cached_tokens == 0, "a fresh prompt was cached"
         return [self.tokens.wait_s(request.request_id) - started_s for request in requests]
 
     def long_round(self) -> dict[str, Cell]:

@@ -1,8 +1,9 @@
 """Prefill workers as processes of a benchmark, without a server: the real workers, store, inboxes.
 
-Triton costs the same for one worker and for a group, so it is left out here (bench/overhead
-measures it). A worker process receives requests through a pipe. The first token goes to an inbox,
-like that of a frontend.
+`PrefillSite` has a directory, storage nodes, and prefill workers of a random Llama. Triton costs
+the same for one worker and for a group, so it is left out here (bench/overhead measures it). A
+worker process receives requests through a pipe. The first token goes to an inbox, like that of a
+frontend.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ import numpy as np
 from backends.engine.sampling_params import SamplingParams
 from backends.triton.worker_kinds import make_worker, read_worker_configs
 from backends.workers.protocol import FirstToken, PrefillReply, PrefillRequest, open_inbox
+from bench.harness.processes import BenchStore
+from bench.harness.random_checkpoint import LlamaShape, make_llama
 
+BLOCK_TOKENS = 256
 READY_S_MAX = 120.0
 ANSWER_S_MAX = 300.0
 CLOSE_S = 10.0
@@ -40,21 +43,14 @@ class PrefillFailed(ValueError):
 class PipeClient:
     """The sender of a request, in the worker's process."""
 
-    def __init__(self, pipe: Connection, request_id: str) -> None:
-        self._pipe, self._request_id = pipe, request_id
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
-        self._pipe.send((self._request_id, token_id, reply, ""))
+        self._pipe.send((reply, ""))
 
     def fail(self, error: Exception) -> None:
-        self._pipe.send((self._request_id, -1, None, str(error) or repr(error)))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    request_id: str
-    token_id: int
-    reply: PrefillReply
+        self._pipe.send((None, str(error) or repr(error)))
 
 
 def run_worker(
@@ -77,7 +73,7 @@ def run_worker(
                 pipe.send(worker.process.occupation.page_seconds(time.monotonic()))
                 continue
             request, token_ids = asked
-            client = PipeClient(pipe, request.request_id)
+            client = PipeClient(pipe)
             try:
                 worker.submit(request, token_ids, client)
             except Exception as error:  # Catch all: the error is sent to the benchmark
@@ -120,15 +116,12 @@ class PrefillProcess:
     def ask(self, request: PrefillRequest, token_ids: np.ndarray) -> None:
         self._pipe.send((request, token_ids))
 
-    def wait_answer(self) -> int:
-        """Cached tokens of a successful request; PrefillFailed otherwise."""
-        return self.wait_reply().reply.cached_tokens
-
-    def wait_reply(self) -> Prefilled:
-        request_id, token_id, reply, error = self._take()
+    def wait_reply(self) -> PrefillReply:
+        """The reply to the next request that ends; PrefillFailed if that request failed."""
+        reply, error = self._take()
         if error:
             raise PrefillFailed(f"{self.name}: {error}")
-        return Prefilled(request_id, token_id, reply)
+        return reply
 
     def page_seconds(self) -> float:
         """Taken pages times the seconds that they stayed taken, until now; call it without open
@@ -185,3 +178,39 @@ class FirstTokens:
             reply_inbox=self.inbox.address,
             reserve_tokens=0,
         )
+
+
+class PrefillSite:
+    """Storage nodes by id with the bytes of their segments, and workers with these parameters."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        model: LlamaShape,
+        seed: int,
+        nodes: Mapping[str, int],
+        parameters: Mapping[str, str],
+    ) -> None:
+        self._stack, self._model = stack, model
+        self._rng = np.random.default_rng(seed)
+        self._store = BenchStore(stack)
+        for node_id, segment_bytes in nodes.items():
+            self._store.node(node_id, segment_bytes)
+        checkpoint = self._store.folder / "checkpoint"
+        checkpoint.mkdir()
+        make_llama(checkpoint, model, seed)
+        own = {"checkpoint": str(checkpoint), "threads": "1", "block_tokens": str(BLOCK_TOKENS)}
+        self._parameters = own | dict(parameters)
+        os.environ["MOONCAKE_SOCKETS"] = str(self._store.folder)
+        self.tokens = FirstTokens(stack, self._store.folder)
+
+    def start(
+        self, name: str, prepare: Callable[[], None] = do_nothing, **parameters: str
+    ) -> PrefillProcess:
+        """Start a worker without waiting for it; `prepare` as in PrefillProcess."""
+        store, every = self._store, self._parameters | parameters
+        return PrefillProcess(self._stack, name, every, store.address, store.folder, prepare)
+
+    def fresh(self, tokens: int) -> np.ndarray:
+        """A prompt of random tokens."""
+        return self._rng.integers(3, self._model.vocabulary_tokens, tokens, dtype=np.int32)

@@ -26,6 +26,11 @@ class LlamaShape:
     vocabulary_tokens: int = 2048
     positions: int = 16_640
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV in float32."""
+        return self.layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
+
 
 def make_llama(folder: Path, shape: LlamaShape, seed: int = 1) -> Path:
     """Writes the checkpoint into an empty folder."""

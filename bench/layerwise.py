@@ -22,25 +22,21 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
-import os
 import statistics
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from bench.harness.prefill_process import FirstTokens, PrefillProcess
-from bench.harness.processes import BenchStore
-from bench.harness.random_checkpoint import LlamaShape, make_llama
+from bench.harness.prefill_process import BLOCK_TOKENS, PrefillSite
+from bench.harness.random_checkpoint import LlamaShape
 from loadtest.harness.benchmark import BlocksSeed, benchmark, console
 from loadtest.harness.result import Cell, Target
 
-BLOCK_TOKENS = 256
 CHUNK_TOKENS = 512
 LONG_BLOCKS = 32  # the largest prompt, and all pages of a worker that is short of them
 QUEUE_BLOCKS = (8, 16, 32, 16, 8, 16, 8, 16, 8)  # four times as many in all
@@ -102,62 +98,30 @@ class PrefillWay:
 WAYS = [PrefillWay(*each) for each in itertools.product((False, True), (False, True))]
 
 
-class LayerwiseSite:
+class LayerwiseSite(PrefillSite):
     def __init__(self, stack: contextlib.ExitStack, model: LlamaShape, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._model = model
-        self.token_bytes = model.layers * 2 * model.kv_heads * (model.hidden // model.heads) * 4
-        store = BenchStore(stack)
-        segment_bytes = 3 * sum(QUEUE_BLOCKS) * BLOCK_TOKENS * self.token_bytes + 2**26
-        for node_id in ("s0", "s1"):
-            store.node(node_id, segment_bytes)
-        folder = store.folder / "checkpoint"
-        folder.mkdir()
-        make_llama(folder, model, seed)
-        os.environ["MOONCAKE_SOCKETS"] = str(store.folder)
-        self.tokens = FirstTokens(stack, store.folder)
-        self._rate = multiprocessing.get_context("spawn").Value("d", 0.0)
-        self._far = self._start(stack, store, folder, "far", {"store_node": "s1"})
-        self.of_way = {
-            way.name: self._start(stack, store, folder, way.name, way.parameters()) for way in WAYS
-        }
-        for worker in [self._far, *self.of_way.values()]:
-            worker.wait_ready()
-
-    def _start(
-        self,
-        stack: contextlib.ExitStack,
-        store: BenchStore,
-        checkpoint: Path,
-        name: str,
-        more: dict[str, str],
-    ) -> PrefillProcess:
+        self.token_bytes = model.token_bytes
+        segment_bytes = 3 * sum(QUEUE_BLOCKS) * BLOCK_TOKENS * model.token_bytes + 2**26
         parameters = {
-            "checkpoint": str(checkpoint),
-            "threads": "1",
-            "block_tokens": str(BLOCK_TOKENS),
             "chunk_tokens": str(CHUNK_TOKENS),
             "kv_pages": str(LONG_BLOCKS),
             "transfer_s_max": str(TRANSFER_S_MAX),
-            **more,
         }
-        return PrefillProcess(
-            stack,
-            name,
-            parameters,
-            store.address,
-            store.folder,
-            functools.partial(throttle, self._rate),
-        )
+        nodes = dict.fromkeys(("s0", "s1"), segment_bytes)
+        super().__init__(stack, model, seed, nodes, parameters)
+        self._rate = multiprocessing.get_context("spawn").Value("d", 0.0)
+        slow = functools.partial(throttle, self._rate)
+        self._far = self.start("far", slow, store_node="s1")
+        self.of_way = {way.name: self.start(way.name, slow, **way.parameters()) for way in WAYS}
+        for worker in [self._far, *self.of_way.values()]:
+            worker.wait_ready()
 
     def throttle(self, bytes_per_s: float) -> None:
         self._rate.value = bytes_per_s
 
     def half_cached(self, blocks: int) -> np.ndarray:
         """A fresh prompt that fits `blocks` blocks; node s1 has the KV of its first half."""
-        prompt = self._rng.integers(
-            3, self._model.vocabulary_tokens, blocks * BLOCK_TOKENS - SPARE_TOKENS, dtype=np.int32
-        )
+        prompt = self.fresh(blocks * BLOCK_TOKENS - SPARE_TOKENS)
         half = prompt[: blocks // 2 * BLOCK_TOKENS]
         self._far.ask(self.tokens.request(half), half)
         self._far.wait_reply()
@@ -169,7 +133,7 @@ class LayerwiseSite:
         request = self.tokens.request(prompt, blocks // 2, ["s1"])
         started_s = time.perf_counter()
         worker.ask(request, prompt)
-        reply = worker.wait_reply().reply
+        reply = worker.wait_reply()
         assert reply.cached_tokens == blocks // 2 * BLOCK_TOKENS, reply.cached_tokens
         ttft_s = self.tokens.wait_s(request.request_id) - started_s
         return {

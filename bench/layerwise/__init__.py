@@ -1,1 +1,0 @@
-"""How much does it save to load a prefix layer by layer?"""
