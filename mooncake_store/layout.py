@@ -17,7 +17,7 @@ Not here: the owner of a slot (slots.py), the fields of a header (segment.py).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -134,17 +134,8 @@ class PageLayout:
 
 def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
     """The fields of a fingerprint in readable form: `name=value; name=value`."""
-    values = {
-        "model_id": model_id,
-        "weights_id": weights_id,
-        "layers": layout.layers,
-        "kv_heads": layout.kv_heads,
-        "head_dim": layout.head_dim,
-        "dtype": layout.dtype,
-        "block_tokens": layout.block_tokens,
-        "kv_factor": layout.kv_factor,
-        "tp_shape": tp_shape,
-    }
+    models = {"model_id": model_id, "weights_id": weights_id}
+    values = {**models, **asdict(layout), "tp_shape": tp_shape}
     return "; ".join(f"{name}={_escaped(str(value))}" for name, value in values.items())
 
 

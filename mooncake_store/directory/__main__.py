@@ -28,10 +28,10 @@ from mooncake_store.directory.election import MARGIN, TTL_S, Leader, campaign, p
 from mooncake_store.directory.journal import LeadLost, StateJournal
 from mooncake_store.directory.server import AddressTaken, DirectoryServer
 from mooncake_store.errors import RequestInvalid
-from mooncake_store.keys.curve import INSECURE_VARIABLE
-from mooncake_store.keys.folder import VARIABLE, KeysInvalid
+from mooncake_store.keys.folder import KeysInvalid
 from mooncake_store.process.logs import start_logging
-from mooncake_store.process.metrics_page import LOOPBACK, PortTaken
+from mooncake_store.process.metrics_page import PortTaken
+from mooncake_store.wire.port_options import add_port_options, apply_insecure
 
 log = logging.getLogger("mooncake_store.directory")
 ETCD_S_MIN = 0.3  # least timeout of a call to one endpoint, however short the TTL
@@ -68,21 +68,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--address", required=True, help="of requests: ipc://... or tcp://...")
     parser.add_argument("--events", required=True, help="of the event stream: ipc:// or tcp://...")
     parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help=f"listen on addresses that other hosts reach, even without keys ({VARIABLE})",
-    )
-    parser.add_argument(
         "--self-check",
         action="store_true",
         help="check the invariants every second; exit on failure",
     )
-    parser.add_argument(
-        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
-    )
-    parser.add_argument(
-        "--metrics-address", default=LOOPBACK, help=f"address of that port ({LOOPBACK})"
-    )
+    add_port_options(parser)
     election = parser.add_argument_group("election of one directory of several, through etcd")
     election.add_argument(
         "--etcd",
@@ -201,8 +191,7 @@ def raise_descriptor_limit() -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     start_logging("%(asctime)s directory %(message)s", options.log_level)
-    if options.insecure:
-        os.environ[INSECURE_VARIABLE] = "1"
+    apply_insecure(options)
     config = DirectoryConfig(**{f.name: getattr(options, f.name) for f in fields(DirectoryConfig)})
     if problems := config.problems():
         print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)

@@ -16,17 +16,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import RequestInvalid, StoreError
-from mooncake_store.keys.curve import INSECURE_VARIABLE
-from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.memory.segment import numa_nodes
 from mooncake_store.memory.segment_file import NoRoom
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 from mooncake_store.process.logs import start_logging
-from mooncake_store.process.metrics_page import LOOPBACK
 from mooncake_store.records.membership import UNIT_BYTES
+from mooncake_store.wire.port_options import add_port_options, apply_insecure
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0  # seconds between two reports to the directory
@@ -81,18 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONTROL,DATA",
         help="addresses for clients, if they differ from those of --control and --data",
     )
-    parser.add_argument(
-        "--metrics-port", type=int, default=0, help="HTTP port for Prometheus (default: 0, no page)"
-    )
-    parser.add_argument(
-        "--metrics-address", default=LOOPBACK, help=f"address of that port (default: {LOOPBACK})"
-    )
+    add_port_options(parser)
     _add_ssd_options(parser)
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help=f"listen on addresses that other hosts reach, even without keys ({VARIABLE})",
-    )
     parser.add_argument(
         "--die-with-parent",
         action="store_true",
@@ -166,27 +155,17 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     control = arguments.control
     if control is None:
         control = f"ipc://{path.split(':')[0]}.control" if arguments.ssd_path else ""
-    return NodeOptions(
-        node_id=arguments.node_id,
-        segment_path=path,
-        segment_bytes=arguments.segment_bytes,
-        segment_numa=numa,
-        unit_bytes=unit_bytes,
-        is_mapped_only=arguments.mapped_only,
-        ssd_folder=os.path.abspath(arguments.ssd_path) if arguments.ssd_path else "",
-        ssd_bytes=ssd_bytes,
-        ssd_io=arguments.ssd_io,
-        must_reset_ssd=arguments.ssd_reset,
-        control=control,
-        data=arguments.data,
-        advertised=arguments.advertise,
-        rack=arguments.rack,
-        directory=arguments.directory,
-        events=arguments.events,
-        has_other_hosts=not arguments.directory.startswith("ipc://"),
-        metrics_port=arguments.metrics_port,
-        metrics_address=arguments.metrics_address,
-    )
+    given = vars(arguments) | {
+        "segment_path": path,
+        "segment_numa": numa,
+        "is_mapped_only": arguments.mapped_only,
+        "ssd_folder": os.path.abspath(arguments.ssd_path) if arguments.ssd_path else "",
+        "must_reset_ssd": arguments.ssd_reset,
+        "control": control,
+        "advertised": arguments.advertise,
+        "has_other_hosts": not arguments.directory.startswith("ipc://"),
+    }
+    return NodeOptions(**{field.name: given[field.name] for field in fields(NodeOptions)})
 
 
 def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tuple[int, ...]:
@@ -304,8 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     options = _options(parser, arguments)
-    if arguments.insecure:
-        os.environ[INSECURE_VARIABLE] = "1"
+    apply_insecure(arguments)
     start_logging("%(asctime)s %(name)s %(message)s")
     if arguments.die_with_parent:
         die_with_parent()

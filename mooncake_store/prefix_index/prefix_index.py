@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,29 +39,20 @@ EMPTY_SHARE_MAX = 8  # a sweep starts when more than 1 in EMPTY_SHARE_MAX keys i
 PAGE_KEYS = 512
 
 
+@dataclass(slots=True, eq=False)
 class NumberedHolder:
     """A node with blocks, or a dropped node while bitmaps still have its bit."""
 
-    __slots__ = (
-        "after_add",
-        "after_remove",
-        "before_add",
-        "before_remove",
-        "bit",
-        "blocks",
-        "name",
-        "number",
-    )
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name = name
-        self.number = number
-        self.bit = 1 << number
-        self.blocks = 0  # number of keys whose bitmap has the bit
-        # The last change of a bitmap. The next key of a prompt has the same bitmap object before
-        # the change, so it gets the same object after it: this is how bitmaps are shared. -1: none.
-        self.before_add, self.after_add = -1, -1
-        self.before_remove, self.after_remove = -1, -1
+    name: str
+    number: int
+    bit: int  # 1 << number
+    blocks: int = 0  # number of keys whose bitmap has the bit
+    # The last change of a bitmap. The next key of a prompt has the same bitmap object before the
+    # change, so it gets the same object after it: this is how bitmaps are shared. -1: none.
+    before_add: int = -1
+    after_add: int = -1
+    before_remove: int = -1
+    after_remove: int = -1
 
 
 def numbers_in(bitmap: int) -> Iterator[int]:
@@ -122,12 +114,10 @@ class HolderNumbers:
         self._changed()
 
     def new(self, name: str) -> NumberedHolder:
-        if None in self._by_number:
-            holder = NumberedHolder(name, self._by_number.index(None))
-            self._by_number[holder.number] = holder
-        else:
-            holder = NumberedHolder(name, len(self._by_number))
-            self._by_number.append(holder)
+        if None not in self._by_number:
+            self._by_number.append(None)
+        number = self._by_number.index(None)
+        holder = self._by_number[number] = NumberedHolder(name, number, 1 << number)
         self.holders[name] = holder
         self.live |= holder.bit
         self._changed()
