@@ -75,7 +75,7 @@ def probe() -> list[ProbedWay]:
 
 
 def measure(folder: Path) -> list[ProbedWay]:
-    """Measure in this process. `folder`: for sockets and logs. Raises StartFailed."""
+    """Measure in this process. `folder`: for sockets and logs. Raises ChildDied."""
     options = ["--data", "127.0.0.1:0"]
     nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
     store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)

@@ -24,12 +24,17 @@ from backends.errors import ConfigError
 from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import Launcher
 from backends.launcher.launch_plan import GatewayOptions, HostOptions, ObserveOptions, ServeOptions
-from backends.launcher.processes import ChildDied, Stopped, ignore_signals, signals_as_exceptions
 from backends.launcher.repository import WorkerFolders
 from backends.model_settings.serve_settings import ServeSettings
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.keys import folder
+from mooncake_store.process.child_processes import (
+    ChildDied,
+    Stopped,
+    ignore_signals,
+    signals_as_exceptions,
+)
 
 console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)

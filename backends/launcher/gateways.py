@@ -10,16 +10,22 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan, host_and_port, reached_at
 from backends.extras import MODULES, install_line
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsSource
-from backends.launcher.processes import ChildProcess, Command, GrowingPauses, RestartPolicy
 from backends.launcher.triton_process import PROMISED, Restart, promised_ports, restarts_of
 from backends.tenants import api_keys
 from mooncake_store.keys.curve import INSECURE_VARIABLE, is_loopback
+from mooncake_store.process.child_processes import (
+    ChildProcess,
+    Command,
+    GrowingPauses,
+    RestartPolicy,
+)
 
 READY_S_MAX = 60.0  # generous, because all Tritons load at the same time
 DRAIN_S_MAX = 30.0  # limit of a gateway's drain while the launcher keeps running
@@ -66,7 +72,7 @@ class Gateways:
         self._metrics = reached_at(plan.metrics, LOOPBACK)
         for number in range(self._plan.processes):
             name = f"gateway-{number}"
-            self.children.append(make(name, lambda name=name: self._command(name), GrowingPauses()))
+            self.children.append(make(name, partial(self._command, name), GrowingPauses()))
 
     @property
     def url(self) -> str:

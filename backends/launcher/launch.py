@@ -11,8 +11,8 @@ the start. It then ends its processes and removes its sockets and its files in /
 The hosts of a deployment start in any order. Each host waits, and logs that it waits, until etcd
 has a quorum and a directory leads. No host waits for the models of another host.
 
-Not here: checks of the machine (environment.py), child processes (processes.py), files
-(launch_files.py), one Triton (triton_process.py, triton_arguments.py), metrics (metrics_server.py).
+Not here: checks of the machine (environment.py), files (launch_files.py), one Triton
+(triton_process.py, triton_arguments.py), metrics (metrics_server.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from backends.launcher.gateways import Gateways
 from backends.launcher.launch_files import LaunchFiles, remove_leftovers
 from backends.launcher.launch_plan import HostOptions, ServeOptions, fixed_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
-from backends.launcher.processes import ChildProcess, Command, RestartPolicy
 from backends.launcher.renewal import ETCD, CertificateRenewal, HostTurn, turn_at
 from backends.launcher.repository import ModelLoad, ModelState, WorkerFolders, running_settings
 from backends.launcher.triton_arguments import (
@@ -74,6 +73,7 @@ from mooncake_store.keys import folder as key_folder
 from mooncake_store.keys.folder import Keys, KeysInvalid
 from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
+from mooncake_store.process.child_processes import ChildProcess, Command, RestartPolicy
 
 TRITON_SHM_BYTES = 256 * 2**20  # limit of the stubs' request pools, all models together
 STOP_S_MAX = 9.0  # limit of `stop` without the gateway and the parts of a deployment

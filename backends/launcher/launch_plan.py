@@ -19,7 +19,6 @@ from backends.cluster.host_plan import (
     NodePlan,
     host_and_port,
 )
-from backends.launcher.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from backends.model_settings.serve_settings import NO_SETTINGS, ServeSettings
 from backends.tracing.export import ENDPOINT_VARIABLE
 from backends.tracing.export import problems as trace_problems
@@ -29,6 +28,7 @@ from mooncake_store.cli.serving import (
     events_address,
     node_command,
 )
+from mooncake_store.process.bounded_log import LOG_BYTES_MAX, LOG_BYTES_MIN
 from mooncake_store.process.logs import FORMAT_VARIABLE
 from mooncake_store.transports.host_topology import TRUSTED_NICS
 

@@ -9,8 +9,7 @@ Each model instance runs in a process of its own (Triton's Python stub), a child
 `Stubs` finds these processes, because Triton does not detect the death of one: it keeps reporting
 the model as ready.
 
-Not here: which Tritons there are (launch.py), child processes (processes.py),
-reading Triton's log (repository.py).
+Not here: which Tritons there are (launch.py), reading Triton's log (repository.py).
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backends.launcher.bounded_log import LOG_BYTES_MAX
 from backends.launcher.environment import PORT_MAX, PORT_MIN, free_ports
-from backends.launcher.processes import (
-    ChildProcess,
-    Command,
-    GrowingPauses,
-    LimitedRestarts,
-    RestartPolicy,
-)
 from backends.launcher.repository import (
     Ask,
     ModelLoad,
@@ -42,6 +33,14 @@ from backends.launcher.repository import (
     WorkerFolders,
     ask_grpc,
     ask_http,
+)
+from mooncake_store.process.bounded_log import LOG_BYTES_MAX
+from mooncake_store.process.child_processes import (
+    ChildProcess,
+    Command,
+    GrowingPauses,
+    LimitedRestarts,
+    RestartPolicy,
 )
 
 STUB = "triton_python_backend_stub"

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import numpy as np
@@ -37,6 +35,12 @@ from mooncake_store.client.client import StoreClient
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.memory.buffers import checksum
+from mooncake_store.process.child_processes import (
+    ChildDied,
+    Stopped,
+    ignore_signals,
+    signals_as_exceptions,
+)
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.records.status import DirectoryStats
@@ -64,10 +68,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 @contextlib.contextmanager
 def shown_errors() -> Iterator[None]:
-    """Print a StoreError as one line on stderr and exit with status 1."""
+    """Print an error of the store or of a process as one line on stderr; exit with status 1."""
     try:
         yield
-    except (StoreError, serving.StartFailed, OSError) as error:  # a ZMQError is an OSError
+    except (StoreError, ChildDied, OSError) as error:  # a ZMQError is an OSError
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.print(str(error), markup=False, soft_wrap=True)
         sys.exit(1)
@@ -111,23 +115,17 @@ def serve(
         directory_options=directory_option or [],
         node_options=node_option or [],
     )
-    stopping: list[int] = []
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        stopping.append(number)
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-    with shown_errors():
+    with shown_errors(), contextlib.suppress(Stopped), signals_as_exceptions():
         try:
             with console.status("starting directory and storage nodes ..."):
                 store.start()
             console.print(f"ready: --directory {store.address}", soft_wrap=True)
-            while not stopping:
+            while True:
                 for name in store.supervise():
                     console.print(f"{name} exited and was restarted")
                 time.sleep(0.2)
         finally:
+            ignore_signals()
             store.stop()
 
 

@@ -1,53 +1,22 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
 A child that exits is restarted, a few times a minute. After that, all processes stop, and the end
-of the child's log is printed.
-
-Not here: options (app.py). `mooncake serve` has its own launcher, which includes Triton.
+of the child's log is printed. `mooncake serve` has its own launcher, which includes Triton.
 """
 
 from __future__ import annotations
 
 import itertools
-import subprocess
+import os
 import sys
-import time
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-RESTARTS_MAX = 5
-RESTARTS_WITHIN_S = 60.0
-STOP_S_MAX = 15.0
+from mooncake_store.process.child_processes import ChildProcess, Command
+
+START_S_MAX = 60.0  # limit for each process
+STOP_S_MAX = 15.0  # limit for each process, before it is killed
 UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes: headers take 0.4 % of the memory
-
-
-class StartFailed(Exception):
-    """A process did not become ready; the message has the end of its log."""
-
-
-@dataclass(slots=True)
-class StoreProcess:
-    name: str
-    command: list[str]
-    log: Path
-    process: subprocess.Popen[str] | None = None
-    started_s: list[float] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Start the process and wait until it is ready."""
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self.started_s = [at for at in self.started_s if time.monotonic() - at < RESTARTS_WITHIN_S]
-        self.started_s.append(time.monotonic())
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline().startswith("ready"):
-            self.process.wait()
-            raise StartFailed(f"{self.name} did not start: {self.log_tail()}")
-
-    def log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-1_000:].strip() or "its log is empty"
 
 
 def directory_address(folder: Path) -> str:
@@ -106,44 +75,38 @@ class StoreProcesses:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.address = directory_address(folder)
-        command = directory_command(self.address, events_address(folder), *directory_options)
-        self.processes = [StoreProcess("directory", command, folder / "directory.log")]
+        events = events_address(folder)
+        self._folder = folder
+        self.children: list[ChildProcess] = []  # in the order of their start
+        self._commands = {"directory": directory_command(self.address, events, *directory_options)}
         for node in nodes:
-            command = node_command(
+            self._commands[node] = node_command(
                 self.address,
                 node,
                 dram_bytes,
                 f"ipc://{folder}/{node}",
                 ssd_folder,
                 ssd_bytes,
-                events_address(folder),
+                events,
                 *node_options,
             )
-            self.processes.append(StoreProcess(f"node {node}", command, folder / f"{node}.log"))
 
     def start(self) -> None:
-        for each in self.processes:
-            each.start()
+        """Start all processes. Raises ChildDied if one ends or is too slow."""
+        for name, arguments in self._commands.items():
+            command, log = partial(Command, arguments, os.environ), self._folder / f"{name}.log"
+            child = ChildProcess(name, command, log, self._folder)
+            self.children.append(child)
+            child.wait_for_line("ready", START_S_MAX)
 
     def supervise(self) -> list[str]:
-        """Restart processes that exited; their names. StartFailed when that happens too often."""
-        ended = [
-            each for each in self.processes if each.process and each.process.poll() is not None
-        ]
-        for each in ended:
-            if len(each.started_s) > RESTARTS_MAX:
-                raise StartFailed(f"{each.name} exits again and again: {each.log_tail()}")
-            each.start()
-        return [each.name for each in ended]
+        """Restart processes that exited; their names. ChildDied when that happens too often."""
+        for child in self.children:
+            child.bound_log()
+        return [child.name for child in self.children if child.supervise() is not None]
 
     def stop(self) -> None:
         """Stop the nodes first, because they deregister from the directory."""
-        for each in reversed(self.processes):
-            if each.process is None or each.process.poll() is not None:
-                continue
-            each.process.terminate()
-            try:
-                each.process.wait(STOP_S_MAX)
-            except subprocess.TimeoutExpired:
-                each.process.kill()
-                each.process.wait()
+        for child in reversed(self.children):
+            child.terminate()
+            child.finish(STOP_S_MAX)

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import psutil
 
-from backends.launcher.processes import DIE_WITH_PARENT
 from bench.harness.fleet.namespaces import Namespaces
 from bench.harness.processes import process_name
 from loadtest.harness.server import LOG_LINES_SHOWN, POLL_S, PROJECT, STOP_S_MAX, ServerFailed
+from mooncake_store.process.child_processes import DIE_WITH_PARENT
 
 READY_S_MAX = 300.0
 END_S_MAX = 10.0

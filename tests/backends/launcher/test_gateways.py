@@ -12,8 +12,8 @@ from backends.cluster.host_plan import host_plan
 from backends.launcher import gateways
 from backends.launcher.gateways import Gateways
 from backends.launcher.launch_plan import GatewayOptions, HostOptions, ServeOptions, fixed_ports
-from backends.launcher.processes import Command, GrowingPauses
 from backends.tenants import api_keys
+from mooncake_store.process.child_processes import Command, GrowingPauses
 
 CLUSTER = """
 name: two

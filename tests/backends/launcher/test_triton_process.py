@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from backends.launcher import environment
-from backends.launcher.processes import ChildDied, Command
 from backends.launcher.triton_process import (
     CRASHES_MAX,
     Endpoints,
@@ -21,6 +20,7 @@ from backends.launcher.triton_process import (
     TritonSetup,
     WorkerTriton,
 )
+from mooncake_store.process.child_processes import ChildDied, Command
 from tests.e2e.server import wait_until
 
 # Says what a Triton would: it loaded its model, or that its gRPC port was taken, which ends it.

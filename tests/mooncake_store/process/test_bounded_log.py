@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher import bounded_log
-from backends.launcher.bounded_log import BoundedLog
-from backends.launcher.processes import ChildProcess, Command
 from backends.launcher.repository import ModelLoad, TritonLog
+from mooncake_store.process import bounded_log
+from mooncake_store.process.bounded_log import BoundedLog
+from mooncake_store.process.child_processes import ChildProcess, Command
 from tests.e2e.server import wait_until
 
 LINES, LINE_BYTES = 4_000, 100

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.processes import (
+from mooncake_store.process.child_processes import (
     PAUSE_S_MAX,
     ChildDied,
     ChildProcess,
@@ -106,7 +106,7 @@ def test_a_child_that_is_given_up_says_its_last_words(
 def test_a_child_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     launcher = (
         "import os, sys, pathlib; sys.path.insert(0, sys.argv[2])\n"
-        "from backends.launcher.processes import ChildProcess, Command\n"
+        "from mooncake_store.process.child_processes import ChildProcess, Command\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "run = [sys.executable, '-c', 'import os, signal; print(os.getpid(), flush=True);'\n"
         "       'signal.pause()']\n"

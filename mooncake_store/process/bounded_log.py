@@ -6,7 +6,7 @@ removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost, eve
 crashes at that moment. On other file systems the file is truncated right after the copy, which
 loses lines written in the microseconds between the two.
 
-Not here: when the size is checked (processes.py).
+Not here: when the size is checked (child_processes.py).
 """
 
 from __future__ import annotations

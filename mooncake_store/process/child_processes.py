@@ -1,10 +1,8 @@
-"""Child processes that always end with the launcher, and the signals that stop the launcher.
+"""Child processes that always end with their launcher, and the signals that stop the launcher.
 
-Each child runs in its own session, so a Ctrl-C in the terminal reaches only the launcher, which
-then stops its children in order. A child writes to a log file. When the launcher dies, the kernel's
-parent-death signal ends the child.
-
-Not here: which processes and in which order (launch.py).
+The launcher is `mooncake serve` or `mooncake store serve`. Each child runs in its own session, so a
+Ctrl-C in the terminal reaches only the launcher, which then stops its children in order. A child
+writes to a log file. When the launcher dies, the kernel's parent-death signal ends the child.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from backends.launcher.bounded_log import LOG_BYTES_MAX, BoundedLog
+from mooncake_store.process.bounded_log import LOG_BYTES_MAX, BoundedLog
 
 RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # at most so many restarts in so many seconds
 PAUSE_S_MAX = 60.0  # longest pause before a restart
