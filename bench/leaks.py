@@ -216,7 +216,7 @@ class UserLoad:
 
 def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
     """Locust's exit status: 1 for failures; rejections and slow answers are not judged here."""
-    think = [] if load.think_s is None else ["--think-s", f"{load.think_s:.3f}"]
+    think = [] if load.think_s is None else [f"--think-s={load.think_s:.3f}"]
     command = [
         sys.executable,
         "-m",
@@ -226,18 +226,13 @@ def run_locust(addresses: Addresses, load: UserLoad, log: Path) -> int:
         "--headless",
         "--only-summary",
         f"--host={addresses.grpc}",
-        "-u",
-        str(load.users),
-        "-r",
-        str(load.users),
-        "-t",
-        f"{load.seconds:.0f}s",
+        f"--users={load.users}",
+        f"--spawn-rate={load.users}",
+        f"--run-time={load.seconds:.0f}s",
         f"--seed={load.seed}",
         *think,
-        "--slo-ttft-p90",
-        "none",
-        "--slo-tbt-p90",
-        "none",
+        "--slo-ttft-p90=none",
+        "--slo-tbt-p90=none",
         "--unloaded-requests=1",
     ]
     with log.open("wb") as output:

@@ -174,7 +174,7 @@ async def send(
 ) -> list[RequestRecord]:
     async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
         server = await describe_server(client, {})
-    source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+    source = TokenSource.of_server(server, seed)
     rows = read_trace(trace, requests)
     return list(await send_planned(addresses.grpc, plan(rows, source, scale, speed)))
 

@@ -95,7 +95,7 @@ async def measure(
     rows: list[dict[str, Cell]] = []
     async with TritonClient(addresses.grpc, model, channels=1) as client:
         server = await describe_server(client, {})
-        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        source = TokenSource.of_server(server, seed)
         for step in STEPS:  # warm-up: first-time costs are not reuse
             await send(client, step, source.fresh(0, prompt_tokens))
         before = settled_nixl_bytes(addresses)

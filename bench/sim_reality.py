@@ -212,7 +212,7 @@ async def take_turns(
         )
         for case in cases:
             seed = asked.seed + 1_000 * turn + len(found)
-            source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+            source = TokenSource.of_server(server, seed)
             planned = plan(case.rows(rows), source, asked.scale, case.speed)
             with console.status(f"turn {turn}, {case.name}: {planned[-1].due_s:.0f} s ..."):
                 records = await send_planned(addresses.grpc, planned)

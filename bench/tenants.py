@@ -43,6 +43,11 @@ DIFFERENCE_GOAL = 0.05
 OUTPUT_TOKENS = 2
 PINNED = {"prefill_worker": "prefill_0", "decode_worker": "decode_0"}
 WARM_PAIRS = 5
+CACHED_BY_A, FRESH, OWN = KINDS = (
+    "of b, cached by a",
+    "of b, asked by nobody",
+    "of a, its own again",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,53 +56,42 @@ class TenantProbe:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedPair:
-    asked_before: TenantProbe  # by b, a prompt that a has cached
-    fresh: TenantProbe  # by b, a fresh prompt
-    own: TenantProbe  # by a, its own prompt again
-
-
-class ProvingClient:
-    """Sends requests for either tenant, as the gateway does."""
-
-    def __init__(self, client: TritonClient, secret: str) -> None:
-        self._client, self._secret = client, secret
-
-    async def ask(self, tenant: str, prompt: TokenIds) -> TenantProbe:
-        proof = prove(tenant, time.time(), self._secret)
-        request = GenerateRequest(
-            request_id="probe",
-            input_ids=prompt,
-            max_tokens=OUTPUT_TOKENS,
-            min_tokens=OUTPUT_TOKENS,
-            end_id=-1,
-            parameters={**PINNED, TENANT: tenant, PROOF: proof},
-        )
-        answer = ReceivedAnswer()
-        sent_s = time.perf_counter()
-        async for event in self._client.generate(request):
-            answer.add(event)
-        return TenantProbe(answer.token_times_s[0] - sent_s, answer.cached_tokens or 0)
+async def ask(client: TritonClient, secret: str, tenant: str, prompt: TokenIds) -> TenantProbe:
+    """Send the prompt for this tenant, as the gateway does."""
+    proof = prove(tenant, time.time(), secret)
+    request = GenerateRequest(
+        request_id="probe",
+        input_ids=prompt,
+        max_tokens=OUTPUT_TOKENS,
+        min_tokens=OUTPUT_TOKENS,
+        end_id=-1,
+        parameters={**PINNED, TENANT: tenant, PROOF: proof},
+    )
+    answer = ReceivedAnswer()
+    sent_s = time.perf_counter()
+    async for event in client.generate(request):
+        answer.add(event)
+    return TenantProbe(answer.token_times_s[0] - sent_s, answer.cached_tokens or 0)
 
 
 async def probe(
     grpc: str, secret: str, pairs: int, prompt_tokens: int, seed: int
-) -> list[ProbedPair]:
-    rng, found = random.Random(seed), []
-    async with TritonClient(grpc, "conductor", channels=1) as triton:
-        server = await describe_server(triton, {})
-        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
-        client = ProvingClient(triton, secret)
+) -> dict[str, list[TenantProbe]]:
+    """The probes of each pair, by the names in KINDS."""
+    rng = random.Random(seed)
+    found: dict[str, list[TenantProbe]] = {kind: [] for kind in KINDS}
+    async with TritonClient(grpc, "conductor", channels=1) as client:
+        source = TokenSource.of_server(await describe_server(client, {}), seed)
         for index in range(WARM_PAIRS + pairs):
             theirs, fresh = (source.fresh(2 * index + i, prompt_tokens) for i in range(2))
-            await client.ask("a", theirs)
-            asked = [("asked_before", theirs), ("fresh", fresh)]
+            await ask(client, secret, "a", theirs)
+            asked = [(CACHED_BY_A, theirs), (FRESH, fresh)]
             rng.shuffle(asked)
-            seen = {name: await client.ask("b", prompt) for name, prompt in asked}
-            seen["own"] = await client.ask("a", theirs)
+            seen = {kind: await ask(client, secret, "b", prompt) for kind, prompt in asked}
+            seen[OWN] = await ask(client, secret, "a", theirs)
             if index >= WARM_PAIRS:
-                found.append(ProbedPair(**seen))
+                for kind, one in seen.items():
+                    found[kind].append(one)
     return found
 
 
@@ -123,20 +117,16 @@ def main(
             secret = secret_of(addresses.grpc)
             with console.status(f"{pairs} pairs ..."):
                 found = asyncio.run(probe(addresses.grpc, secret, pairs, prompt_tokens, used_seed))
-        before_s = statistics.median(pair.asked_before.ttft_s for pair in found)
-        fresh_s = statistics.median(pair.fresh.ttft_s for pair in found)
-        own_s = statistics.median(pair.own.ttft_s for pair in found)
+        ttfts_s = {
+            kind: statistics.median(one.ttft_s for one in probes) for kind, probes in found.items()
+        }
         run.rows += [
-            {"prompt": name, "ttft_ms_median": round(seconds * 1e3, 3)}
-            for name, seconds in (
-                ("of b, cached by a", before_s),
-                ("of b, asked by nobody", fresh_s),
-                ("of a, its own again", own_s),
-            )
+            {"prompt": kind, "ttft_ms_median": round(ttft_s * 1e3, 3)}
+            for kind, ttft_s in ttfts_s.items()
         ]
-        cached = max(max(p.asked_before.cached_tokens, p.fresh.cached_tokens) for p in found)
-        own_cached = min(pair.own.cached_tokens for pair in found)
-        difference = abs(before_s - fresh_s) / fresh_s
+        cached = max(one.cached_tokens for one in (*found[CACHED_BY_A], *found[FRESH]))
+        own_cached = min(one.cached_tokens for one in found[OWN])
+        difference = abs(ttfts_s[CACHED_BY_A] - ttfts_s[FRESH]) / ttfts_s[FRESH]
         run.targets += [
             Target("cached_tokens_of_b", cached, "<=", 0),
             Target("cached_tokens_of_a_again", own_cached, ">=", prompt_tokens // 64 * 64),

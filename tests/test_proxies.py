@@ -36,7 +36,6 @@ from backends.tracing.request_spans import SpanRecord
 from backends.tracing.trace_context import TraceContext
 from bench import leaks
 from bench.clients.keyed_gateway import running_gateway
-from bench.gateway import loads
 from bench.harness.fleet.served_fleet import not_ready
 from loadtest.client import sse_client
 from loadtest.client.http_interfaces import OpenAiInterface
@@ -45,8 +44,7 @@ from loadtest.client.openai_server import http_address, served_at
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.server import addresses_of
 from loadtest.client.triton_client import TritonClient
-from loadtest.harness.server import model_states
-from loadtest.users.__main__ import gateway_is_ready
+from loadtest.harness.server import gateway_is_ready, model_states
 from mooncake_store.directory.etcd import EtcdClient
 
 ROOT = Path(__file__).parents[1]
@@ -117,11 +115,6 @@ async def _generate_sse(address: str) -> None:
         pass
 
 
-async def _until_ready(address: str) -> None:
-    loads.READY_S_MAX = 0.5
-    await loads.until_ready(address)
-
-
 def _call_worker(address: str) -> None:
     calls = GrpcCalls()
     try:
@@ -161,7 +154,6 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "frontend to worker": _call_worker,
     "frontend probes worker": lambda address: GrpcCalls().probe(address),
     "gateway": lambda address: asyncio.run(_probe_frontend(address)),
-    "gateway bench": lambda address: asyncio.run(_until_ready(address)),
     "harness": lambda address: model_states(addresses_of(following(address, -1))),
     "harness of fleets": not_ready,
     "launcher, gRPC": lambda address: ask_grpc(address)("conductor"),

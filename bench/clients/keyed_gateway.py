@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.direct_http import DIRECTLY
+from backends.tenants import tenants_file
 from backends.tenants.api_keys import sha256_of
+from backends.tenants.tenants_file import KeyEntry, TenantEntry, TenantsFile
 from bench.clients.call_matrix import CalledServer
 from loadtest.client.server import Addresses
 from loadtest.harness.server import own_ports, serving
@@ -25,10 +27,10 @@ from loadtest.harness.server import own_ports, serving
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
 OPERATORS_KEY = "mk-of-ops"
 TENANTS = {
-    "acme": (KEY, {}),
-    "single": (SINGLE_KEY, {"requests_in_flight_max": 1}),
-    "metered": (METERED_KEY, {"requests_per_minute": 1}),
-    "ops": (OPERATORS_KEY, {"operator": True}),
+    "acme": (KEY, TenantEntry()),
+    "single": (SINGLE_KEY, TenantEntry(requests_in_flight_max=1)),
+    "metered": (METERED_KEY, TenantEntry(requests_per_minute=1)),
+    "ops": (OPERATORS_KEY, TenantEntry(operator=True)),
 }
 MODEL = "demo"
 ANSWER_S_MAX = 10.0
@@ -50,21 +52,13 @@ class PublicServer:
 
 def keyed_gateway(folder: Path) -> KeyedGateway:
     """Writes the file of keys into `folder`, and chooses a port."""
-    keys = folder / "tenants.json"
-    keys.write_text(
-        json.dumps(
-            {
-                "tenants": {name: limits for name, (_, limits) in TENANTS.items()},
-                "keys": [
-                    {"sha256": sha256_of(key), "tenant": name} for name, (key, _) in TENANTS.items()
-                ],
-            }
-        )
-    )
-    keys.chmod(0o600)
+    path = folder / "tenants.json"
+    entries = {name: entry for name, (_, entry) in TENANTS.items()}
+    keys = [KeyEntry(sha256_of(key), name) for name, (key, _) in TENANTS.items()]
+    tenants_file.write(path, TenantsFile(entries, keys))
     [port] = own_ports(1)
     return KeyedGateway(
-        ("--openai-port", str(port), "--api-keys", str(keys)),
+        ("--openai-port", str(port), "--api-keys", str(path)),
         CalledServer(f"http://127.0.0.1:{port}/v1", MODEL, KEY, SINGLE_KEY, METERED_KEY),
     )
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import secrets
 import statistics
@@ -30,13 +29,15 @@ from typing import Annotated
 import psutil
 import typer
 
+from backends.tenants import tenants_file
 from backends.tenants.api_keys import make_key, sha256_of
+from backends.tenants.tenants_file import KeyEntry, TenantEntry, TenantsFile
 from bench.gateway import loads
-from bench.gateway.loads import AskedWays, DirectWay, GatewayWay
+from bench.gateway.loads import DirectWay, GatewayWay, Ways
 from bench.harness.processes import ModuleProcess
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
 from loadtest.harness.result import Target
-from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started
+from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started, wait_for_gateway
 
 ROUNDS, WARM_ROUNDS = 5, 1
 STREAMS, STREAM_TOKENS = 16, 400
@@ -58,12 +59,8 @@ def keyed() -> Iterator[Keyed]:
     key = make_key()
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         path = Path(folder) / "tenants.json"
-        path.write_text(
-            json.dumps(
-                {"tenants": {"bench": {}}, "keys": [{"sha256": sha256_of(key), "tenant": "bench"}]}
-            )
-        )
-        path.chmod(0o600)
+        keys = [KeyEntry(sha256_of(key), "bench")]
+        tenants_file.write(path, TenantsFile({"bench": TenantEntry()}, keys))
         yield Keyed(path, key)
 
 
@@ -79,16 +76,15 @@ def with_the_server(run: BenchmarkRun, pairs: int, soak_s: float, users: int, se
     with keyed() as keys:
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
         with console.status("waiting for the server ..."), started(arguments) as server:
-            routes = AskedWays(
-                DirectWay(server.addresses.grpc), GatewayWay(f"127.0.0.1:{port}", keys.key)
-            )
-            measure_pairs(run, routes, pairs, seed)
-            measure_streams(run, routes, server, seed)
-            measure_soak(run, routes.gateway, gateway_process(server.pid), soak_s, users, seed)
+            gateway = GatewayWay(f"127.0.0.1:{port}", keys.key)
+            ways: Ways = {"direct": DirectWay(server.addresses.grpc), "gateway": gateway}
+            measure_pairs(run, ways, pairs, seed)
+            measure_streams(run, ways, server, seed)
+            measure_soak(run, gateway, gateway_process(server.pid), soak_s, users, seed)
 
 
-def measure_pairs(run: BenchmarkRun, routes: AskedWays, pairs: int, seed: int) -> None:
-    found = asyncio.run(loads.pairs(routes, pairs, PROMPT_TOKENS, random.Random(seed)))
+def measure_pairs(run: BenchmarkRun, ways: Ways, pairs: int, seed: int) -> None:
+    found = asyncio.run(loads.pairs(ways, pairs, PROMPT_TOKENS, random.Random(seed)))
     added_ms = [(through_s - direct_s) * 1e3 for direct_s, through_s in found]
     direct_ms = statistics.median(direct_s for direct_s, _ in found) * 1e3
     run.rows.append({"pairs": len(found), "direct_ttft_ms": round(direct_ms, 2)})
@@ -96,15 +92,15 @@ def measure_pairs(run: BenchmarkRun, routes: AskedWays, pairs: int, seed: int) -
     run.targets.append(Target("ttft_added_ms", statistics.median(added_ms), "<=", 5, why))
 
 
-def measure_streams(run: BenchmarkRun, routes: AskedWays, server: OwnServer, seed: int) -> None:
+def measure_streams(run: BenchmarkRun, ways: Ways, server: OwnServer, seed: int) -> None:
     processes = {"direct": psutil.Process(), "gateway": gateway_process(server.pid)}
     rng = random.Random(seed)
     rates: dict[str, list[float]] = {"direct": [], "gateway": []}
     cpu_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
     for turn in range(WARM_ROUNDS + ROUNDS):
-        for name, route in (("direct", routes.direct), ("gateway", routes.gateway)):
+        for name, way in ways.items():
             before_s = cpu_s(processes[name])
-            load = asyncio.run(loads.streams(route, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, rng))
+            load = asyncio.run(loads.streams(way, STREAMS, PROMPT_TOKENS, STREAM_TOKENS, rng))
             if turn < WARM_ROUNDS:
                 continue
             rates[name].append(load.tokens / load.seconds)
@@ -143,7 +139,7 @@ def before_a_replay(interval_s: float) -> Iterator[tuple[GatewayWay, psutil.Proc
             stack, "backends.gateway", "--frontend", f"127.0.0.1:{frontend}", "--port", str(port)
         )
         route = GatewayWay(f"127.0.0.1:{port}", "")
-        asyncio.run(loads.until_ready(route.address))
+        wait_for_gateway(route.address)
         yield route, psutil.Process(gateway.pid)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.direct_http import DIRECTLY
 from loadtest.client import sse_client
 from loadtest.client.protocol import GenerateRequest
 from loadtest.client.triton_client import TritonClient
@@ -19,7 +18,6 @@ from loadtest.harness.server import CannotMeasure
 PATH = "/v1/completions"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 20, 2000  # of the demo's vocabulary, none of them special
 PAIR_TOKENS = 2
-READY_S_MAX = 60.0
 LEAVING_SHARE = 0.1
 USER_TOKENS = 20
 RSS_EVERY_S = 1.0
@@ -61,10 +59,7 @@ class GatewayWay:
         return answer.sent_s, answer.times_s
 
 
-@dataclass(frozen=True, slots=True)
-class AskedWays:
-    direct: DirectWay
-    gateway: GatewayWay
+Ways = Mapping[str, DirectWay | GatewayWay]  # direct, gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +85,17 @@ def fresh(rng: random.Random, tokens: int) -> list[int]:
 
 
 async def pairs(
-    routes: AskedWays, count: int, prompt_tokens: int, rng: random.Random
+    ways: Ways, count: int, prompt_tokens: int, rng: random.Random
 ) -> list[tuple[float, float]]:
     """Seconds to the first token, direct and through the gateway; the first of a pair
-    alternates.
-    """
+    alternates."""
     found = []
     for number in range(count):
-        ttfts_s: dict[bool, float] = {}
-        for is_direct in (number % 2 == 0, number % 2 == 1):
-            route: DirectWay | GatewayWay = routes.direct if is_direct else routes.gateway
-            sent_s, times_s = await route.times_s(fresh(rng, prompt_tokens), PAIR_TOKENS)
-            ttfts_s[is_direct] = times_s[0] - sent_s
-        found.append((ttfts_s[True], ttfts_s[False]))
+        ttfts_s: dict[str, float] = {}
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            sent_s, times_s = await ways[name].times_s(fresh(rng, prompt_tokens), PAIR_TOKENS)
+            ttfts_s[name] = times_s[0] - sent_s
+        found.append((ttfts_s["direct"], ttfts_s["gateway"]))
     return found
 
 
@@ -115,17 +108,6 @@ async def streams(
     begin_s = min(sent_s for sent_s, _ in found)
     end_s = max(times_s[-1] for _, times_s in found)
     return StreamLoad(count * tokens, sum(len(times_s) for _, times_s in found), end_s - begin_s)
-
-
-async def until_ready(address: str) -> None:
-    give_up_s = time.monotonic() + READY_S_MAX
-    while time.monotonic() < give_up_s:
-        try:
-            await asyncio.to_thread(DIRECTLY.open, f"http://{address}/ready", None, 5.0)
-            return
-        except OSError:
-            await asyncio.sleep(0.1)
-    raise CannotMeasure(f"the gateway at {address} is not ready")
 
 
 async def soak(

@@ -32,7 +32,7 @@ import numpy as np
 import typer
 
 from bench.gateway.__main__ import keyed
-from bench.gateway.loads import fresh, until_ready
+from bench.gateway.loads import fresh
 from bench.leaks import in_use
 from loadtest.client.metrics_page import counter_sum, fetch_page, series_of
 from loadtest.client.protocol import GenerateRequest
@@ -40,7 +40,7 @@ from loadtest.client.server import Addresses
 from loadtest.client.triton_client import TritonClient
 from loadtest.harness.benchmark import FreshSeed, benchmark, console
 from loadtest.harness.result import Cell, Target
-from loadtest.harness.server import CannotMeasure, own_ports, started
+from loadtest.harness.server import CannotMeasure, own_ports, started, wait_for_gateway
 
 COMPLETIONS = "/v1/completions"
 ENSEMBLE, CONDUCTOR = "/v2/models/ensemble/generate", "/v2/models/conductor/generate_stream"
@@ -64,7 +64,7 @@ class LeavingClient:
     """One HTTP connection. It closes like that of a killed process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self.writer = reader, writer
 
     @classmethod
     async def of(cls, address: str) -> LeavingClient:
@@ -80,7 +80,7 @@ class LeavingClient:
             "Content-Type: application/json",
         ]
         lines += [f"Authorization: Bearer {key}"] if key else []
-        self._writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+        self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
 
     async def events(self, count: int) -> None:
         for _ in range(count):
@@ -91,14 +91,8 @@ class LeavingClient:
         [length] = [line for line in head.lower().split(b"\r\n") if b"content-length" in line]
         await self._reader.readexactly(int(length.split()[1]))
 
-    def send(self, raw: bytes) -> None:
-        self._writer.write(raw)
-
     def leave(self) -> None:
-        self._writer.transport.abort()
-
-    def leave_half(self) -> None:
-        self._writer.write_eof()
+        self.writer.transport.abort()
 
 
 @dataclass(slots=True)
@@ -181,9 +175,9 @@ class LostBench:
             await client.events(3)
         await self.until_used()  # use that the metrics do not show yet would count as free
         if what == "a second request sent":
-            client.send(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+            client.writer.write(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
         for each in clients:
-            each.leave_half() if what == "half closed" else each.leave()
+            each.writer.write_eof() if what == "half closed" else each.leave()
         return (await self.until_free()).free_s
 
     @contextlib.asynccontextmanager
@@ -283,7 +277,7 @@ def main(
         arguments = ["--openai-port", str(port), "--api-keys", str(keys.path)]
         with console.status("waiting for the server ..."), started(arguments) as server:
             gateway = f"127.0.0.1:{port}"
-            asyncio.run(until_ready(gateway))
+            wait_for_gateway(gateway)
             bench = LostBench(server.addresses, gateway, keys.key, random.Random(used_seed))
 
             async def measure() -> None:

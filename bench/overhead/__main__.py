@@ -98,21 +98,18 @@ async def ttft_and_tbt(bench: Bench) -> None:
     rows: list[dict[str, Cell]] = []
     async with TritonClient(bench.server.addresses.grpc, channels=STREAMS) as client:
         [short] = bench.prompts(1, shape.short_tokens)
-        await stream(client, "ttft", short, 2, {})  # from here on it is cached
+        await stream(client, "ttft", short, 2)  # from here on it is cached
         for index in range(1, shape.rounds + 1):
             with console.status(f"TTFT and TBT, round {index} of {shape.rounds} ..."):
                 pairs = [
-                    (
-                        bench.engine.ttft_s(short),
-                        (await stream(client, "ttft", short, 2, {})).ttft_s,
-                    )
+                    (bench.engine.ttft_s(short), (await stream(client, "ttft", short, 2)).ttft_s)
                     for _ in range(TTFTS)
                 ]
                 prompts = bench.prompts(STREAMS, shape.prompt_tokens)
                 bare = together_tbt_s(bench.engine.streams_s(prompts, shape.output_tokens), 2)
-                await together(client, prompts, 2, {})  # now all are cached, so all decode at once
+                await together(client, prompts, 2)  # now all are cached, so all decode at once
                 with cpu.measuring():
-                    arrived = await together(client, prompts, shape.output_tokens, {})
+                    arrived = await together(client, prompts, shape.output_tokens)
                 served = together_tbt_s([each.times_s for each in arrived], 2)
             if bare is None or served is None:
                 raise CannotMeasure("the streams did not run together: ask for more tokens")
@@ -203,7 +200,7 @@ async def interference(bench: Bench) -> None:
     streams = bench.prompts(BESIDE_STREAMS, shape.prompt_tokens)
     with pinned(bench.server):
         async with TritonClient(bench.server.addresses.grpc, channels=STREAMS) as client:
-            await together(client, streams, 2, {})
+            await together(client, streams, 2)
             for index in range(1, shape.rounds + 1):
                 [long] = bench.prompts(1, shape.long_tokens)
                 with console.status(f"interference, round {index} of {shape.rounds} ..."):
@@ -239,9 +236,9 @@ async def served_intervals(
 ) -> tuple[list[float], list[float]]:
     """Seconds between the tokens of streams, alone and while a long prompt is computed."""
     arrived = [TokenArrivals() for _ in streams]
-    running = asyncio.create_task(together(client, streams, BESIDE_TOKENS_MAX, {}, arrived))
+    running = asyncio.create_task(together(client, streams, BESIDE_TOKENS_MAX, arrived))
     await asyncio.sleep(1.0)  # poll: all of them decode, and nothing else happens for a while
-    prefill = await stream(client, "long", long, 1, {})
+    prefill = await stream(client, "long", long, 1)
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -299,7 +296,7 @@ PARTS = {
 async def described(server: OwnServer, seed: int) -> tuple[TokenSource, int]:
     async with TritonClient(server.addresses.grpc) as client:
         found = await describe_server(client, {})
-    source = TokenSource(found.vocabulary_tokens, found.special_token_ids, seed)
+    source = TokenSource.of_server(found, seed)
     return source, found.block_tokens
 
 

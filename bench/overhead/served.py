@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -49,7 +49,6 @@ async def stream(
     name: str,
     prompt: TokenIds,
     output_tokens: int,
-    parameters: Mapping[str, str],
     arrivals: TokenArrivals | None = None,
 ) -> TokenArrivals:
     """`arrivals`: filled during the stream, for a caller that may end it early."""
@@ -59,7 +58,6 @@ async def stream(
         max_tokens=output_tokens,
         min_tokens=output_tokens,
         end_id=-1,
-        parameters=parameters,
     )
     arrivals = TokenArrivals() if arrivals is None else arrivals
     arrivals.sent_s = time.perf_counter()
@@ -75,13 +73,12 @@ async def together(
     client: TritonClient,
     prompts: Sequence[TokenIds],
     output_tokens: int,
-    parameters: Mapping[str, str],
     arrived: Sequence[TokenArrivals] | None = None,
 ) -> list[TokenArrivals]:
     """`arrived`: one for each prompt, as in `stream`."""
     arrived = [TokenArrivals() for _ in prompts] if arrived is None else arrived
     each = [
-        stream(client, f"tbt-{i}", prompt, output_tokens, parameters, arrivals)
+        stream(client, f"tbt-{i}", prompt, output_tokens, arrivals)
         for i, (prompt, arrivals) in enumerate(zip(prompts, arrived, strict=True))
     ]
     return await asyncio.gather(*each)

@@ -21,6 +21,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from bench.overload.load import OverloadClient, OverloadPhase, OverloadShape, reload
@@ -134,8 +135,9 @@ class DecodeBoundRuns:
         why = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
         found = []
         for policy in ("predictive", "predictive_lengths"):
-            found.append(self._over_baseline("wasted", _wasted, "<=", 0.6, policy))
-            found.append(self._over_baseline("answered_within", _within, ">=", 1.0, policy))
+            wasted, within = attrgetter("phase.wasted_tokens"), attrgetter("within")
+            found.append(self._over_baseline("wasted", wasted, "<=", 0.6, policy))
+            found.append(self._over_baseline("answered_within", within, ">=", 1.0, policy))
         return [*found, Target("rejected_after_change", len(rejected), "<=", 0, why)]
 
     def _over_baseline(
@@ -158,14 +160,6 @@ class DecodeBoundRuns:
         found = [value(run) / max(value(baseline), 1e-9) for run, baseline in pairs]
         each = ", ".join(f"{ratio:.2f}" for ratio in found)
         return Target(name, round(statistics.median(found), 3), op, goal, f"by round: {each}")
-
-
-def _wasted(run: PolicyRun) -> float:
-    return run.phase.wasted_tokens
-
-
-def _within(run: PolicyRun) -> float:
-    return run.within
 
 
 def _median(runs: Sequence[PolicyRun], value: Callable[[PolicyRun], float]) -> float:

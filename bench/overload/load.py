@@ -109,7 +109,7 @@ class OverloadClient:
         """A client with the vocabulary of the server."""
         async with TritonClient(addresses.grpc, "conductor", channels=1) as client:
             server = await describe_server(client, {})
-        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        source = TokenSource.of_server(server, seed)
         return cls(addresses, source, shape, seed)
 
     async def unloaded(self, requests: int) -> OverloadPhase:

@@ -22,6 +22,7 @@ import time
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from backends.direct_http import DIRECTLY
@@ -35,6 +36,7 @@ PROJECT = SOURCE if (SOURCE / "pyproject.toml").is_file() else Path.cwd()
 READY_S_MAX = 300.0
 STOP_S_MAX = 45.0
 POLL_S = 0.2
+PROBE_S_MAX, GATEWAY_S_MAX = 5.0, 60.0
 PORT_MIN, PORT_MAX = 20_000, 32_000
 LOG_LINES_SHOWN = 20
 _chosen_ports: set[int] = set()
@@ -157,6 +159,24 @@ def model_states(addresses: Addresses, timeout_s: float = 10.0) -> dict[str, boo
         return {model["name"]: model["is_ready"] for model in json.loads(text)["models"]}
     except (ValueError, KeyError, TypeError):
         return "the server there is no `mooncake serve`"
+
+
+def gateway_is_ready(gateway: str) -> bool:
+    """Whether the gateway serves its models, with or without API keys."""
+    try:
+        with DIRECTLY.open(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
+            return bool(answer.status == 200)
+    except (OSError, HTTPException):
+        return False
+
+
+def wait_for_gateway(gateway: str) -> None:
+    """ServerFailed when the gateway does not become ready."""
+    give_up_s = time.monotonic() + GATEWAY_S_MAX
+    while not gateway_is_ready(gateway):
+        if time.monotonic() > give_up_s:
+            raise ServerFailed(f"the gateway at {gateway} is not ready; is `.[gateway]` installed?")
+        time.sleep(POLL_S)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

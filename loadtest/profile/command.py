@@ -119,7 +119,7 @@ async def measure(
         )
         prefills = [point for point in PREFILL_POINTS if room.takes_prefill(*point)]
         decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
-        source = TokenSource(server.vocabulary_tokens, server.special_token_ids, seed)
+        source = TokenSource.of_server(server, seed)
         pair = Measure(client, workers, source)
         text = TextColumn("{task.description}")
         columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -14,23 +14,27 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
-from backends.direct_http import DIRECTLY
 from backends.extras import require
 from loadtest.client.openai_server import http_address
 from loadtest.client.server import addresses_of
-from loadtest.harness.server import PROJECT, ServerFailed, models_waiting, own_ports, serving
+from loadtest.harness.server import (
+    PROJECT,
+    ServerFailed,
+    gateway_is_ready,
+    models_waiting,
+    own_ports,
+    serving,
+    wait_for_gateway,
+)
 from loadtest.users.settings import OPENAI_VIAS, add_options, address, default_host
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 REPORT = PROJECT / ".mooncake" / "loadtest.html"
 SPAWN_S = 2.0  # seconds after which all users have started
-PROBE_S_MAX, POLL_S, GATEWAY_S_MAX = 5.0, 0.2, 60.0
 
 
 def parser_of(is_help: bool) -> argparse.ArgumentParser:
@@ -91,24 +95,6 @@ def target_at(host: str, via: str) -> Iterator[LoadTarget]:
         print(f"the server is ready at {own}", flush=True)
         yield target_of(own, via)
         print("stopping the server ...", flush=True)
-
-
-def gateway_is_ready(gateway: str) -> bool:
-    """Whether the gateway serves its models, with or without API keys."""
-    try:
-        with DIRECTLY.open(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
-            return bool(answer.status == 200)
-    except (OSError, HTTPException):
-        return False
-
-
-def wait_for_gateway(gateway: str) -> None:
-    """ServerFailed when the gateway does not become ready."""
-    give_up_s = time.monotonic() + GATEWAY_S_MAX
-    while not gateway_is_ready(gateway):
-        if time.monotonic() > give_up_s:
-            raise ServerFailed(f"the gateway at {gateway} is not ready; is `.[gateway]` installed?")
-        time.sleep(POLL_S)
 
 
 def locust_command(options: argparse.Namespace, target: LoadTarget, rest: list[str]) -> list[str]:

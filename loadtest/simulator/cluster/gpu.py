@@ -1,4 +1,4 @@
-"""How long a GPU takes for a step: from published numbers (Roofline) or measured ones (Table).
+"""How long a GPU takes for a step: from published numbers or measured ones.
 
 A GPU model gives the seconds of a prefill step, of a decode step and of a mixed step. A decode step
 must be linear in the context, so that thousands of steps can be computed at once. `calibrate`
@@ -30,7 +30,7 @@ Where the constants come from (data sheets of nodes and models: hardware.py):
 
 All experiments use this one set of constants.
 
-Table: the coefficients that a worker publishes, and `mooncake profile` writes.
+MeasuredWorker: the coefficients that a worker publishes, and `mooncake profile` writes.
 
     prefill   base + per_token * new + per_token_pair * new * (cached + new / 2)
     decode    base + per_sequence * sequences + per_context_token * context
@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -76,9 +77,12 @@ MFU, MBU, STEP_OVERHEAD_S, SEQUENCE_S = 0.5, 0.6, 0.0115, 0.003
 
 
 class GpuModel(Protocol):
-    token_bytes: int  # KV of one token
-    pages_bytes: int  # bytes of memory left for KV after weights and buffers
-    hidden_bytes: int  # hidden-state bytes of one token between two layers
+    @property
+    def token_bytes(self) -> int: ...  # KV of one token
+    @property
+    def pages_bytes(self) -> int: ...  # bytes of memory left for KV after weights and buffers
+    @property
+    def hidden_bytes(self) -> int: ...  # hidden-state bytes of one token between two layers
 
     def prefill_s(self, spans: Sequence[Span]) -> float:
         """One step that computes these chunks."""
@@ -158,37 +162,24 @@ class Roofline:
         return self._overhead_s + self._sequence_s * sequences + pass_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeasuredWorker:
-    """The measurements of a worker. Its repr names a run, so every field is shown."""
+    """A GpuModel of one worker, from the coefficients of WorkerInfo. Its repr names a run, so every
+    field is shown."""
 
     prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
     token_bytes: int
     pages_bytes: int
+    hidden_bytes: int = 0  # used in pipeline groups only
 
-    def gpu(self) -> Table:
-        return Table(
-            self.prefill_coefficients, self.decode_coefficients, self.token_bytes, self.pages_bytes
-        )
+    @cached_property
+    def _prefill(self) -> PrefillEstimate:
+        return PrefillEstimate.of(self.prefill_coefficients)
 
-
-class Table:
-    """A GpuModel of one worker, from the coefficients of WorkerInfo."""
-
-    def __init__(
-        self,
-        prefill_coefficients: Sequence[float],
-        decode_coefficients: Sequence[float],
-        token_bytes: int,
-        pages_bytes: int,
-        hidden_bytes: int = 0,
-    ) -> None:
-        """`hidden_bytes` is used in pipeline groups only."""
-        self.hidden_bytes = hidden_bytes
-        self._prefill = PrefillEstimate.of(prefill_coefficients)
-        self._decode = DecodeEstimate.of(decode_coefficients)
-        self.token_bytes, self.pages_bytes = token_bytes, pages_bytes
+    @cached_property
+    def _decode(self) -> DecodeEstimate:
+        return DecodeEstimate.of(self.decode_coefficients)
 
     def prefill_s(self, spans: Sequence[Span]) -> float:
         estimate, base_s = self._prefill, self._prefill.base_s

@@ -80,7 +80,7 @@ class ClusterSettings:
     attempts_max: int = 3  # attempts of a request whose workers were lost
 
     def gpu(self) -> GpuModel:
-        return self.worker.gpu() if self.worker else Roofline()
+        return self.worker or Roofline()
 
     @property
     def disk_rates(self) -> DiskRates:

@@ -12,7 +12,7 @@ import pytest
 from conductor import ConductorConfig
 from loadtest.profile.profile import Sharing
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Table
+from loadtest.simulator.cluster.gpu import MeasuredWorker
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.site import ClusterSettings
 
@@ -81,7 +81,7 @@ def runs(admission: str, machine: Machine) -> tuple[int, int]:
             report_s=0.5,
         )
         pages_bytes = 512 * BLOCK_TOKENS * TOKEN_BYTES
-        gpu = Table(PREFILL, DECODE, TOKEN_BYTES, pages_bytes)
+        gpu = MeasuredWorker(PREFILL, DECODE, TOKEN_BYTES, pages_bytes)
         jobs += SimulatedFleet(config, settings, gpu).run(offered(seed, machine.per_s))
     return sum(map(is_within, jobs)), refused(jobs)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loadtest.simulator.cluster.clock import VirtualClock
-from loadtest.simulator.cluster.gpu import Roofline, Table, calibrate, prompt_s
+from loadtest.simulator.cluster.gpu import MeasuredWorker, Roofline, calibrate, prompt_s
 from loadtest.simulator.cluster.network import Network
 from loadtest.simulator.cluster.steps import Jitter, StepLog, longest_tenth_s
 
@@ -35,7 +35,7 @@ def test_a_worker_that_measures_itself_finds_the_model() -> None:
     gpu = Roofline()
     fits = calibrate(gpu, 2_048)
     assert fits.prefill.error_max < 0.1 and fits.decode.error_max < 1e-6
-    table = Table(
+    table = MeasuredWorker(
         fits.prefill.estimate.coefficients,
         fits.decode.estimate.coefficients,
         gpu.token_bytes,

@@ -12,7 +12,7 @@ from backends.engine.batching.pages import PagePool
 from conductor import ConductorConfig
 from loadtest.profile.profile import Sharing
 from loadtest.simulator.cluster.fleet import SimulatedFleet
-from loadtest.simulator.cluster.gpu import Table
+from loadtest.simulator.cluster.gpu import MeasuredWorker
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
 from loadtest.simulator.cluster.site import ClusterSettings, Cores, CountedPages
 from mooncake_store.block_keys import block_keys, chain_seed
@@ -28,7 +28,7 @@ def serve(settings: ClusterSettings, *requests: tuple[float, int, int]) -> list[
         Offered(n, at_s, prompt, output, block_keys([n] * prompt, 64, chain_seed("x")))
         for n, (at_s, prompt, output) in enumerate(requests)
     ]
-    gpu = Table((PROMPT_S, 0.0, 0.0), (STEP_S, 0.0, 0.0), 1_024, 2**30)
+    gpu = MeasuredWorker((PROMPT_S, 0.0, 0.0), (STEP_S, 0.0, 0.0), 1_024, 2**30)
     jobs = SimulatedFleet(ConductorConfig(admission="none"), settings, gpu).run(offered)
     assert all(job.finished_s is not None for job in jobs)
     return jobs
