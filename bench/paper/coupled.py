@@ -100,9 +100,8 @@ class GpuBlocks:
             self._users[key] = self._users.get(key, 0) + 1
         self._private += private
         while len(self._users) + self._private + len(self._idle) > self._blocks_max:
-            coldest = self._idle.coldest()
-            assert coldest is not None
-            self._idle.evicted(coldest)
+            coldest = self._idle.take_coldest(1)
+            assert coldest, "every block is in use"
         return hits
 
     def give(self, keys: Sequence[bytes], blocks: int) -> None:

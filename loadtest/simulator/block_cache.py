@@ -64,10 +64,7 @@ class BlockCache:
             if is_there:
                 continue
             if len(there) == self.blocks:
-                coldest = order.coldest()
-                assert coldest is not None
-                order.evicted(coldest)
-                there.remove(coldest)
+                there.remove(*order.take_coldest(1))
             there.add(key)
         order.add(keys[::-1])
         return was_there

@@ -199,6 +199,7 @@ def _try_once(
             ttl_s,
             granted_s,
         )
+    revision = 0
     try:
         revision = etcd.write_unless_changed(
             {key: 0, epoch_key: last.mod_revision},
@@ -208,15 +209,12 @@ def _try_once(
             },
             {key: lease},
         )
-    except BaseException:  # the key may be written: delete it before its TTL, if possible
-        with contextlib.suppress(EtcdFailed):
-            etcd.revoke(lease)
-        raise
-    if not revision:
-        with contextlib.suppress(EtcdFailed):
-            etcd.revoke(lease)
-        return None
-    return Leadership(etcd, lease, epoch, asked_s, min(granted_s, ttl_s), revision)
+    finally:
+        if not revision:  # the key may be written: delete it before its TTL, if possible
+            with contextlib.suppress(EtcdFailed):
+                etcd.revoke(lease)
+    won_ttl_s = min(granted_s, ttl_s)
+    return Leadership(etcd, lease, epoch, asked_s, won_ttl_s, revision) if revision else None
 
 
 def _next_epoch(key: str, last: bytes, now_ms: int) -> int:

@@ -103,13 +103,6 @@ class EventFeed:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_current, timeout_s)
 
-    def wait_for(self, epoch: int, sequence: int, timeout_s: float) -> bool:
-        """Wait until event `sequence` of `epoch` is delivered. False after the timeout."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._epoch == epoch and self._sequence >= sequence, timeout_s
-            )
-
     def close(self) -> None:
         self._closing.set()
         self._thread.join(timeout=self._client.timeout_s + 1.0)

@@ -163,7 +163,7 @@ class DirectoryServer:
             if isinstance(reply, Later):
                 reply.then(partial(self._send_reply, frames[0]))
             else:
-                self._requests.send_multipart([frames[0], *reply])
+                self._send_reply(frames[0], reply)
         if not self._may_serve():
             return
         if self._durable is not None and self._durable.wakeup in ready:

@@ -62,18 +62,14 @@ class CountingOrder:
         for key in keys:
             self._idle.pop(key, None)
 
-    def coldest(self) -> bytes | None:
-        while self._heap:
-            *_, entry, key = self._heap[0]
+    def take_coldest(self, count: int) -> list[bytes]:
+        taken: list[bytes] = []
+        while self._heap and len(taken) < count:
+            *_, entry, key = heappop(self._heap)
             if self._idle.get(key) == entry:
-                return key
-            heappop(self._heap)
-        return None
-
-    def evicted(self, key: bytes) -> None:
-        del self._idle[key], self._uses[key]
-
-    forget = evicted
+                del self._idle[key], self._uses[key]
+                taken.append(key)
+        return taken
 
     def keys(self, limit: int | None = None) -> list[bytes]:
         entries = [entry for entry in self._heap if self._idle.get(entry[3]) == entry[2]]

@@ -110,12 +110,6 @@ class CopyTable:
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 
-    def _slot(self, holder: Holder, units: int) -> int | None:
-        slot = holder.pool.take(units)
-        if slot is None and self._make_room(holder, units):
-            slot = holder.pool.take(units)
-        return slot
-
     def grant(
         self,
         holder: Holder,
@@ -193,7 +187,12 @@ class CopyTable:
         if len(copies) < len(keys):
             more = keys[len(copies) :]
             copies += self._take_over(size_class, more, owner, size_bytes, kind)
-        while len(copies) < len(keys) and (slot := self._slot(holder, units)) is not None:
+        while len(copies) < len(keys):
+            slot = pool.take(units)
+            if slot is None and self._make_room(size_class):
+                slot = pool.take(units)
+            if slot is None:
+                break
             key = keys[len(copies)]
             copies += holder.hold_chain(
                 size_class, [key], owner, [slot], self.next_generation, size_bytes, kind
@@ -226,8 +225,7 @@ class CopyTable:
             gone.state, row = CopyState.GONE, gone.row
             holder.used_bytes -= gone.size_bytes
             generations[row], checksums[row] = generation, 0
-            copy = HeldCopy(key, size_class, row, size_bytes, CopyState.WRITING, kind, Pin.NONE, 1)
-            made.append(copy)
+            made.append(HeldCopy(key, size_class, row, size_bytes, kind, 1))
             generation += 1
             if self.tenants:
                 self.tenants.discharge(gone)
@@ -287,12 +285,13 @@ class CopyTable:
 
     # ---- room
 
-    def _make_room(self, holder: Holder, units: int) -> bool:
-        coldest = holder.size_class(units).coldest()
-        if coldest is not None:
-            self.evict(self._on(coldest, holder))
+    def _make_room(self, size_class: SizeClass) -> bool:
+        """Free a slot of a size without idle copies: of a soft-pinned copy, or of other sizes."""
+        holder = size_class.holder
+        if soft := size_class.soft.take_coldest(1):
+            self.evict(self._on(soft[0], holder))
             return True
-        return self._free_slabs(holder, units)
+        return self._free_slabs(holder, size_class.units)
 
     def _free_slabs(self, holder: Holder, units: int) -> bool:
         """Evict all blocks of adjacent slabs of other sizes, so that a slot of `units` fits there.

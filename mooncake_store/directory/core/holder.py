@@ -108,10 +108,6 @@ class SizeClass:
     is_ssd: bool  # whether the holder is an SSD
     soft: EvictionOrder = field(default_factory=Lru)  # soft-pinned ready copies without a lease
 
-    def coldest(self) -> bytes | None:
-        key = self.idle.coldest()
-        return self.soft.coldest() if key is None else key
-
     def gone(self, key: bytes, is_evicted: bool) -> None:
         """Remove a ready copy. A policy may remember the key of an evicted copy."""
         self.soft.forget(key)
@@ -129,10 +125,10 @@ class HeldCopy:
     size_class: SizeClass
     row: int  # row of slot, generation and checksum in the size class's columns
     size_bytes: int
+    kind: CopyKind
+    leases: int  # number of owners that lease the copy
     state: CopyState = CopyState.WRITING
-    kind: CopyKind = CopyKind.COMMITTED
     pin: Pin = Pin.NONE
-    leases: int = 0  # number of owners that lease the copy
 
     @property
     def is_ephemeral(self) -> bool:
@@ -274,16 +270,7 @@ class Holder:
         generations count up from `generation`."""
         take = self.columns.take
         held = [
-            HeldCopy(
-                key,
-                size_class,
-                take(slot, generation + number),
-                size_bytes,
-                CopyState.WRITING,
-                kind,
-                Pin.NONE,
-                1,
-            )
+            HeldCopy(key, size_class, take(slot, generation + number), size_bytes, kind, 1)
             for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
         ]
         self.begin(held, owner, generation)

@@ -110,14 +110,12 @@ class NodeTable:
         if info.node_id not in self._holders and len(self) >= self._config.nodes_max:
             raise StoreFull(f"nodes_max ({self._config.nodes_max}) storage nodes are registered")
 
-    def put(self, info: NodeInfo, now_s: float) -> Holder:
+    def put(self, info: NodeInfo, now_s: float) -> None:
         assert info.node_id not in self._holders
         shape = geometry(info.segment_bytes, info.unit_bytes, has_headers=not info.is_ssd)
         pool = SlotPool(shape.units, info.unit_bytes)
-        policy = self._config.eviction
-        holder = Holder(info, now_s, shape, pool, now_s, policy, is_open=not info.has_inventory)
-        self._holders[info.node_id] = holder
-        return holder
+        policy, is_open = self._config.eviction, not info.has_inventory
+        self._holders[info.node_id] = Holder(info, now_s, shape, pool, now_s, policy, is_open)
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
         """Remove the node from the table. `is_replaced`: remember the incarnation, so that it

@@ -50,8 +50,19 @@ class WorkerTable:
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
         name = (info.worker_id, info.incarnation)
-        _refuse_no_numbers(info.worker_id, _measured(info))
-        _refuse_no_share(info)
+        measured = {
+            "prefill_coefficients": info.prefill_coefficients,
+            "decode_coefficients": info.decode_coefficients,
+            "transfer_bytes_per_s": info.transfer_bytes_per_s.values(),
+            "transfer_latency_s": info.transfer_latency_s.values(),
+            "pipeline_hop_s": (info.pipeline_hop_s,),
+        }
+        _refuse_no_numbers(info.worker_id, measured)
+        if not 0 <= info.load_beside_share < 1:
+            raise RequestInvalid(
+                f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it is a "
+                "share of computing, from 0 to less than 1"
+            )
         self._refuse_misfit(info, now_s)
         known = self._workers.get(name)
         if known is None and len(self._workers) >= self._config.workers_max:
@@ -104,16 +115,6 @@ class WorkerTable:
             assert report is None or report.incarnation == incarnation
 
 
-def _measured(info: WorkerInfo) -> dict[str, Collection[float]]:
-    return {
-        "prefill_coefficients": info.prefill_coefficients,
-        "decode_coefficients": info.decode_coefficients,
-        "transfer_bytes_per_s": info.transfer_bytes_per_s.values(),
-        "transfer_latency_s": info.transfer_latency_s.values(),
-        "pipeline_hop_s": (info.pipeline_hop_s,),
-    }
-
-
 def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
     """Reject non-finite measurements: every frontend compares workers by these numbers."""
     for name, values in measured.items():
@@ -121,11 +122,3 @@ def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]
             raise RequestInvalid(
                 f"worker {worker_id}: {name} has {list(values)}; they must be finite numbers"
             )
-
-
-def _refuse_no_share(info: WorkerInfo) -> None:
-    if not 0 <= info.load_beside_share < 1:
-        raise RequestInvalid(
-            f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it is a "
-            "share of computing, from 0 to less than 1"
-        )

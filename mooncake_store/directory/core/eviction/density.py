@@ -354,13 +354,6 @@ class Density:
         if self._once.pop(key) is None and self._again.pop(key) is None:
             self._away.pop(key, None)
 
-    def coldest(self) -> bytes | None:
-        once, again = self._once.first(), self._again.first()
-        if once is None or again is None:
-            return again if once is None else once
-        stamps = self._once.stamp(once), self._again.stamp(again)
-        return once if self._is_worth_less(*stamps) else again
-
     def take_coldest(self, count: int) -> list[bytes]:
         taken: list[bytes] = []
         queues, heads = (self._once, self._again), [self._once.head(), self._again.head()]

@@ -126,9 +126,6 @@ class Lru:
 
     evicted = forget
 
-    def coldest(self) -> bytes | None:
-        return self._queue.first()
-
     def take_coldest(self, count: int) -> list[bytes]:
         queue, taken = self._queue, list[bytes]()
         while len(taken) < count and queue.first() is not None:

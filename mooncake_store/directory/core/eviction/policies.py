@@ -43,11 +43,8 @@ class EvictionOrder(Protocol):
     def discard(self, keys: Sequence[bytes]) -> None:
         """Copies are leased: no candidates until the next `add`. Unknown keys are allowed."""
 
-    def coldest(self) -> bytes | None:
-        """The copy to evict first; None without a candidate."""
-
     def take_coldest(self, count: int) -> list[bytes]:
-        """`coldest` and `evicted`, up to `count` times: the keys that were evicted for room."""
+        """Evict up to `count` candidates for room, coldest first; their keys."""
 
     def evicted(self, key: bytes) -> None:
         """The copy was evicted for room. The policy may remember its name."""
