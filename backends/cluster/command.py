@@ -25,7 +25,7 @@ from backends.cluster.cluster_file import load
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.drain import HostDrain
 from backends.cluster.host_plan import HostPlan, directory_address, host_plan, pool_host_plan
-from backends.cluster.manifests import autoscaling, compose, firewall, kubernetes, secrets, systemd
+from backends.cluster.manifests import autoscaling, compose, firewall, kubernetes, systemd
 from backends.cluster.manifests.pods import PodGateway
 from backends.cluster.model_rendering import TemplateMissing
 from backends.cluster.rendered_folder import RenderedFolder
@@ -294,12 +294,12 @@ def render_kubernetes(
             path = _write(deployment, f"kubernetes/monitoring/{name}", text)
         print_line(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
         if raw:
-            text = secrets.api_keys_secret(deployment, raw)
+            text = kubernetes.api_keys_secret(deployment, raw)
             path = _write(deployment, "kubernetes/api-keys.yaml", text, mode=0o600)
             print_line(f"{path}: kubectl apply -f it, now and after each edit of {api_keys}")
         keys = Path(deployment.folder) / deployment.keys_folder
         if deployment.keys_folder and keys.is_dir():
-            text = secrets.secrets(deployment, keys)
+            text = kubernetes.secrets(deployment, keys)
             path = _write(deployment, "kubernetes/secrets.yaml", text, mode=0o600)
             print_line(f"{path}: kubectl apply -f it, and keep it as the keys")
         elif deployment.keys_folder:

@@ -10,19 +10,28 @@ ConfigMap changes with its content, so an edit causes a rolling update.
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports                     NetworkPolicies
 
-Not here: Secrets (secrets.py), resources of other operators (autoscaling.py).
+The Secrets with the keys from `mooncake keys` are separate files. Not here: resources of other
+operators (autoscaling.py).
 """
 
 from __future__ import annotations
 
+import base64
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, PoolSpec, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan, pool_host_plan
 from backends.cluster.manifests.pods import (
+    API_KEYS,
+    API_KEYS_FILE,
     GRPC,
     HTTP,
+    NO_GATEWAY,
     OPENAI,
     STATE_FOLDER,
     Document,
@@ -40,10 +49,9 @@ STATE_BYTES = 8 << 30  # part of a volume for logs and etcd's data, besides the 
 
 
 def kustomize_base(
-    deployment: Deployment, text: str, gateway: PodGateway | None = None
+    deployment: Deployment, text: str, gateway: PodGateway = NO_GATEWAY
 ) -> dict[str, str]:
     """Name -> text of each file of the base; `text` is the cluster file itself."""
-    gateway = gateway or PodGateway()
     _check_gateway(deployment, gateway)
     groups = _groups(deployment)
     files = {"cluster.yaml": text}
@@ -140,7 +148,7 @@ def _group(
     deployment: Deployment, name: str, plans: list[HostPlan], gateway: PodGateway
 ) -> list[Document]:
     plan = plans[0]
-    own = gateway if plan.frontend is not None else PodGateway()
+    own = gateway if plan.frontend is not None else NO_GATEWAY
     template = pod(deployment, name, plan, ["--host", "$(POD_NAME)"], own)
     ssd_bytes = sum(node.ssd_bytes for node in plan.storage_nodes)
     spec: Document = {
@@ -256,3 +264,54 @@ def _policy(
 ) -> Document:
     spec = {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"], "ingress": ingress}
     return resource(deployment, "NetworkPolicy", name, spec, "networking.k8s.io/v1")
+
+
+def secrets(deployment: Deployment, folder: Path) -> str:
+    """The manifest of the Secrets with the keys in `folder`, one for each group of pods.
+
+    A pod mounts only the Secret of its group, so a compromised storage node has no key of a
+    directory. The pods of an elastic pool share the keys of a host with the pool's name. Raises
+    ClusterFileInvalid if a host has no keys.
+    """
+    groups: dict[str, dict[str, Path]] = {}
+    for host in deployment.hosts:
+        match = POD_HOST.fullmatch(host)
+        group = match["group"] if match else host
+        groups.setdefault(group, {}).update(_files(folder / host, f"{host}."))
+    pools = [pool.name for pool in deployment.elastic_pools]
+    groups |= {name: dict(_files(folder / name, "")) for name in pools}
+    missing = [host for host in (*deployment.hosts, *pools) if not any(_files(folder / host, ""))]
+    if missing:
+        what = f"there are no keys of {', '.join(missing)}: mooncake keys add-host {folder} NAME"
+        raise ClusterFileInvalid(str(folder), (what,))
+    return "---\n".join(
+        _secret(
+            deployment,
+            f"keys-{group}",
+            {name: path.read_bytes() for name, path in sorted(files.items())},
+        )
+        for group, files in groups.items()
+    )
+
+
+def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
+    """The manifest of the API keys, apart because it is applied after each edit of the file."""
+    return _secret(deployment, API_KEYS, {API_KEYS_FILE: raw})
+
+
+def _secret(deployment: Deployment, name: str, files: dict[str, bytes]) -> str:
+    document: Document = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": {"name": name, "labels": labels(deployment)},
+        "data": {file: base64.b64encode(raw).decode() for file, raw in files.items()},
+    }
+    return yaml.safe_dump(document, sort_keys=False, width=100)
+
+
+def _files(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                yield prefix + path.name, path

@@ -57,6 +57,9 @@ class PodGateway:
         return found
 
 
+NO_GATEWAY = PodGateway()
+
+
 def documents_text(documents: list[Document]) -> str:
     """The text of one file of a base or component."""
     head = (
@@ -93,10 +96,9 @@ def pod(
     name: str,
     plan: HostPlan,
     arguments: list[str],
-    gateway: PodGateway | None = None,
+    gateway: PodGateway = NO_GATEWAY,
 ) -> Document:
     """The template of a pod. `arguments` of `mooncake serve` select the host or pool."""
-    gateway = gateway or PodGateway()
     chosen = selector(deployment, name)
     shm_bytes = plan.shm_bytes + SHM_EXTRA_BYTES
     volumes: list[Document] = [

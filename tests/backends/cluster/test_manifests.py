@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -32,8 +33,7 @@ from backends.cluster.manifests.firewall import (
     firewall,
     table,
 )
-from backends.cluster.manifests.kubernetes import kustomize_base
-from backends.cluster.manifests.secrets import secrets
+from backends.cluster.manifests.kubernetes import kustomize_base, secrets
 from backends.cluster.manifests.systemd import unit, unit_name
 from backends.launcher.command import serve
 from backends.metrics.table import METRICS
@@ -49,8 +49,6 @@ GROUPS = ("directory", "storage", "frontend", "prefill", "decode")
 
 
 def options_of_serve() -> set[str]:
-    import typer
-
     made = typer.Typer()
     made.command()(serve)
     command = typer.main.get_command(made)

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from backends.cluster.cluster_file import parse
 from backends.cluster.command import app
 from backends.cluster.deployment import ClusterFileInvalid
-from backends.cluster.manifests.kubernetes import kustomize_base
+from backends.cluster.manifests.kubernetes import api_keys_secret, kustomize_base
 from backends.cluster.manifests.pods import PodGateway
-from backends.cluster.manifests.secrets import api_keys_secret
 from backends.tenants import tenants_file
 from tests.backends.cluster.test_manifests import (
     POD_FILE,
