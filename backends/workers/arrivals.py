@@ -53,13 +53,6 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._arrivals)
 
-    def has(self, request_id: str) -> bool:
-        return request_id in self._arrivals
-
-    def is_loading(self, request_id: str) -> bool:
-        arrival = self._arrivals.get(request_id)
-        return arrival is not None and arrival.is_loading
-
     def get(self, request_id: str) -> Arrival | None:
         return self._arrivals.get(request_id)
 
@@ -69,12 +62,9 @@ class Arrivals:
     def give_pages(self, request_id: str, pages: list[int]) -> None:
         self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
 
-    def pop(self, request_id: str) -> Arrival:
-        """Hand the arrival over to its submitted request."""
-        return self._arrivals.pop(request_id)
-
-    def discard(self, request_id: str) -> None:
-        self._arrivals.pop(request_id, None)
+    def pop(self, request_id: str) -> Arrival | None:
+        """Remove the arrival, mostly to hand it over to its submitted request."""
+        return self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
         """The request was stopped or has ended: `reap` its pages, ignore messages about it."""
@@ -99,6 +89,6 @@ class Arrivals:
                 continue
             is_over = now_s - arrival.since_s > self._ttl_s or request_id in self._refused
             if is_over and request_id not in submitted and not arrival.is_loading:
-                self.discard(request_id)
+                del self._arrivals[request_id]
                 reaped.append((request_id, arrival.pages))
         return reaped

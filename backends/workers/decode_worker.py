@@ -110,7 +110,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 raise Cancelled("the request was stopped before it arrived at this worker")
             self._refuse_incomplete(request, len(ids) - 1)
             self._check_again(request, len(ids))
-            if not self._arrivals.has(request.request_id) and not self._reserve(
+            if self._arrivals.get(request.request_id) is None and not self._reserve(
                 request.request_id, tokens_max, request.is_resumed
             ):
                 raise self._queue_full("requests")
@@ -193,7 +193,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         with self.lock:
             if request_id in self.jobs or self._arrivals.is_refused(request_id):
                 return
-            if not self._arrivals.has(request_id):
+            if self._arrivals.get(request_id) is None:
                 if message.reserve_tokens > self.process.context_tokens_max:
                     return
                 if not self._reserve(request_id, message.reserve_tokens):
@@ -390,9 +390,10 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.batching.remove(request_id)
             self._pages.release(pages)
         for job in [j for j in self.jobs.values() if j.is_leaving and not j.is_loading]:
-            if self._arrivals.is_loading(job.request_id):
+            arrival = self._arrivals.get(job.request_id)
+            if arrival is not None and arrival.is_loading:
                 continue  # the loader is reading an announced layer into the job's pages
-            self._arrivals.discard(job.request_id)
+            self._arrivals.pop(job.request_id)
             job.finish_reason = "cancelled"
             self.end(job, error=job.error)
 

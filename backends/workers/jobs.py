@@ -6,7 +6,6 @@ Not here: the order of requests (the worker and its driver).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -132,12 +131,13 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         return FirstToken(self.request_id, token_id, self.cached_tokens, self.logprobs)
 
     def reply(self, incarnation: str, block_bytes: int) -> PrefillReply:
+        has_blocks = self.hands_over_blocks and not self.native
         return PrefillReply(
             incarnation=incarnation,
             cached_tokens=self.cached_tokens,
             fetched_blocks=self.fetched_blocks,
             fetched_bytes=self.fetched_blocks * block_bytes,
-            blocks=self._handed_over(),
+            blocks=[self.put.refs[index] for index in sorted(self.put.refs)] if has_blocks else [],
             queue_s=self.queue_s,
             load_s=self.load_s,
             compute_s=self.compute_s,
@@ -152,15 +152,6 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
     def _after_arrival_s(self, at_s: float | None) -> float:
         return -1.0 if at_s is None else at_s - self.submitted_s
-
-    def _handed_over(self) -> list[BlockRef]:
-        if self.native or not self.hands_over_blocks:
-            return []
-        return [self.put.refs[index] for index in sorted(self.put.refs)]
-
-    def observe_abort(self, observations: Observations) -> None:
-        if self.computed_tokens:
-            observations.observe("mooncake_aborted_prefill_tokens_total", self.computed_tokens)
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
         """Record the durations and the sources of the prompt's KV in the metrics."""
@@ -318,15 +309,10 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         if not self._unread_ids:
             return
         token_ids, self._unread_ids = self._unread_ids, []
-        delta = self._text.push(token_ids, logprobs=self._take_drawn())
+        logprobs, self.drawn_logprobs = self.drawn_logprobs, []
+        delta = self._text.push(token_ids, logprobs=logprobs)
         self._pending.append(delta)
         self._pending_tokens += len(delta.token_ids)
-
-    def _take_drawn(self) -> Sequence[TokenLogprobs]:
-        if not self.drawn_logprobs:
-            return ()
-        drawn, self.drawn_logprobs = self.drawn_logprobs, []
-        return drawn
 
     @property
     def has_update(self) -> bool:

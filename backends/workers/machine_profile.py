@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from backends.workers.driver import Driver
 from conductor.estimates import estimates
@@ -40,35 +41,20 @@ def load_or_measure(
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     share = () if len(engine.layers) == engine.layout.layers else (engine.layers,)
-    name = hashlib.blake2b(
-        repr(
-            (
-                VERSION,
-                hardware,
-                engine.model_id,
-                engine.weights_id,
-                engine.layout,
-                role,
-                threads,
-                *share,
-            )
-        ).encode(),
-        digest_size=8,
-    ).hexdigest()
+    model = (engine.model_id, engine.weights_id, engine.layout)
+    identity = repr((VERSION, hardware, *model, role, threads, *share))
+    name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     path = folder / f"{role}-{name}.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             try:
-                saved = json.loads(path.read_text())
-                return MachineProfile(
-                    tuple(saved["prefill"]), tuple(saved["decode"]), saved["error"]
-                )
-            except (ValueError, KeyError):
+                return msgspec.json.decode(path.read_bytes(), type=MachineProfile)
+            except (msgspec.MsgspecError, ValueError):
                 log.warning("%s is damaged, measuring again", path)
         profile = measure(driver, role)
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(asdict(profile)))
+        partial.write_bytes(msgspec.json.encode(profile))
         partial.replace(path)
     return profile
 

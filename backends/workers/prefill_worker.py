@@ -346,10 +346,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         The blocks are stored or abandoned.
         """
         with self.lock:
-            if keys is None:
-                self._single_flight.settle_all(job.request_id)
-            else:
-                self._single_flight.settle(keys, job.request_id)
+            self._single_flight.settle(keys, job.request_id)
             blocked, self._blocked = self._blocked, []
             for other in blocked:
                 if not self.has_left(other) and not other.is_leaving:
@@ -416,7 +413,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)
-        job.observe_abort(self.process.observations)
+        if job.computed_tokens:
+            name = "mooncake_aborted_prefill_tokens_total"
+            self.process.observations.observe(name, job.computed_tokens)
         job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:

@@ -84,8 +84,9 @@ class PrefixLoading:
         self._deadline_s = deadline_s
 
     def find(self, keys: Sequence[bytes], owner: str) -> FoundPrefix:
-        copies = self._store.lookup(keys, owner, self._lease_s) if keys else []
-        return FoundPrefix(copies, self._on_local_node(copies))
+        found = self._store.lookup(keys, owner, self._lease_s) if keys else []
+        here = ([copy for copy in copies if copy.node_id == self._node_id] for copies in found)
+        return FoundPrefix(found, [local[0] for local in takewhile(bool, here)])
 
     def load(
         self,
@@ -119,7 +120,8 @@ class PrefixLoading:
         a block is on an SSD, they are first fetched into local memory.
         """
         wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())
-        if wanted and from_remote and self._in_memory(wanted):
+        is_on_ssd = any(copy.node_id.endswith(SSD_SUFFIX) for copy in wanted)
+        if wanted and from_remote and not is_on_ssd:
             copies = [*found.local, *wanted]
             digests = self._known_digests(copies)
             if len(digests) == len(copies):  # else a node does not answer: fetch from another one
@@ -187,9 +189,6 @@ class PrefixLoading:
         here = {self._node_id, self._node_id + SSD_SUFFIX}
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
-    def _in_memory(self, copies: Sequence[Copy]) -> bool:
-        return not any(copy.node_id.endswith(SSD_SUFFIX) for copy in copies)
-
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
         """Whether more than one other node has a copy of one of these blocks."""
         local = self._node_id
@@ -197,15 +196,6 @@ class PrefixLoading:
             len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1
             for copies in found
         )
-
-    def _on_local_node(self, found: Sequence[tuple[Copy, ...]]) -> list[Copy]:
-        local = []
-        for copies in found:
-            here = [copy for copy in copies if copy.node_id == self._node_id]
-            if not here:
-                break
-            local.append(here[0])
-        return local
 
 
 class SingleFlight:
@@ -238,18 +228,16 @@ class SingleFlight:
     def owner_of(self, key: bytes) -> str | None:
         return self._owner_of.get(key)
 
-    def settle(self, keys: Sequence[bytes], owner: str) -> None:
-        """These blocks are in the store, or `owner` will not produce them."""
+    def settle(self, keys: Sequence[bytes] | None, owner: str) -> None:
+        """These blocks, or with None all blocks of `owner`, are in the store, or `owner` will not
+        produce them."""
         led = self._keys_of.get(owner, set())
-        for key in keys:
+        for key in list(led) if keys is None else keys:
             if key in led:
                 led.discard(key)
                 del self._owner_of[key]
         if not led:
             self._keys_of.pop(owner, None)
-
-    def settle_all(self, owner: str) -> None:
-        self.settle(list(self._keys_of.get(owner, ())), owner)
 
     def check(self) -> None:
         pairs = {(key, owner) for owner, keys in self._keys_of.items() for key in keys}

@@ -341,22 +341,13 @@ WorkerMessage = (
 )
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
-_decode_message = msgspec.msgpack.Decoder(WorkerMessage)
-_encode = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(WorkerMessage).decode  # raises msgspec.DecodeError
+encode = msgspec.msgpack.Encoder().encode
 
 
 def gap_s(streams: int, messages_per_s_max: float) -> float:
     """Gap between two messages of a stream, if the frontend has that many streams."""
     return min(streams / messages_per_s_max, GAP_S_MAX)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encode(message)
-
-
-def decode_message(data: bytes) -> WorkerMessage:
-    """Raises msgspec.DecodeError for any other data."""
-    return _decode_message.decode(data)
 
 
 def inbox_address(name: str) -> str:

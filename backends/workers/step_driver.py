@@ -182,14 +182,17 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
 
     def _sampled(self, job: PrefillJob, logits: np.ndarray) -> int | None:
         """Sample and send the first token of a computed prompt. None if sampling fails."""
+        prompt = job.token_ids[: job.request.prompt_tokens].tolist()
+        output = job.given_output_ids()
         try:
-            token_id = self._sample(job, logits)
+            drawn = draw(logits, job.request.sampling, len(output), prompt, output, job.guide)
         except Exception as error:  # Catch all: a request must not fail the batch
             self._worker.fail(job, error)
             return None
+        job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
         job.computed_at_s = time.monotonic()
-        self._worker.send_first_token(job, token_id)
-        return token_id
+        self._worker.send_first_token(job, drawn.token_id)
+        return drawn.token_id
 
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
@@ -223,13 +226,6 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         self._worker.writer.free_unfilled(job.put)
         then()
 
-    def _sample(self, job: PrefillJob, logits: np.ndarray) -> int:
-        prompt = job.token_ids[: job.request.prompt_tokens].tolist()
-        output = job.given_output_ids()
-        drawn = draw(logits, job.request.sampling, len(output), prompt, output, job.guide)
-        job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
-        return drawn.token_id
-
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     engine: Engine
@@ -246,9 +242,8 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
     def start(self, job: DecodeJob) -> None:
-        job.saved_blocks = (
-            sys.maxsize
-        )  # a step ends with its KV in the pages, so every full block may be written
+        # A step ends with its KV in the pages, so every full block may be written.
+        job.saved_blocks = sys.maxsize
         with self._worker.lock:
             self._worker.join_batch(job)
 

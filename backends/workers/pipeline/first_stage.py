@@ -98,15 +98,13 @@ class PipelinePrefill(StagePrefill):
     def _look(self, workers: Sequence[WorkerInfo] | None, now_s: float) -> None:
         with self._worker.lock:
             lost = self._group.update_registered(workers) if workers is not None else ""
-            lost = lost or self._group.silence(now_s) or self._late(now_s)
+            lost = lost or self._group.silence(now_s)
+            if not lost and (late := self._window.late(now_s)):
+                lost = self._group.end(late)
             if lost:
                 self._broken(lost)
             if self._group.to_begin(now_s):
                 self._begin_epoch()
-
-    def _late(self, now_s: float) -> str:
-        late = self._window.late(now_s)
-        return self._group.end(late) if late else ""
 
     def _begin_epoch(self) -> None:
         inboxes = self._group.others

@@ -37,15 +37,12 @@ class GroupStage:
 class PipelineGroup:
     def __init__(self, own: WorkerInfo) -> None:
         self._own = own
+        self.stages = own.pipeline_stages  # number of all stages, stage 0 included
         self._stages: dict[int, GroupStage] = {}
         self._epochs = 0
         self._asked_s = float("-inf")
         self.epoch = ""  # the announced epoch; "" while a stage is missing
         self.is_whole = False  # all stages are in the epoch
-
-    @property
-    def stages(self) -> int:
-        return self._own.pipeline_stages
 
     @property
     def others(self) -> dict[int, str]:
