@@ -154,7 +154,7 @@ class _ClusterFile:
 
     def _hosts(self, section: FileSection) -> Iterator[tuple[str, Host]]:
         if len(section.names()) > HOSTS_MAX:
-            section.mistakes.note(section.line, "hosts", f"more than {HOSTS_MAX}")
+            section.note("", f"more than {HOSTS_MAX}")
             return
         for name, host in section.sections():
             if not NAME.fullmatch(name):
@@ -226,7 +226,7 @@ class _ClusterFile:
         )
         if section.has("hosts") == section.has("endpoints"):
             what = "name either hosts, to start members there, or endpoints of a running etcd"
-            self.mistakes.note(section.line, section.path, what)
+            section.note("", what)
         section.close()
         return found
 
@@ -258,15 +258,13 @@ class _ClusterFile:
             spec = NodeSpec(
                 name=name,
                 host=host,
-                dram_bytes=node.size_bytes("dram", NODE_BYTES_MIN),
+                dram_bytes=node.size_bytes("dram", NODE_BYTES_MIN, NODE_BYTES_MIN),
                 ssd_bytes=node.size_bytes("ssd", 0),
                 ssd_path=node.text("ssd_path") or "ssd",
                 segment_path=node.text("segment_path") or "",
                 control_port=node.port("control_port", NODE_PORT + 2 * number),
                 data_port=node.port("data_port", NODE_PORT + 2 * number + 1),
             )
-            if spec.dram_bytes < NODE_BYTES_MIN:
-                node.note("dram", f"is {spec.dram_bytes} bytes; use 1M or more")
             node.close()
             if host:
                 yield spec
@@ -306,13 +304,12 @@ class _ClusterFile:
         """The conductor's parameters, with those of `slo` and the workers' checkpoint."""
         section, slo = self.top.section("conductor"), self.top.section("slo")
         given = section.others()
-        lines = dict.fromkeys(given, section)
+        where = {name: (section, name) for name in given}  # parameter -> its section and key
         for short, name in SLO.items():
             if (text := slo.text(short)) is not None:
                 if name in given:
                     slo.note(short, f"is set by conductor.{name} too: remove one")
-                given[name] = text
-                lines[name] = slo
+                given[name], where[name] = text, (slo, short)
         slo.close()
         given.setdefault("checkpoint", checkpoint)
         if given["checkpoint"] != checkpoint:
@@ -322,22 +319,17 @@ class _ClusterFile:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
         known_given = {name: value for name, value in given.items() if name in known}
         _, problems = check_configs((FrontendConfig, ConductorConfig), known_given)
-        short_names = {long: short for short, long in SLO.items()}
         for problem in problems:
             name = _parameter_of(problem, given)
-            owner = lines.get(name, section)
-            key = short_names.get(name, name) if owner is slo else name
-            if name:
-                owner.note(key, problem.removeprefix(f"{name} "))
-            else:
-                self.mistakes.note(section.line, "conductor", problem)
+            owner, key = where.get(name, (section, name))
+            owner.note(key, problem.removeprefix(f"{name} "))
         return given
 
     def _keys(self, section: FileSection) -> dict[str, Any]:
         folder = section.text("folder") or ""
         is_insecure = section.truth("insecure", False)
         if section.is_there and bool(folder) == is_insecure:
-            self.mistakes.note(section.line, "keys", "set either folder: NAME or insecure: true")
+            section.note("", "set either folder: NAME or insecure: true")
         section.close()
         found = self.top.words("trusted_data_network")
         for name, line in found:
@@ -372,9 +364,7 @@ class _PoolReader:
         guess = next((role for role in ROLES if name.startswith(role)), "")
         role = section.choice("role", ROLES, guess)
         if not role and not section.has("role"):
-            self.file.mistakes.note(
-                section.line, section.path, "has no role: add role: prefill or role: decode"
-            )
+            section.note("", "has no role: add role: prefill or role: decode")
         own = section.others(*POOL_KEYS)
         self._read_template(role, {**self.common, **own})
         known = _known(role or "prefill", {**self.shipped, **self.common, **own})
@@ -393,11 +383,7 @@ class _PoolReader:
             )
         elastic = self._elastic()
         if not section.has("workers") and elastic is None:
-            self.file.mistakes.note(
-                section.line,
-                section.path,
-                "has no workers: give a number for each host (workers: {a: 1})",
-            )
+            section.note("", "has no workers: give a number for each host (workers: {a: 1})")
         section.close()
         return PoolSpec(
             name=name,
@@ -420,7 +406,7 @@ class _PoolReader:
                 "model repository with a model of that engine (--model-repository), or set the "
                 "engine of the existing model"
             )
-            self.file.mistakes.note(self.section.line, self.section.path, what)
+            self.section.note("", what)
         taken = known.difference(SET_BY_THE_FILE)
         self.shipped = {name: value for name, value in shipped.items() if name in taken}
 
@@ -432,9 +418,7 @@ class _PoolReader:
         most = section.number("most", max(1, least), 1, HOSTS_MAX)
         if most < least:
             section.note("most", f"is {most}, which is below least ({least})")
-        dram_bytes = section.size_bytes("dram", 1 << 30)
-        if dram_bytes < NODE_BYTES_MIN:
-            section.note("dram", f"is {dram_bytes} bytes; use 1M or more")
+        dram_bytes = section.size_bytes("dram", 1 << 30, NODE_BYTES_MIN)
         section.close()
         return Elastic(least, most, dram_bytes)
 
@@ -489,9 +473,6 @@ class _PoolReader:
         for problem in parameter_problems(role, {**self.shipped, **known_raw}):
             name = _parameter_of(problem, known_raw)
             if only is not None and name not in only:
-                continue
-            if not name:
-                self.file.mistakes.note(section.line, section.path, problem)
                 continue
             is_default = name in self.defaults.names() and name not in section.names()
             owner = self.defaults if is_default else section

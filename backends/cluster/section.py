@@ -56,12 +56,13 @@ class FileSection:
             mistakes.note(entry.line, path, "must be a mapping of keys to values")
 
     def path_of(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+        return ".".join(filter(None, (self.path, key)))
 
     def line_of(self, key: str) -> int:
         return self._key_lines.get(key, self.line)
 
     def note(self, key: str, what: str) -> None:
+        """Note a mistake at this key; "" stands for the section itself."""
         self.mistakes.note(self.line_of(key), self.path_of(key), what)
 
     def has(self, key: str) -> bool:
@@ -127,7 +128,7 @@ class FileSection:
     def port(self, key: str, default: int) -> int:
         return self.number(key, default, 1, PORT_MAX)
 
-    def size_bytes(self, key: str, default: int) -> int:
+    def size_bytes(self, key: str, default: int, least: int = 0) -> int:
         text = self.text(key)
         if text is None:
             return default
@@ -135,7 +136,10 @@ class FileSection:
         if match is None:
             self.note(key, f"is {text!r}, which is no size; use a size like 512M or 4G")
             return default
-        return int(match[1]) * UNITS[match[2].upper()]
+        size = int(match[1]) * UNITS[match[2].upper()]
+        if size < least:
+            self.note(key, f"is {size} bytes; use {least >> 20}M or more")
+        return size
 
     def truth(self, key: str, default: bool) -> bool:
         text = self.text(key)
