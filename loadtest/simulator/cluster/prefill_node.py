@@ -276,10 +276,7 @@ class PrefillNode(PromptComputer):
 
     def _settle(self, job: SimulatedJob, keys: Sequence[bytes] | None) -> None:
         """These blocks (None: all it leads) are stored or abandoned: retry blocked prompts."""
-        if keys is None:
-            self._single_flight.settle_all(job.request_id)
-        else:
-            self._single_flight.settle(keys, job.request_id)
+        self._single_flight.settle(keys, job.request_id)
         if not self._blocked:
             return
         settled = job.keys if keys is None else keys
