@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import HEADER_BYTES, Geometry
-from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.digests import block_checksum, copy_blocks, layer_digests, pack_digests
 from mooncake_store.memory.registrations import SCRATCH_BYTES, Scratch
 from mooncake_store.memory.slot_memory import SlotHeader, ready_prefix
@@ -63,11 +62,6 @@ class Want(NamedTuple):
         return self.start_bytes + self.length_bytes
 
     @property
-    def target_bytes(self) -> ByteArray:
-        buffer, (start, length_bytes) = self.target
-        return buffer[start : start + length_bytes]
-
-    @property
     def parts(self) -> int:
         """Number of equal pieces with a digest each; 0: one digest over the whole span."""
         return self.layers or (len(self.checksums) if len(self.checksums) > 1 else 0)
@@ -75,9 +69,9 @@ class Want(NamedTuple):
     def is_whole(self) -> bool:
         """True if the bytes in the target have the expected checksums; also True if none are
         expected."""
-        return not self.checksums or self.is_promised(
-            layer_digests(self.target_bytes, self.parts or 1)
-        )
+        buffer, (start, length_bytes) = self.target
+        read = buffer[start : start + length_bytes]
+        return not self.checksums or self.is_promised(layer_digests(read, self.parts or 1))
 
     def is_promised(self, packed: bytes) -> bool:
         """True if the packed digests match the checksums. Stores the digests in `digests` if
@@ -261,12 +255,17 @@ def _copied(
     """Copy from a mapped segment and hash in the same pass. Returns True for each verified block,
     and for each block without checksums."""
     started_s = time.monotonic()
-    whole, moved_bytes = [], 0
+    whole, moved_bytes, offset_of = [], 0, node.shape.slot_offset_bytes
     with transport.owned(node.info) as view:
-        for alike, group in groupby(wants, _alike):
-            for part in copied_parts(list(group), alike[0], threads):
-                whole += _copied_alike(view, node.shape, part, *alike, threads)
-                moved_bytes += len(part) * alike[0]
+        for (length_bytes, parts, is_hashed), group in groupby(wants, _alike):
+            for part in copied_parts(list(group), length_bytes, threads):
+                sources = [(view, offset_of(want.copy.slot) + want.start_bytes) for want in part]
+                targets = [(want.target[0], want.target[1].offset_bytes) for want in part]
+                packed = copy_blocks(
+                    targets, sources, length_bytes, parts, is_hashed, threads, is_read=True
+                )
+                whole += [want.is_promised(found) for want, found in zip(part, packed, strict=True)]
+                moved_bytes += len(part) * length_bytes
                 if time.monotonic() - started_s > left_s:
                     raise TransferTimeout(
                         f"node {node.info.node_id}: copying {moved_bytes} bytes through shared "
@@ -280,21 +279,6 @@ def _alike(want: Want) -> tuple[int, int, bool]:
     """(length_bytes, digests per block, is hashed). Consecutive wants with equal values are copied
     by one copy_blocks call."""
     return want.length_bytes, want.parts, bool(want.checksums)
-
-
-def _copied_alike(
-    view: ByteArray,
-    shape: Geometry,
-    wants: Sequence[Want],
-    length_bytes: int,
-    parts: int,
-    is_hashed: bool,
-    threads: int,
-) -> list[bool]:
-    sources = [(view, shape.slot_offset_bytes(want.copy.slot) + want.start_bytes) for want in wants]
-    targets = [(want.target[0], want.target[1].offset_bytes) for want in wants]
-    packed = copy_blocks(targets, sources, length_bytes, parts, is_hashed, threads, is_read=True)
-    return [want.is_promised(found) for want, found in zip(wants, packed, strict=True)]
 
 
 class HeaderReader:
@@ -386,13 +370,13 @@ class HeaderReader:
                 and (span := span_of(node.shape, index)) is not None
             }
             try:
-                self._read_node(node, spans, found)
+                self._read_spans(node, spans, found)
             except TransferFailed:
                 if must_come:
                     raise
         return [found.get(index) for index in range(len(copies))]
 
-    def _read_node(
+    def _read_spans(
         self, node: NodeAccess, spans: dict[int, ByteSpan], found: dict[int, bytes]
     ) -> None:
         if isinstance(node.transport, MappedTransport):
@@ -400,18 +384,13 @@ class HeaderReader:
                 for index, (start, length_bytes) in spans.items():
                     found[index] = view[start : start + length_bytes].tobytes()
             return
-        for part in _parts(spans):
-            self._read_part(node, part, found)
-
-    def _read_part(
-        self, node: NodeAccess, part: dict[int, ByteSpan], found: dict[int, bytes]
-    ) -> None:
-        total_bytes = sum(span.length_bytes for span in part.values())
-        with self._scratch.take(total_bytes) as buffer:
-            targets = side_by_side(buffer, part.values())
-            node.transport.read(node.info, list(part.values()), targets, HEADERS_DEADLINE_S)
-            for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
-                found[index] = buffer[start : start + length_bytes].tobytes()
+        for part in parts_of(list(spans), lambda index: spans[index].length_bytes, SCRATCH_BYTES):
+            sources = [spans[index] for index in part]
+            with self._scratch.take(sum(span.length_bytes for span in sources)) as buffer:
+                targets = side_by_side(buffer, sources)
+                node.transport.read(node.info, sources, targets, HEADERS_DEADLINE_S)
+                for index, (_, (start, length_bytes)) in zip(part, targets, strict=True):
+                    found[index] = buffer[start : start + length_bytes].tobytes()
 
 
 def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
@@ -425,16 +404,3 @@ def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
     # the headers of the other units must be zero: a nonzero one belongs to a later block
     return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES
-
-
-def _parts(spans: dict[int, ByteSpan]) -> list[dict[int, ByteSpan]]:
-    """Split into parts that each fit a scratch buffer."""
-    parts: list[dict[int, ByteSpan]] = []
-    left_bytes = 0
-    for index, span in spans.items():
-        if not parts or span.length_bytes > left_bytes:
-            parts.append({})
-            left_bytes = SCRATCH_BYTES
-        parts[-1][index] = span
-        left_bytes -= span.length_bytes
-    return parts

@@ -139,10 +139,9 @@ class Fetcher:
     def _pull(
         self, own: OwnSegment, wanted: Sequence[tuple[bytes, Slot, Copy]], terms: LeaseTerms
     ) -> Counter[str]:
-        wants, starts = [], []
+        wants = []
         for key, slot, copy in wanted:
             span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
-            starts.append(span.offset_bytes)
             if copy.checksum:
                 wants.append(Want(copy, 0, (own.view, span), (copy.checksum,), self._layers, []))
             else:
@@ -163,24 +162,13 @@ class Fetcher:
             self._directory.commit(
                 own.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
             )
-        self._abandon(own, wanted, starts, arrived, terms)
-        return bytes_from
-
-    def _abandon(
-        self,
-        own: OwnSegment,
-        wanted: Sequence[tuple[bytes, Slot, Copy]],
-        starts: Sequence[int],
-        arrived: Sequence[bool],
-        terms: LeaseTerms,
-    ) -> None:
-        """Abandon the slots that were not filled, except those that a late transfer may still
-        write."""
+        # A late transfer may still write some of the slots that were not filled: they stay leased.
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot
-            for (_, slot, _), start, is_here in zip(wanted, starts, arrived, strict=True)
-            if not is_here and start not in late
+            for (_, slot, _), want, is_here in zip(wanted, wants, arrived, strict=True)
+            if not is_here and want.target[1].offset_bytes not in late
         ]
         if lost:
             self._directory.abandon(lost, terms.owner)
+        return bytes_from

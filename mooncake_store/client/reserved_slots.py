@@ -86,12 +86,7 @@ class Reserve:
     @property
     def missing(self) -> int:
         """Slots to request from the directory."""
-        there = len(self.raw) + self.marking + len(self.marked) + len(self.ready)
-        return max(0, self.wished - there)
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self.raw or self.marking or self.marked or self.ready)
+        return max(0, self.wished - len(self.uses()) - self.marking)
 
     def uses(self) -> list[Use]:
         return [*(use for use, _ in self.raw), *self.marked, *self.ready]
@@ -262,7 +257,7 @@ class ReservedSlots:
         with self._lock:
             batch, reserve.waiting = reserve.waiting, []
             wished = 0 if reserve.is_dropped else reserve.missing
-            epoch, had_any = reserve.epoch, reserve.has_any
+            epoch, had_any = reserve.epoch, bool(reserve.uses() or reserve.marking)
             confirmed, reserve.marked = reserve.marked, []
         rows = [row for each in batch for row in each.rows]
         asked_s = boot_s()

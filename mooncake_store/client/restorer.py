@@ -152,7 +152,10 @@ class Restorer:
                 with self._lock:
                     self._restored_blocks += len(arrived)
                 if arrived:
-                    yield [(index, _copy(node_id, restore)) for index, restore in arrived]
+                    yield [
+                        (index, Copy(node_id, at.slot, at.generation, at.checksum, at.size_bytes))
+                        for index, at in arrived
+                    ]
         finally:
             rows = [(each.key, each.slot, each.generation, each.checksum) for _, each in loaded]
             if rows:
@@ -218,10 +221,6 @@ def _restore(key: bytes, copy: Copy, slot: Slot) -> Restore:
     return Restore(
         key, copy.slot, copy.generation, slot.slot, slot.generation, copy.checksum, copy.size_bytes
     )
-
-
-def _copy(node_id: str, restore: Restore) -> Copy:
-    return Copy(node_id, restore.slot, restore.generation, restore.checksum, restore.size_bytes)
 
 
 def _grouped(todo: Group) -> list[Group]:

@@ -146,7 +146,7 @@ def rotate(
 def show(folder: Folder) -> None:
     """Show the hosts, the generations, and the validity of certificates."""
     from mooncake_store.keys.authority import Authority
-    from mooncake_store.keys.tls import certificate_facts
+    from mooncake_store.keys.tls import certificate_in
 
     with _refusals():
         state = Authority.read(folder).state
@@ -154,7 +154,7 @@ def show(folder: Folder) -> None:
         typer.echo(f"generations trusted: {numbers}; used: {state.used}")
         typer.echo(f"`mooncake keys rotate` would {state.next_step}")
         for host, may_direct in sorted(state.hosts.items()):
-            until = certificate_facts(folder / host).until
+            until = certificate_in(folder / host).not_valid_after_utc
             role = "" if may_direct else ", without the directory's key"
             named = f" of {state.addresses[host]}" if host in state.addresses else ""
             typer.echo(f"{host}: certificate{named} until {until:%Y-%m-%d}{role}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -98,20 +97,9 @@ def refusal_words(who: str, error: ssl.SSLError) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CertificateFacts:
-    host: str
-    begins: datetime.datetime
-    until: datetime.datetime
-
-
-def certificate_facts(folder: Path) -> CertificateFacts:
-    certificate = _certificate(folder / CERTIFICATE)
-    return CertificateFacts(
-        certificate.subject.rfc4514_string().removeprefix("CN="),
-        certificate.not_valid_before_utc,
-        certificate.not_valid_after_utc,
-    )
+def certificate_in(folder: Path) -> x509.Certificate:
+    """The certificate of the host with this folder of keys; OSError, ValueError."""
+    return x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
 
 
 def certificate_problems(
@@ -120,31 +108,29 @@ def certificate_problems(
     """Reasons why peers reject this host's certificate now, or will within `warn_before`.
     `address`: an address that the certificate must name; "": none."""
     try:
-        facts = certificate_facts(keys.folder)
-        certificate = _certificate(keys.certificate)
+        certificate = certificate_in(keys.folder)
         authorities = x509.load_pem_x509_certificates(keys.authorities.read_bytes())
         private = serialization.load_pem_private_key(keys.private_key.read_bytes(), None)
     except (ValueError, OSError) as error:
         return [f"the certificate in {keys.folder} cannot be read: {error}"]
     found = []
     if address and not _is_named(certificate, address):
+        host = certificate.subject.rfc4514_string().removeprefix("CN=")
         found.append(
             f"{keys.certificate} does not name {address}, which members of etcd check: run "
-            f"`mooncake keys add-host FOLDER {facts.host}={address}` where keys are made, and "
-            "copy the folder"
+            f"`mooncake keys add-host FOLDER {host}={address}` where keys are made, and copy the "
+            "folder"
         )
     now = datetime.datetime.now(datetime.timezone.utc)
     renew = "renew it (mooncake keys rotate, or add-host again) and copy the folder"
-    if now < facts.begins:
-        found.append(f"{keys.certificate} begins {facts.begins:%Y-%m-%d}: the clock is wrong")
-    if now > facts.until:
-        found.append(f"{keys.certificate} expired on {facts.until:%Y-%m-%d}: {renew}")
-    elif now > facts.until - warn_before:
-        found.append(f"{keys.certificate} expires on {facts.until:%Y-%m-%d}: {renew}")
-    encoded = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    if private.public_key().public_bytes(*encoded) != certificate.public_key().public_bytes(
-        *encoded
-    ):
+    begins, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < begins:
+        found.append(f"{keys.certificate} begins {begins:%Y-%m-%d}: the clock is wrong")
+    if now > until:
+        found.append(f"{keys.certificate} expired on {until:%Y-%m-%d}: {renew}")
+    elif now > until - warn_before:
+        found.append(f"{keys.certificate} expires on {until:%Y-%m-%d}: {renew}")
+    if private.public_key() != certificate.public_key():
         found.append(
             f"{keys.folder / PRIVATE_KEY} is not its certificate's key: copy the folder again"
         )
@@ -165,10 +151,6 @@ def _is_named(certificate: x509.Certificate, address: str) -> bool:
     except ValueError:
         return address.lower() in map(str.lower, names.get_values_for_type(x509.DNSName))
     return wanted in names.get_values_for_type(x509.IPAddress)
-
-
-def _certificate(path: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(path.read_bytes())
 
 
 def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:

@@ -192,10 +192,8 @@ class IndexTable:
         if at is None:
             return False
         fields = _ENTRY.pack(key, copy.generation, copy.checksum, copy.size_bytes, copy.slot, node)
-        bucket, way = at
-        tag = bucket * _BUCKET_WORDS + _BUCKETS_AT // _WORD + way
+        tag, start = self._tag_at(*at), _entry_at(*at)
         self.entries += not self._words[tag]
-        start = _entry_at(bucket, way)
         check = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
         self._memory[start : start + _ENTRY_WORDS * _WORD] = fields + check
         self._words[tag] = hashed | 1
@@ -205,15 +203,12 @@ class IndexTable:
         number = self._names.get(node_id)
         if number is None:
             return
-        for (bucket, way), node in self._of(key, _hash(key)):
+        for at, node in self._of(key, _hash(key)):
             if node == number + 1:
-                self._empty(bucket, way)
-
-    def _empty(self, bucket: int, way: int) -> None:
-        self._words[bucket * _BUCKET_WORDS + _BUCKETS_AT // _WORD + way] = 0
-        start = _entry_at(bucket, way)
-        self._memory[start : start + _ENTRY_WORDS * _WORD] = bytes(_ENTRY_WORDS * _WORD)
-        self.entries -= 1
+                self._words[self._tag_at(*at)] = 0
+                start = _entry_at(*at)
+                self._memory[start : start + _ENTRY_WORDS * _WORD] = bytes(_ENTRY_WORDS * _WORD)
+                self.entries -= 1
 
     def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
         """The position for the entry of this copy; None: only entries of higher precedence

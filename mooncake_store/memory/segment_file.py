@@ -89,7 +89,8 @@ def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
         needed_bytes[device] = needed_bytes.get(device, 0) + size_bytes
         free_bytes = _free_bytes(where)
         if needed_bytes[device] > free_bytes:
-            could_be = needed_bytes[device] <= _all_bytes(where)
+            room = os.statvfs(where)
+            could_be = needed_bytes[device] <= room.f_blocks * room.f_frsize
             raise (NoRoom if could_be else SegmentRefused)(
                 f"segment {path} needs {_mib(needed_bytes[device])}, {where} has "
                 f"{_mib(free_bytes)} free: {_advice(where)}"
@@ -111,12 +112,6 @@ def _free_bytes(folder: str) -> int:
         return room.f_bavail * room.f_frsize
     pool = Path(f"/sys/kernel/mm/hugepages/hugepages-{room.f_bsize // 1024}kB/free_hugepages")
     return int(pool.read_text("utf-8")) * room.f_bsize
-
-
-def _all_bytes(folder: str) -> int:
-    """The size of the filesystem."""
-    room = os.statvfs(folder)
-    return room.f_blocks * room.f_frsize
 
 
 def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:

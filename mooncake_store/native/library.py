@@ -68,21 +68,20 @@ def why_not() -> str:
 
 def function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
     """A function of native.c; None without a library. It releases the GIL while it runs."""
-    found = library()
-    return None if found is None else _declared(found, name, result, arguments)
+    return _declared(library(), name, result, arguments)
 
 
 def quick_function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
     """As `function`, for a function of microseconds: it keeps the GIL, whose release costs more."""
     found = library()
-    if found is None:
-        return None
-    return _declared(ctypes.PyDLL(found._name), name, result, arguments)
+    return _declared(found and ctypes.PyDLL(found._name), name, result, arguments)
 
 
 def _declared(
-    found: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]
-) -> NativeFunction:
+    found: ctypes.CDLL | None, name: str, result: Any, arguments: Sequence[Any]
+) -> NativeFunction | None:
+    if found is None:
+        return None
     made: NativeFunction = found[name]  # a new object each time, unlike an attribute
     made.restype, made.argtypes = result, list(arguments)  # type: ignore[attr-defined]
     return made
