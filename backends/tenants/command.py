@@ -18,6 +18,7 @@ from backends.tenants import tenants_file
 from backends.tenants.api_keys import make_key, sha256_of
 from backends.tenants.tenants_file import (
     DEFAULT,
+    LIMITS,
     KeyEntry,
     TenantEntry,
     TenantsFile,
@@ -87,9 +88,8 @@ def add(
         "requests_in_flight_max": requests_in_flight_max,
         "operator": operator,
     }
-    limits = ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max")
     changes = {
-        name: None if name in limits and value == 0 else value
+        name: None if name in LIMITS and value == 0 else value
         for name, value in given.items()
         if value is not None
     }

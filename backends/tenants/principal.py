@@ -37,12 +37,7 @@ class Principal:
     @property
     def limits(self) -> TenantLimits | None:
         """None without API keys."""
-        known = self.known
-        if known is None:
-            return None
-        return TenantLimits(
-            known.requests_per_minute, known.tokens_per_minute, known.requests_in_flight_max
-        )
+        return self.known.limits if self.known is not None else None
 
     def priority(self, given: int | None) -> int:
         """The request's priority; `given`: by the client, None: not given."""

@@ -2,7 +2,7 @@
 
 Triton keeps each series until it exits, so clients must not choose labels. The first LABELS_MAX
 tenants of the file of keys that send a request get a label. All others share one. Salts and keys
-are never on the metrics page. Not here: the counts (frontend/request_times.py).
+are never on the metrics page.
 """
 
 from __future__ import annotations

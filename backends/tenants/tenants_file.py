@@ -21,10 +21,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 
+from conductor.messages import TenantLimits
 from mooncake_store.process.edited_file import replace_file
 
 DEFAULT = "default"  # the tenant of requests without a tenant; its cache salt is always empty
@@ -33,6 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 SALT_BYTES_MAX = 256  # as the parameter `tenant` of a request
 PRIORITY_MAX = 2**31 - 1
+LIMITS = tuple(field.name for field in fields(TenantLimits))
 LIMIT_MAX = 2**53  # largest limit up to which a float counts exactly
 
 
@@ -70,19 +73,17 @@ class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class ApiTenant(msgspec.Struct, frozen=True):
-    """A tenant with every default filled in. A limit of None means no limit."""
+    """A tenant with every default filled in."""
 
     name: str
     salt: str
     priority: int = 0
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    requests_in_flight_max: int | None = None
+    limits: TenantLimits = TenantLimits()
     is_operator: bool = False
 
     @property
     def has_rates(self) -> bool:
-        return not (self.requests_per_minute is None is self.tokens_per_minute)
+        return not (self.limits.requests_per_minute is None is self.limits.tokens_per_minute)
 
 
 def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
@@ -91,9 +92,7 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
         name=name,
         salt="" if name == DEFAULT else salt,
         priority=entry.priority,
-        requests_per_minute=entry.requests_per_minute,
-        tokens_per_minute=entry.tokens_per_minute,
-        requests_in_flight_max=entry.requests_in_flight_max,
+        limits=TenantLimits(**{name: getattr(entry, name) for name in LIMITS}),
         is_operator=entry.operator,
     )
 
@@ -155,7 +154,7 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
         yield f"tenant {name!r}: remove its salt; it shares KV with all requests without a tenant"
     if abs(entry.priority) > PRIORITY_MAX:
         yield f"tenant {name!r}: priority is {entry.priority}; at most {PRIORITY_MAX}"
-    for limit in ("requests_per_minute", "tokens_per_minute", "requests_in_flight_max"):
+    for limit in LIMITS:
         value = getattr(entry, limit)
         if value is not None and not 1 <= value <= LIMIT_MAX:
             yield f"tenant {name!r}: {limit} is {value}; use 1 or more, or leave it out"

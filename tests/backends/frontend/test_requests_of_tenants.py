@@ -25,7 +25,7 @@ from tests.backends.frontend.test_live_request import (
     reject,
 )
 
-LIMITED = Principal("a", ApiTenant("a", "salt of a", priority=1, requests_per_minute=5))
+LIMITED = Principal("a", ApiTenant("a", "salt of a", 1, TenantLimits(requests_per_minute=5)))
 
 
 class LimitedCase(Case):

@@ -143,10 +143,10 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, given: dict[str, Any], s
 
 def test_the_default_tenant_is_always_there_and_shares(path: Path) -> None:
     found = ApiKeys(path).tenant("default")
-    assert found is not None and found.salt == "" and found.requests_per_minute is None
+    assert found is not None and found.salt == "" and found.limits.requests_per_minute is None
     written(path, {"tenants": {"default": {"requests_per_minute": 5}}})
     found = ApiKeys(path).tenant("default")
-    assert found is not None and (found.salt, found.requests_per_minute) == ("", 5)
+    assert found is not None and (found.salt, found.limits.requests_per_minute) == ("", 5)
 
 
 def test_keys_come_from_the_environment_as_a_path_or_as_the_text_itself(

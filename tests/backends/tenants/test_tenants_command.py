@@ -38,7 +38,7 @@ def test_a_key_that_was_made_opens_and_is_in_no_file(path: Path) -> None:
     tenant = ApiKeys(path).tenant_of(key)
     assert tenant is not None and tenant == ApiKeys(path).tenant_of(other)
     assert (tenant.name, tenant.salt, tenant.priority) == ("acme", "acme", 2)
-    assert tenant.requests_per_minute == 60, "what is not said stays"
+    assert tenant.limits.requests_per_minute == 60, "what is not said stays"
     assert key not in path.read_text() and path.stat().st_mode & 0o077 == 0
     said = run("add", path, "acme", "--no-key", "--requests-per-minute", 0)[1]
     assert said.startswith("acme: ") and "mk-" not in said and "requests a minute" not in said
