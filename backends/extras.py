@@ -1,7 +1,7 @@
 """Optional extras of this package: which extra provides a module that is not installed.
 
 A missing extra gives an error of one line with its name instead of a traceback, before anything
-runs. Not here: the packages of the extras (pyproject.toml; a test compares).
+runs.
 """
 
 from __future__ import annotations

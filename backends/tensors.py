@@ -2,7 +2,6 @@
 
 Names and types are those of TensorRT-LLM's `ensemble` (inflight_batcher_llm), so that its clients
 work unchanged, plus a few additional ones. A test compares the config.pbtxt files with this table.
-Not here: the meaning of the values (frontend/request.py), Triton's API (triton_io.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Raw logits are those before penalties, temperature and the grammar's mask. So logprobs do not depend
 on the request's sampling, and a masked token may be among the best ones. The log-softmax is
 computed in float64; clients get float32.
-
-Not here: sampling a token (engine/sampling.py), the release of tokens (text/text_stream.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The commands of `mooncake cluster`. Each command reads the cluster file and reports its mistakes.
-
-Not here: checking, rendering and draining (the other modules of this folder), serving
-(backends/launcher/command.py).
-"""
+"""The commands of `mooncake cluster`. Each reads the cluster file and reports its mistakes."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ of a storage node stays until `undo`, until the node registers again, or until a
 leads.
 
 Requests of the host's own frontend are not moved, because they are bound to client connections.
-
-Not here: which keys the command needs (command.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A plan is derived from the `Deployment` alone. Where a plan has two addresses, the process binds the
 address `listen...` and advertises the other one.
-
-Not here: starting the processes (backends/launcher).
 """
 
 from __future__ import annotations

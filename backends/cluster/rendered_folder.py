@@ -3,8 +3,6 @@
 The manifest distinguishes an operator's edit from an older rendering. A file whose digest differs
 from the manifest was edited. A start of serving keeps an edited file; only `mooncake cluster render
 models` overwrites it.
-
-Not here: the text of a file (model_rendering.py).
 """
 
 from __future__ import annotations

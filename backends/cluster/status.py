@@ -1,9 +1,6 @@
 """The state of all hosts of a deployment, from etcd, the directory and the frontends.
 
 A part that does not answer has the reason as its state. No query takes longer than a few seconds.
-
-Not here: one server's numbers over time (`mooncake status`), the keys that queries need
-(command.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A scalar keeps its text, so `yes`, `0700` and `1:30` are not converted. The read
 converts it to a port or a size. Anchors and `<<` are supported. Duplicate keys, tags, entries that
 contain themselves, and files that unfold to too many entries are rejected. For any text, this
 module raises only `YamlInvalid`.
-
-Not here: which keys exist (deployment.py).
 """
 
 from __future__ import annotations

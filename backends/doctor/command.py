@@ -1,7 +1,4 @@
-"""`mooncake doctor`: checks host, model repository and running system, and prints findings.
-
-Not here: which facts are findings (judgement.py, running_check.py).
-"""
+"""`mooncake doctor`: checks host, model repository and running system, and prints findings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The state of a running system and the time of one request become findings with remedies.
-
-Not here: HTTP of the metrics port (backends/launcher/metrics_server.py).
-"""
+"""The state of a running system and the time of one request become findings with remedies."""
 
 from __future__ import annotations
 

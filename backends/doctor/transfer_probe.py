@@ -3,8 +3,6 @@
 The probe starts a directory and two small storage nodes, reads by each transport, and stops them.
 It runs in its own process (`python -m backends.doctor.transfer_probe`, one line of JSON), because
 NIXL and UCX may crash theirs.
-
-Not here: findings (judgement.py), rates between hosts, which workers measure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`mooncake serve`: parses its options, then starts, supervises and stops a launch.
-
-Not here: the processes of a launch (launch.py).
-"""
+"""`mooncake serve`: parses its options, then starts, supervises and stops a launch."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 `state` checks once and describes the result in one line. A starting host waits until the result is
 good. While the host serves, a thread of `DeploymentWatch` checks every WATCH_S, and the launcher
 prints changes.
-
-Not here: starting a directory or an etcd member (launch.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks of the machine before a launch; each problem is reported with its remedy.
 
 This module finds `tritonserver`, checks numpy, libpython, ports, /dev/shm and the thread limit, and
-makes the environment of child processes. Not here: copying files and starting processes
-(launch.py).
+makes the environment of child processes.
 """
 
 from __future__ import annotations

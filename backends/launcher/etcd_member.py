@@ -4,9 +4,6 @@ The etcd members elect the leading directory; an election needs more than half o
 member finds its data in the state folder and rejoins by itself. The other members reject a member
 that lost its data. Such a member is replaced: removed from the cluster and added again with the
 same address.
-
-Not here: what is kept in etcd (mooncake_store/directory/election.py), starting the process
-(launch.py).
 """
 
 from __future__ import annotations

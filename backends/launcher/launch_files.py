@@ -7,8 +7,6 @@ Containers may share /dev/shm without sharing pids, so the pid of a live launche
 here, and the pid of a dead one may be in use.
 
 Only files of this user are removed. Files without a lock file stay, because their owner is unknown.
-
-Not here: the contents of the files, and the order in which processes end (launch.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ are kept, so that no counter decreases. Its gauges are dropped.
 
 The server runs in threads of the launcher. It fetches the pages for each call of /metrics, and
 once a second, so that few counts are lost when a Triton dies.
-
-Not here: what the numbers mean (metrics/table.py).
 """
 
 from __future__ import annotations

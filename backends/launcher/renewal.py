@@ -19,8 +19,6 @@ restarted without a turn as well. It serves no requests, and with it the host wo
 ready workers.
 
 ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
-
-Not here: keys (mooncake_store/keys), draining and starting (triton_process.py).
 """
 
 from __future__ import annotations

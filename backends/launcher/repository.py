@@ -15,8 +15,6 @@ previous copy and reports file, line and remedy.
 
 **Model states.** Which models are ready, and Triton's reason for a model that is not, without the
 traceback around it.
-
-Not here: starting Triton, and detecting that a model's process died (triton_process.py).
 """
 
 from __future__ import annotations

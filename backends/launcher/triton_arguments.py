@@ -10,8 +10,6 @@ who can list the processes of this host.
 
 `stage` makes the folder for `--backend-directory`. Triton requires `python/` in it with real copies
 of its Python backend (it rejects symbolic links), and one folder for each of our backends.
-
-Not here: which Tritons there are and when they start (launch.py, triton_process.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The commands of `mooncake store`: each makes a few client calls; errors are one line.
-
-Not here: the client (client.py), sizes, keys and the search for a directory (arguments.py), the
-processes (serving.py).
-"""
+"""The commands of `mooncake store`: each makes a few client calls; errors are one line."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ ConfigMap changes with its content, so an edit causes a rolling update.
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports                     NetworkPolicies
 
-The Secrets with the keys from `mooncake keys` are separate files. Not here: resources of other
-operators (autoscaling.py).
+The Secrets with the keys from `mooncake keys` are separate files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Readings of the metrics page: fetching the page, and the pages of the last seconds.
-
-Not here: the view that two readings give (view.py), showing it (watch.py, gateway/page).
-"""
+"""Readings of the metrics page: fetching the page, and the pages of the last seconds."""
 
 from __future__ import annotations
 

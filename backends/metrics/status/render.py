@@ -1,7 +1,4 @@
-"""A view as tables in a terminal of 80 columns or more.
-
-Not here: the numbers (view.py), when they are shown (watch.py).
-"""
+"""A view as tables in a terminal of 80 columns or more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The numbers of `mooncake status`: two readings of the metrics page give one view. Pure.
-
-Not here: fetching the page (readings.py), its tables in a terminal (render.py).
-"""
+"""The numbers of `mooncake status`: two readings of the metrics page give one view. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from backends.extras import install_line, missing
+from backends.extras import require
 from backends.metrics.status.readings import (
     DEFAULT_METRICS_URL,
     RECENT_S,
@@ -78,10 +78,8 @@ def serve_page(metrics_url: str, frontend: str, port: int) -> None:
 
     Never returns: without the gateway's packages or the metrics page, it exits with status 1.
     """
+    require("gateway", "--web")
     console = Console(stderr=True, soft_wrap=True)
-    if lacking := missing("gateway"):
-        console.print(f"--web needs {lacking}, which is not installed: {install_line('gateway')}")
-        sys.exit(1)
     try:
         fetch(metrics_url)
     except NoStatus as problem:
