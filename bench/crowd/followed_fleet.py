@@ -21,9 +21,9 @@ Not here: choosing the failing processes (bench/paper/experiments/crowd.py), a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from backends.config_pbtxt import FrontendConfig
 from backends.errors import Cancelled, Overloaded, ServingError, WorkerUnavailable, WorkerUnreached
@@ -118,27 +118,62 @@ class FollowedFleet(SimulatedFleet):
                 self._counted_max, now_s, self.config.request_s_max, self._timeout_s
             )
             tokens_max = max(self._max_tokens, one.output_tokens)
-            request = FollowedRequest(one, tokens_max, attempts, self, now_s)
+            request = FollowedRequest(one, tokens_max, attempts, self.carry_out, now_s)
             self.requests[one.number] = request
             if self._timeout_s < math.inf:
                 self.clock.after(self._timeout_s, self._time_out, request)
 
     def _time_out(self, request: FollowedRequest) -> None:
-        if not request.is_done:
+        if not request.is_over:
             limit = f"its timeout of {self._timeout_s * 1000:.0f} ms has passed"
             request.post(events.Unwanted(WorkerUnavailable(limit)))
 
     def carry_out(self, request: FollowedRequest, action: LifecycleAction) -> None:
-        self.DO[type(action)](self, request, action)
+        now_s = self.clock.now_s
+        match action:
+            case events.Pause():
+                self.clock.after(action.seconds, self._end_pause, request)
+            case events.Decide():
+                self._decide_on(request, action)
+            case events.CallPrefill():
+                job = request.attempts[action.attempt]
+                self._call(request, job, job.prefill, self._submit_there)
+            case events.CallDecode():
+                job = request.attempts[action.attempt]
+                self._call(request, job, job.decode, self._decode_there)
+            case events.NoteLoss():
+                request.losses[action.loss.name] += 1
+            case events.NotePrefill():
+                job = request.attempts[action.attempt]
+                self._of(job).on_prefill_finished(
+                    job.request_id, now_s, job.cached_tokens, job.compute_s
+                )
+            case events.NoteFailed():
+                self.conductor.on_worker_failed(*action.worker, now_s)
+            case events.NoteUnreached():
+                self.conductor.on_worker_unreached(*action.worker, now_s)
+            case events.NoteRefused():
+                self.conductor.on_worker_refused(*action.worker, now_s)
+            case events.StopWorkers():
+                self._stop_workers(request.attempts[action.attempt])
+            case events.CancelCall():
+                job = request.attempts[action.attempt]
+                self._fail(request, job, Cancelled("its worker is gone"))
+            case events.ReleaseKv():
+                self.site.store.release(request.attempts[action.attempt].request_id)
+            case events.EndAttempt():
+                job = request.attempts[action.attempt]
+                self._of(job).on_finished(job.request_id, now_s, action.output_tokens)
+            case events.End():
+                request.ended(action.error, now_s)
+                self._count_over()
+            case events.Send() | events.AbandonCall():
+                pass  # no client reads the messages, and only its worker ends an abandoned call
+            case _:
+                raise AssertionError(f"an unknown action: {action}")
 
-    def _nothing(self, request: FollowedRequest, action: LifecycleAction) -> None:
-        """Messages to the client, log lines, and calls that only their worker ends."""
-
-    def _paused(self, request: FollowedRequest, action: events.Pause) -> None:
-        def over() -> None:
-            request.post(events.PauseOver(self.clock.now_s))
-
-        self.clock.after(action.seconds, over)
+    def _end_pause(self, request: FollowedRequest) -> None:
+        request.post(events.PauseOver(self.clock.now_s))
 
     def _decide_on(self, request: FollowedRequest, action: events.Decide) -> None:
         now_s = self.clock.now_s
@@ -160,72 +195,12 @@ class FollowedFleet(SimulatedFleet):
             )
         )
 
-    def _call_prefill(self, request: FollowedRequest, action: events.CallPrefill) -> None:
-        job = request.attempts[action.attempt]
-        self._call(request, job, job.prefill, self._submit_there)
-
-    def _call_decode(self, request: FollowedRequest, action: events.CallDecode) -> None:
-        job = request.attempts[action.attempt]
-        self._call(request, job, job.decode, self._decode_there)
-
-    def _note_loss(self, request: FollowedRequest, action: events.NoteLoss) -> None:
-        request.losses[action.loss.name] += 1
-
-    def _note_prefill(self, request: FollowedRequest, action: events.NotePrefill) -> None:
-        job = request.attempts[action.attempt]
-        self._of(job).on_prefill_finished(
-            job.request_id, self.clock.now_s, job.cached_tokens, job.compute_s
-        )
-
-    def _note_failed(self, request: FollowedRequest, action: events.NoteFailed) -> None:
-        self.conductor.on_worker_failed(*action.worker, self.clock.now_s)
-
-    def _note_unreached(self, request: FollowedRequest, action: events.NoteUnreached) -> None:
-        self.conductor.on_worker_unreached(*action.worker, self.clock.now_s)
-
-    def _note_refused(self, request: FollowedRequest, action: events.NoteRefused) -> None:
-        self.conductor.on_worker_refused(*action.worker, self.clock.now_s)
-
-    def _stop_workers(self, request: FollowedRequest, action: events.StopWorkers) -> None:
+    def _stop_workers(self, job: SimulatedJob) -> None:
         """Stop the request at every process of the two names."""
-        job = request.attempts[action.attempt]
         for process in list(self.processes.values()):
             if process.node.worker_id in (job.prefill, job.decode):
-                self.clock.after(CALL_S, process.clock.reach, self._stop, process, job)
-
-    def _cancel_call(self, request: FollowedRequest, action: events.CancelCall) -> None:
-        job = request.attempts[action.attempt]
-        self._fail(request, job, Cancelled("its worker is gone"))
-
-    def _release_kv(self, request: FollowedRequest, action: events.ReleaseKv) -> None:
-        self.site.store.release(request.attempts[action.attempt].request_id)
-
-    def _end_attempt(self, request: FollowedRequest, action: events.EndAttempt) -> None:
-        job = request.attempts[action.attempt]
-        self._of(job).on_finished(job.request_id, self.clock.now_s, action.output_tokens)
-
-    def _end(self, request: FollowedRequest, action: events.End) -> None:
-        request.ended(action.error, self.clock.now_s)
-        self._count_over()
-
-    DO: ClassVar[Mapping[type, Callable[..., None]]] = {
-        events.Pause: _paused,
-        events.Decide: _decide_on,
-        events.CallPrefill: _call_prefill,
-        events.CallDecode: _call_decode,
-        events.NoteLoss: _note_loss,
-        events.NotePrefill: _note_prefill,
-        events.NoteFailed: _note_failed,
-        events.NoteUnreached: _note_unreached,
-        events.NoteRefused: _note_refused,
-        events.StopWorkers: _stop_workers,
-        events.CancelCall: _cancel_call,
-        events.ReleaseKv: _release_kv,
-        events.EndAttempt: _end_attempt,
-        events.End: _end,
-        events.Send: _nothing,
-        events.AbandonCall: _nothing,
-    }
+                stop = process.node.stop
+                self.clock.after(CALL_S, process.clock.reach, stop, job.request_id)
 
     # -- calls and their results
 
@@ -262,9 +237,6 @@ class FollowedFleet(SimulatedFleet):
             node.expect(job, job.route.prefill.node_id, 0.0)
         if not node.submit(job, self.config.arrival_tbt_slo_s):
             self._fail(request, job, Overloaded(job.refused, "this worker is full", 1.0))
-
-    def _stop(self, process: BreakableProcess, job: SimulatedJob) -> None:
-        process.node.stop(job.request_id)
 
     def _begun(self, job: SimulatedJob) -> None:
         if self._newest[job.decode].speaks:  # a message: no sender waits for it
@@ -357,7 +329,7 @@ class FollowedFleet(SimulatedFleet):
     def _lost_worker(self, key: WorkerKey) -> None:
         heard_s = self.processes[key].last_report_s
         for request in self.requests.values():
-            if not request.is_done:
+            if not request.is_over:
                 request.post(events.WorkerLost(key, heard_s, self.clock.now_s))
 
     def _goes_on(self) -> bool:

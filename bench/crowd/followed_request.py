@@ -11,14 +11,14 @@ Not here: the state machine (backends/frontend/lifecycle), workers (followed_fle
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from backends.errors import Overloaded, ServingError
 from backends.frontend.lifecycle import events
 from backends.frontend.lifecycle.attempts import Attempts
 from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
-from backends.frontend.lifecycle.machine import Phase, State, step
+from backends.frontend.lifecycle.machine import State, step
 from backends.text.text_stream import OutputDelta
 from conductor.messages import Request
 from loadtest.simulator.cluster.job import Offered, SimulatedJob
@@ -27,21 +27,16 @@ WorkerKey = tuple[str, str]
 LENGTH = "length"  # finish reason
 
 
-class LifecycleCarrier(Protocol):
-    """Carries out the actions that concern other objects than the request."""
-
-    def carry_out(self, request: FollowedRequest, action: LifecycleAction) -> None: ...
-
-
 class FollowedRequest:
     def __init__(
         self,
         offered: Offered,
         output_tokens_max: int,
         attempts: Attempts,
-        frontend: LifecycleCarrier,
+        carry_out: Callable[[FollowedRequest, LifecycleAction], None],
         now_s: float,
     ) -> None:
+        """`carry_out`: carries out the actions that concern other objects than the request."""
         self.number = offered.number
         self.arrived_s = now_s
         self.state = State()
@@ -50,17 +45,12 @@ class FollowedRequest:
         self.ended_s: float | None = None
         self.error: Exception | None = None
         self.first_token_s: float | None = None
-        self._frontend, self._offered, self._tokens_max = frontend, offered, output_tokens_max
+        self._carry_out, self._offered, self._tokens_max = carry_out, offered, output_tokens_max
         # decoded tokens of each attempt that messages delivered
         self._brought: Counter[int] = Counter()
         self._events: deque[LifecycleEvent] = deque()
         self._is_owned = False
         self.post(events.Understood(attempts, False, now_s))
-
-    @property
-    def deadline_s(self) -> float:
-        """Time until which the request is retried."""
-        return self.state.attempts.deadline_s
 
     @property
     def is_over(self) -> bool:
@@ -83,7 +73,7 @@ class FollowedRequest:
         while self._events:
             self.state, actions = step(self.state, self._events.popleft())
             for action in actions:
-                self._frontend.carry_out(self, action)
+                self._carry_out(self, action)
         self._is_owned = False
 
     def ended(self, error: Exception | None, now_s: float) -> None:
@@ -151,10 +141,6 @@ class FollowedRequest:
         found.finished_s = self.ended_s if self.error is None else None
         found.first_token_s = self.first_token_s
         return found
-
-    @property
-    def is_done(self) -> bool:
-        return self.state.phase is Phase.DONE
 
 
 def _tokens(count: int) -> OutputDelta:

@@ -21,10 +21,9 @@ import argparse
 import hashlib
 import json
 import lzma
-import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.dynamo.timing import alone_s
+from bench.harness.processes import PeerProcess
 from conductor import Request
 from loadtest.replay.trace import TraceRow, read_trace
 from loadtest.simulator.cluster.job import SimulatedJob, spread_ticks
@@ -64,8 +64,8 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class PeerFailed(Exception):
-    """The peer's replay did not run, or its output is unknown; the message has the output."""
+class PeerFailed(RuntimeError):
+    """The output of the peer's replay is unknown; the message has a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +131,15 @@ def run_live(
     python: str,
     done: Callable[[], None] = lambda: None,
 ) -> dict[PeerRun, PeerResult]:
-    """Every run in the peer's own Python; raises PeerFailed."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Every run in the peer's own Python; RuntimeError when one fails there."""
+    spread_rows, found = spread_ticks(rows), {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         plain, spread = Path(folder, "plain.jsonl"), Path(folder, "spread.jsonl")
         _write(plain, rows)
-        spread_rows = spread_ticks(rows)
         _write(spread, spread_rows)
-        asked = [
-            {
+        peer = PeerProcess(stack, Path(python), SCRIPT, variables={"DYN_LOG": "error"})
+        for run in runs:
+            asked = {
                 "trace": str(spread if run.is_spread else plain),
                 "blocks": run.blocks,
                 "speed": run.speed,
@@ -147,31 +148,10 @@ def run_live(
                 "prefills": run.prefills,
                 "decodes": run.decodes,
             }
-            for run in runs
-        ]
-        complaints = Path(folder, "stderr.txt")
-        with (
-            complaints.open("w", encoding="utf-8") as errors,
-            subprocess.Popen(
-                [python, str(SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "DYN_LOG": "error"},
-            ) as process,
-        ):
-            assert process.stdin and process.stdout
-            process.stdin.write(json.dumps(asked))
-            process.stdin.close()
-            found = []
-            for run, line in zip(runs, process.stdout, strict=False):
-                found.append(_result(spread_rows if run.is_spread else rows, json.loads(line)))
-                done()
-        said = complaints.read_text("utf-8")[-800:]
-    if process.returncode or len(found) != len(runs):
-        raise PeerFailed(f"{python} {SCRIPT.name} ended with {process.returncode}: {said}")
-    return dict(zip(runs, found, strict=True))
+            said = peer.ask(json.dumps(asked))
+            found[run] = _result(spread_rows if run.is_spread else rows, said)
+            done()
+    return found
 
 
 def _result(rows: Sequence[TraceRow], said: dict[str, Any]) -> PeerResult:

@@ -1,8 +1,8 @@
-"""Dynamo's own replay, run by a peer's Python: one JSON line for each run in stdin.
+"""Dynamo's own replay, run by a peer's Python: a line of stdin is a run, its result a JSON line.
 
     python -m venv DIR && DIR/bin/pip install ai-dynamo-runtime==1.6.1
-    echo '[{"trace": FILE, "blocks": 2048, "speed": 1.0, "mode": "round_robin",
-            "prefills": 2, "decodes": 2}]' | DIR/bin/python peer_replay.py
+    echo '{"trace": FILE, "blocks": 2048, "speed": 1.0, "mode": "round_robin",
+           "prefills": 2, "decodes": 2}' | DIR/bin/python peer_replay.py
 
 `router` in a run holds arguments of Dynamo's KvRouterConfig. All other settings are the mocker's
 defaults. A line has every request with its times, and Dynamo's own figures, with which the reader
@@ -66,8 +66,9 @@ def replay(core: Any, run: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     core = importlib.import_module("dynamo._core")
     version = importlib.metadata.version("ai-dynamo-runtime")
-    for run in json.load(sys.stdin):
-        print(json.dumps({**replay(core, run), "version": version}), flush=True)
+    for line in sys.stdin:
+        found = {**replay(core, json.loads(line)), "version": version}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

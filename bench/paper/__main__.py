@@ -44,6 +44,7 @@ from loadtest.replay.trace import TraceError
 from loadtest.report.page import ReportPage, write_page
 from loadtest.simulator.command import (
     Admissions,
+    AsJson,
     Blocks,
     Changes,
     Decodes,
@@ -52,8 +53,13 @@ from loadtest.simulator.command import (
     Kept,
     LengthScale,
     Measured,
+    Plot,
     Policies,
     Prefills,
+    Requests,
+    Seed,
+    Speeds,
+    Traces,
 )
 from loadtest.simulator.experiment_page import ABOUT as SIMULATED
 from loadtest.simulator.experiment_page import (
@@ -64,7 +70,6 @@ from loadtest.simulator.experiment_page import (
     write_experiment,
 )
 from loadtest.simulator.options import (
-    SUFFIXES,
     Answer,
     Begin,
     Rows,
@@ -171,18 +176,12 @@ def main(
     every: Every = False,
     book: Book = Path("papers.html"),
     traces: Folder = None,
-    trace: Annotated[
-        list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
-    ] = None,
+    trace: Traces = None,
     policy: Policies = None,
     admission: Admissions = None,
-    speed: Annotated[
-        list[float] | None, typer.Option(min=0.01, help="Factor of the recorded speed; repeatable.")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Number of the trace's first requests.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
+    speed: Speeds = None,
+    requests: Requests = None,
+    seed: Seed = 0,
     prefills: Prefills = None,
     decodes: Decodes = None,
     blocks: Blocks = None,
@@ -195,12 +194,8 @@ def main(
     jobs: Jobs = 1,
     kept: Kept = ".mooncake/simulations",
     report: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
-    ] = False,
+    picture: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the papers on recorded requests; no server is needed."""
     if every or picture is not None or report is not None:

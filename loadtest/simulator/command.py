@@ -56,6 +56,18 @@ Folder = Annotated[
     Path | None,
     typer.Option(envvar="MOONCAKE_TRACES", help=f"Folder with NAME_trace.jsonl ({WHERE})."),
 ]
+Traces = Annotated[
+    list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
+]
+Speeds = Annotated[
+    list[float] | None, typer.Option(min=0.01, help="Factor of the recorded speed; repeatable.")
+]
+Requests = Annotated[int | None, typer.Option(min=1, help="Number of the trace's first requests.")]
+Seed = Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON and nothing else.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -106,19 +118,12 @@ LengthScale = Annotated[
 def simulate(
     experiment: Which = "",
     traces: Folder = None,
-    trace: Annotated[
-        list[str] | None, typer.Option(help="Only this trace, e.g. conversation; repeatable.")
-    ] = None,
+    trace: Traces = None,
     policy: Policies = None,
     admission: Admissions = None,
-    speed: Annotated[
-        list[float] | None,
-        typer.Option(min=0.01, help="So many times as fast as recorded; repeatable."),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many of the trace.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")] = 0,
+    speed: Speeds = None,
+    requests: Requests = None,
+    seed: Seed = 0,
     prefills: Prefills = None,
     decodes: Decodes = None,
     blocks: Blocks = None,
@@ -135,13 +140,9 @@ def simulate(
         Path | None,
         typer.Option(help="Write it as one HTML page, which of replay is also the runs' file."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
-    ] = None,
+    picture: Plot = None,
     is_all: Annotated[bool, typer.Option("--all", hidden=True)] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment on recorded requests; no server is needed."""
     if picture is not None or report is not None:

@@ -26,7 +26,6 @@ from bench.dynamo.peer import (
     BLOCKS,
     ROUTERS,
     SPEEDS,
-    PeerFailed,
     PeerResult,
     PeerRun,
     ReplayTimes,
@@ -172,7 +171,7 @@ def _peer(
         try:
             done = begin("Dynamo's own replay", len(wanted))
             return DynamoResults(run_live(rows, wanted, python, done))
-        except (PeerFailed, OSError) as problem:
+        except (RuntimeError, OSError) as problem:
             raise SimulationRefused(f"--peer-python: {problem}") from None
     recorded_of, results = read_recorded()
     if recorded_of != digest(rows):

@@ -58,9 +58,7 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
         for latency_s in (options.notes_latencies_s or LATENCIES_S if frontends > 1 else (None,))
     ]
     runs = runs_of(cases, options, begin)
-    why_not = options.is_shortened
-    if options.one_trace(TRACE) != TRACE:
-        why_not = f"it was promised of the {TRACE} trace"
+    _, why_not = options.promised(TRACE)
     return rows_of(runs), [target_of(runs, why_not)]
 
 

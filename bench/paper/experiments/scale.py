@@ -144,7 +144,8 @@ class ScaleRun:
 def answer(options: SimulationOptions, begin: Begin) -> Answer:
     """Every size, or with --prefills that one alone."""
     policies = options.one_of(options.policies or (POLICY,), POLICIES, "policy")
-    source = options.source(options.one_trace(TRACE))
+    trace, why_not = options.promised(TRACE)
+    source = options.source(trace)
     cases = (ScaleCase(options.prefills),) if options.prefills else CASES
     planned = [
         PlannedRun(
@@ -157,9 +158,6 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
         for case in cases
     ]
     runs = run_all(planned, begin, options.jobs, options.kept)
-    why_not = options.is_shortened
-    if options.one_trace(TRACE) != TRACE:
-        why_not = f"it was promised of the {TRACE} trace"
     return rows_of(runs), [target_of(runs, why_not)]
 
 
