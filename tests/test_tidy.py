@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -177,8 +177,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text())
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -215,7 +220,7 @@ def shape_problems(path: Path, text: str, tree: ast.Module) -> Iterator[str]:
         yield f"{path}: {lines} lines, at most {lines_max}. Split by noun."
     if ast.get_docstring(tree) is None and text.strip():
         yield f"{path}: say what lives here, and what does not, in a module docstring"
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and body_lines(node) >= FUNCTION_LINES_MAX:
             yield f"{path}:{node.lineno}: {node.name} is over {FUNCTION_LINES_MAX} lines"
@@ -225,9 +230,9 @@ def shape_problems(path: Path, text: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}: __init__ holds a docstring and re-exports only"
 
 
-def import_problems(path: Path, tree: ast.Module) -> Iterator[str]:
+def import_problems(path: Path) -> Iterator[str]:
     package = path.parts[0]
-    modules = set(imported_modules(tree))
+    modules = set(imported_modules(nodes_of(path)))
     tops = {module.split(".")[0] for module in modules}
     if package in MAY_IMPORT:
         for other in (tops & PACKAGES) - {package} - MAY_IMPORT[package]:
@@ -258,11 +263,17 @@ def floor_problems(path: Path, modules: set[str]) -> Iterator[str]:
             yield f"{path}: {here[0]} may not import {module}, which is not below it"
 
 
-@pytest.mark.parametrize("path", tracked(".py"), ids=str)
-def test_a_python_file_keeps_the_house_rules(path: Path) -> None:
-    text = (ROOT / path).read_text()
-    tree = tree_of(path)
-    problems = [*shape_problems(path, text, tree), *import_problems(path, tree)]
+@pytest.mark.parametrize("folder", sorted({path.parts[0] for path in tracked(".py")}))
+def test_the_python_files_of_a_folder_keep_the_house_rules(folder: str) -> None:
+    problems = [
+        problem
+        for path in tracked(".py")
+        if path.parts[0] == folder
+        for problem in (
+            *shape_problems(path, (ROOT / path).read_text(), tree_of(path)),
+            *import_problems(path),
+        )
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -274,11 +285,8 @@ def test_the_packages_have_no_import_cycle() -> None:
         if p.parts[0] in PACKAGES
     }
     for name, path in names.items():
-        top_level = ast.Module(
-            [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)],
-            [],
-        )
-        graph[name] = {m for m in imported_modules(top_level) if m in names and m != name}
+        found = imported_modules(tree_of(path).body)
+        graph[name] = {m for m in found if m in names and m != name}
         graph[name] -= {name.rsplit(".", 1)[0]}
     done: set[str] = set()
 
@@ -350,7 +358,7 @@ def test_identifiers_use_the_words_of_the_field() -> None:
         f"{path}: {name}"
         for path in tracked(".py")
         if path.parts[0] in PACKAGES
-        for name in names_in(tree_of(path))
+        for name in names_in(nodes_of(path))
         if DIALECT & set(name.lower().strip("_").split("_"))
     ]
     assert not found, "\n".join(found)
@@ -367,8 +375,8 @@ def test_comments_and_pages_use_the_words_of_the_field() -> None:
     assert not found, "\n".join(found)
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def names_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):

@@ -3,6 +3,7 @@ twice, out of order or not at all."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -516,13 +517,21 @@ class ManyFrontends:
             assert queues(one, self.now_s) == [(0, 0.0)] * len(PREFILLS)
 
 
-@pytest.mark.parametrize("says_it", [True, False])
-@pytest.mark.parametrize("admission", ["reserved", "predictive_lengths"])
+SHARES = {"all": (0.0, 0.0, 0.0), "some": (0.1, 0.2, 0.2), "few": (0.6, 0.3, 0.3)}
+
+
+# Half of the combinations have each pair of values; the other half is `long`.
 @pytest.mark.parametrize(
-    "shares", [(0.0, 0.0, 0.0), (0.1, 0.2, 0.2), (0.6, 0.3, 0.3)], ids=["all", "some", "few"]
+    ("shares", "admission", "says_it"),
+    [
+        pytest.param(*case, marks=[] if number in (0, 3, 5, 6, 8, 11) else pytest.mark.long)
+        for number, case in enumerate(
+            itertools.product(SHARES, ["reserved", "predictive_lengths"], [True, False])
+        )
+    ],
 )
 def test_when_everything_is_over_nothing_is_reserved_anywhere(
-    seed: int, shares: tuple[float, float, float], admission: str, says_it: bool
+    seed: int, shares: str, admission: str, says_it: bool
 ) -> None:
     config = ConductorConfig(
         admission=admission,
@@ -532,7 +541,7 @@ def test_when_everything_is_over_nothing_is_reserved_anywhere(
         tbt_slo_s=1e3,
         frontend_silent_s_max=60.0,
     )
-    world = ManyFrontends(seed, 3, config, *shares)
+    world = ManyFrontends(seed, 3, config, *SHARES[shares])
     world.run(400)
     assert world.most_elsewhere > 1, "too dull to prove anything"
     world.end(says_it)
@@ -542,7 +551,7 @@ def test_when_everything_is_over_nothing_is_reserved_anywhere(
         one.on_tick(world.now_s)
     world.assert_nothing_is_reserved()
     world.assert_idle_reports_leave_nothing()
-    assert (world.missed > 0) == (shares[0] > 0), world.missed
+    assert (world.missed > 0) == (SHARES[shares][0] > 0), world.missed
 
 
 def test_a_conductor_hears_the_same_and_decides_the_same(seed: int) -> None:

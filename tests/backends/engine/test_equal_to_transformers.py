@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def lengths_around(block_tokens: int) -> list[int]:
+    """Prompts that end within a page, at its end and in the next one, and one of many pages."""
+    return [1, block_tokens - 1, block_tokens, block_tokens + 1, 5 * block_tokens + 3]
+
+
 class Case:
     """A checkpoint, prompts of every interesting length, and what transformers makes of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         chance = random.Random(7)
-        lengths = {1} | {n for b in BLOCK_TOKENS for n in (b - 1, b, b + 1, 5 * b + 3)}
+        lengths = {n for block_tokens in BLOCK_TOKENS for n in lengths_around(block_tokens)}
         model = load_reference(path)
         vocabulary = range(model.config.vocab_size)
         self.prompts = {n: chance.choices(vocabulary, k=n) for n in sorted(lengths)}
@@ -70,10 +76,10 @@ class Case:
             n: greedy(model, prompt, OUTPUT_TOKENS) for n, prompt in self.prompts.items()
         }
 
-    def compare(self, block_tokens: int, chunk_tokens: int, slots_max: int) -> None:
+    def compare(
+        self, block_tokens: int, chunk_tokens: int, slots_max: int, lengths: Sequence[int]
+    ) -> None:
         engine = TorchEngine.load(self.path, 4096 // block_tokens, block_tokens)
-        copies = 2 if slots_max > 1 else 1  # so that 16 run at once
-        lengths = [n for n in self.prompts for _ in range(copies)]
         outputs = generate(
             engine,
             [self.prompts[n] for n in lengths],
@@ -105,12 +111,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
 def test_each_prompt_alone_in_one_piece_is_equal(case: Case, block_tokens: int) -> None:
-    case.compare(block_tokens, chunk_tokens=1024, slots_max=1)
+    lengths = lengths_around(block_tokens)
+    case.compare(block_tokens, chunk_tokens=1024, slots_max=1, lengths=lengths)
 
 
 @pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
 def test_sixteen_prompts_at_once_in_chunks_are_equal(case: Case, block_tokens: int) -> None:
-    case.compare(block_tokens, chunk_tokens=block_tokens, slots_max=16)
+    lengths = [n for n in case.prompts for _ in range(2)]  # so that 16 run at once
+    case.compare(block_tokens, chunk_tokens=block_tokens, slots_max=16, lengths=lengths)
 
 
 def test_a_chunk_may_start_and_end_inside_a_page(case: Case) -> None:

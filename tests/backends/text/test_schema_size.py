@@ -269,12 +269,12 @@ print(pss_bytes() - before)
 @pytest.mark.parametrize(
     "made",
     [
-        "combined(number, 30, 3, 4)",
+        pytest.param("combined(number, 30, 3, 4)", marks=pytest.mark.long),
         pytest.param("combined(number, 10, 3, 4)", marks=pytest.mark.long),
         "combined(number, 25, 2, 4)",
-        "flat(number, 300)",
+        pytest.param("flat(number, 300)", marks=pytest.mark.long),
         "flat(number, 450)",
-        "referring(number, 60, 100)",
+        pytest.param("referring(number, 60, 100)", marks=pytest.mark.long),
         pytest.param("referring(number, 40, 100)", marks=pytest.mark.long),
     ],
 )

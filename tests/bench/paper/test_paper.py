@@ -203,7 +203,7 @@ def test_an_experiment_states_its_constants_and_what_was_left_out(
 def test_the_book_has_a_chapter_for_each_figure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chapters = (command.PaperExperiment.LONG_PREFIX, command.PaperExperiment.REAL)
+    chapters = (command.PaperExperiment.BANDWIDTH, command.PaperExperiment.REAL)
     assert set(chapters) < set(command.OF_PAPERS)
     assert {experiment.value for experiment in command.OF_PAPERS} == set(reasons.PAPER_SAYS)
     monkeypatch.setattr(command, "OF_PAPERS", chapters)
@@ -215,7 +215,7 @@ def test_the_book_has_a_chapter_for_each_figure(
     page = (folder / "book.html").read_text()
     assert "per_sequence_s" in page and "only the first 8 requests" in page
     assert page.count("<svg") == 2 and "<script" not in page
-    assert page.count("<h2>") == 2 + len(chapters) and "FAST&#39;25, Figure 14" in page
+    assert page.count("<h2>") == 2 + len(chapters) and "FAST&#39;25, Figure 13" in page
 
 
 def test_without_an_experiment_the_command_says_what_to_ask(

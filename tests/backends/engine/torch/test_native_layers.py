@@ -122,13 +122,20 @@ def test_every_fp8_is_read_as_the_number_that_it_is() -> None:
         assert found.isfinite().all(), "also of another request's leftovers"
 
 
+# Threads share out the heads of any format, so two threads are tried with one of the formats.
+WAYS = pytest.mark.parametrize(
+    ("threads", "is_fp8"),
+    [(1, False), (1, True), (2, False), pytest.param(2, True, marks=pytest.mark.long)],
+    ids=["1-as it is", "1-fp8", "2-as it is", "2-fp8"],
+)
+
+
 def kept_as(numbers: torch.Tensor, dtype: torch.dtype, is_fp8: bool) -> torch.Tensor:
     """As pages hold them."""
     return fp8.rounded(numbers).view(fp8.DTYPE) if is_fp8 else numbers.to(dtype)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["as it is", "fp8"])
-@pytest.mark.parametrize("threads", [1, 2])
+@WAYS
 def test_attention_reads_its_own_pages_and_nothing_behind_them(
     dtype: torch.dtype, threads: int, is_fp8: bool, seed: int
 ) -> None:
@@ -166,8 +173,7 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["as it is", "fp8"])
-@pytest.mark.parametrize("threads", [1, 2])
+@WAYS
 def test_attention_of_a_chunk_is_causal_attention(threads: int, is_fp8: bool, seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
