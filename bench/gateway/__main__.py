@@ -34,7 +34,7 @@ from backends.tenants.api_keys import make_key, sha256_of
 from backends.tenants.tenants_file import KeyEntry, TenantEntry, TenantsFile
 from bench.gateway import loads
 from bench.gateway.loads import DirectWay, GatewayWay, Ways
-from bench.harness.processes import ModuleProcess
+from bench.harness.processes import ModuleProcess, cpu_s
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
 from loadtest.harness.result import Target
 from loadtest.harness.server import CannotMeasure, OwnServer, own_ports, started, wait_for_gateway
@@ -96,7 +96,7 @@ def measure_streams(run: BenchmarkRun, ways: Ways, server: OwnServer, seed: int)
     processes = {"direct": psutil.Process(), "gateway": gateway_process(server.pid)}
     rng = random.Random(seed)
     rates: dict[str, list[float]] = {"direct": [], "gateway": []}
-    cpu_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
+    spent_s, messages = {"direct": 0.0, "gateway": 0.0}, {"direct": 0, "gateway": 0}
     for turn in range(WARM_ROUNDS + ROUNDS):
         for name, way in ways.items():
             before_s = cpu_s(processes[name])
@@ -104,10 +104,10 @@ def measure_streams(run: BenchmarkRun, ways: Ways, server: OwnServer, seed: int)
             if turn < WARM_ROUNDS:
                 continue
             rates[name].append(load.tokens / load.seconds)
-            cpu_s[name] += cpu_s(processes[name]) - before_s
+            spent_s[name] += cpu_s(processes[name]) - before_s
             messages[name] += load.messages
     direct, through = (statistics.median(rates[name]) for name in ("direct", "gateway"))
-    reader_us, gateway_us = (cpu_s[name] / messages[name] * 1e6 for name in ("direct", "gateway"))
+    reader_us, gateway_us = (spent_s[name] / messages[name] * 1e6 for name in ("direct", "gateway"))
     run.rows.append(
         {
             "streams": STREAMS,
