@@ -29,9 +29,10 @@ from backends.doctor.running_check import timed_request
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.gateway.frontend_calls import FrontendCalls
 from backends.launcher.etcd_member import _cluster_call, ask_etcd
-from backends.launcher.repository import ask_grpc, ask_http
+from backends.launcher.repository import ready_by_grpc, ready_by_http
 from backends.metrics.status.readings import fetch_page as fetch_status
 from backends.model_settings.running_system import ask_at
+from backends.tensors import CLUSTER
 from backends.tracing.request_spans import SpanRecord
 from backends.tracing.trace_context import TraceContext
 from bench import leaks
@@ -104,7 +105,7 @@ async def _ask_triton(address: str) -> None:
 async def _probe_frontend(address: str) -> None:
     calls = FrontendCalls(address)
     try:
-        await calls.describe_cluster({})
+        await calls.describe(CLUSTER, {})
     finally:
         await calls.close()
 
@@ -156,8 +157,8 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "gateway": lambda address: asyncio.run(_probe_frontend(address)),
     "harness": lambda address: model_states(addresses_of(following(address, -1))),
     "harness of fleets": not_ready,
-    "launcher, gRPC": lambda address: ask_grpc(address)("conductor"),
-    "launcher, HTTP": lambda address: ask_http(address)("conductor"),
+    "launcher, gRPC": lambda address: ready_by_grpc(address, "conductor"),
+    "launcher, HTTP": lambda address: ready_by_http(address, "conductor"),
     "leaks bench": lambda address: leaks.posted(f"http://{address}/", {}, False),
     "load test, gRPC": lambda address: asyncio.run(_ask_triton(address)),
     "load test, models": lambda address: served_at(http_address(f"http://{address}")),

@@ -312,16 +312,13 @@ def plan_in_file(
         refuse(str(error))
     if pool:
         refuse_unfit_elastic_host(deployment, host, address)
-    try:
-        plan = (
-            pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
-        )
-    except KeyError:
-        what, option, names = f"host {host!r}", "--host", list(deployment.hosts)
-        if pool:
-            what, option = f"elastic pool {pool!r}", "--pool"
-            names = [each.name for each in deployment.elastic_pools]
-        refuse(f"{path} has no {what}: {option} takes one of {', '.join(names)}")
+    pools = [each.name for each in deployment.elastic_pools]
+    if pool and pool not in pools:
+        refuse(f"{path} has no elastic pool {pool!r}: --pool takes one of {', '.join(pools)}")
+    if not pool and host not in deployment.hosts:
+        hosts = ", ".join(deployment.hosts)
+        refuse(f"{path} has no host {host!r}: --host takes one of {hosts}")
+    plan = pool_host_plan(deployment, pool, host, address) if pool else host_plan(deployment, host)
     if plan.is_idle:
         refuse(f"{path} gives host {host!r} nothing to run")
     try:

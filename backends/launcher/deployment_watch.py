@@ -8,6 +8,7 @@ prints changes.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 from backends.launcher.etcd_member import ask_etcd
@@ -62,17 +63,14 @@ class DeploymentWatch:
 
     def __init__(self, directory: str, known: DeploymentState) -> None:
         self._directory, self._known = directory, known
-        self._news: list[DeploymentState] = []
-        self._lock = threading.Lock()
+        self._news: deque[DeploymentState] = deque()  # its operations are atomic
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deployment", daemon=True)
         self._thread.start()
 
     def news(self) -> list[DeploymentState]:
         """The changes since the last call."""
-        with self._lock:
-            news, self._news = self._news, []
-        return news
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self) -> None:
         self._is_closing.set()
@@ -83,6 +81,5 @@ class DeploymentWatch:
         while not self._is_closing.wait(WATCH_S):
             now = state(self._directory)
             if now != last:
-                with self._lock:
-                    self._news.append(now)
+                self._news.append(now)
                 last = now

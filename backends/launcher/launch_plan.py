@@ -180,10 +180,8 @@ def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
         found["directory"] = plan.directory.listen
         found["directory events"] = plan.directory.listen_events
     for node in plan.storage_nodes:
-        found[f"{node.name} control"], found[f"{node.name} data"] = (
-            node.listen_control,
-            node.listen_data,
-        )
+        found[f"{node.name} control"] = node.listen_control
+        found[f"{node.name} data"] = node.listen_data
     found |= {worker.model: worker.listen_grpc for worker in plan.workers}
     return {
         name: host_and_port(address)

@@ -220,20 +220,19 @@ class MetricsServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                status, kind, body = 200, "application/json", b""
                 if self.path == "/metrics":
-                    self._answer(200, "text/plain; version=0.0.4", server.page().encode())
+                    kind, body = "text/plain; version=0.0.4", server.page().encode()
                 elif self.path == "/live":
-                    self._answer(200, "text/plain", b"alive\n")
+                    kind, body = "text/plain", b"alive\n"
                 elif self.path == "/ready":
                     is_ready, body = server._ready()
-                    self._answer(200 if is_ready else 503, "application/json", body)
+                    status = 200 if is_ready else 503
                 elif self.path == "/settings":
                     body = json.dumps(server._settings()).encode()
-                    self._answer(200, "application/json", body)
                 else:
-                    self._answer(404, "text/plain", b"/metrics, /ready, /settings or /live\n")
-
-            def _answer(self, status: int, kind: str, body: bytes) -> None:
+                    status, kind = 404, "text/plain"
+                    body = b"/metrics, /ready, /settings or /live\n"
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))

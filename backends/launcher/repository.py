@@ -394,8 +394,7 @@ def running_settings(
     )
 
 
-ASK_S_MAX = 2.0
-Ask = Callable[[str], bool | None]  # model -> is it ready? None if Triton does not answer
+ASK_S_MAX = 2.0  # timeout of one readiness call
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,21 +403,21 @@ class ModelState:
     is_ready: bool
 
 
-def ask_http(address: str) -> Ask:
-    def ask(model: str) -> bool | None:
-        try:
-            url = f"http://{address}/v2/models/{model}/ready"
-            with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
-                return bool(answer.status == 200)
-        except urllib.error.HTTPError:
-            return False
-        except OSError:
-            return None
-
-    return ask
+def ready_by_http(address: str, model: str) -> bool | None:
+    """Whether the model is ready; None if Triton does not answer."""
+    try:
+        url = f"http://{address}/v2/models/{model}/ready"
+        with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError:
+        return False
+    except OSError:
+        return None
 
 
-def ask_grpc(address: str) -> Ask:
+def ready_by_grpc(address: str, model: str) -> bool | None:
+    """As `ready_by_http`. Each call opens a new channel, because a channel backs off after a
+    refused connection."""
     # gRPC writes each refused handshake to stderr, several per second. Callers report it once.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc  # here, because callers that only read logs do not need it
@@ -426,19 +425,15 @@ def ask_grpc(address: str) -> Ask:
 
     from backends.worker_tls import worker_channel
 
-    def ask(model: str) -> bool | None:
-        # Each call opens a new channel, because a channel backs off after a refused connection.
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        with contextlib.closing(worker_channel(address, options)) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            try:
-                request = service_pb2.ModelReadyRequest(name=model)
-                return bool(stub.ModelReady(request, timeout=ASK_S_MAX).ready)
-            except grpc.RpcError as error:
-                silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-                return None if error.code() in silent else False
-
-    return ask
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    with contextlib.closing(worker_channel(address, options)) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            request = service_pb2.ModelReadyRequest(name=model)
+            return bool(stub.ModelReady(request, timeout=ASK_S_MAX).ready)
+        except grpc.RpcError as error:
+            silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            return None if error.code() in silent else False
 
 
 class TritonLog:

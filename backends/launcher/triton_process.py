@@ -25,14 +25,13 @@ from pathlib import Path
 
 from backends.launcher.environment import PORT_MAX, PORT_MIN, free_ports
 from backends.launcher.repository import (
-    Ask,
     ModelLoad,
     ModelState,
     RepositoryMirror,
     TritonLog,
     WorkerFolders,
-    ask_grpc,
-    ask_http,
+    ready_by_grpc,
+    ready_by_http,
 )
 from mooncake_store.process.bounded_log import LOG_BYTES_MAX
 from mooncake_store.process.child_processes import (
@@ -316,19 +315,19 @@ class Triton:
     def states(self) -> list[ModelState] | None:
         """The state of each model; None while Triton does not answer. A Triton answers only after
         it tried each of its models once. Any thread may call this."""
-        models, ask = sorted(self.mirror.models()), self._readiness_call()
-        if ask is None:
-            return None
-        answers = {model: ask(model) for model in models}
-        if None in answers.values():
-            return None
-        return [ModelState(model, bool(is_ready)) for model, is_ready in answers.items()]
-
-    def _readiness_call(self) -> Ask | None:
         endpoints = self.endpoints
         if endpoints is None:
             return None
-        return ask_http(endpoints.http) if endpoints.http else ask_grpc(endpoints.called)
+        found = []
+        for model in sorted(self.mirror.models()):
+            if endpoints.http:
+                is_ready = ready_by_http(endpoints.http, model)
+            else:
+                is_ready = ready_by_grpc(endpoints.called, model)
+            if is_ready is None:
+                return None
+            found.append(ModelState(model, is_ready))
+        return found
 
 
 class WorkerTriton(Triton):

@@ -22,7 +22,6 @@ from backends.cluster.deployment import (
     HOST_PORT_STEP,
     ClusterFileInvalid,
     Deployment,
-    Host,
     is_ip,
     is_loopback,
 )
@@ -52,13 +51,10 @@ def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> 
     return head + yaml.safe_dump(document, sort_keys=False, width=100)
 
 
-def in_container(path: str) -> str:
-    """A path of the cluster file inside a container."""
-    return posixpath.normpath(posixpath.join(FOLDER, path))
-
-
 def _mount(path: str) -> str:
-    return f"{posixpath.normpath(posixpath.join(BACK, path))}:{in_container(path)}:ro"
+    """The volume that mounts a path of the cluster file into a container."""
+    outside, inside = (posixpath.normpath(posixpath.join(base, path)) for base in (BACK, FOLDER))
+    return f"{outside}:{inside}:ro"
 
 
 def _read(deployment: Deployment) -> list[str]:
@@ -81,13 +77,15 @@ def _service(
     volumes = [f"state-{plan.host}:{FOLDER}", *map(_mount, (file, *_read(deployment)))]
     if deployment.keys_folder:
         volumes.append(_mount(f"{deployment.keys_folder}/{plan.host}"))
+    address = plan.address
+    place = {"ipv4_address": address} if is_ip(address) else {"aliases": [address]}
     service: dict[str, Any] = {
         "image": IMAGE,
         "command": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", "--host", plan.host],
         "user": f"${{MOONCAKE_USER:-{USER if owner is None else owner}}}",
         "environment": {"HOME": FOLDER, "USER": "mooncake"},  # the image may lack the user
         "hostname": plan.host,
-        "networks": {"fleet": _place(deployment.hosts[plan.host])},
+        "networks": {"fleet": place},
         "volumes": volumes,
         "shm_size": plan.shm_bytes + SHM_EXTRA_BYTES,
         "ulimits": {"memlock": -1, "nofile": 65_536},
@@ -112,10 +110,6 @@ def _ask(plan: HostPlan) -> str:
     # Docker passes its proxy settings to containers, and urlopen would use them for loopback.
     opener = "u.build_opener(u.ProxyHandler({}))"
     return f"import urllib.request as u; {opener}.open('http://127.0.0.1:{port}/ready', timeout=4)"
-
-
-def _place(host: Host) -> dict[str, Any]:
-    return {"ipv4_address": host.address} if is_ip(host.address) else {"aliases": [host.address]}
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from backends import cli
-from backends.launcher import command, launch, processes
+from backends.launcher import command, launch
 from backends.launcher.environment import EnvironmentProblem
+from mooncake_store.process.child_processes import STOP_SIGNALS
 
 
-@pytest.mark.parametrize("number", processes.STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_the_refusal_is_printed_cannot_cut_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:

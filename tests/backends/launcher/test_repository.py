@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.launcher.repository import ModelLoad, TritonLog, ask_http, loads
+from backends.launcher.repository import ModelLoad, TritonLog, loads, ready_by_http
 
 LINE = (
     "E1121 02:49:20.655238 8564 model_lifecycle.cc:642] \"failed to load 'prefill_1' version 1: "
@@ -74,7 +74,7 @@ def test_a_triton_on_loopback_is_asked_directly_whatever_http_proxy_says(
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert ask_http(f"{host}:{port}")("conductor") is True
+        assert ready_by_http(f"{host}:{port}", "conductor") is True
         thread.join(10.0)
 
 
