@@ -277,13 +277,13 @@ class StoreClient:
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
         """The copies of each block, with node, size and checksum; DRAM before SSD."""
         self._check_keys(keys, len(keys))
-        return self.directory.lookup(keys, self._owner(), 0.0, prefix_only=False)
+        return self.directory.lookup(list(keys), self._owner(), 0.0, prefix_only=False)
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove all copies of these blocks. False: a copy is in use; retry later."""
         self._check_keys(keys, len(keys))
         self._index.removed(keys)
-        return self.directory.remove(keys)
+        return self.directory.remove(list(keys))
 
     def change_replica(
         self,

@@ -7,20 +7,16 @@ effect. Leases expire, and commits and registrations can be repeated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import zmq
 
 from mooncake_store.block_keys import check_keys
 from mooncake_store.directory.boot_clock import boot_s
 from mooncake_store.errors import AccessRefused, EpochPassed, RequestInvalid, StoreUnavailable
-from mooncake_store.layout import Geometry
-from mooncake_store.records.blocks import Allocation, BlockPage, Copy, ReservedCommit, Slot, Spill
-from mooncake_store.records.events import Snapshot
-from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
-from mooncake_store.records.status import DirectoryStats
+from mooncake_store.records.blocks import Allocation, Copy
 from mooncake_store.wire import directory_protocol as protocol
 from mooncake_store.wire.addresses import ELECTED
 from mooncake_store.wire.request_reply import Connection, Requester, ZeroMqConnection
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
     from mooncake_store.directory.election import ElectedAddress, Leader
 
 log = logging.getLogger("mooncake_store.client")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,9 +39,48 @@ def _elected_address(address: str) -> ElectedAddress | None:
     return ElectedAddress(address)
 
 
+def _verb(
+    request: Callable[P, protocol.DirectoryVerb[T]],
+) -> Callable[Concatenate[DirectoryClient, P], T]:
+    """A method that sends this request, made of the method's arguments, and returns its result."""
+
+    def ask(self: DirectoryClient, /, *fields: P.args, **named: P.kwargs) -> T:
+        return self._ask(request(*fields, **named))
+
+    return ask
+
+
 class DirectoryClient:
     """Verbs of `Directory` (core/directory.py) over ZeroMQ; thread-safe, one request at a time.
-    Verbs without a docstring behave as documented there."""
+    Verbs without a docstring behave as documented there. Their arguments are the fields of the
+    request (wire/directory_protocol.py)."""
+
+    # storage nodes
+    register_node = _verb(protocol.RegisterNode)
+    node_report = _verb(protocol.NodeReport)
+    deregister_node = _verb(protocol.DeregisterNode)
+    nodes = _verb(protocol.Nodes)
+    attach = _verb(protocol.Attach)
+    # blocks and leases
+    commit_reserved = _verb(protocol.CommitReserved)
+    abandon = _verb(protocol.Abandon)
+    drop_copy = _verb(protocol.DropCopy)
+    remove = _verb(protocol.Remove)
+    renew = _verb(protocol.Renew)
+    release = _verb(protocol.Release)
+    # workers and frontends
+    register_worker = _verb(protocol.RegisterWorker)
+    worker_report = _verb(protocol.ReportWorker)
+    deregister_worker = _verb(protocol.DeregisterWorker)
+    workers = _verb(protocol.Workers)
+    note_routed = _verb(protocol.NoteRouted)
+    # admin and views
+    adopt = _verb(protocol.Adopt)
+    take_spills = _verb(protocol.TakeSpills)
+    set_quota = _verb(protocol.SetQuota)
+    snapshot = _verb(protocol.TakeSnapshot)
+    index_page = _verb(protocol.IndexPage)
+    stats = _verb(protocol.Stats)
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
         assert timeout_s > 0
@@ -59,25 +95,6 @@ class DirectoryClient:
             is_in_order=True,
         )
 
-    # ---- storage nodes
-
-    def register_node(self, info: NodeInfo) -> int:
-        return self._ask(protocol.RegisterNode(info))
-
-    def node_report(self, node_id: str, incarnation: str, epoch: int = 0) -> bool:
-        return self._ask(protocol.NodeReport(node_id, incarnation, epoch))
-
-    def deregister_node(self, node_id: str, incarnation: str) -> bool:
-        return self._ask(protocol.DeregisterNode(node_id, incarnation))
-
-    def nodes(self) -> list[NodeInfo]:
-        return self._ask(protocol.Nodes())
-
-    def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        return self._ask(protocol.Attach(node_id, fingerprint, block_bytes))
-
-    # ---- blocks
-
     def allocate(
         self,
         node_id: str,
@@ -88,9 +105,7 @@ class DirectoryClient:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        request = protocol.Allocate(
-            node_id, list(keys), owner, lease_s, ephemeral, size_bytes, tenant
-        )
+        request = protocol.Allocate(node_id, keys, owner, lease_s, ephemeral, size_bytes, tenant)
         asked_s = boot_s()
         given = self._ask(request)
         return replace(given, asked_s=asked_s) if given.begin_s else given
@@ -129,39 +144,15 @@ class DirectoryClient:
         """Commit written blocks (key, slot, generation, checksum); False for each late one.
         `epoch`: of the slots. All commits are late when another directory leads by now."""
         try:
-            return self._ask(protocol.Commit(node_id, list(blocks), owner, lease_s, epoch))
+            return self._ask(protocol.Commit(node_id, blocks, owner, lease_s, epoch))
         except EpochPassed as error:
             log.warning("owner=%s commits %d blocks too late: %s", owner, len(blocks), error)
             return [False] * len(blocks)
 
-    def commit_reserved(
-        self,
-        node_id: str,
-        blocks: Sequence[tuple[bytes, int, int, int]],
-        owner: str,
-        size_bytes: int,
-        slots: int,
-        lease_s: float,
-        epoch: int = 0,
-        tenant: str = "",
-    ) -> ReservedCommit:
-        """Commit (key, slot, generation, checksum) in reserved slots; reserve up to `slots` more.
-        EpochPassed when another directory leads by now."""
-        request = protocol.CommitReserved(
-            node_id, list(blocks), owner, size_bytes, slots, lease_s, epoch, tenant
-        )
-        return self._ask(request)
-
-    def abandon(self, slots: Sequence[Slot], owner: str) -> int:
-        return self._ask(protocol.Abandon(list(slots), owner))
-
     def lookup(
         self, keys: Sequence[bytes], owner: str, lease_s: float, prefix_only: bool = True
     ) -> list[tuple[Copy, ...]]:
-        return self._ask(protocol.Lookup(list(keys), owner, lease_s, prefix_only))
-
-    def drop_copy(self, key: bytes, node_id: str, generation: int) -> bool:
-        return self._ask(protocol.DropCopy(key, node_id, generation))
+        return self._ask(protocol.Lookup(keys, owner, lease_s, prefix_only))
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         check_keys(keys)
@@ -173,29 +164,8 @@ class DirectoryClient:
         not wait for the answer. If the message is lost, the blocks count as slightly colder."""
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
-    def remove(self, keys: Sequence[bytes], node_id: str = "") -> list[bool]:
-        return self._ask(protocol.Remove(list(keys), node_id))
-
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
-        return self._ask(protocol.PinKeys(list(keys), kind, ttl_s))
-
-    # ---- admin
-
-    def adopt(
-        self,
-        node_id: str,
-        incarnation: str,
-        blocks: Sequence[tuple[bytes, int, int, int, int, int]],
-        is_last: bool,
-        epoch: int = 0,
-    ) -> int:
-        return self._ask(protocol.Adopt(node_id, incarnation, list(blocks), is_last, epoch))
-
-    def take_spills(
-        self, node_id: str, owner: str, blocks_max: int, lease_s: float, epoch: int = 0
-    ) -> list[Spill]:
-        request = protocol.TakeSpills(node_id, owner, blocks_max, lease_s, epoch)
-        return self._ask(request)
+        return self._ask(protocol.PinKeys(keys, kind, ttl_s))
 
     def drain(self, node_id: str, is_on: bool = True) -> None:
         self._ask(protocol.DrainNode(node_id, is_on))
@@ -206,54 +176,11 @@ class DirectoryClient:
         return self._ask(protocol.BlocksOn(node_id, blocks_max, only_here))
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str] = ()) -> list[str]:
-        return self._ask(protocol.PlaceKeys(list(keys), list(excluded)))
-
-    def set_quota(self, tenant: str, quota_bytes: int) -> None:
-        self._ask(protocol.SetQuota(tenant, quota_bytes))
-
-    # ---- leases
-
-    def renew(self, owner: str, lease_s: float, epoch: int = 0) -> bool:
-        return self._ask(protocol.Renew(owner, lease_s, epoch))
-
-    def release(self, owner: str) -> bool:
-        return self._ask(protocol.Release(owner))
+        return self._ask(protocol.PlaceKeys(keys, excluded))
 
     def release_later(self, owner: str) -> None:
         """`release` without waiting for the answer. If the message is lost, the lease expires."""
         self._requester.send(protocol.Release(owner), self.timeout_s)
-
-    # ---- workers
-
-    def register_worker(self, info: WorkerInfo) -> None:
-        """FingerprintMismatch when its KV does not match that of the registered workers."""
-        self._ask(protocol.RegisterWorker(info))
-
-    def worker_report(self, report: WorkerReport) -> bool:
-        return self._ask(protocol.ReportWorker(report))
-
-    def deregister_worker(self, worker_id: str, incarnation: str) -> bool:
-        return self._ask(protocol.DeregisterWorker(worker_id, incarnation))
-
-    def workers(self) -> list[WorkerInfo]:
-        return self._ask(protocol.Workers())
-
-    # ---- frontends
-
-    def note_routed(self, frontend: str, number: int, notes: bytes) -> None:
-        self._ask(protocol.NoteRouted(frontend, number, notes))
-
-    # ---- the outside view
-
-    def snapshot(self, with_blocks: bool = True) -> Snapshot:
-        return self._ask(protocol.TakeSnapshot(with_blocks))
-
-    def index_page(self, first: int, blocks_max: int) -> BlockPage:
-        """Up to `blocks_max` blocks from number `first` on, and whether they are the last."""
-        return self._ask(protocol.IndexPage(first, blocks_max))
-
-    def stats(self) -> DirectoryStats:
-        return self._ask(protocol.Stats())
 
     # ---- the socket
 

@@ -11,7 +11,7 @@ Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ NOTES_BYTES_MAX = 512 * 1024
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
+Keys = Annotated[Sequence[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Lease = Annotated[float, msgspec.Meta(ge=0.0, le=3_600.0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -86,7 +86,7 @@ class Allocate(DirectoryVerb[Allocation], tag="allocate", frozen=True):
 
 class Commit(DirectoryVerb[list[bool]], tag="commit", frozen=True):
     node_id: Name
-    blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
+    blocks: Annotated[Sequence[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     lease_s: Lease
     epoch: Count = 0  # of the directory that granted the slots or leases
@@ -94,7 +94,7 @@ class Commit(DirectoryVerb[list[bool]], tag="commit", frozen=True):
 
 class CommitReserved(DirectoryVerb[ReservedCommit], tag="commit_reserved", frozen=True):
     node_id: Name
-    blocks: Annotated[list[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
+    blocks: Annotated[Sequence[tuple[Key, Count, Count, Count]], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # of each requested slot
     slots: Annotated[int, msgspec.Meta(ge=0, le=KEYS_MAX)]
@@ -104,7 +104,7 @@ class CommitReserved(DirectoryVerb[ReservedCommit], tag="commit_reserved", froze
 
 
 class Abandon(DirectoryVerb[int], tag="abandon", frozen=True):
-    slots: Annotated[list[Slot], msgspec.Meta(max_length=KEYS_MAX)]
+    slots: Annotated[Sequence[Slot], msgspec.Meta(max_length=KEYS_MAX)]
     owner: Name
 
 
@@ -147,7 +147,7 @@ class DropCopy(DirectoryVerb[bool], tag="drop_copy", frozen=True):
 class Adopt(DirectoryVerb[int], tag="adopt", frozen=True):
     node_id: Name
     incarnation: Name
-    blocks: Annotated[list[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
+    blocks: Annotated[Sequence[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
     is_last: bool
     epoch: Count = 0  # of the directory that granted the slots or leases
 
@@ -173,9 +173,7 @@ class BlocksOn(DirectoryVerb[list[tuple[bytes, Copy]]], tag="blocks_on", frozen=
 
 class PlaceKeys(DirectoryVerb[list[str]], tag="place", frozen=True):
     keys: Keys
-    excluded: Annotated[list[Name], msgspec.Meta(max_length=1_024)] = msgspec.field(
-        default_factory=list
-    )
+    excluded: Annotated[Sequence[Name], msgspec.Meta(max_length=1_024)] = ()
 
 
 class PinKeys(DirectoryVerb[list[bool]], tag="pin", frozen=True):

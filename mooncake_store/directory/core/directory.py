@@ -369,6 +369,7 @@ class Directory:
     # Workers register and report here, so that all subscribers of the events receive it.
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
+        """FingerprintMismatch when its KV does not match that of the registered workers."""
         self._copies.advance(now_s)
         self._copies.events.extend(self._workers.register(info, now_s))
 
