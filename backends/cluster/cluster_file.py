@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from backends.cluster.model_rendering import (
     templates_in,
 )
 from backends.cluster.section import PORT_MAX, FileSection, Mistakes, did_you_mean
-from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlEntry, YamlInvalid, read_tree
+from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlInvalid, read_tree
 from backends.config_pbtxt import FrontendConfig, WorkerConfig, check_configs
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.shipped import named_or_shipped
@@ -99,27 +99,24 @@ def parse(
     mistakes = Mistakes()
     for line, what in problems:
         mistakes.note(line, "", what)
-    deployment = _ClusterFile(tree, path, mistakes, templates or {}).read()
+    deployment = _ClusterFile(FileSection(tree, "", mistakes), path, templates or {}).read()
     if mistakes.found:
         raise ClusterFileInvalid(path, mistakes.lines())
     return deployment
 
 
+@dataclass(slots=True)
 class _ClusterFile:
     """Reads one section after the other; later readers look up the results of earlier ones."""
 
-    def __init__(
-        self, tree: YamlEntry, path: str, mistakes: Mistakes, templates: Mapping[str, str]
-    ) -> None:
-        self.path = path
-        self.templates = templates
-        self.top = FileSection(tree, "", mistakes)
-        self.mistakes = mistakes
-        self.hosts: dict[str, Host] = {}
-        self.nodes: list[NodeSpec] = []
-        # Pool -> parameters of its template, overridden by the parameters of the file.
-        self.settings: dict[str, dict[str, str]] = {}
-        self.known: set[str] = set()  # all parameters that exist for at least one pool
+    top: FileSection  # the whole file
+    path: str
+    templates: Mapping[str, str]
+    hosts: dict[str, Host] = field(default_factory=dict)
+    nodes: list[NodeSpec] = field(default_factory=list)
+    # Pool -> parameters of its template, overridden by the parameters of the file.
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)  # parameters that exist for at least one pool
 
     def read(self) -> Deployment:
         top = self.top
@@ -204,7 +201,7 @@ class _ClusterFile:
         if name in self.hosts:
             return True
         what = f"there is no host {name!r}{did_you_mean(name, set(self.hosts))}"
-        self.mistakes.note(line, path, what)
+        self.top.mistakes.note(line, path, what)
         return False
 
     def _first_host(self) -> tuple[str, ...]:
@@ -215,7 +212,7 @@ class _ClusterFile:
         for endpoint, line in endpoints:
             host, _, port = endpoint.rpartition(":")
             if not _is_address(host) or not _is_port(port):
-                self.mistakes.note(
+                self.top.mistakes.note(
                     line, section.path_of("endpoints"), f"{endpoint!r} is no HOST:PORT"
                 )
         found = EtcdCluster(
@@ -335,7 +332,7 @@ class _ClusterFile:
         for name, line in found:
             if not INTERFACE.fullmatch(name):
                 what = f"{name!r} is no valid name of a network interface"
-                self.mistakes.note(line, "trusted_data_network", what)
+                self.top.mistakes.note(line, "trusted_data_network", what)
         is_named = self.top.has("trusted_data_network") or bool(folder)
         return {
             "keys_folder": folder,
@@ -344,20 +341,16 @@ class _ClusterFile:
         }
 
 
+@dataclass(slots=True)
 class _PoolReader:
     """Reads one pool, whose parameters override those of `defaults`."""
 
-    def __init__(
-        self,
-        file: _ClusterFile,
-        name: str,
-        section: FileSection,
-        defaults: FileSection,
-        common: Mapping[str, str],
-    ) -> None:
-        self.file, self.name, self.section, self.defaults = file, name, section, defaults
-        self.common = common
-        self.shipped: dict[str, str] = {}  # parameters of the workers' template
+    file: _ClusterFile
+    name: str
+    section: FileSection
+    defaults: FileSection
+    common: Mapping[str, str]  # parameters of `defaults`
+    shipped: dict[str, str] = field(default_factory=dict)  # parameters of the workers' template
 
     def read(self, grpc_port: int) -> PoolSpec:
         section, name = self.section, self.name
@@ -433,7 +426,7 @@ class _PoolReader:
             if entry is not None and entry.items is not None:
                 for number, item in enumerate(entry.items[:WORKERS_MAX]):
                     each = FileSection(
-                        item, f"{section.path_of(host)}[{number}]", self.file.mistakes
+                        item, f"{section.path_of(host)}[{number}]", self.section.mistakes
                     )
                     own.append(each.others())
                     if role:

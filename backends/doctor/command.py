@@ -20,6 +20,7 @@ from backends.doctor.running_check import read_running, running_findings
 from backends.doctor.transfer_probe import probe
 from backends.errors import ConfigError
 from backends.launcher import environment
+from backends.launcher.command import StorageNodes, StoreBytes
 from backends.launcher.launch import TRITON_SHM_BYTES
 from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
@@ -49,10 +50,8 @@ def doctor(
     openai_port: Annotated[
         int, typer.Option(help="OpenAI's interface of the next start; 0: none.")
     ] = 0,
-    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0,s1",
-    store_bytes: Annotated[
-        str, typer.Option(help="Memory of each storage node in /dev/shm, like 512M or 4G.")
-    ] = "1G",
+    nodes: StorageNodes = "s0,s1",
+    store_bytes: StoreBytes = "1G",
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
     """Check whether this host can serve, and whether a running system is well, with remedies.

@@ -96,7 +96,8 @@ def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict
 
     Children write their logs unbuffered, and use UTF-8 for paths in every locale, as Triton does.
     """
-    env = {name: value for name, value in os.environ.items() if name not in OF_A_HOST} | given
+    env = {name: value for name, value in os.environ.items() if name not in OF_A_HOST}
+    env.update(given)
     # The linker's default folders are left out. In LD_LIBRARY_PATH they would take precedence over
     # the image's own folders.
     libraries = [

@@ -55,7 +55,6 @@ from backends.launcher.triton_arguments import (
 from backends.launcher.triton_process import (
     FRONTEND,
     PROMISED,
-    AnyPort,
     Endpoints,
     Restart,
     Stubs,
@@ -115,16 +114,17 @@ class Launcher:
             self.repository, options.settings, [node.name for node in plan.storage_nodes]
         )
         self._worker_names: set[str] = set()
-        # A worker that is not in the plan, because its folder was copied while serving, gets any
-        # free port; in a deployment a port that the hosts' firewalls open to each other.
-        any_port = AnyPort(plan.listen, plan.address, FREE_PORTS) if plan.deployment else AnyPort()
         self._triton_setup = TritonSetup(
             repository=self.repository,
             mirrors=of_triton / f"repository-{plan.host}",
             log_dir=self.log_dir,
             cwd=self.socket_dir,
             command_of=self._triton_command,
-            any_port=any_port,
+            # A worker that is not in the plan, because its folder was copied while serving, gets
+            # any free port. In a deployment, the hosts' firewalls open this port to each other.
+            listen=plan.listen,
+            called=plan.address,
+            ports=FREE_PORTS if plan.deployment else (environment.PORT_MIN, environment.PORT_MAX),
             log_bytes_max=options.observed.log_bytes_max,
             folders=self._worker_folders,
         )
@@ -508,7 +508,7 @@ class Launcher:
         needed = plan.shm_bytes + TRITON_SHM_BYTES
         found = [] if plan.deployment else self._worker_folders.unreadable()
         found += open_api_problems(self.options.open_apis)
-        env = os.environ | plan.environment
+        env = {**os.environ, **plan.environment}
         found += self.options.observed.problems(env)
         found += api_keys.problems(self.options.api_keys, env)
         env |= api_keys.environment(self.options.api_keys, env)

@@ -140,20 +140,6 @@ def restarts_of(children: Iterable[ChildProcess]) -> list[Restart]:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyPort:
-    """Chooses the port of a Triton without a planned port."""
-
-    listen: str = LOOPBACK
-    called: str = ""  # host address that callers use; "" if it equals `listen`
-    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
-
-    def endpoints(self, metrics: str, promised: Collection[int]) -> Endpoints:
-        [port] = free_ports(1, promised, *self.ports, self.listen)
-        called = f"{self.called}:{port}" if self.called else ""
-        return Endpoints(f"{self.listen}:{port}", metrics, called_grpc=called)
-
-
-@dataclass(frozen=True, slots=True)
 class TritonSetup:
     """What the Tritons of a launch have in common."""
 
@@ -162,7 +148,9 @@ class TritonSetup:
     log_dir: Path
     cwd: Path
     command_of: Callable[[Triton, Endpoints], Command]  # the command of the next incarnation
-    any_port: AnyPort = AnyPort()
+    listen: str = LOOPBACK  # of Tritons without a planned port, as the next two
+    called: str = LOOPBACK  # host address that callers use
+    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
     log_bytes_max: int = LOG_BYTES_MAX
     folders: WorkerFolders | None = None  # None: each config.pbtxt is mirrored unchanged
 
@@ -176,7 +164,7 @@ class Triton:
         self, name: str, setup: TritonSetup, fixed: Endpoints | None, wants: Callable[[str], bool]
     ) -> None:
         """Does not start the process. `fixed` are the planned addresses. Without them, each start
-        chooses a free port from `setup.any_port`. The metrics service always listens on loopback.
+        chooses a free port from `setup.ports`. The metrics service always listens on loopback.
         `wants(model)` is True if this Triton serves the model."""
         self.name = name
         self.number = next(NUMBERS)
@@ -223,7 +211,10 @@ class Triton:
         if self._fixed:
             self.endpoints = replace(self._fixed, metrics=metrics)
         else:
-            self.endpoints = self._setup.any_port.endpoints(metrics, {*promised, port})
+            setup = self._setup
+            [grpc] = free_ports(1, {*promised, port}, *setup.ports, setup.listen)
+            called = f"{setup.called}:{grpc}"
+            self.endpoints = Endpoints(f"{setup.listen}:{grpc}", metrics, called_grpc=called)
         PROMISED[self.name] = [port, int(self.endpoints.grpc.rpartition(":")[2])]
         self._read_log()
         self._log.service_problem = ""

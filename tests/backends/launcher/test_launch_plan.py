@@ -144,9 +144,7 @@ def test_a_worker_of_the_plan_is_called_at_its_port_and_a_copied_one_at_any(
     planned, copied = (launcher.workers[name]._command() for name in ("prefill_a_0", "prefill_a_9"))
     assert (planned.called, planned.metrics) == ("10.77.0.1:7100", "127.0.0.1:11112")  # type: ignore[attr-defined]
     assert copied.called == "10.77.0.1:11111"  # type: ignore[attr-defined]
-    assert launcher.workers["prefill_a_9"]._setup.any_port.ports == FREE_PORTS, (
-        "firewalls leave it open"
-    )
+    assert launcher.workers["prefill_a_9"]._setup.ports == FREE_PORTS, "firewalls leave it open"
 
 
 def test_a_copied_worker_listens_where_its_host_does_and_is_called_at_its_address(
