@@ -4,7 +4,7 @@ Each section has a reader. `_check_together` then checks the sections against ea
 parameters are checked by the code that a model uses when it loads (config_pbtxt.py), merged with
 the parameters of the worker's template. A mistake names the line of its parameter.
 
-Not here: the meaning of the keys (deployment.py), YAML itself (yaml_tree.py).
+Not here: the meaning of the keys (deployment.py), YAML itself (section.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,15 @@ from backends.cluster.model_rendering import (
     template,
     templates_in,
 )
-from backends.cluster.section import PORT_MAX, FileSection, Mistakes, did_you_mean
-from backends.cluster.yaml_tree import CHARACTERS_MAX, YamlInvalid, read_tree
+from backends.cluster.section import (
+    CHARACTERS_MAX,
+    PORT_MAX,
+    FileSection,
+    Mistakes,
+    YamlInvalid,
+    did_you_mean,
+    read_tree,
+)
 from backends.config_pbtxt import FrontendConfig, WorkerConfig, check_configs
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.shipped import named_or_shipped

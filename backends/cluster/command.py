@@ -21,7 +21,7 @@ from backends.cluster.cluster_file import load
 from backends.cluster.deployment import ClusterFileInvalid, Deployment
 from backends.cluster.drain import HostDrain
 from backends.cluster.host_plan import HostPlan, directory_address, host_plan, pool_host_plan
-from backends.cluster.manifests import autoscaling, compose, firewall, kubernetes, systemd
+from backends.cluster.manifests import compose, firewall, kubernetes, systemd
 from backends.cluster.manifests.pods import PodGateway
 from backends.cluster.model_rendering import TemplateMissing
 from backends.cluster.rendered_folder import RenderedFolder
@@ -286,7 +286,7 @@ def render_kubernetes(
         for name, text in files.items():
             path = _write(deployment, f"kubernetes/base/{name}", text)
         print_line(f"{path.parent}: {', '.join(files)}")
-        for name, text in autoscaling.monitoring_component(deployment).items():
+        for name, text in kubernetes.monitoring_component(deployment).items():
             path = _write(deployment, f"kubernetes/monitoring/{name}", text)
         print_line(f"{path.parent}: needs Prometheus Operator and an adapter for its metrics")
         if raw:

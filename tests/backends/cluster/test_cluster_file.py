@@ -13,7 +13,7 @@ from backends.cluster.cluster_file import load, parse
 from backends.cluster.deployment import ClusterFileInvalid
 from backends.cluster.host_plan import host_plan
 from backends.cluster.model_rendering import templates_in
-from backends.cluster.yaml_tree import CHARACTERS_MAX
+from backends.cluster.section import CHARACTERS_MAX
 from tests.backends.cluster.fleet_text import ONE_HOST, THREE_HOSTS
 
 
@@ -335,6 +335,7 @@ def deployments(draw: st.DrawFn) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 @given(deployments())
 @settings(max_examples=50, deadline=None)
 def test_any_right_deployment_parses_and_every_host_has_a_plan(text: str) -> None:

@@ -22,7 +22,7 @@ from backends.cluster.cluster_file import load, parse
 from backends.cluster.command import app
 from backends.cluster.deployment import ClusterFileInvalid
 from backends.cluster.host_plan import host_plan, pool_host_plan
-from backends.cluster.manifests import autoscaling
+from backends.cluster.manifests import kubernetes
 from backends.cluster.manifests.compose import compose
 from backends.cluster.manifests.firewall import (
     CLIENTS,
@@ -334,7 +334,7 @@ def test_the_committed_base_is_what_its_cluster_file_renders() -> None:
     deployment = load(KUBERNETES / "base" / "cluster.yaml")
     rendered = {
         "base": kustomize_base(deployment, POD_FILE),
-        "monitoring": autoscaling.monitoring_component(deployment),
+        "monitoring": kubernetes.monitoring_component(deployment),
     }
     for folder, files in rendered.items():
         there = {path.name: path.read_text() for path in (KUBERNETES / folder).iterdir()}
@@ -436,14 +436,14 @@ def test_every_group_and_pool_has_a_budget_and_a_selector_that_finds_its_pods() 
 
 
 def test_pools_scale_by_metrics_that_are_on_our_page() -> None:
-    files = autoscaling.monitoring_component(parse(POD_FILE))
+    files = kubernetes.monitoring_component(parse(POD_FILE))
     scalers = list(yaml.safe_load_all(files["autoscaling.yaml"]))
     names = {
         metric[metric["type"].lower()]["metric"]["name"]
         for scaler in scalers
         for metric in scaler["spec"]["metrics"]
     }
-    assert names == {autoscaling.LIVE, autoscaling.WAITING}
+    assert names == {kubernetes.LIVE, kubernetes.WAITING}
     assert names <= set(METRICS)
     assert [(s["spec"]["minReplicas"], s["spec"]["maxReplicas"]) for s in scalers] == [(2, 8)] * 2
 

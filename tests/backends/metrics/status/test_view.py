@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from backends.metrics.status.readings import Readings
-from backends.metrics.status.render import bar, duration, render
 from backends.metrics.status.view import Latency, View, WorkerView, view
+from backends.metrics.status.watch import bar, duration, render
 from tests.backends.metrics.status.pages import page, server
 
 
