@@ -181,7 +181,7 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda written: datetime.now().strftime(written)
     return environment.from_string(source)
 
 
@@ -199,7 +199,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(written: str) -> str:
-    return datetime.now().strftime(written)

@@ -225,13 +225,6 @@ class _Walk:
             return f"it is not defined in {NEWEST_DRAFT}; use items"
         return "use prefixItems for a list" if isinstance(value, list) else ""
 
-    def _multiple(self, value: Any) -> str:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return "only whole numbers above 0 are supported"
-        self._multiple_of = math.lcm(self._multiple_of, value)
-        is_small = self._multiple_of <= MULTIPLE_MAX
-        return "" if is_small else f"the least common multiple of all may be at most {MULTIPLE_MAX}"
-
     def _other(self, keyword: str, value: Any) -> str:
         match keyword:
             case "type":
@@ -247,21 +240,22 @@ class _Walk:
                 is_good = isinstance(value, list) and all(isinstance(name, str) for name in value)
                 return "" if is_good else "it must be a list of names"
             case "multipleOf":
-                return self._multiple(value)
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    return "only whole numbers above 0 are supported"
+                self._multiple_of = math.lcm(self._multiple_of, value)
+                if self._multiple_of > MULTIPLE_MAX:
+                    return f"the least common multiple of all may be at most {MULTIPLE_MAX}"
             case "uniqueItems":
                 return "" if value is False else "it is not supported"
             case "$ref":
-                return self._reference(value)
+                if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+                    return "only references into the schema itself (#/...) are supported"
+                is_there = tuple(steps_of(value)) in self._places
+                return "" if is_there else f"there is no schema {_shown(value)}"
             case "$schema":
                 is_good = isinstance(value, str) and any(draft in value for draft in DRAFTS)
                 return "" if is_good else f"use a draft of {', '.join(DRAFTS)}"
         return ""
-
-    def _reference(self, value: Any) -> str:
-        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
-            return "only references into the schema itself (#/...) are supported"
-        is_there = tuple(steps_of(value)) in self._places
-        return "" if is_there else f"there is no schema {_shown(value)}"
 
 
 def _whole_number(keyword: str, value: Any, schema: Mapping[str, Any]) -> str:

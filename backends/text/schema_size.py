@@ -101,9 +101,8 @@ class _Sizes:
     def of(self, schema: Any, where: str) -> _Size:
         if not isinstance(schema, dict):
             return NOTHING
-        self._check_level(self._level + 1, where)
         self._level += 1
-        self._deepest = max(self._deepest, self._level)
+        self._reach(self._level, where)
         size = self._of(schema, where)
         self._level -= 1
         return size
@@ -142,9 +141,7 @@ class _Sizes:
     def _target(self, reference: str) -> _Size:
         """The size of a reference's target, visited once. Its depth counts on every path to it."""
         if reference in self._targets:
-            deepest = self._level + self._heights.get(reference, 0)
-            self._check_level(deepest, reference)
-            self._deepest = max(self._deepest, deepest)
+            self._reach(self._level + self._heights.get(reference, 0), reference)
             return self._targets[reference]
         self._targets[reference] = NOTHING
         before, self._deepest = self._deepest, self._level
@@ -153,11 +150,11 @@ class _Sizes:
         self._deepest = max(before, self._deepest)
         return self._targets[reference]
 
-    @staticmethod
-    def _check_level(level: int, where: str) -> None:
+    def _reach(self, level: int, where: str) -> None:
         if level > LEVELS_MAX:
             what = f"parts and references are nested more than {LEVELS_MAX} levels deep"
             raise _TooLarge(f"$ref at {where}: {what}")
+        self._deepest = max(self._deepest, level)
 
     def _largest(self, parts: Iterable[tuple[Any, Any]], where: str) -> _Load:
         """The largest load on any one of the values of these parts."""

@@ -25,8 +25,6 @@ Further rules:
   begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown;
 * the context is the end of the prompt. A request that is resumed on another worker passes the
   tokens that the client has, so the same stop words are found as on the first worker.
-
-Not here: limits on stop words (engine/sampling_params.py).
 """
 
 from __future__ import annotations

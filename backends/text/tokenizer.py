@@ -58,8 +58,9 @@ class Tokenizer:
         self._templates = chat_template.templates(config.get("chat_template"))
         named = _settle(backend, config)
         self._special_tokens = {name: str(token) for name, token in named.items()}
-        self.eos_ids = self._ids_of("eos_token")
-        self.bos_id = next(iter(self._ids_of("bos_token")), None)
+        eos = self._special_tokens.get("eos_token")
+        eos_id = None if eos is None else backend.token_to_id(eos)
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -144,11 +145,6 @@ class Tokenizer:
             token for token in content["added_tokens"] if token["id"] < self.vocabulary_tokens
         ]
         return json.dumps(content)
-
-    def _ids_of(self, name: str) -> tuple[int, ...]:
-        token = self._special_tokens.get(name)
-        token_id = None if token is None else self._backend.token_to_id(token)
-        return () if token_id is None else (token_id,)
 
 
 def _settle(

@@ -138,7 +138,6 @@ class GreenTokenizer:
 
     vocabulary_tokens = VOCABULARY
     eos_ids: tuple[int, ...] = ()
-    bos_id = None
     token_bytes = LetterTokens()
 
     @classmethod

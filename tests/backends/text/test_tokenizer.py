@@ -311,7 +311,8 @@ def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
         CHAT, tokenize=True, add_generation_prompt=True, return_dict=False
     )
     assert token_ids == list(expected)
-    assert token_ids.count(tokenizer.bos_id or 0) == 1
+    [bos_id] = tokenizer.encode(BOS, add_special=False)
+    assert token_ids.count(bos_id) == 1
 
 
 def test_a_template_may_lie_in_its_own_file_or_in_a_list(tmp_path: Path) -> None:
@@ -365,9 +366,12 @@ def test_end_tokens_come_from_the_generation_config_then_the_config(tmp_path: Pa
 def test_names_may_be_objects_and_lie_in_the_special_tokens_map(tmp_path: Path) -> None:
     token = {"content": BOS, "lstrip": False, "special": True}
     folder = write_checkpoint(
-        tmp_path, byte_level(), {"eos_token": None}, special_tokens_map={"bos_token": token}
+        tmp_path,
+        byte_level(),
+        {"eos_token": None, "chat_template": "{{ bos_token }}"},
+        special_tokens_map={"bos_token": token},
     )
-    assert Tokenizer.load(folder).bos_id == 1
+    assert Tokenizer.load(folder).apply_chat(CHAT) == BOS
 
 
 def test_a_token_without_a_row_in_the_model_is_outside_the_vocabulary(tmp_path: Path) -> None:
