@@ -12,63 +12,52 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from backends.engine.interface import Engine, Work
 from mooncake_store.layout import blocks_touched
 
 REPEATS = 5
 POINTS_MIN = 3  # points that are measured in any case, because the fit needs samples
-Point = TypeVar("Point", bound=tuple[int, ...])
+Point = tuple[int, int]
 
 
 def measure_prefill(
-    engine: Engine, points: Sequence[tuple[int, int]], budget_s: float = 4.0
+    engine: Engine, points: Sequence[Point], budget_s: float = 4.0
 ) -> list[tuple[int, int, float]]:
     """points: (new tokens, tokens before them) -> (new_tokens, prefix_tokens, seconds)."""
-
-    def sequences(point: tuple[int, int]) -> list[tuple[int, int]]:
-        return [point]
-
-    seconds = _measure(engine, points, sequences, budget_s)
-    return [(*point, seconds_of_point) for point, seconds_of_point in seconds]
+    seconds = _measure(engine, {point: [point] for point in points}, budget_s)
+    return [(*point, step_s) for point, step_s in seconds]
 
 
 def measure_decode(
-    engine: Engine, points: Sequence[tuple[int, int]], budget_s: float = 4.0
+    engine: Engine, points: Sequence[Point], budget_s: float = 4.0
 ) -> list[tuple[int, int, float]]:
     """points: (batch, context tokens of each) -> (batch, context_tokens_sum, seconds)."""
-
-    def sequences(point: tuple[int, int]) -> list[tuple[int, int]]:
-        batch, context_tokens = point
-        return [(1, context_tokens - 1)] * batch
-
-    seconds = _measure(engine, points, sequences, budget_s)
+    sequences = {(batch, context): [(1, context - 1)] * batch for batch, context in points}
+    seconds = _measure(engine, sequences, budget_s)
     return [(batch, batch * context, step_s) for (batch, context), step_s in seconds]
 
 
 def _measure(
-    engine: Engine,
-    points: Sequence[Point],
-    sequences: Callable[[Point], list[tuple[int, int]]],
-    budget_s: float,
+    engine: Engine, sequences: Mapping[Point, list[tuple[int, int]]], budget_s: float
 ) -> list[tuple[Point, float]]:
     """Median seconds of one forward of each point.
 
-    `sequences(point)`: (new tokens, tokens before them) of each sequence in the point's batch.
+    `sequences`: point -> (new tokens, tokens before them) of each sequence in its batch.
     """
-    pages = engine.pages.take(engine.pages.free_pages) if engine.pages.free_pages else None
-    assert pages is not None, "calibration needs free pages"
+    assert engine.pages.free_pages, "calibration needs free pages"
+    pages = engine.pages.take(engine.pages.free_pages) or []
+
+    def cost(point: Point) -> int:
+        return sum(new * (new + before) for new, before in sequences[point])
+
     try:
-        steps = {}
-        for point in sorted(
-            points, key=lambda point: sum(a * (a + b) for a, b in sequences(point))
-        ):
-            batch = _batch(engine, sequences(point), pages)
-            if batch is not None:
-                steps[point] = batch
-        return _medians(engine, steps, budget_s)
+        batches = {
+            point: _batch(engine, sequences[point], pages) for point in sorted(sequences, key=cost)
+        }
+        fitting = {point: batch for point, batch in batches.items() if batch is not None}
+        return _medians(engine, fitting, budget_s)
     finally:
         engine.pages.release(pages)
 

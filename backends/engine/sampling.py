@@ -21,8 +21,6 @@ them:
 6. Inverse distribution function over the kept tokens in order of ids.
 
 Logprobs are those of the logits before all steps (token_logprobs.py).
-
-Not here: the parameters and their limits (sampling_params.py).
 """
 
 from __future__ import annotations
@@ -92,10 +90,9 @@ def draw(
 ) -> Drawn:
     """Sample a token that the grammar matcher allows, and advance the matcher. With logprobs if the
     request wants them."""
-    if guide is None:
-        token_id = sample(logits, params, position, prompt_ids, output_ids)
-    else:
-        token_id = sample(logits, params, position, prompt_ids, output_ids, guide.allowed())
+    allowed = None if guide is None else guide.allowed()
+    token_id = sample(logits, params, position, prompt_ids, output_ids, allowed)
+    if guide is not None:
         guide.advance(token_id)
     if not params.wants_logprobs:
         return Drawn(token_id, None)

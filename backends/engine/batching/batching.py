@@ -155,9 +155,6 @@ class Admission:
     def is_waiting(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def _pages_for(self, tokens: int) -> int:
-        return blocks_touched(tokens, self._block_tokens)
-
     def _may_have_pages(self, request_id: str) -> bool:
         """Whether the head of the queue may be admitted if enough pages are free."""
         return True
@@ -255,12 +252,8 @@ class PrefillBatching(Admission):
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted prompts
         self._started: dict[str, Progress] = {}
         self._order: list[QueuePosition] = []  # of started prompts, sorted
-        self._queue_tokens = 0  # tokens of all prompts that are not yet computed; >= 0
-
-    @property
-    def queue_tokens(self) -> int:
-        """Prompt tokens not yet computed; a cached prefix counts until its prompt is started."""
-        return self._queue_tokens
+        # Prompt tokens not yet computed; >= 0. A cached prefix counts until its prompt is started.
+        self.queue_tokens = 0
 
     def add(
         self,
@@ -283,7 +276,7 @@ class PrefillBatching(Admission):
         if has_rings:
             self._layerwise.add(request_id)
         self._prompt_tokens[request_id] = prompt_tokens
-        self._queue_tokens += prompt_tokens
+        self.queue_tokens += prompt_tokens
         return True
 
     def ahead(self, request_id: str) -> int:
@@ -316,14 +309,14 @@ class PrefillBatching(Admission):
         else:
             assert is_loaded, f"{request_id} is not layer-wise, its whole prefix must be loaded"
         self._started[request_id] = Progress(request_id, prompt_tokens, computed_tokens)
-        self._queue_tokens -= computed_tokens
+        self.queue_tokens -= computed_tokens
         insort(self._order, self._positions[request_id])
 
     def stop(self, request_id: str) -> None:
         """Discard the computed tokens of a started prompt. It keeps its pages and starts again."""
         progress = self._started.pop(request_id)
         self._passes.pop(request_id, None)
-        self._queue_tokens += progress.computed_tokens
+        self.queue_tokens += progress.computed_tokens
         del self._order[bisect_left(self._order, self._positions[request_id])]
 
     def next_step(self) -> list[Chunk]:
@@ -337,19 +330,16 @@ class PrefillBatching(Admission):
         tokens = self._chunk_tokens
         if self._is_loading_before(ready[0].request_id if ready else None):
             tokens = self._short_tokens
-        if ready and ready[0].request_id in self._passes:
-            return self._next_parts(ready[0], tokens)
+        if ready and (of_layers := self._passes.get(ready[0].request_id)) is not None:
+            name, end = ready[0].request_id, ready[0].prompt_tokens
+            return [
+                Chunk(name, start, count, start + count == end, layer)
+                for layer, start, count in of_layers.next_parts(tokens)
+            ]
         in_pages = takewhile(lambda progress: progress.request_id not in self._passes, ready)
         return next_chunks(
             in_pages, tokens, self._block_tokens, self._overhead_tokens, self.waiting
         )
-
-    def _next_parts(self, progress: Progress, tokens: int) -> list[Chunk]:
-        parts = self._passes[progress.request_id].next_parts(tokens)
-        return [
-            Chunk(progress.request_id, start, count, start + count == progress.prompt_tokens, layer)
-            for layer, start, count in parts
-        ]
 
     def _is_loading_before(self, request_id: str | None) -> bool:
         """An admitted prompt is before this one, the first computable one, and still lacks KV."""
@@ -381,7 +371,7 @@ class PrefillBatching(Admission):
                 of_layers = self._passes[chunk.request_id]
                 of_layers.computed(chunk.layer, chunk.start, chunk.tokens)
                 computed_tokens = of_layers.start + of_layers.computed_tokens
-            self._queue_tokens -= computed_tokens - progress.computed_tokens
+            self.queue_tokens -= computed_tokens - progress.computed_tokens
             progress.computed_tokens = computed_tokens
             if computed_tokens == progress.prompt_tokens:
                 complete.append(chunk.request_id)
@@ -396,12 +386,12 @@ class PrefillBatching(Admission):
         if self._rings is None or tokens <= self._chunk_tokens:
             return False
         is_mostly_cached = tokens - local_tokens <= self._chunk_tokens
-        has_pages = self._pages_for(tokens) <= self._pool.pages_max
+        has_pages = blocks_touched(tokens, self._block_tokens) <= self._pool.pages_max
         is_short = tokens <= WHOLE_STEPS_MAX * self._chunk_tokens
         return not (is_mostly_cached and is_short and has_pages)
 
     def _pages_taken(self, tokens: int, has_rings: bool) -> int:
-        blocks = self._pages_for(tokens)
+        blocks = blocks_touched(tokens, self._block_tokens)
         return self._rings.pages_for(blocks) if has_rings and self._rings is not None else blocks
 
     def _may_have_pages(self, request_id: str) -> bool:
@@ -435,7 +425,7 @@ class PrefillBatching(Admission):
     def remove(self, request_id: str) -> list[int]:
         if request_id in self._started:
             self.stop(request_id)
-        self._queue_tokens -= self._prompt_tokens.pop(request_id)
+        self.queue_tokens -= self._prompt_tokens.pop(request_id)
         self._layerwise.discard(request_id)
         return super().remove(request_id)
 
@@ -444,7 +434,7 @@ class PrefillBatching(Admission):
         assert self._prompt_tokens.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
         computed = sum(progress.computed_tokens for progress in self._started.values())
-        assert self._queue_tokens == sum(self._prompt_tokens.values()) - computed, "miscounted"
+        assert self.queue_tokens == sum(self._prompt_tokens.values()) - computed, "miscounted"
         assert self._order == sorted(self._positions[request_id] for request_id in self._started)
         for request_id, progress in self._started.items():
             assert 0 <= progress.computed_tokens <= progress.prompt_tokens, progress
@@ -467,16 +457,11 @@ class DecodeBatching(Admission):
         self._tokens_max: dict[str, int] = {}  # request -> prompt tokens + largest output tokens
         self._started: dict[str, int] = {}  # request -> its tokens so far; in order of start
         self._saving: dict[str, int] = {}  # preempted request -> its pages not yet released
-        self._context_tokens = 0  # sum of the started requests' tokens
+        self.context_tokens = 0  # KV tokens that the next step reads: of all started requests
 
     @property
     def running(self) -> int:
         return len(self._started)
-
-    @property
-    def context_tokens(self) -> int:
-        """KV tokens that the next step reads."""
-        return self._context_tokens
 
     def add(
         self,
@@ -490,9 +475,10 @@ class DecodeBatching(Admission):
         not resume after a worker failure (`is_resumed`)."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
         tokens = prompt_tokens + output_tokens_max
-        if not self._add(request_id, self._pages_for(tokens), arrived_s, is_resumed):
+        pages = blocks_touched(tokens, self._block_tokens)
+        if not self._add(request_id, pages, arrived_s, is_resumed):
             return False
-        self._tokens_max[request_id] = prompt_tokens + output_tokens_max
+        self._tokens_max[request_id] = tokens
         return True
 
     def start(self, request_id: str, tokens: int) -> None:
@@ -500,7 +486,7 @@ class DecodeBatching(Admission):
         assert request_id in self._pages and request_id not in self._started, request_id
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
-        self._context_tokens += tokens
+        self.context_tokens += tokens
 
     def prioritise(self, request_id: str, priority: int) -> None:
         """Set the priority of a request that was added before its priority was received."""
@@ -533,7 +519,7 @@ class DecodeBatching(Admission):
     def preempt(self, request_id: str) -> list[int]:
         """Queue a running request again. Returns its pages, which stay its own until `saved`."""
         pages = self._pages.pop(request_id)
-        self._context_tokens -= self._started.pop(request_id)
+        self.context_tokens -= self._started.pop(request_id)
         self._saving[request_id] = len(pages)
         self._waiting[request_id] = len(pages)
         self._resumed.add(request_id)
@@ -556,7 +542,7 @@ class DecodeBatching(Admission):
         for request_id in request_ids:
             if request_id in self._started:  # else removed during the step
                 self._started[request_id] += 1
-                self._context_tokens += 1
+                self.context_tokens += 1
                 assert self._started[request_id] <= self._tokens_max[request_id], request_id
 
     def steps_alike(self, tokens_at_end: Mapping[str, int]) -> int:
@@ -574,20 +560,20 @@ class DecodeBatching(Admission):
         for request_id, tokens in started.items():
             assert tokens + steps <= tokens_max[request_id], (request_id, tokens, steps)
             started[request_id] = tokens + steps
-        self._context_tokens += steps * len(started)
+        self.context_tokens += steps * len(started)
 
     def remove(self, request_id: str) -> list[int]:
         pages = super().remove(request_id)
         self._saving.pop(request_id, None)
         self._tokens_max.pop(request_id)
-        self._context_tokens -= self._started.pop(request_id, 0)
+        self.context_tokens -= self._started.pop(request_id, 0)
         return pages
 
     def check(self) -> None:
         super().check()
         assert self._tokens_max.keys() == self._waiting.keys() | self._pages.keys()
         assert self._started.keys() <= self._pages.keys(), "started without pages"
-        assert self._context_tokens == sum(self._started.values()), "tokens are miscounted"
+        assert self.context_tokens == sum(self._started.values()), "tokens are miscounted"
         assert self._saving.keys() <= self._waiting.keys(), "a preempted request does not wait"
         for request_id, tokens in self._started.items():
             room_tokens = len(self._pages[request_id]) * self._block_tokens
