@@ -35,12 +35,12 @@ import torch
 from backends.engine.interface import Work
 from backends.engine.model_config import ModelConfig, RopeConfig
 from backends.engine.torch.gpu import paged_kernels
-from backends.engine.torch.gpu.decode_graph import CallAgain, CudaRecorder
+from backends.engine.torch.gpu.decode_graph import CudaRecorder, Recorder
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers.feed_forward import DenseFeedForward
 from backends.engine.torch.layers.grouped_attention import GroupedWeights
-from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
@@ -119,9 +119,7 @@ def random_weights(config: ModelConfig, device: torch.device, scalar: torch.dtyp
         LayerWeights(
             attention=GroupedWeights(linear(query_rows + 2 * kv_rows, hidden)),
             output=linear(hidden, query_rows),
-            feed_forward=DenseFeedForward(
-                GatedLinear(made(2 * inner, hidden)), linear(hidden, inner)
-            ),
+            feed_forward=DenseFeedForward(linear(2 * inner, hidden), linear(hidden, inner)),
         )
         for _ in range(config.layers)
     ]
@@ -179,18 +177,10 @@ class DeviceEngine:
     def take(self, way: Way) -> None:
         is_cuda = self.device.type == "cuda"
         recorder = (
-            (CudaRecorder(self.device) if is_cuda else CallAgain()) if way.is_recorded else None
+            (CudaRecorder(self.device) if is_cuda else Recorder()) if way.is_recorded else None
         )
         transformer = Transformer(self.config, self._weights, self._memory, self._rope, way.kernels)
-        self.engine = TorchEngine(
-            self.config,
-            self.layout,
-            self._memory,
-            transformer,
-            "random",
-            self.config.context_tokens_max,
-            recorder=recorder,
-        )
+        self.engine = TorchEngine(transformer, "random", recorder=recorder)
 
     def pages(self, count: int, first: int = 0) -> list[int]:
         """Pages without an owner: nothing else runs during a measurement."""

@@ -8,8 +8,6 @@ truncated file is an error at the start and not a SIGBUS in service.
 tensor's name, dtype, shape and content. Checkpoints above `HASHED_BYTES_MAX` are hashed by evenly
 spaced samples of each tensor. Training or merging changes all samples and is detected. An edit of
 single numbers between the samples is not. The cut of the checkpoint into files does not matter.
-
-Not here: the tensors of a model (weights.py).
 """
 
 from __future__ import annotations
@@ -51,15 +49,13 @@ class TensorEntry:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a folder; create it with `Checkpoint.open`."""
 
-    def __init__(
-        self, folder: Path, entries: Mapping[str, TensorEntry], stale: Sequence[str] = ()
-    ) -> None:
-        self.folder = folder
-        self.entries = entries
-        self.stale = stale  # tensors that the index excludes: "NAME in FILE", "all of FILE"
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+    stale: Sequence[str] = ()  # tensors that the index excludes: "NAME in FILE", "all of FILE"
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:

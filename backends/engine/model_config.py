@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mooncake_store.layout import KvLayout, LayerRange
 
@@ -27,6 +27,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 MISTRAL_WINDOW_TOKENS = 4096  # default if config.json has no sliding_window; null: no window
+T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -215,12 +216,12 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
     return value
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads typed values of a JSON object and collects problems in `found`."""
 
-    def __init__(self, raw: Mapping[str, Any], found: list[str]) -> None:
-        self.raw = raw
-        self.found = found
+    raw: Mapping[str, Any]
+    found: list[str]
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.raw.get(key)
@@ -293,7 +294,7 @@ def _parsed(
         head_dim=head_dim,
         intermediate=read.integer("intermediate_size"),
         vocabulary_tokens=vocabulary_tokens,
-        context_tokens_max=_context_tokens_max(family, raw, read, rope),
+        context_tokens_max=_context_tokens_max(family, read, rope),
         norm_epsilon=read.number("rms_norm_eps", default=1e-6),
         rope=rope,
         has_tied_embeddings=read.flag("tie_word_embeddings"),
@@ -303,7 +304,7 @@ def _parsed(
         has_qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(raw, generation, vocabulary_tokens, found),
         latent=latent,
-        experts=_experts(raw, read, found) if latent else None,
+        experts=_experts(read) if latent else None,
         predicting_layers=read.integer("num_nextn_predict_layers", 0, least=0) if latent else 0,
     )
 
@@ -319,7 +320,8 @@ def _latent(read: _Reader) -> LatentConfig:
     )
 
 
-def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> ExpertsConfig:
+def _experts(read: _Reader) -> ExpertsConfig:
+    raw, found = read.raw, read.found
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if raw.get(key, known) != known:
             found.append(f"config.json: {key} {raw[key]!r} is not supported; only {known} is")
@@ -346,9 +348,7 @@ def _experts(raw: Mapping[str, Any], read: _Reader, found: list[str]) -> Experts
     return experts
 
 
-def _context_tokens_max(
-    family: str, raw: Mapping[str, Any], read: _Reader, rope: RopeConfig
-) -> int:
+def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
     """Longest context that the engine computes exactly.
 
     With a sliding window (Mistral) it is the window: up to it every token attends to all earlier
@@ -358,7 +358,7 @@ def _context_tokens_max(
     context_tokens = read.integer("max_position_embeddings")
     if rope.type == "yarn":
         context_tokens = int(rope.original_context_tokens * rope.factor)
-    if family != "mistral" or raw.get("sliding_window", MISTRAL_WINDOW_TOKENS) is None:
+    if family != "mistral" or read.raw.get("sliding_window", MISTRAL_WINDOW_TOKENS) is None:
         return context_tokens
     return min(context_tokens, read.integer("sliding_window", MISTRAL_WINDOW_TOKENS))
 
@@ -405,54 +405,44 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
     theta = read.number("rope_theta")
     if kind == "default":
         return RopeConfig(theta)
-    score_factor = _magnitude(merged, "mscale_all_dim", read) ** 2
-    if kind == "linear":
-        return RopeConfig(theta, kind, read.number("factor"), score_factor=score_factor)
-    if kind == "yarn":
-        return _yarn(merged, read, theta, score_factor)
-    rope = RopeConfig(
-        theta,
-        kind,
-        read.number("factor"),
-        read.number("low_freq_factor"),
-        read.number("high_freq_factor"),
-        read.integer("original_max_position_embeddings"),
-        score_factor=score_factor,
-    )
-    if not found and rope.high_freq_factor <= rope.low_freq_factor:
-        found.append("config.json: high_freq_factor must be above low_freq_factor")
-    return rope
-
-
-def _magnitude(given: Mapping[str, Any], key: str, read: _Reader) -> float:
-    """YaRN's mscale: factor of attention scores that compensates for stretched positions."""
-    if not given.get(key):
-        return 1.0
     factor = read.number("factor")
-    return 1.0 if factor <= 1 else 0.1 * read.number(key) * math.log(factor) + 1.0
+    score_factor = _magnitude(read, "mscale_all_dim", factor) ** 2
+    rope = RopeConfig(theta, kind, factor, score_factor=score_factor)
+    if kind == "linear":
+        return rope
+    rope = replace(rope, original_context_tokens=read.integer(key))
+    if kind == "yarn":
+        return _yarn(rope, read)
+    low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+    if not found and high <= low:
+        found.append("config.json: high_freq_factor must be above low_freq_factor")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(given: Mapping[str, Any], read: _Reader, theta: float, score_factor: float) -> RopeConfig:
+def _magnitude(read: _Reader, key: str, factor: float) -> float:
+    """YaRN's mscale: factor of attention scores that compensates for stretched positions."""
+    if not read.raw.get(key) or factor <= 1:
+        return 1.0
+    return 0.1 * read.number(key) * math.log(factor) + 1.0
+
+
+def _yarn(rope: RopeConfig, read: _Reader) -> RopeConfig:
     """As transformers' `_compute_yarn_parameters`."""
+    given, factor = read.raw, rope.factor
     if not given.get("truncate", True):
         read.found.append("config.json: truncate false of rope type 'yarn' is not supported")
-    factor = read.number("factor")
     if given.get("attention_factor") is not None:
         table_factor = read.number("attention_factor")
     elif given.get("mscale") and given.get("mscale_all_dim"):
-        whole = _magnitude(given, "mscale_all_dim", read)
-        table_factor = _magnitude(given, "mscale", read) / whole
+        whole = _magnitude(read, "mscale_all_dim", factor)
+        table_factor = _magnitude(read, "mscale", factor) / whole
     else:
         table_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_context_tokens=read.integer("original_max_position_embeddings"),
+    return replace(
+        rope,
         beta_fast=read.number("beta_fast", 32.0),
         beta_slow=read.number("beta_slow", 1.0),
         table_factor=table_factor,
-        score_factor=score_factor,
     )
 
 
@@ -482,3 +472,11 @@ class CheckpointError(Exception):
         if len(self.problems) > SHOWN_MAX:
             lines.append(f"and {len(self.problems) - SHOWN_MAX} more")
         super().__init__(f"checkpoint {folder}:\n  - " + "\n  - ".join(lines))
+
+
+def read_or_problems(read: Callable[[Path], T], folder: Path) -> tuple[T | None, list[str]]:
+    """(result of read(folder), []), or (None, the problems of its CheckpointError)."""
+    try:
+        return read(folder), []
+    except CheckpointError as error:
+        return None, error.problems

@@ -1,7 +1,4 @@
-"""Reads the facts of a checkpoint without an engine: config, headers of weights, tokenizer.
-
-Not here: checking a repository with these facts (repository_check.py).
-"""
+"""Reads the facts of a checkpoint without an engine: config, headers of weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 
 from backends.config_pbtxt import checkpoint_folder
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.model_config import CheckpointError, read_model_config
+from backends.engine.model_config import read_model_config, read_or_problems
 from backends.errors import ConfigError
 from backends.model_settings.repository_check import CheckpointFacts, LookUp
 from backends.text.tokenizer import Tokenizer
@@ -31,17 +28,8 @@ def facts_beside(repository: Path) -> LookUp:
 
 
 def _facts(folder: Path) -> CheckpointFacts:
-    of_torch: list[str] = []
-    config = None
-    try:
-        config = read_model_config(folder)
-    except CheckpointError as error:
-        of_torch = error.problems
-    found: list[str] = []
-    try:
-        Checkpoint.open(folder)
-    except CheckpointError as error:
-        found += error.problems
+    config, of_torch = read_or_problems(read_model_config, folder)
+    _, found = read_or_problems(Checkpoint.open, folder)
     try:
         Tokenizer.load(folder)
     except ConfigError as error:

@@ -53,7 +53,7 @@ class OwnEngine:
         positions = config.context_tokens_max
         rope = rope_table(config.rope, config.rotary_dim, positions, scalar, cpu)
         transformer = Transformer(config, self.weights, memory, rope)
-        self.engine = TorchEngine(config, layout, memory, transformer, "bench", positions)
+        self.engine = TorchEngine(transformer, "bench")
         self._config, self._dtype = config, scalar
         # Numbers like a model's own, because steps are timed over pages that no prompt has filled.
         memory.pool.copy_(
@@ -119,7 +119,7 @@ class OwnEngine:
                 layer.output(inputs[count, widths[1]])
                 feed_forward = layer.feed_forward
                 assert isinstance(feed_forward, DenseFeedForward), "a model of experts"
-                feed_forward.gate_up.both(inputs[count, widths[0]])
+                feed_forward.gate_up(inputs[count, widths[0]])
                 feed_forward.down(inputs[count, widths[2]])
             logits(inputs[last_rows, widths[0]])
 

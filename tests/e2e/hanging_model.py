@@ -7,8 +7,7 @@ engine stands still, or fails, while a file of its name says so.
 import time
 from pathlib import Path
 
-from backends.engine.torch.layer_pass import TorchLayerPass
-from backends.engine.torch.torch_engine import TorchEngine
+from backends.engine.torch.torch_engine import TorchEngine, TorchLayerPass
 from backends.triton.worker_model import WorkerModel
 from backends.workers import step_times
 

@@ -28,7 +28,7 @@ from backends.engine.interface import Work
 from backends.engine.model_config import read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.gpu import paged_kernels
-from backends.engine.torch.gpu.decode_graph import CallAgain, CudaRecorder, Recorder
+from backends.engine.torch.gpu.decode_graph import CudaRecorder, Recorder
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
 from backends.engine.torch.rope import rope_table
@@ -75,10 +75,8 @@ class Bench:
         transformer = Transformer(config, weights, memory, rope, kernels)
         recorder: Recorder | None = None
         if is_recorded:
-            recorder = CudaRecorder(self.device) if self.is_cuda else CallAgain()
-        return TorchEngine(
-            config, layout, memory, transformer, "same", tokens_max, recorder=recorder
-        )
+            recorder = CudaRecorder(self.device) if self.is_cuda else Recorder()
+        return TorchEngine(transformer, "same", recorder=recorder)
 
     def kernels(self) -> dict[str, PagedKernels | str]:
         """Each that is known, or why it does not serve here."""

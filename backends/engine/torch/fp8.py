@@ -4,8 +4,6 @@ A page holds K / k_scale and V / v_scale, rounded to the nearest fp8. Values bey
 Each layer has one scale for K and one for V. weights.py multiplies them into the matrices before
 and after attention, so this module does not need them. native.c implements the same conversion. On
 a CPU, NaN in K or V (of a broken model) is read as 480, which is no other value.
-
-Not here: the memory of the bytes (kv_memory.py).
 """
 
 from __future__ import annotations

@@ -26,14 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from backends.engine.torch import fp8
-from backends.engine.torch.gpu.page_copies import (
-    CopyQueue,
-    Done,
-    HereQueue,
-    PagesArriving,
-    StreamQueue,
-    runs,
-)
+from backends.engine.torch.gpu.page_copies import CopyQueue, Done, PagesArriving, StreamQueue, runs
 from mooncake_store.layout import KvLayout
 from mooncake_store.process.available_memory import memory_available_bytes
 
@@ -42,6 +35,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }  # dtypes of computation
+Pages = Sequence[int] | NDArray[np.int64]
 KV_DTYPES = {**TORCH_DTYPES, "fp8": fp8.DTYPE}
 
 
@@ -67,8 +61,8 @@ class KvMemory:
         host = torch.from_numpy(self.bytes).view(KV_DTYPES[layout.dtype])
         self._host = host.view(pages_max, *_page_shape(layout))
         self.pool = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
-        own = StreamQueue(device) if device.type == "cuda" else HereQueue()
-        self._queue: CopyQueue = own if queue is None else queue
+        own = StreamQueue(device) if device.type == "cuda" else CopyQueue()
+        self._queue = own if queue is None else queue
         self._arrivals = PagesArriving(pages_max * layout.layers if self.is_mirrored else 0)
         self._see_rows()
 
@@ -103,20 +97,15 @@ class KvMemory:
         for page in pages:
             self.pool[page].zero_()
 
-    def import_pages(self, pages: Sequence[int]) -> None:
-        """Copy pages from the mirror. From any thread. No running step may use these pages."""
+    def import_pages(self, pages: Sequence[int], layer: int | None = None) -> None:
+        """Copy pages, or one layer of them, from the mirror. From any thread. No running step may
+        use these pages."""
         if self.is_mirrored:
-            done = self._queue.bring([(self.pool[run], self._host[run]) for run in runs(pages)])
-            self._arrivals.sent(self._units(pages), done)
-
-    def import_layer(self, pages: Sequence[int], layer: int) -> None:
-        if self.is_mirrored:
-            done = self._queue.bring(
-                [(self.pool[page, layer], self._host[page, layer]) for page in pages]
-            )
+            parts = _parts(pages, layer)
+            done = self._queue.bring([(self.pool[part], self._host[part]) for part in parts])
             self._arrivals.sent(self._units(pages, layer), done)
 
-    def arrive(self, pages: Sequence[int], layer: int | None = None) -> None:
+    def arrive(self, pages: Pages, layer: int | None = None) -> None:
         """Let the computing stream wait for copies into these pages, or into one layer of them."""
         if self.is_mirrored:
             self._arrivals.hold(self._units(pages, layer))
@@ -128,25 +117,28 @@ class KvMemory:
     def export_pages(self, pages: Sequence[int]) -> None:
         if self.is_mirrored:
             self.arrive(pages)  # else the export would overwrite pages that are being imported
-            self._queue.fetch(
-                [(self._host[run], self.pool[run]) for run in runs(pages)]
-            ).synchronize()
+            self._fetch(pages).synchronize()
 
-    def begin_export(self, pages: Sequence[int], layer: int) -> Done | None:
-        """Start the copy of a computed layer of these pages to `bytes`; None: it is there."""
-        if not self.is_mirrored:
-            return None
-        return self._queue.fetch(
-            [(self._host[page, layer], self.pool[page, layer]) for page in pages]
-        )
+    def begin_export(self, pages: Sequence[int], layer: int) -> Done:
+        """Start the copy of a computed layer of these pages to `bytes`."""
+        return self._fetch(pages, layer) if self.is_mirrored else Done()
 
-    def _units(self, pages: Sequence[int], layer: int | None = None) -> NDArray[np.int64]:
+    def _fetch(self, pages: Sequence[int], layer: int | None = None) -> Done:
+        parts = _parts(pages, layer)
+        return self._queue.fetch([(self._host[part], self.pool[part]) for part in parts])
+
+    def _units(self, pages: Pages, layer: int | None = None) -> NDArray[np.int64]:
         """Units of `PagesArriving`: the layers of all pages, or of all ring buffers, in order."""
         layers = self.layout.layers
         first = np.asarray(pages, dtype=np.int64) * layers
         if layer is not None:
             return first + layer
         return (first[:, None] + np.arange(layers)).ravel()
+
+
+def _parts(pages: Sequence[int], layer: int | None) -> list[slice] | list[tuple[int, int]]:
+    """Indices of the pages, or of one layer of them, in few parts."""
+    return list(runs(pages)) if layer is None else [(page, layer) for page in pages]
 
 
 def _page_shape(layout: KvLayout) -> tuple[int, ...]:

@@ -9,8 +9,6 @@ The kernels run on torch's own threads (`GOMP_parallel` of its OpenMP), so no se
 competes for the cores. Without AVX-512, without a compiler or for other devices, torch's functions
 are used (norm.py, linear.py, grouped_attention.py). Results differ in the last bits only: bfloat16
 is rounded once here, and after each operation in torch.
-
-Not here: matrix products (onednn.py), the pages of a sequence (step_plan.py).
 """
 
 from __future__ import annotations
@@ -35,71 +33,48 @@ SHARED_SCALARS_MIN = 64 * 1024
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-class _RowsJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _INT) for name in ("next", "rows", "width", "row_stride", "out_stride")),
-        *((name, _POINTER) for name in ("source", "weight", "out")),
-        ("is_bf16", _INT),
-        ("epsilon", _FLOAT),
-    ]
+def _structure(fields: str) -> type[ctypes.Structure]:
+    """A structure of native.c. `name` is an int64, `*name` a pointer, `.name` a float."""
+    kinds = {"*": _POINTER, ".": _FLOAT}
+
+    class Job(ctypes.Structure):
+        _fields_ = [(name.lstrip("*."), kinds.get(name[0], _INT)) for name in fields.split()]
+
+    return Job
 
 
-class _RotateJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _INT) for name in ("next", "rows", "heads", "kv_heads", "head_dim", "row_stride")),
-        *((name, _POINTER) for name in ("qkv", "table", "positions", "norm", "memory")),
-        ("token_rows", _POINTER),
-        *((name, _INT) for name in ("tokens", "is_bf16", "is_fp8")),
-        ("epsilon", _FLOAT),
-    ]
-
-
-class _AttendJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _INT) for name in ("next", "sequences", "kv_heads", "shared", "head_dim")),
-        ("block_tokens", _INT),
-        ("page_stride", _INT),
-        *((name, _POINTER) for name in ("memory", "pages", "page_starts", "contexts", "queries")),
-        ("query_stride", _INT),
-        ("out", _POINTER),
-        *((name, _INT) for name in ("is_bf16", "is_fp8")),
-        ("scale", _FLOAT),
-    ]
-
-
-class _PrefillJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _INT) for name in ("next", "tokens", "start", "heads", "kv_heads", "head_dim")),
-        ("block_tokens", _INT),
-        ("page_stride", _INT),
-        *((name, _POINTER) for name in ("memory", "pages", "queries")),
-        ("query_stride", _INT),
-        *((name, _POINTER) for name in ("out", "packed_keys", "packed_values")),
-        ("is_fp8", _INT),
-        ("scale", _FLOAT),
-    ]
+_RowsJob = _structure("next rows width row_stride out_stride *source *weight *out is_bf16 .epsilon")
+_RotateJob = _structure(
+    "next rows heads kv_heads head_dim row_stride *qkv *table *positions *norm *memory *token_rows"
+    " tokens is_bf16 is_fp8 .epsilon"
+)
+_AttendJob = _structure(
+    "next sequences kv_heads shared head_dim block_tokens page_stride *memory *pages *page_starts"
+    " *contexts *queries query_stride *out is_bf16 is_fp8 .scale"
+)
+_PrefillJob = _structure(
+    "next tokens start heads kv_heads head_dim block_tokens page_stride *memory *pages *queries"
+    " query_stride *out *packed_keys *packed_values is_fp8 .scale"
+)
 
 
 def serves(tensor: torch.Tensor) -> bool:
     """The kernels support this tensor's device and dtype."""
-    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has_vectors()
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has("engine_vectors")
 
 
 def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
     """`attend_prefill` supports this KV, with `shared` query heads per KV head."""
     is_shape = head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX
-    return tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has_products()
+    return (
+        tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has("engine_products")
+    )
 
 
 @functools.cache
-def _has_products() -> bool:
-    found = function("engine_products", ctypes.c_int, [])
-    return found is not None and bool(found())
-
-
-@functools.cache
-def _has_vectors() -> bool:
-    found = function("engine_vectors", ctypes.c_int, [])
+def _has(what: str) -> bool:
+    """The result of a function of native.c that reports what it was compiled with."""
+    found = function(what, ctypes.c_int, [])
     return found is not None and bool(found())
 
 
@@ -107,43 +82,38 @@ def norm_rows(
     values: torch.Tensor, epsilon: float, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """RMS norm of values [rows, width], times a weight [width]."""
-    rows, width = values.shape
-    assert values.stride(1) == 1, values.stride()
-    out = values.new_empty(rows, width)
-    job = _RowsJob(
-        0,
-        rows,
-        width,
-        values.stride(0),
-        width,
-        values.data_ptr(),
-        None if weight is None else weight.data_ptr(),
-        out.data_ptr(),
-        values.dtype == torch.bfloat16,
-        epsilon,
-    )
-    _run("norm_rows", job, rows * width)
-    return out
+    return _each_row("norm_rows", values, values.shape[1], epsilon, weight)
 
 
 def gate_rows(both: torch.Tensor) -> torch.Tensor:
     """both [rows, 2 * width]: gate, then up -> silu(gate) * up [rows, width]."""
-    rows, width = both.shape[0], both.shape[1] // 2
-    assert both.stride(1) == 1, both.stride()
-    out = both.new_empty(rows, width)
+    return _each_row("gate_rows", both, both.shape[1] // 2)
+
+
+def _each_row(
+    name: str,
+    source: torch.Tensor,
+    width: int,
+    epsilon: float = 0.0,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """source [rows, any] -> a new tensor [rows, width]."""
+    rows = len(source)
+    assert source.stride(1) == 1, source.stride()
+    out = source.new_empty(rows, width)
     job = _RowsJob(
         0,
         rows,
         width,
-        both.stride(0),
+        source.stride(0),
         width,
-        both.data_ptr(),
-        None,
+        source.data_ptr(),
+        None if weight is None else weight.data_ptr(),
         out.data_ptr(),
-        both.dtype == torch.bfloat16,
-        0.0,
+        source.dtype == torch.bfloat16,
+        epsilon,
     )
-    _run("gate_rows", job, rows * width)
+    _run(name, job, rows * width)
     return out
 
 
@@ -276,33 +246,23 @@ def _is_fp8(memory: torch.Tensor) -> bool:
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:
     """Run a small job in this thread with the GIL held, and a larger one on torch's threads."""
+    quick, releasing, address = _native(name)
     if scalars < SHARED_SCALARS_MIN:
-        _quick(name)(ctypes.byref(job))
+        quick(ctypes.byref(job))
         return
     threads, parallel = torch.get_num_threads(), _parallel()
     if threads > 1 and parallel is not None:
-        parallel(_address(name), ctypes.byref(job), threads, 0)
+        parallel(address, ctypes.byref(job), threads, 0)
     else:
-        _declared(name)(ctypes.byref(job))
+        releasing(ctypes.byref(job))
 
 
 @functools.cache
-def _quick(name: str) -> NativeFunction:
-    found = quick_function(name, None, [_POINTER])
-    assert found is not None, "ask `serves` first"
-    return found
-
-
-@functools.cache
-def _declared(name: str) -> NativeFunction:
-    found = function(name, None, [_POINTER])
-    assert found is not None, "ask `serves` first"
-    return found
-
-
-@functools.cache
-def _address(name: str) -> int:
-    return ctypes.cast(_declared(name), _POINTER).value or 0  # type: ignore[arg-type]
+def _native(name: str) -> tuple[NativeFunction, NativeFunction, int]:
+    """A function of native.c: a call that keeps the GIL, one that releases it, its address."""
+    quick, found = quick_function(name, None, [_POINTER]), function(name, None, [_POINTER])
+    assert quick is not None and found is not None, "ask `serves` first"
+    return quick, found, ctypes.cast(found, _POINTER).value or 0  # type: ignore[arg-type]
 
 
 @functools.cache

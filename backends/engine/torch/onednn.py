@@ -9,8 +9,6 @@ torch has no public switch, but its compiler's operators can be called:
 `mkldnn::_linear_pointwise`, with a packed or a plain weight. They are not a public interface. So
 they are tested once on small matrices. If they are missing or wrong, torch's public functions are
 used.
-
-Not here: the users of the operators (linear.py, causal_attention.py).
 """
 
 from __future__ import annotations

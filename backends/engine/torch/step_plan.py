@@ -7,14 +7,13 @@ tensor operations only.
 
 A *query token* is the last token of a sequence: the only one whose attention the last layer needs,
 and the only one of a decode sequence.
-
-Not here: the tensor operations (grouped_attention.py, transformer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
 Integers = NDArray[np.int64]
+Array = TypeVar("Array", Integers, torch.Tensor)
 
 # Padding of sequences with different contexts in one group wastes memory traffic. Another group
 # costs calls per layer: about 40 us, the time to gather this much KV of one layer (on CPU).
@@ -85,8 +85,10 @@ class PrefillSpan:
         return self.start + self.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
+    """The defaults are those of a recorded step (gpu/decode_graph.py)."""
+
     tokens: int
     token_ids: torch.Tensor  # [tokens, rounded up]; the rows beyond `tokens` are padding
     positions: torch.Tensor  # the same shape
@@ -95,13 +97,13 @@ class StepPlan:
     # Groups of decode sequences (row of a token == index of its sequence), and of the query tokens
     # of all sequences. Both are empty if attention reads `seen` instead.
     decodes: list[QueryGroup]
-    prefills: list[PrefillSpan]
     query_tokens: list[QueryGroup]
-    seen: PagesSeen | None  # pages of all sequences; None in a recorded step (gpu/decode_graph.py)
-    last_rows: torch.Tensor | None  # [sequences] row of each query token; None: all rows
-    order: list[int] | None  # sequence i of the plan is batch[order[i]]; None: same order
-    pages: list[int]  # pages that this step writes
-    fresh_pages: list[int]  # those of `pages` that the step begins and does not fill
+    prefills: Sequence[PrefillSpan] = ()
+    seen: PagesSeen | None = None  # pages of all sequences; None in a recorded step
+    last_rows: torch.Tensor | None = None  # [sequences] row of each query token; None: all rows
+    order: list[int] | None = None  # sequence i is batch[order[i]]; None: same order
+    pages: Sequence[int] = ()  # pages that this step writes
+    fresh_pages: Sequence[int] = ()  # pages that the step begins and does not fill; in `pages`
     # The plan for kernels that read pages in place. Then the groups and `prefills` are empty.
     paged: PagedPlan | None = None
 
@@ -141,24 +143,19 @@ def plan_step(
     staging = Staging(device)
     paged, decodes, rest, spans = None, [], [], []
     if kernels is not None:
-        paged = _paged(kernels, sequences, tables, decode_sequences, staging)
+        paged = _paged(kernels, counts, seen.contexts, tables, decode_sequences, staging)
     else:
         if not reads_seen:
-            decodes = _groups(
-                sequences[:decode_sequences], tables[:decode_sequences], 0, layout, staging
-            )
-            rest = _groups(
-                sequences[decode_sequences:],
-                tables[decode_sequences:],
-                decode_sequences,
-                layout,
-                staging,
+            decodes, rest = (
+                _groups(sequences[part], tables[part], part.start, layout, staging)
+                for part in (slice(0, decode_sequences), slice(decode_sequences, None))
             )
         spans = _spans(sequences, tables, decode_sequences, layout, staging)
     pages, fresh_pages = _written(sequences, tables, block_tokens)
     is_decode_only = decode_sequences == len(sequences)
     tokens = len(token_ids)
-    token_rows = staging.put(_token_rows(positions, counts, tables, layout))
+    token_pages = seen.pages[np.repeat(seen.starts, counts) + positions // block_tokens]
+    rows = staging.put(token_rows(token_pages, positions, np.arange(layout.rows), layout))
     if not is_decode_only:
         extra_rows = (0, rounded_rows(tokens) - tokens)
         token_ids, positions = np.pad(token_ids, extra_rows), np.pad(positions, extra_rows)
@@ -166,7 +163,7 @@ def plan_step(
         tokens=tokens,
         token_ids=staging.put(token_ids),
         positions=staging.put(positions),
-        token_rows=token_rows,
+        token_rows=rows,
         decode_sequences=decode_sequences,
         decodes=decodes,
         prefills=spans,
@@ -199,7 +196,7 @@ def check_range(name: str, values: Integers, limit: int) -> None:
 
 
 def _positions(sequences: list[Work], counts: list[int]) -> Integers:
-    if len(sequences) == len(counts) == sum(counts):
+    if len(counts) == sum(counts):
         return np.array([sequence.start for sequence in sequences], dtype=np.int64)
     return np.concatenate([np.arange(sequence.start, sequence.end) for sequence in sequences])
 
@@ -208,28 +205,23 @@ def rounded_up(tokens: int, step: int) -> int:
     return (tokens + step - 1) // step * step
 
 
-def _token_rows(
-    positions: Integers, counts: list[int], tables: list[Integers], layout: KvLayout
-) -> Integers:
-    """Rows of each token's K and V, or its latent, in layer 0; a row has head_dim scalars."""
-    block_tokens, kv_rows = layout.block_tokens, layout.rows
-    if len(counts) == len(positions):
-        pages = np.array([table[-1] for table in tables], dtype=np.int64)
-    else:
-        widths = np.array([len(table) for table in tables])
-        table_starts = np.repeat(np.cumsum(widths) - widths, counts)
-        pages = np.concatenate(tables)[table_starts + positions // block_tokens]
-    page_rows = layout.layers * kv_rows * block_tokens
-    first_rows = pages * page_rows + positions % block_tokens
-    rows: Integers = first_rows[:, None] + np.arange(kv_rows) * block_tokens
-    return rows
+def token_rows(pages: Array, positions: Array, heads: Array, layout: KvLayout) -> Array:
+    """Rows of each token's K and V, or its latent, in layer 0; a row has head_dim scalars.
+
+    pages and positions [tokens] -> [tokens, rows of the layout]. `heads`: 0 .. layout.rows - 1.
+    """
+    page_rows = layout.layers * layout.rows * layout.block_tokens
+    first_rows = pages * page_rows + positions % layout.block_tokens
+    return first_rows[:, None] + heads * layout.block_tokens
 
 
-def _page_rows(pages: Integers, layout: KvLayout) -> Integers:
-    """pages [sequences, n] -> rows [kv_factor, sequences, kv_heads, n] of KvMemory.page_rows."""
-    kv_rows = layout.rows
-    offsets = np.arange(kv_rows).reshape(layout.kv_factor, 1, layout.kv_heads, 1)
-    return (pages[None, :, None, :] * (layout.layers * kv_rows) + offsets).reshape(-1)
+def page_rows(pages: Array, heads: Array, layout: KvLayout) -> Array:
+    """pages [sequences, n] -> rows [kv_factor, sequences, kv_heads, n] of KvMemory.page_rows, flat.
+
+    `heads`: as in `token_rows`.
+    """
+    offsets = heads.reshape(layout.kv_factor, 1, layout.kv_heads, 1)
+    return (pages[None, :, None, :] * (layout.layers * layout.rows) + offsets).reshape(-1)
 
 
 def _groups(
@@ -260,7 +252,7 @@ def _group(
         row[: len(table)] = table
         row[len(table) :] = table[0]  # padding is masked, but must be finite: one of its own pages
     ends = np.array([sequence.end for sequence in sequences], dtype=np.int64)
-    rows = staging.put(_page_rows(pages, layout))
+    rows = staging.put(page_rows(pages, np.arange(layout.rows), layout))
     if (ends == ends[0]).all():
         return QueryGroup(first, len(sequences), rows, int(ends[0]), None)
     context_tokens = width * layout.block_tokens
@@ -269,24 +261,22 @@ def _group(
 
 def _paged(
     kernels: PagedKernels,
-    sequences: list[Work],
+    counts: list[int],
+    contexts: Integers,
     tables: list[Integers],
     decode_sequences: int,
     staging: Staging,
 ) -> PagedPlan:
-    counts = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-    contexts = np.array([sequence.end for sequence in sequences], dtype=np.int64)
-
-    def planned(part: slice, counts: Integers) -> PagedAttend | None:
-        if not len(contexts[part]):
+    def planned(part: slice, counts: list[int]) -> PagedAttend | None:
+        if not counts[part]:
             return None
-        return kernels.planned(PagedSequences(counts[part], contexts[part], tables[part]), staging)
+        queries = np.array(counts[part], dtype=np.int64)
+        sequences = PagedSequences(queries, contexts[part], tables[part])
+        return PagedAttend(kernels.planned(sequences, staging), sequences)
 
     decodes = planned(slice(0, decode_sequences), counts)
     prefills = planned(slice(decode_sequences, None), counts)
-    query_tokens = (
-        planned(slice(0, None), np.ones_like(counts)) if prefills is not None else decodes
-    )
+    query_tokens = planned(slice(0, None), [1] * len(counts)) if prefills is not None else decodes
     assert query_tokens is not None
     return PagedPlan(decodes, prefills, query_tokens)
 
@@ -313,7 +303,7 @@ def _spans(
         # Tokens beyond the end are masked, but must be finite: repeat the last page.
         width = blocks_touched(rounded_up(sequence.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
         pages = np.pad(table, (0, width - len(table)), mode="edge")
-        rows = staging.put(_page_rows(pages[None], layout))
+        rows = staging.put(page_rows(pages[None], np.arange(layout.rows), layout))
         spans.append(PrefillSpan(first, len(sequence.token_ids), sequence.start, rows, table))
         first += len(sequence.token_ids)
     return spans

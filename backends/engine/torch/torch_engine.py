@@ -1,13 +1,10 @@
-"""The embedded engine: models of model_config.py in torch, on a CPU or any GPU of torch.
-
-Not here: the model (transformer.py), its memory (kv_memory.py), its weights (weights.py).
-"""
+"""The embedded engine: models of model_config.py in torch, on a CPU or any GPU of torch."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,18 +16,22 @@ from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.interface import Work
-from backends.engine.model_config import CheckpointError, ModelConfig, read_model_config
+from backends.engine.model_config import (
+    CheckpointError,
+    ModelConfig,
+    read_model_config,
+    read_or_problems,
+)
 from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.decode_graph import CudaRecorder, DecodeGraphs, Recorder
 from backends.engine.torch.gpu.page_copies import Done
 from backends.engine.torch.gpu.staging import fetched
 from backends.engine.torch.kv_memory import TORCH_DTYPES, KvMemory
-from backends.engine.torch.layer_pass import TorchLayerPass
 from backends.engine.torch.rope import rope_table
-from backends.engine.torch.step_plan import plan_step
+from backends.engine.torch.step_plan import StepPlan
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
-from mooncake_store.layout import KvLayout, LayerRange, blocks_touched
+from mooncake_store.layout import LayerRange
 
 if TYPE_CHECKING:
     from mooncake_store.memory.buffers import ByteArray
@@ -43,29 +44,24 @@ class TorchEngine:
 
     def __init__(
         self,
-        config: ModelConfig,
-        layout: KvLayout,
-        memory: KvMemory,
         transformer: Transformer,
         weights_id: str,
-        context_tokens_max: int,
         layers: LayerRange | None = None,  # None: all
         recorder: Recorder | None = None,  # records decode steps; None: no recording
     ) -> None:
-        self.config = config
-        self.layout = layout
+        self.config = config = transformer.config
+        memory = transformer.attention.memory
+        self.layout = layout = replace(memory.layout, layers=config.layers)
         self.layers = layers or LayerRange(0, layout.layers)
-        self.context_tokens_max = context_tokens_max
+        self.context_tokens_max = len(transformer.rope)
         self.vocabulary_tokens = config.vocabulary_tokens
         self.eos_token_ids = config.eos_token_ids
         self.model_id = config.model_id
         self.weights_id = weights_id
-        self._page_layout = memory.layout  # only the layers of this stage
-        self.pages = PagePool(len(memory.bytes) // memory.layout.block_bytes)
+        self.pages = PagePool(len(memory.pool))
         self.kv_pool = memory.bytes
         self._memory = memory
         self._transformer = transformer
-        self._device = memory.pool.device
         self._dtype = transformer.dtype
         if layout.dtype == "fp8":  # fp8 KV depends on the dtype that K and V were computed in
             self.tp_shape = f"tp1 in {str(self._dtype).removeprefix('torch.')}"
@@ -75,9 +71,7 @@ class TorchEngine:
         self._folded = memory.folded(self.rings.layers_at_once if self.rings else 1)
         self._layer_transformer = transformer.over(self._folded)
         self._graphs = (
-            DecodeGraphs(transformer, config.vocabulary_tokens, recorder)
-            if recorder is not None and is_whole
-            else None
+            DecodeGraphs(transformer, recorder) if recorder is not None and is_whole else None
         )
 
     @classmethod
@@ -100,18 +94,16 @@ class TorchEngine:
         checkpoint's KV dtype if it has one, else `dtype`.
         """
         torch.set_num_threads(threads)
-        config, checkpoint = _open(checkpoint_dir, dtype)
+        config, checkpoint = _open(Path(checkpoint_dir), dtype)
         torch_device = torch.device(device)
         layout = config.layout(config.kv_dtype(kv_dtype, dtype), block_tokens)
+        found = []
         if layout.dtype == "fp8" and layout.kv_factor == 1:
-            raise CheckpointError(
-                checkpoint_dir, ["kv_dtype fp8 with latent attention is not supported; use auto"]
-            )
+            found.append("kv_dtype fp8 with latent attention is not supported; use auto")
         if stages > layout.layers:
-            raise CheckpointError(
-                checkpoint_dir,
-                [f"it has {layout.layers} layers, too few for {stages} pipeline stages"],
-            )
+            found.append(f"it has {layout.layers} layers, too few for {stages} pipeline stages")
+        if found:
+            raise CheckpointError(checkpoint_dir, found)
         layers = config.stage_layers(stage, stages)
         weights = load_weights(
             checkpoint, config, TORCH_DTYPES[dtype], torch_device, layers, layout.dtype == "fp8"
@@ -123,13 +115,10 @@ class TorchEngine:
         )
         kernels = paged_kernels.choose(memory, config.heads)
         transformer = Transformer(config, weights, memory, rope, kernels)
-        weights_id = checkpoint.weights_id(config)
         # A step with experts cannot be recorded: the CPU selects the experts in the step.
         can_record = torch_device.type == "cuda" and config.experts is None
         recorder = CudaRecorder(torch_device) if can_record else None
-        return cls(
-            config, layout, memory, transformer, weights_id, context_tokens_max, layers, recorder
-        )
+        return cls(transformer, checkpoint.weights_id(config), layers, recorder)
 
     @property
     def hidden_bytes(self) -> int:
@@ -141,9 +130,7 @@ class TorchEngine:
     ) -> NDArray[np.float32]:
         assert len(self.layers) == self.layout.layers, f"a stage: {self.layers} of {self.layout}"
         if on_layer is None and self._graphs is not None and self._graphs.serves(batch):
-            for sequence in batch:
-                self._check(sequence)
-            self._arrive(batch)
+            self._check(batch)
             recorded = self._graphs.logits(batch)
             if recorded is not None:
                 self._memory.step_is_begun()
@@ -189,20 +176,8 @@ class TorchEngine:
     ) -> tuple[torch.Tensor, list[int] | None]:
         """The transformer's result, and the order of its sequences if it differs from `batch`."""
         assert batch, "a step without sequences"
-        for sequence in batch:
-            self._check(sequence)
-        attention = self._transformer.attention
-        plan = plan_step(
-            batch,
-            self._page_layout,
-            self._device,
-            self.vocabulary_tokens,
-            self.pages.pages_max,
-            attention.kernels,
-            attention.reads_seen,
-        )
-        self._arrive(batch)
-        self._memory.clear_pages(plan.fresh_pages)
+        self._check(batch)
+        plan = self._transformer.plan(batch)
         announce = leaving = None
         if on_layer is not None:
             leaving = _LeavingLayers(self._memory, plan.pages, on_layer, self.layers.first)
@@ -214,36 +189,21 @@ class TorchEngine:
             leaving.announce(0)
         return made, plan.order
 
-    def _arrive(self, batch: Sequence[Work]) -> None:
-        """Let the computing stream wait for pending copies into the batch's pages."""
-        if not self._memory.is_mirrored:
-            return
-        block_tokens = self.layout.block_tokens
-        self._memory.arrive(
-            [
-                page
-                for sequence in batch
-                for page in sequence.pages[: blocks_touched(sequence.end, block_tokens)]
-            ]
-        )
-
     def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
         # A copy, because layers may compute in place.
         assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
         flat = torch.from_numpy(hidden.copy()).view(self._dtype)
-        return flat.view(rows, self.config.hidden).to(self._device)
+        return flat.view(rows, self.config.hidden).to(self._memory.pool.device)
 
     def begin_pass(
         self, token_ids: Sequence[int], start: int, rings: Sequence[int]
     ) -> TorchLayerPass:
         assert self.rings is not None, f"a stage: {self.layers} of {self.layout}"
-        self._check(Work(token_ids[start:], start, rings))
-        return TorchLayerPass(
-            self._layer_transformer, self._folded, self.vocabulary_tokens, token_ids, start, rings
-        )
+        self._check([Work(token_ids[start:], start, rings)])
+        return TorchLayerPass(self._layer_transformer, token_ids, rings)
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
-        self._folded.import_layer(rings, layer % self._folded.layout.layers)
+        self._folded.import_pages(rings, layer % self._folded.layout.layers)
 
     def import_pages(self, pages: Sequence[int]) -> None:
         self._memory.import_pages(pages)
@@ -254,16 +214,18 @@ class TorchEngine:
     def close(self) -> None:
         """Nothing to stop. The memory is freed with the last view of `kv_pool`."""
 
-    def _check(self, sequence: Work) -> None:
-        assert len(sequence.token_ids) > 0, "a sequence without tokens"
-        assert sequence.start >= 0 and sequence.end <= self.context_tokens_max, (
-            f"tokens {sequence.start}..{sequence.end} of a context of {self.context_tokens_max}"
-        )
-        assert sequence.end <= len(sequence.pages) * self.layout.block_tokens, (
-            f"{sequence.end} tokens in {len(sequence.pages)} pages of {self.layout.block_tokens}"
-        )
+    def _check(self, batch: Sequence[Work]) -> None:
+        for sequence in batch:
+            assert len(sequence.token_ids) > 0, "a sequence without tokens"
+            start, end = sequence.start, sequence.end
+            assert start >= 0 and end <= self.context_tokens_max, (
+                f"tokens {start}..{end} of a context of {self.context_tokens_max}"
+            )
+            pages, block_tokens = len(sequence.pages), self.layout.block_tokens
+            assert end <= pages * block_tokens, f"{end} tokens in {pages} pages of {block_tokens}"
 
 
+@dataclass(slots=True)
 class _LeavingLayers:
     """Copies the layers of a step to `kv_pool` and announces each when it is there, in order.
 
@@ -271,47 +233,83 @@ class _LeavingLayers:
     while this thread waits.
     """
 
-    def __init__(
-        self,
-        memory: KvMemory,
-        pages: Sequence[int],
-        on_layer: Callable[[int], None],
-        first_layer: int,
-    ) -> None:
-        self._memory, self._pages = memory, pages
-        self._on_layer, self._first = on_layer, first_layer
-        self._under_way: deque[tuple[int, Done]] = deque()
+    memory: KvMemory
+    pages: Sequence[int]
+    on_layer: Callable[[int], None]
+    first_layer: int  # the layer that is announced for layer 0 of the pages
+    _under_way: deque[tuple[int, Done]] = field(default_factory=deque)
 
     def computed(self, layer: int) -> None:
-        done = self._memory.begin_export(self._pages, layer)
-        if done is None:
-            self._on_layer(self._first + layer)
-            return
+        done = self.memory.begin_export(self.pages, layer)
         self._under_way.append((layer, done))
-        self.announce(1)
+        self.announce(0 if done.is_over() else 1)
 
     def announce(self, left: int) -> None:
         """Announce all pending layers except the last `left` ones."""
         while len(self._under_way) > left:
             layer, done = self._under_way.popleft()
             done.synchronize()
-            self._on_layer(self._first + layer)
+            self.on_layer(self.first_layer + layer)
 
 
-def _open(checkpoint_dir: str | Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:
+@dataclass(slots=True)
+class _Chunk:
+    plan: StepPlan
+    hidden: torch.Tensor | None = None  # hidden states after the layers computed so far
+
+
+class TorchLayerPass:
+    """Implements interface.LayerPassing. Keeps the hidden states of all chunks between layers.
+
+    A chunk is planned once for all layers. Each layer computes it like a step of this chunk alone,
+    so the results are bit-identical to chunked prefill. Only the order differs: all chunks go
+    through a layer before the first chunk goes through the next layer.
+    """
+
+    def __init__(
+        self, transformer: Transformer, token_ids: Sequence[int], rings: Sequence[int]
+    ) -> None:
+        """`transformer`: over folded memory, whose pages are ring buffers."""
+        self._transformer = transformer
+        self._memory = transformer.attention.memory
+        self._token_ids = token_ids
+        self._rings = rings
+        self._layers = len(transformer.weights.layers)
+        self._chunks: dict[int, _Chunk] = {}  # first token -> chunk
+
+    @torch.inference_mode()
+    def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
+        if layer == 0:
+            sequence = Work(self._token_ids[start : start + tokens], start, self._rings)
+            self._chunks[start] = _Chunk(self._transformer.plan([sequence], layer))
+        chunk, memory = self._chunks[start], self._memory
+        page_layer = layer % memory.layout.layers
+        out: list[Done] = []
+        self._transformer.arrive(chunk.plan, page_layer)
+        computed = self._transformer.forward(
+            chunk.plan,
+            lambda layer: out.append(memory.begin_export(chunk.plan.pages, page_layer)),
+            chunk.hidden,
+            range(layer, layer + 1),
+        )
+        memory.step_is_begun()
+        for done in out:  # a GPU computes the remaining part of the layer during this wait
+            done.synchronize()
+        if layer < self._layers - 1:
+            chunk.hidden = computed
+            return None
+        del self._chunks[start]
+        logits: NDArray[np.float32] = fetched(computed[0].float())
+        return logits
+
+
+def _open(folder: Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:
     """Read the config and the headers. Raises CheckpointError with the problems of both."""
-    found: list[str] = []
+    config, of_config = read_or_problems(read_model_config, folder)
+    checkpoint, of_files = read_or_problems(Checkpoint.open, folder)
+    found = of_config + of_files
     if dtype not in TORCH_DTYPES:
-        found.append(f"dtype {dtype!r} is not supported; use {', '.join(TORCH_DTYPES)}")
-    config = checkpoint = None
-    try:
-        config = read_model_config(checkpoint_dir)
-    except CheckpointError as error:
-        found += error.problems
-    try:
-        checkpoint = Checkpoint.open(checkpoint_dir)
-    except CheckpointError as error:
-        found += error.problems
+        found.insert(0, f"dtype {dtype!r} is not supported; use {', '.join(TORCH_DTYPES)}")
     if found or config is None or checkpoint is None:
-        raise CheckpointError(checkpoint_dir, found)
+        raise CheckpointError(folder, found)
     return config, checkpoint

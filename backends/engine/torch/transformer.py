@@ -7,26 +7,25 @@ because no other hidden state is needed.
 
 A pipeline stage computes a range of the layers. Its input are the previous stage's hidden states,
 and its output are hidden states unless it has the last layer.
-
-Not here: attention and feed-forward (layers/), the layout of the step (step_plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from backends.engine.interface import Work
 from backends.engine.model_config import ModelConfig
 from backends.engine.torch.gpu.paged_plan import PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers.grouped_attention import GroupedAttention
 from backends.engine.torch.layers.latent_attention import LatentAttention
 from backends.engine.torch.layers.norm import RmsNorm
-from backends.engine.torch.layers.paged_attention import PagedAttention
-from backends.engine.torch.step_plan import StepPlan
+from backends.engine.torch.layers.paged_attention import LayerStep, PagedAttention
+from backends.engine.torch.step_plan import StepPlan, plan_step
 from backends.engine.torch.weights import Weights
 
 
@@ -40,9 +39,9 @@ class Transformer:
         kernels: PagedKernels | None = None,  # attention kernels that read pages in place
     ) -> None:
         """`rope` [positions, 2, rotated scalars of a head]."""
+        self.config = config
         self.weights = weights
-        self._config = config
-        self._rope = rope
+        self.rope = rope
         self._norm = RmsNorm(config.norm_epsilon, rope)
         self.attention: PagedAttention[Any]
         if config.latent is not None:
@@ -54,7 +53,31 @@ class Transformer:
 
     def over(self, memory: KvMemory) -> Transformer:
         """The same model over other pages."""
-        return Transformer(self._config, self.weights, memory, self._rope, self.attention.kernels)
+        return Transformer(self.config, self.weights, memory, self.rope, self.attention.kernels)
+
+    def plan(self, batch: Sequence[Work], layer: int | None = None) -> StepPlan:
+        """Plan a step, and let the computing stream wait for copies into the pages of the batch.
+
+        `layer`: wait only for copies into this layer of the pages; None: into all layers.
+        """
+        memory = self.attention.memory
+        plan = plan_step(
+            batch,
+            memory.layout,
+            memory.pool.device,
+            self.config.vocabulary_tokens,
+            len(memory.pool),
+            self.attention.kernels,
+            self.attention.reads_seen,
+        )
+        self.arrive(plan, layer)
+        memory.clear_pages(plan.fresh_pages)
+        return plan
+
+    def arrive(self, plan: StepPlan, layer: int | None) -> None:
+        """As `plan` does: let the computing stream wait for copies into the pages of this plan."""
+        assert plan.seen is not None, "the plan of a recorded step has no pages"
+        self.attention.memory.arrive(plan.seen.pages, layer)
 
     def forward(
         self,
@@ -78,19 +101,18 @@ class Transformer:
         last = len(weights.layers) - 1 if weights.logits is not None else -1
         layers = range(len(weights.layers)) if layers is None else layers
         for index in layers:
-            layer, page_layer = weights.layers[index], index % self._page_layers
-            queries = attention.project(
-                page_layer, layer.attention, self._norm(hidden), plan, angles
-            )
+            layer = weights.layers[index]
+            step = LayerStep(index % self._page_layers, layer.attention, plan, angles)
+            queries = attention.project(step, self._norm(hidden))
             if on_layer is not None:
                 on_layer(index)
             if index != last:
-                seen = attention.all_tokens(page_layer, layer.attention, plan, queries)
+                seen = attention.all_tokens(step, queries)
             else:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
                     queries = queries.index_select(0, plan.last_rows)
-                seen = attention.query_tokens(page_layer, layer.attention, plan, queries)
+                seen = attention.query_tokens(step, queries)
             hidden = layer.output.add_to(hidden, seen)
             hidden = layer.feed_forward.add_to(hidden, self._norm(hidden))
         is_over = layers.stop == len(weights.layers)

@@ -3,15 +3,13 @@
 q, k and v are one matrix, and gate and up are one. The weight of each RMS norm except the last is
 multiplied into the columns of the matrix after it (in float32, rounded once). The scales of fp8 K
 and V are multiplied into matrices too, so attention does not need them.
-
-Not here: reading the files (checkpoint.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,7 +23,7 @@ from backends.engine.torch.layers.feed_forward import (
 )
 from backends.engine.torch.layers.grouped_attention import GroupedWeights
 from backends.engine.torch.layers.latent_attention import LatentWeights
-from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch.linear import Linear
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
@@ -196,14 +194,14 @@ def load_weights(
     return Weights(embedding if is_first else None, loaded, last_norm, logits)
 
 
+@dataclass(frozen=True, slots=True)
 class _Loader:
     """Reads tensors as float32 on the CPU and places results on the device."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = device
-        self.found: list[str] = []  # problems with values of tensors
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    found: list[str] = field(default_factory=list)  # problems with values of tensors
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.checkpoint.entries[name]
@@ -213,8 +211,9 @@ class _Loader:
             self.found.append(f"tensor {name} holds NaN or infinity; copy it again")
         return tensor
 
-    def scale(self, names: tuple[str, ...]) -> float:
+    def scale(self, prefix: str, suffixes: tuple[str, ...]) -> float:
         """The value of the first of these tensors that exists; 1 if none does."""
+        names = (prefix + suffix for suffix in suffixes)
         name = next((name for name in names if name in self.checkpoint.entries), None)
         if name is None:
             return 1.0
@@ -231,29 +230,26 @@ class _Loader:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
-    def stacked(
-        self,
-        prefix: str,
-        names: tuple[str, ...],
-        norm: torch.Tensor | None = None,
-        factors: Mapping[str, float] = NO_FACTORS,
-    ) -> torch.Tensor:
-        """The stacked rows of these matrices, times each one's factor, times the norm before."""
-        parts = [self.read(f"{prefix}{name}.weight") * factors.get(name, 1.0) for name in names]
-        weight = torch.cat(parts)
-        return self.place(weight if norm is None else weight * norm)
-
-    def biases(
+    def linear(
         self,
         prefix: str,
         names: tuple[str, ...],
         has_bias: bool,
+        norm: torch.Tensor | float = 1.0,
         factors: Mapping[str, float] = NO_FACTORS,
-    ) -> torch.Tensor | None:
-        if not has_bias:
-            return None
-        parts = [self.read(f"{prefix}{name}.bias") * factors.get(name, 1.0) for name in names]
-        return self.place(torch.cat(parts))
+    ) -> Linear:
+        """The stacked rows of these matrices and their biases, times each one's factor.
+
+        `norm`: factors of the inputs, so of all columns of the matrices, but not of the biases.
+        """
+
+        def stacked(kind: str) -> torch.Tensor:
+            parts = (self.read(f"{prefix}{name}.{kind}") for name in names)
+            scaled = zip(names, parts, strict=True)
+            return torch.cat([part.mul_(factors.get(name, 1.0)) for name, part in scaled])
+
+        bias = self.place(stacked("bias")) if has_bias else None
+        return Linear(self.place(stacked("weight").mul_(norm)), bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,48 +259,27 @@ class _KvScales:
     key: float = 1.0
     value: float = 1.0
 
-    @classmethod
-    def of_layer(cls, loader: _Loader, prefix: str) -> _KvScales:
-        return cls(
-            loader.scale(tuple(prefix + name for name in KEY_SCALES)),
-            loader.scale(tuple(prefix + name for name in VALUE_SCALES)),
-        )
-
-    def factors(self, has_qk_norm: bool) -> dict[str, float]:
-        """Factors of the matrices, so that pages hold scaled K and V but attention is unchanged.
-
-        q is multiplied with K only, and V goes into the output only. With a norm of q and k, the
-        factor is in the norm instead, because the norm would remove a factor before it.
-        """
-        key = 1.0 if has_qk_norm else self.key
-        return {"q_proj": key, "k_proj": 1 / key, "v_proj": 1 / self.value, "o_proj": self.value}
-
 
 def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: bool) -> LayerWeights:
     prefix = f"model.layers.{layer}."
-    scales = _KvScales.of_layer(loader, prefix) if is_kv_fp8 else _KvScales()
-    factors = scales.factors(config.has_qk_norm)
+    scales = _KvScales()
+    if is_kv_fp8:
+        scales = _KvScales(loader.scale(prefix, KEY_SCALES), loader.scale(prefix, VALUE_SCALES))
     if config.latent is not None and scales != _KvScales():
         loader.found.append(f"{prefix}: scales of fp8 KV are not supported in latent attention")
     input_norm = loader.read(prefix + "input_layernorm.weight")
     inner_norm = loader.read(prefix + "post_attention_layernorm.weight")
     attention = prefix + "self_attn."
-    feed_forward: FeedForward
-    if config.has_experts(layer):
-        feed_forward = _load_experts(loader, config, prefix + "mlp.", inner_norm)
-    else:
-        feed_forward = _load_dense(loader, config, prefix + "mlp.", inner_norm)
+    load = _load_experts if config.has_experts(layer) else _load_dense
+    feed_forward: FeedForward = load(loader, config, prefix + "mlp.", inner_norm)
     return LayerWeights(
         attention=(
             _load_grouped(loader, config, attention, input_norm, scales)
             if config.latent is None
             else _load_latent(loader, config, config.latent, attention, input_norm)
         ),
-        output=Linear(
-            loader.stacked(attention, ("o_proj",), None, factors),
-            # The factor scales the result of attention, not the bias that is added to it.
-            loader.biases(attention, ("o_proj",), config.has_output_bias),
-        ),
+        # Pages hold scaled V, so attention's result is scaled too.
+        output=loader.linear(attention, ("o_proj",), config.has_output_bias, scales.value),
         feed_forward=feed_forward,
     )
 
@@ -312,26 +287,24 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: boo
 def _load_grouped(
     loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor, scales: _KvScales
 ) -> GroupedWeights:
-    qkv, factors = ("q_proj", "k_proj", "v_proj"), scales.factors(config.has_qk_norm)
-    return GroupedWeights(
-        Linear(
-            loader.stacked(prefix, qkv, norm, factors),
-            loader.biases(prefix, qkv, config.has_qkv_bias, factors),
-        ),
-        _qk_norm(loader.read, loader.place, config, prefix, scales.key),
-    )
+    # q is multiplied with K only, so the inverse factor leaves scores unchanged. With a norm of q
+    # and k, the factors are in the norm, which would remove factors before it.
+    key = 1.0 if config.has_qk_norm else scales.key
+    factors = {"q_proj": key, "k_proj": 1 / key, "v_proj": 1 / scales.value}
+    linear = loader.linear(prefix, tuple(factors), config.has_qkv_bias, norm, factors)
+    if not config.has_qk_norm:
+        return GroupedWeights(linear)
+    q_norm = loader.read(prefix + "q_norm.weight").expand(config.heads, -1) * scales.key
+    k_norm = loader.read(prefix + "k_norm.weight").expand(config.kv_heads, -1) / scales.key
+    return GroupedWeights(linear, loader.place(torch.cat([q_norm, k_norm])))
 
 
 def _load_dense(
     loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor
 ) -> DenseFeedForward:
-    gate_up, down = ("gate_proj", "up_proj"), ("down_proj",)
     return DenseFeedForward(
-        GatedLinear(
-            loader.stacked(prefix, gate_up, norm),
-            loader.biases(prefix, gate_up, config.has_mlp_bias),
-        ),
-        Linear(loader.stacked(prefix, down), loader.biases(prefix, down, config.has_mlp_bias)),
+        loader.linear(prefix, ("gate_proj", "up_proj"), config.has_mlp_bias, norm),
+        loader.linear(prefix, ("down_proj",), config.has_mlp_bias),
     )
 
 
@@ -389,17 +362,3 @@ def _load_latent(
     )
     into = Linear(loader.place(torch.cat([first, down])), bias)
     return LatentWeights(into, from_latent, loader.place(keys), loader.place(values))
-
-
-def _qk_norm(
-    read: Callable[[str], torch.Tensor],
-    place: Callable[[torch.Tensor], torch.Tensor],
-    config: ModelConfig,
-    prefix: str,
-    key_scale: float,
-) -> torch.Tensor | None:
-    if not config.has_qk_norm:
-        return None
-    q_norm = read(prefix + "q_norm.weight").expand(config.heads, -1) * key_scale
-    k_norm = read(prefix + "k_norm.weight").expand(config.kv_heads, -1) / key_scale
-    return place(torch.cat([q_norm, k_norm]))

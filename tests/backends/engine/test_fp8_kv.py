@@ -21,7 +21,7 @@ from backends.engine.interface import Work
 from backends.engine.model_config import CheckpointError, read_model_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch import native_layers
-from backends.engine.torch.gpu.decode_graph import CallAgain
+from backends.engine.torch.gpu.decode_graph import Recorder
 from backends.engine.torch.torch_engine import TorchEngine
 from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import edit_config, load_reference, make_checkpoint
@@ -185,7 +185,7 @@ def test_pages_that_are_mirrored_and_steps_that_are_recorded_have_the_same_bytes
 ) -> None:
     """What runs on a GPU, without one."""
     plain = case.engine()
-    mirrored = device_engine(case.path, PAGES, BLOCK_TOKENS, recorder=CallAgain(), kv_dtype="fp8")
+    mirrored = device_engine(case.path, PAGES, BLOCK_TOKENS, recorder=Recorder(), kv_dtype="fp8")
     prompt, pages = case.prompts[-1], list(range(8))
     steps = [Work(prompt[:100], 0, pages), *(Work(prompt[i : i + 1], i, pages) for i in (100, 101))]
     for work in steps:

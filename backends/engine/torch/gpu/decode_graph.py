@@ -9,25 +9,22 @@ A batch is padded to the next of BATCHES, and its page tables to a power of two.
 sequence with the shortest context, and writes the same values to the same rows as this sequence.
 So padding needs no page of its own and changes no other page.
 
-Without CUDA, "recording" calls the same function again (`CallAgain`), which tests the padding and
+Without CUDA, "recording" calls the same function again (`Recorder`), which tests the padding and
 the plan without a GPU. After a failed recording every step uses the ragged plan (step_plan.py).
-
-Not here: the layers (transformer.py), which requests share a step (batching/batching.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from backends.engine.interface import Work
-from backends.engine.torch.gpu.paged_plan import PagedKernels, PagedPlan
-from backends.engine.torch.step_plan import QueryGroup, StepPlan, check_range
+from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan
+from backends.engine.torch.step_plan import QueryGroup, StepPlan, check_range, page_rows, token_rows
 from backends.engine.torch.transformer import Transformer
 from mooncake_store.layout import KvLayout, blocks_touched
 
@@ -38,20 +35,15 @@ WARM_TIMES = 2  # calls before recording, in which libraries select kernels and 
 Step = Callable[[], torch.Tensor]
 
 
-class Recorder(Protocol):
+class Recorder:
+    """Calls the step again, without CUDA."""
+
     def record(self, step: Step) -> Step:
         """A function that repeats the device work of `step`, on the same tensors."""
-        ...
-
-
-class CallAgain:
-    """The recorder without CUDA."""
-
-    def record(self, step: Step) -> Step:
         return step
 
 
-class CudaRecorder:
+class CudaRecorder(Recorder):
     """All graphs share a memory pool of intermediate tensors, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +92,7 @@ def padded_inputs(
 
 
 class StaticStep:
-    """The static inputs of one shape: `sequences` sequences of at most `width` pages each."""
+    """A step of one shape: `sequences` sequences of at most `width` pages each."""
 
     def __init__(
         self,
@@ -111,6 +103,7 @@ class StaticStep:
         kernels: PagedKernels | None = None,  # None: the pages are gathered
     ) -> None:
         self.sequences, self.width = sequences, width
+        self.step: Step | None = None  # the recorded step; None: not recorded yet
         self._layout = layout
         self._attend = None if kernels is None else kernels.static(sequences, width)
         # In the order of `padded_inputs`, so that one copy is enough.
@@ -131,49 +124,33 @@ class StaticStep:
             [sequences, sequences, sequences * self.width]
         )
         tables = flat.view(sequences, self.width)
-        pages = tables.gather(1, (positions // layout.block_tokens)[:, None])
-        first_rows = pages * (layout.layers * layout.rows * layout.block_tokens)
-        first_rows += (positions % layout.block_tokens)[:, None]
+        pages = tables.gather(1, (positions // layout.block_tokens)[:, None]).squeeze(1)
         heads = torch.arange(layout.rows, device=self.inputs.device)
         paged, groups = None, []
         if self._attend is not None:
-            attend = self._attend.over(tables, positions + 1)
+            attend = PagedAttend(self._attend.over(tables, positions + 1), None)
             paged = PagedPlan(attend, None, attend)
         else:
-            groups = [self._group(tables, positions, heads)]
+            rows, tokens = page_rows(tables, heads, layout), self.width * layout.block_tokens
+            groups = [QueryGroup(0, sequences, rows, tokens, positions + 1)]
         return StepPlan(
             tokens=sequences,
             token_ids=token_ids,
             positions=positions,
-            token_rows=first_rows + heads * layout.block_tokens,
+            token_rows=token_rows(pages, positions, heads, layout),
             decode_sequences=sequences,
             decodes=groups,
-            prefills=[],
             query_tokens=groups,
-            seen=None,
-            last_rows=None,
-            order=None,
-            pages=[],
-            fresh_pages=[],
             paged=paged,
         )
 
-    def _group(
-        self, tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor
-    ) -> QueryGroup:
-        layout, context_tokens = self._layout, self.width * self._layout.block_tokens
-        offsets = heads.view(layout.kv_factor, 1, layout.kv_heads, 1)
-        rows = tables[None, :, None, :] * (layout.layers * layout.rows) + offsets
-        return QueryGroup(0, self.sequences, rows.reshape(-1), context_tokens, positions + 1)
-
 
 class DecodeGraphs:
-    def __init__(self, transformer: Transformer, vocabulary_tokens: int, recorder: Recorder):
+    def __init__(self, transformer: Transformer, recorder: Recorder) -> None:
         self._transformer = transformer
         self._memory = transformer.attention.memory
-        self._vocabulary_tokens = vocabulary_tokens
         self._recorder = recorder
-        self._recorded: dict[tuple[int, int], tuple[StaticStep, Step]] = {}
+        self._recorded: dict[tuple[int, int], StaticStep] = {}  # (sequences, width) -> step
         self._is_off = False
 
     def serves(self, batch: Sequence[Work]) -> bool:
@@ -188,14 +165,19 @@ class DecodeGraphs:
         pages = max(blocks_touched(sequence.end, block_tokens) for sequence in batch)
         width = 1 << (pages - 1).bit_length()
         inputs = padded_inputs(batch, sequences, width, block_tokens)
-        check_range("token id", inputs[:sequences], self._vocabulary_tokens)
-        check_range("page", inputs[2 * sequences :], len(self._memory.pool))
+        tables = inputs[2 * sequences :]
+        check_range("token id", inputs[:sequences], self._transformer.config.vocabulary_tokens)
+        check_range("page", tables, len(self._memory.pool))
+        self._memory.arrive(tables)
         self._memory.clear_pages(self._entered(batch))
         try:
-            known = self._recorded.get((sequences, width))
-            static, step = known or (self._static(sequences, width), None)
+            static = self._static(sequences, width)
             static.bring(inputs)
-            return (step or self._record(static))()[: len(batch)]
+            if static.step is None:
+                static.step = self._recorder.record(
+                    lambda: self._transformer.forward(static.plan(), None).float()
+                )
+            return static.step()[: len(batch)]
         except Exception as error:  # Catch all: without a graph, the ragged plan computes the step
             log.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             self._is_off = True
@@ -203,16 +185,11 @@ class DecodeGraphs:
             return None
 
     def _static(self, sequences: int, width: int) -> StaticStep:
-        memory, kernels = self._memory, self._transformer.attention.kernels
-        return StaticStep(sequences, width, memory.layout, memory.pool.device, kernels)
-
-    def _record(self, static: StaticStep) -> Step:
-        def step() -> torch.Tensor:
-            return self._transformer.forward(static.plan(), None).float()
-
-        recorded = self._recorder.record(step)
-        self._recorded[static.sequences, static.width] = static, recorded
-        return recorded
+        if (static := self._recorded.get((sequences, width))) is None:
+            memory, kernels = self._memory, self._transformer.attention.kernels
+            static = StaticStep(sequences, width, memory.layout, memory.pool.device, kernels)
+            self._recorded[sequences, width] = static
+        return static
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
         """Pages whose first token this step writes; cleared, because masked rows must be finite."""

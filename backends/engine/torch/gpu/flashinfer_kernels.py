@@ -7,19 +7,19 @@ run on a GPU, so paged_kernels.py tests it before use.
 
 A wrapper holds one plan at a time. Decode and prefill sequences of a step have a wrapper each. A
 plan plans again if its wrapper holds another plan, so several layer-wise prompts may alternate.
-
-Not here: the choice of kernels (paged_kernels.py).
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from backends.engine.torch.gpu.paged_plan import Integers, PagedAttend, PagedSequences, StaticAttend
+from backends.engine.torch.gpu.paged_plan import Attend, Integers, PagedSequences, StaticAttend
 from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
@@ -37,21 +37,27 @@ class FlashInferKernels:
         self._layout, self._heads, self._dtype, self._device = layout, heads, dtype, device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._has_tensor_cores = heads // layout.kv_heads >= SHARED_FOR_TENSOR_CORES
-        self._of_decodes = _Wrapper(
-            self._package.BatchDecodeWithPagedKVCacheWrapper(
+        self._wrappers = {  # whether the sequences are decode sequences -> wrapper
+            True: self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "HND", use_tensor_cores=self._has_tensor_cores
-            )
-        )
-        self._of_prefills = _Wrapper(
-            self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        )
+            ),
+            False: self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"),
+        }
+        # The same key -> the sequences whose plan the wrapper holds.
+        self._planned_for: dict[bool, PagedSequences | None] = {}
 
-    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
-        wrapper = self._of_decodes if sequences.is_decode else self._of_prefills
-        return _FlashInferAttend(self, wrapper, sequences)
+    def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
+        return partial(self._attend, sequences, sequences.is_decode)
 
-    def static(self, sequences: int, width: int) -> StaticAttend:
-        return _FlashInferStatic(self, sequences, width)
+    def _attend(
+        self, sequences: PagedSequences, is_decode: bool, pages: torch.Tensor, queries: torch.Tensor
+    ) -> torch.Tensor:
+        wrapper = self._wrappers[is_decode]
+        if self._planned_for.get(is_decode) is not sequences:
+            self._planned_for[is_decode] = None  # in case the planning fails
+            self.plan(wrapper, sequences)
+            self._planned_for[is_decode] = sequences
+        return _run(wrapper, pages, queries)
 
     def plan(self, wrapper: Any, sequences: PagedSequences) -> None:
         block_tokens = self._layout.block_tokens
@@ -71,11 +77,11 @@ class FlashInferKernels:
             starts, *paged, *shape, causal=True, q_data_type=self._dtype, kv_data_type=self._dtype
         )
 
-    def static_wrapper(self, sequences: int, width: int) -> Any:
+    def static(self, sequences: int, width: int) -> StaticAttend:
         def integers(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=self._device)
 
-        return self._package.BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
@@ -84,54 +90,25 @@ class FlashInferKernels:
             paged_kv_indices_buffer=integers(sequences * width),
             paged_kv_last_page_len_buffer=integers(sequences),
         )
+        return _FlashInferStatic(self, wrapper)
 
 
-class _Wrapper:
-    """A FlashInfer wrapper and the owner of its current plan."""
-
-    def __init__(self, theirs: Any) -> None:
-        self.theirs = theirs
-        self.planned_for: object | None = None
-
-
-class _FlashInferAttend:
-    def __init__(
-        self, kernels: FlashInferKernels, wrapper: _Wrapper, sequences: PagedSequences
-    ) -> None:
-        self.sequences: PagedSequences | None = sequences
-        self._kernels, self._wrapper, self._planned = kernels, wrapper, sequences
-
-    def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        if self._wrapper.planned_for is not self:
-            self._wrapper.planned_for = None
-            self._kernels.plan(self._wrapper.theirs, self._planned)
-            self._wrapper.planned_for = self
-        seen: torch.Tensor = self._wrapper.theirs.run(queries, (pages[:, 0], pages[:, 1]))
-        return seen
-
-
+@dataclass(frozen=True, slots=True)
 class _FlashInferStatic:
-    def __init__(self, kernels: FlashInferKernels, sequences: int, width: int) -> None:
-        self._kernels = kernels
-        self._wrapper = kernels.static_wrapper(sequences, width)
+    kernels: FlashInferKernels
+    wrapper: Any  # FlashInfer's, over static buffers
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
         counts = np.ones(len(contexts), dtype=np.int64)
-        self._kernels.plan(self._wrapper, PagedSequences(counts, contexts, list(tables)))
+        self.kernels.plan(self.wrapper, PagedSequences(counts, contexts, list(tables)))
 
-    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
-        return _FlashInferReplayed(self._wrapper)
+    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
+        return partial(_run, self.wrapper)
 
 
-class _FlashInferReplayed:
-    sequences: PagedSequences | None = None
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
-    def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = self._wrapper.run(queries, (pages[:, 0], pages[:, 1]))
-        return seen
+def _run(wrapper: Any, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    seen: torch.Tensor = wrapper.run(queries, (pages[:, 0], pages[:, 1]))
+    return seen
 
 
 def _int32(array: Any) -> torch.Tensor:

@@ -10,17 +10,14 @@ only for what it needs:
 A step waits for all its pages, including pages that it only writes (`PagesArriving`). Reason: the
 copy into a page may be pending when the page's request ends, and the next request may compute in
 the page without importing anything.
-
-`HereQueue` is the implementation without CUDA, which copies at once.
-
-Not here: the memory itself (backends/engine/torch/kv_memory.py).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -29,57 +26,37 @@ from numpy.typing import NDArray
 PageCopy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
-class Done(Protocol):
+class Done:
+    """Copies that are done."""
+
     def synchronize(self) -> None:
         """Block the calling thread until the copies are done."""
-        ...
 
     def hold(self) -> None:
         """Let the calling thread's computing stream wait for the copies, from now on."""
-        ...
-
-    def is_over(self) -> bool: ...
-
-
-class CopyQueue(Protocol):
-    def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy into pages, after the steps that have returned. From any thread."""
-        ...
-
-    def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy from pages, after all work queued on the computing stream. From any thread."""
-        ...
-
-    def step_is_begun(self) -> None:
-        """A whole step is queued on the computing stream. The engine's thread calls it."""
-        ...
-
-
-class HereQueue:
-    def bring(self, copies: Sequence[PageCopy]) -> Done:
-        for target, source in copies:
-            target.copy_(source)
-        return _Over()
-
-    def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        return self.bring(copies)
-
-    def step_is_begun(self) -> None:
-        """Nothing to do: the step is complete."""
-
-
-class _Over:
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def hold(self) -> None:
-        """Nothing to wait for."""
 
     def is_over(self) -> bool:
         return True
 
 
-class StreamQueue:
+class CopyQueue:
+    """Copies at once, without CUDA."""
+
+    def bring(self, copies: Sequence[PageCopy]) -> Done:
+        """Copy into pages, after the steps that have returned. From any thread."""
+        for target, source in copies:
+            target.copy_(source)
+        return Done()
+
+    def fetch(self, copies: Sequence[PageCopy]) -> Done:
+        """Copy from pages, after all work queued on the computing stream. From any thread."""
+        return self.bring(copies)
+
+    def step_is_begun(self) -> None:
+        """A whole step is queued on the computing stream. The engine's thread calls it."""
+
+
+class StreamQueue(CopyQueue):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -107,18 +84,19 @@ class StreamQueue:
         return _StreamDone(stream.record_event(), self._device)
 
 
-class _StreamDone:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
+@dataclass(frozen=True, slots=True)
+class _StreamDone(Done):
+    event: torch.cuda.Event  # follows the copies in their stream
+    device: torch.device
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def hold(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def is_over(self) -> bool:
-        return self._event.query()
+        return self.event.query()
 
 
 class PagesArriving:
@@ -153,13 +131,6 @@ class PagesArriving:
 
 def runs(pages: Sequence[int]) -> Iterator[slice]:
     """Runs of consecutive pages, each of which needs only one copy."""
-    first = stop = None
-    for page in pages:
-        if page == stop:
-            stop = page + 1
-            continue
-        if first is not None:
-            yield slice(first, stop)
-        first, stop = page, page + 1
-    if first is not None:
-        yield slice(first, stop)
+    for _, numbered in groupby(enumerate(pages), lambda item: item[1] - item[0]):
+        run = [page for _, page in numbered]
+        yield slice(run[0], run[-1] + 1)

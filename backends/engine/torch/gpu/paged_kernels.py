@@ -10,21 +10,20 @@ The first of these that passes a test is used:
 The test runs once, on a few small pages of the engine's shape, and compares with torch's plain
 attention: no library guarantees its supported shapes. If a kernel fails later in a step, the
 failure is logged, this step uses `plain`, and later steps gather.
-
-Not here: the kernels' interface (paged_plan.py), recorded decode steps (decode_graph.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from backends.engine.torch.gpu.paged_plan import (
+    Attend,
     Integers,
-    PagedAttend,
     PagedKernels,
     PagedSequences,
     StaticAttend,
@@ -120,7 +119,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor) -> torch.Tensor:
-    """Reference of a PagedAttend: gathers the pages of each sequence for torch's attention."""
+    """Reference of an `Attend`: gathers the pages of each sequence for torch's attention."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     _, _, kv_heads, block_tokens, head_dim = pages.shape
     first = 0
@@ -139,7 +138,8 @@ def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor)
 
 
 class VarlenKernels:
-    """torch.nn.attention.varlen, with or without the undocumented key starts of its C++ code."""
+    """torch.nn.attention.varlen, with or without the undocumented key starts of its C++ code. The
+    same object is the StaticAttend of every recorded step, because it has no state."""
 
     def __init__(self, has_key_starts: bool) -> None:
         from torch.nn.attention.varlen import varlen_attn  # ImportError: torch is older than 2.10
@@ -148,82 +148,69 @@ class VarlenKernels:
         self._attend = varlen_attn
         self._has_key_starts = has_key_starts
 
-    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+    def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
         starts = np.concatenate([[0], np.cumsum(sequences.counts)]).astype(np.int64)
-        parts = [staging.put(array) for array in (sequences.padded(), sequences.contexts, starts)]
         return _VarlenAttend(
             self._attend,
-            sequences,
-            *parts,
-            int(sequences.counts.max()),
-            int(sequences.contexts.max()),
             self._has_key_starts,
+            staging.put(sequences.padded()),
+            staging.put(sequences.contexts),
+            staging.put(starts),
+            queries_max=int(sequences.counts.max()),
+            context_max=int(sequences.contexts.max()),
         )
 
     def static(self, sequences: int, width: int) -> StaticAttend:
-        return _VarlenStatic(self._attend, self._has_key_starts)
-
-
-class _VarlenStatic:
-    def __init__(self, attend: Callable[..., torch.Tensor], has_key_starts: bool) -> None:
-        self._attend, self._has_key_starts = attend, has_key_starts
+        return self
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """The kernel reads the tensors themselves."""
+        """The kernel reads the static tensors themselves."""
 
-    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
+    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
         starts = torch.arange(len(tables) + 1, device=tables.device)
-        # 0: the longest context that fits into the tables, computed from the size of the pages.
-        return _VarlenAttend(
-            self._attend, None, tables, contexts, starts, 1, 0, self._has_key_starts
-        )
+        return _VarlenAttend(self._attend, self._has_key_starts, tables, contexts, starts)
 
 
+@dataclass(slots=True)
 class _VarlenAttend:
-    def __init__(
-        self,
-        attend: Callable[..., torch.Tensor],
-        sequences: PagedSequences | None,
-        tables: torch.Tensor,
-        contexts: torch.Tensor,
-        starts: torch.Tensor,
-        queries_max: int,
-        context_max: int,
-        has_key_starts: bool,
-    ) -> None:
-        self.sequences = sequences
-        self._attend = attend
-        self._integers = (tables, contexts, starts)
-        self._is_ready = False
-        self._key_starts: torch.Tensor | None = None
-        self._queries_max, self._context_max = queries_max, context_max
-        self._has_key_starts = has_key_starts
+    attend: Callable[..., torch.Tensor]
+    has_key_starts: bool
+    tables: torch.Tensor  # [sequences, pages]
+    contexts: torch.Tensor  # [sequences]
+    starts: torch.Tensor  # [sequences + 1] index of each sequence's first query; their number
+    queries_max: int = 1  # of a sequence
+    # Tokens of the longest context. 0: of the longest that fits into the tables, which is computed
+    # from the size of the pages.
+    context_max: int = 0
+    # int32 forms of `tables`, `contexts` and `starts`, and the key starts; None before the first
+    # call, before which the tensors have no values.
+    _arguments: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        if not self._is_ready:  # in the first layer, for all layers
-            self._prepare()
-        tables, contexts, starts = self._integers
+        if self._arguments is None:  # in the first layer, for all layers
+            self._arguments = self._converted()
+        tables, contexts, starts, key_starts = self._arguments
         keys, values = pages.transpose(2, 3).unbind(1)  # [pages, block_tokens, kv_heads, head_dim]
-        return self._attend(
+        return self.attend(
             queries,
             keys,
             values,
             starts,
-            self._key_starts,
-            self._queries_max,
-            self._context_max or tables.shape[1] * keys.shape[1],
+            key_starts,
+            self.queries_max,
+            self.context_max or self.tables.shape[1] * keys.shape[1],
             # A causal mask is aligned to the last key of each sequence. A query token attends to
             # all keys. Without a mask, the kernel can share K and V among the queries of a head.
-            window_size=(-1, -1) if self._queries_max == 1 else (-1, 0),
+            window_size=(-1, -1) if self.queries_max == 1 else (-1, 0),
             enable_gqa=True,
             seqused_k=contexts,
             block_table=tables,
         )
 
-    def _prepare(self) -> None:
-        tables, contexts, starts = (tensor.to(torch.int32) for tensor in self._integers)
-        self._integers = tables, contexts, starts
-        if self._has_key_starts:
-            ends = contexts.cumsum(0, dtype=torch.int32)
-            self._key_starts = torch.cat([starts[:1], ends])
-        self._is_ready = True
+    def _converted(self) -> tuple[torch.Tensor | None, ...]:
+        integers = (self.tables, self.contexts, self.starts)
+        tables, contexts, starts = (tensor.to(torch.int32) for tensor in integers)
+        key_starts = None
+        if self.has_key_starts:
+            key_starts = torch.cat([starts[:1], contexts.cumsum(0, dtype=torch.int32)])
+        return tables, contexts, starts, key_starts

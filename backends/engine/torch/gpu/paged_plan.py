@@ -1,11 +1,8 @@
-"""Interface of attention kernels that read pages in place.
-
-Not here: the kernels (paged_kernels.py, flashinfer_kernels.py), the plan of a step (step_plan.py).
-"""
+"""Interface of attention kernels that read pages in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,17 +36,18 @@ class PagedSequences:
         return found
 
 
-class PagedAttend(Protocol):
-    """The attention of planned sequences in one layer."""
+# Attention of planned sequences in one layer. Arguments: pages [pages, 2, kv_heads, block_tokens,
+# head_dim] of the layer, and queries [all of the sequences, heads, head_dim]. Result: the shape of
+# the queries.
+Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """Sequences and their attention in any layer."""
+
+    attend: Attend
     sequences: PagedSequences | None  # None: they are only in device memory
-
-    def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """queries [all of the sequences, heads, head_dim] -> the same shape.
-
-        pages [pages, 2, kv_heads, block_tokens, head_dim], of one layer.
-        """
-        ...
 
 
 class StaticAttend(Protocol):
@@ -59,7 +57,7 @@ class StaticAttend(Protocol):
         """Set tables [sequences, width] and contexts [sequences], before each replay."""
         ...
 
-    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> PagedAttend:
+    def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
         """The attention over these static device tensors, for the recording."""
         ...
 
@@ -67,7 +65,7 @@ class StaticAttend(Protocol):
 class PagedKernels(Protocol):
     name: str
 
-    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+    def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
         """The attention of these sequences. Call it only after `staging` has been sent."""
         ...
 

@@ -5,7 +5,7 @@ to pin first. Here all index arrays of a step are in one pinned buffer, and one 
 transfers them. Logits are copied into pinned memory, followed by an event. torch's allocator
 reuses pinned memory after the last copy from it.
 
-On a CPU there are no copies. Not here: the pages (kv_memory.py).
+On a CPU there are no copies.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ def fetched(tensor: torch.Tensor) -> NDArray[Any]:
         return array
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(tensor.device))
-    arrived.synchronize()
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
     array = host.numpy()
     return array

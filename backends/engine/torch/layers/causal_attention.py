@@ -7,8 +7,6 @@ by oneDNN, softmax, values by oneDNN.
 Measured on one EPYC core, 8 heads of 32, 512 queries: 1.0 ns per score instead of 1.7 at 4,096
 tokens of context, and 1.6 ms instead of 3.3 without context. The lower bound is about 0.9 ns (0.5
 for the two products at 250 GFLOP/s, 0.4 for the exponentials).
-
-Not here: the general case (grouped_attention.py), pages.
 """
 
 from __future__ import annotations
@@ -32,14 +30,18 @@ TILE_ROWS = 256  # rows of scores (queries x heads per KV head) in a tile; fits 
 MASK_SCALARS_MAX = 32 * 2**20
 
 
-def serves(queries: torch.Tensor, context_tokens: int) -> bool:
-    """`causal_attention` is faster than torch for these queries [tokens, heads, head_dim]."""
-    tokens, heads, _ = queries.shape
-    is_large = tokens >= QUERIES_MIN and tokens * heads * context_tokens >= SCORES_MIN
-    return is_large and queries.dtype == torch.float32 and onednn.serves(queries)
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
+) -> None:
+    """The faster of `in_tiles` and `by_torch` for these arguments."""
+    tokens, kv_heads, shared, _ = queries.shape
+    scores = tokens * kv_heads * shared * (start + tokens)
+    is_large = tokens >= QUERIES_MIN and scores >= SCORES_MIN
+    is_fast = is_large and queries.dtype == torch.float32 and onednn.serves(queries)
+    (in_tiles if is_fast else by_torch)(queries, keys, values, start, out)
 
 
-def causal_attention(
+def in_tiles(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
     """queries [n, kv_heads, shared, D] of a request's tokens from `start` on -> out.
@@ -68,7 +70,7 @@ def causal_attention(
 def by_torch(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
-    """As `causal_attention` by torch's fused kernels, for any device and dtype.
+    """As `in_tiles` by torch's fused kernels, for any device and dtype.
 
     The context may be longer. With `start` 0 the causal flag is enough. Otherwise a GPU's kernels
     have a lower-right causal mask, and a CPU's need a materialised mask of at most MASK_SCALARS_MAX

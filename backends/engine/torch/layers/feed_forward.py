@@ -9,12 +9,15 @@ the best groups can be chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from backends.engine.model_config import ExpertsConfig
-from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch import native_layers
+from backends.engine.torch.linear import Linear
 from backends.engine.torch.step_plan import rounded_rows
 
 
@@ -27,15 +30,23 @@ class FeedForward(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class DenseFeedForward:
     """down(silu(gate) * up)."""
 
-    def __init__(self, gate_up: GatedLinear, down: Linear) -> None:
-        self.gate_up = gate_up
-        self.down = down
+    gate_up: Linear  # gate's rows, then up's
+    down: Linear
+
+    def inner(self, normed: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up."""
+        both = self.gate_up(normed)
+        if native_layers.serves(both):
+            return native_layers.gate_rows(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        return self.down.add_to(residual, self.gate_up(normed))
+        return self.down.add_to(residual, self.inner(normed))
 
 
 class Router:
@@ -64,13 +75,11 @@ class Router:
         return chosen, weights * config.weights_factor
 
 
+@dataclass(frozen=True, slots=True)
 class ExpertsFeedForward:
-    def __init__(
-        self, router: Router, experts: Sequence[DenseFeedForward], shared: DenseFeedForward
-    ) -> None:
-        self.router = router
-        self.experts = experts
-        self.shared = shared
+    router: Router
+    experts: Sequence[DenseFeedForward]
+    shared: DenseFeedForward
 
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Sort tokens by expert, so that each expert computes its tokens as one matrix."""
@@ -88,7 +97,7 @@ class ExpertsFeedForward:
             # Padded to few different shapes (see rounded_rows).
             inputs = normed.new_zeros(rounded_rows(count), normed.shape[1])
             inputs[:count] = normed[rows[own]]
-            output = expert.down(expert.gate_up(inputs))[:count]
+            output = expert.down(expert.inner(inputs))[:count]
             made.index_add_(0, rows[own], output * weights[own])
             first += count
         return self.shared.add_to(residual + made, normed)

@@ -3,9 +3,6 @@
 Native code (native_layers.py) and a GPU's kernels (gpu/paged_kernels.py) read the pages in place.
 Otherwise the pages are gathered. K and V are not repeated for the query heads that share a KV head:
 these heads are rows of one matrix (query tokens), or K and V have stride 0 (prefill).
-
-Not here: which tokens attend to which (step_plan.py), the common part of all kinds of attention
-(paged_attention.py).
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ import torch.nn.functional as F
 
 from backends.engine.torch import native_layers
 from backends.engine.torch.gpu import paged_kernels
-from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels, PagedPlan
+from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.layers.norm import RmsNorm
-from backends.engine.torch.layers.paged_attention import PagedAttention
+from backends.engine.torch.layers.paged_attention import LayerStep, PagedAttention
 from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
 from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
@@ -34,6 +31,9 @@ log = logging.getLogger(__name__)
 class GroupedWeights:
     qkv: Linear  # heads of q, then of k, then of v
     qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim] (Qwen3)
+
+
+Step = LayerStep[GroupedWeights]
 
 
 class GroupedAttention(PagedAttention[GroupedWeights]):
@@ -65,18 +65,12 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         # Native code reads the table itself.
         return None if self._norm.is_native else super().angles(plan)
 
-    def project(
-        self,
-        page_layer: int,
-        layer: GroupedWeights,
-        normed: torch.Tensor,
-        plan: StepPlan,
-        angles: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def project(self, step: Step, normed: torch.Tensor) -> torch.Tensor:
         """Queries [rows, q heads, head_dim]. Writes the normed and rotated K and V to the pages.
 
         Attention reads K and V of this step from the pages too, because fp8 rounds them there.
         """
+        layer, angles = step.weights, step.angles
         rotated_heads = self.heads + self.kv_heads
         qkv = layer.qkv(normed).view(-1, rotated_heads + self.kv_heads, self.head_dim)
         if angles is None:
@@ -84,52 +78,39 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
                 qkv,
                 self.heads,
                 self.rope,
-                plan.positions,
+                step.plan.positions,
                 layer.qk_norm,
                 self._norm.epsilon,
-                self.memory.token_rows[page_layer],
-                plan.token_rows,
+                self.memory.token_rows[step.page_layer],
+                step.plan.token_rows,
             )
             return qkv[:, : self.heads]
         rotated = qkv[:, :rotated_heads]
         if layer.qk_norm is not None:
             rotated.copy_(self._norm(rotated)).mul_(layer.qk_norm)
         rotate_in_place(rotated, angles[:, :1], angles[:, 1:])
-        self.write(page_layer, plan.token_rows, qkv[: plan.tokens, self.heads :])
+        self.write(step, qkv[:, self.heads :])
         return qkv[:, : self.heads]
 
-    def query_tokens(
-        self, page_layer: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
+    def query_tokens(self, step: Step, queries: torch.Tensor) -> torch.Tensor:
+        plan, pages = step.plan, self.memory.pool[:, step.page_layer]
         if plan.paged is not None:
-            return self._in_place(plan.paged.query_tokens, page_layer, queries).flatten(1)
+            return self._in_place(plan.paged.query_tokens, pages, queries).flatten(1)
         if self.reads_seen and plan.seen is not None:
-            pages = self.memory.pool[:, page_layer]
             return native_layers.attend_query_tokens(
                 queries, pages, plan.seen, self.memory.layout.block_tokens
             )
-        parts = [
-            self._query_group(
-                page_layer, group, queries[group.first : group.first + group.sequences]
-            )
-            for group in self.groups(plan, len(queries))
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.by_groups(step, queries)
 
-    def all_tokens(
-        self, page_layer: int, layer: GroupedWeights, plan: StepPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
-        if plan.paged is not None:
-            return self._all_in_place(page_layer, plan, plan.paged, queries)
-        return super().all_tokens(page_layer, layer, plan, queries)
-
-    def _all_in_place(
-        self, page_layer: int, plan: StepPlan, paged: PagedPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
+    def all_tokens(self, step: Step, queries: torch.Tensor) -> torch.Tensor:
+        plan, paged = step.plan, step.plan.paged
+        if paged is None:
+            return super().all_tokens(step, queries)
+        pages = self.memory.pool[:, step.page_layer]
         if paged.decodes is None and paged.prefills is not None and len(queries) == plan.tokens:
-            return self._in_place(paged.prefills, page_layer, queries).flatten(1)
+            return self._in_place(paged.prefills, pages, queries).flatten(1)
         if paged.prefills is None and paged.decodes is not None:
-            return self._in_place(paged.decodes, page_layer, queries).flatten(1)
+            return self._in_place(paged.decodes, pages, queries).flatten(1)
         out = queries.new_zeros(len(queries), self.heads * self.head_dim)
         sequences = plan.decode_sequences
         parts = (
@@ -138,28 +119,25 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         )
         for attend, rows in parts:
             if attend is not None:
-                out[rows] = self._in_place(attend, page_layer, queries[rows]).flatten(1)
+                out[rows] = self._in_place(attend, pages, queries[rows]).flatten(1)
         return out
 
     def _in_place(
-        self, attend: PagedAttend, page_layer: int, queries: torch.Tensor
+        self, paged: PagedAttend, pages: torch.Tensor, queries: torch.Tensor
     ) -> torch.Tensor:
         """queries [rows, heads, head_dim] -> the same shape."""
-        pages = self.memory.pool[:, page_layer]
-        if attend.sequences is None:  # a recorded step has no alternative
-            return attend(pages, queries)
+        if paged.sequences is None:  # a recorded step has no alternative
+            return paged.attend(pages, queries)
         if self.kernels is not None:
             try:
-                return attend(pages, queries)
+                return paged.attend(pages, queries)
             except Exception as error:  # Catch all: the earlier check does not cover every shape
                 log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
                 self.kernels = None
-        return paged_kernels.plain(pages, attend.sequences, queries)
+        return paged_kernels.plain(pages, paged.sequences, queries)
 
-    def _query_group(
-        self, page_layer: int, group: QueryGroup, queries: torch.Tensor
-    ) -> torch.Tensor:
-        keys, values = self.gather(page_layer, group.page_rows, group.sequences)
+    def query_group(self, step: Step, group: QueryGroup, queries: torch.Tensor) -> torch.Tensor:
+        keys, values = self.gather(step, group.page_rows, group.sequences)
         keys, values = keys[:, :, : group.context_tokens], values[:, :, : group.context_tokens]
         rows = queries.reshape(group.sequences, self.kv_heads, self.shared, self.head_dim)
         mask = group.mask(rows.dtype)
@@ -167,25 +145,16 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         return out.reshape(group.sequences, -1)
 
     def prefill(
-        self,
-        page_layer: int,
-        layer: GroupedWeights,
-        span: PrefillSpan,
-        queries: torch.Tensor,
-        out: torch.Tensor,
+        self, step: Step, span: PrefillSpan, queries: torch.Tensor, out: torch.Tensor
     ) -> None:
         if self.is_native_prefill:
             need = native_layers.prefill_scratch(span.end, self.kv_heads, self.head_dim)
             if need > self._packed.numel():
                 self._packed = queries.new_empty(2 * need)
-            native_layers.attend_prefill(
-                queries, self.memory.pool[:, page_layer], span.pages, span.start, out, self._packed
-            )
+            pages = self.memory.pool[:, step.page_layer]
+            native_layers.attend_prefill(queries, pages, span.pages, span.start, out, self._packed)
             return
-        keys, values = self.gather(page_layer, span.page_rows, 1)
+        keys, values = self.gather(step, span.page_rows, 1)
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)
         rows, target = queries.view(grouped), out.view(grouped)
-        if causal_attention.serves(queries, span.end):
-            causal_attention.causal_attention(rows, keys[0], values[0], span.start, target)
-            return
-        causal_attention.by_torch(rows, keys[0], values[0], span.start, target)
+        causal_attention.attend(rows, keys[0], values[0], span.start, target)

@@ -10,8 +10,6 @@ are projections of the latent. There are two forms of the same attention:
 
 weights.py folds the weights of the two inner norms into the matrices after them, and YaRN's score
 factor into the query matrix. It also reorders the rotary rows of interleaved checkpoints.
-
-Not here: the common part of all kinds of attention (paged_attention.py).
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from backends.engine.model_config import LatentConfig
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.layers.norm import RmsNorm
-from backends.engine.torch.layers.paged_attention import PagedAttention
+from backends.engine.torch.layers.paged_attention import LayerStep, PagedAttention
 from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
-from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
+from backends.engine.torch.step_plan import PrefillSpan, QueryGroup
 
 INNER_EPSILON = 1e-6  # epsilon of the latents' norms; config.json has that of the others
 EXPANDED_SCALARS_MAX = 32 * 2**20  # largest size of expanded K and V at a time
@@ -40,6 +38,9 @@ class LatentWeights:
     query: Linear | None  # the query's latent -> heads of q
     keys: torch.Tensor  # [heads, plain_dim, rank]
     values: torch.Tensor  # [heads, value_dim, rank]
+
+
+Step = LayerStep[LatentWeights]
 
 
 class LatentAttention(PagedAttention[LatentWeights]):
@@ -57,16 +58,9 @@ class LatentAttention(PagedAttention[LatentWeights]):
         projected = latent.rank * (latent.plain_dim + latent.value_dim)
         self._expanded_from = projected / (absorbed - expanded) if absorbed > expanded else None
 
-    def project(
-        self,
-        page_layer: int,
-        layer: LatentWeights,
-        normed: torch.Tensor,
-        plan: StepPlan,
-        angles: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def project(self, step: Step, normed: torch.Tensor) -> torch.Tensor:
         """[rows, heads, plain_dim + rotary_dim]."""
-        latent = self._latent
+        latent, layer, angles = self._latent, step.weights, step.angles
         assert angles is not None
         made = layer.into(normed)
         query, row = made[:, : -latent.row], made[:, -latent.row :]
@@ -77,22 +71,16 @@ class LatentAttention(PagedAttention[LatentWeights]):
         cosines, sines = angles[:, :1], angles[:, 1:]
         rotate_in_place(queries[..., latent.plain_dim :], cosines, sines)
         rotate_in_place(row[:, None, latent.rank :], cosines, sines)
-        self.write(page_layer, plan.token_rows, row[: plan.tokens, None])
+        self.write(step, row[:, None])
         return queries
 
-    def query_tokens(
-        self, page_layer: int, layer: LatentWeights, plan: StepPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
-        rows = self._absorbed(layer, queries)
-        parts = [
-            self._query_group(page_layer, group, rows[group.first : group.first + group.sequences])
-            for group in self.groups(plan, len(queries))
-        ]
-        return self._values(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
+    def query_tokens(self, step: Step, queries: torch.Tensor) -> torch.Tensor:
+        averages = self.by_groups(step, self._absorbed(step.weights, queries))
+        return self._values(step.weights, averages)
 
-    def _query_group(self, page_layer: int, group: QueryGroup, rows: torch.Tensor) -> torch.Tensor:
+    def query_group(self, step: Step, group: QueryGroup, rows: torch.Tensor) -> torch.Tensor:
         """rows [sequences, heads, rank + rotary_dim] -> averages [sequences, heads, rank]."""
-        [pages] = self.gather(page_layer, group.page_rows, group.sequences)
+        [pages] = self.gather(step, group.page_rows, group.sequences)
         seen = pages[:, :, : group.context_tokens]
         return F.scaled_dot_product_attention(
             rows.unsqueeze(1),
@@ -103,15 +91,10 @@ class LatentAttention(PagedAttention[LatentWeights]):
         ).squeeze(1)
 
     def prefill(
-        self,
-        page_layer: int,
-        layer: LatentWeights,
-        span: PrefillSpan,
-        queries: torch.Tensor,
-        out: torch.Tensor,
+        self, step: Step, span: PrefillSpan, queries: torch.Tensor, out: torch.Tensor
     ) -> None:
-        latent = self._latent
-        pages = self.gather(page_layer, span.page_rows, 1)[0, 0]  # [1, tokens of the pages, row]
+        latent, layer = self._latent, step.weights
+        pages = self.gather(step, span.page_rows, 1)[0, 0]  # [1, tokens of the pages, row]
         if self._expanded_from is None or span.tokens >= self._expanded_from:
             self._expand(layer, span, pages[0], queries, out)
             return
@@ -146,10 +129,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
             keys[..., latent.plain_dim :] = rotary
             values = latents @ layer.values[heads].transpose(1, 2)
             rows = queries[:, heads].unsqueeze(2)  # [tokens, heads, 1, query_dim]
-            if causal_attention.serves(queries[:, heads], span.end):
-                causal_attention.causal_attention(rows, keys, values, span.start, target[:, heads])
-            else:
-                causal_attention.by_torch(rows, keys, values, span.start, target[:, heads])
+            causal_attention.attend(rows, keys, values, span.start, target[:, heads])
 
     def _absorbed(self, layer: LatentWeights, queries: torch.Tensor) -> torch.Tensor:
         """queries [rows, heads, query_dim] -> [rows, heads, rank + rotary_dim], for latents."""

@@ -2,13 +2,12 @@
 
 A subclass (grouped_attention.py, latent_attention.py) computes queries and KV from hidden states,
 and attention of query tokens of many sequences or of a chunk of one prompt.
-
-Not here: which tokens attend to which (step_plan.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -19,6 +18,16 @@ from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.step_plan import PrefillSpan, QueryGroup, StepPlan
 
 LayerWeights = TypeVar("LayerWeights")  # weights of attention without the output projection
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep(Generic[LayerWeights]):
+    """One layer of a step."""
+
+    page_layer: int  # index of the layer in a page
+    weights: LayerWeights
+    plan: StepPlan
+    angles: torch.Tensor | None  # result of `PagedAttention.angles`
 
 
 class PagedAttention(ABC, Generic[LayerWeights]):
@@ -35,23 +44,11 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
     @abstractmethod
-    def project(
-        self,
-        page_layer: int,
-        layer: LayerWeights,
-        normed: torch.Tensor,
-        plan: StepPlan,
-        angles: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """normed [rows of the plan, hidden] -> queries [rows, heads, any]. Writes KV to the pages.
-
-        `page_layer` is the layer's index in a page, and `angles` the result of `self.angles`.
-        """
+    def project(self, step: LayerStep[LayerWeights], normed: torch.Tensor) -> torch.Tensor:
+        """normed [rows of the plan, hidden] -> queries [rows, heads, any]. Writes KV to pages."""
 
     @abstractmethod
-    def query_tokens(
-        self, page_layer: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
+    def query_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
         """queries [sequences, heads, any] of query tokens -> [sequences, heads * value_dim].
 
         The sequences are all of the plan, or its decode sequences, which come first.
@@ -60,8 +57,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
     @abstractmethod
     def prefill(
         self,
-        page_layer: int,
-        layer: LayerWeights,
+        step: LayerStep[LayerWeights],
         span: PrefillSpan,
         queries: torch.Tensor,
         out: torch.Tensor,
@@ -72,48 +68,60 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         """[rows of the plan, 2, rotated scalars] for all layers."""
         return self.rope.index_select(0, plan.positions)
 
-    def all_tokens(
-        self, page_layer: int, layer: LayerWeights, plan: StepPlan, queries: torch.Tensor
-    ) -> torch.Tensor:
+    def all_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
         """queries [rows of the plan, heads, any] -> [rows, heads * value_dim]."""
+        plan = step.plan
         if not plan.prefills:
-            return self.query_tokens(page_layer, layer, plan, queries)
+            return self.query_tokens(step, queries)
         out = queries.new_empty(len(queries), self.heads * self.value_dim)
         if sequences := plan.decode_sequences:
-            out[:sequences] = self.query_tokens(page_layer, layer, plan, queries[:sequences])
+            out[:sequences] = self.query_tokens(step, queries[:sequences])
         for span in plan.prefills:
             rows = slice(span.first, span.first + span.tokens)
-            self.prefill(page_layer, layer, span, queries[rows], out[rows])
+            self.prefill(step, span, queries[rows], out[rows])
         out[plan.tokens :].zero_()
         return out
 
-    def groups(self, plan: StepPlan, sequences: int) -> list[QueryGroup]:
-        """The groups of all sequences of the plan, or of its decode sequences."""
-        return plan.query_tokens if sequences > plan.decode_sequences else plan.decodes
+    def by_groups(self, step: LayerStep[LayerWeights], rows: torch.Tensor) -> torch.Tensor:
+        """`query_group` of each group of all sequences of the plan, or of its decode sequences."""
+        plan = step.plan
+        groups = plan.query_tokens if len(rows) > plan.decode_sequences else plan.decodes
+        parts = [
+            self.query_group(step, group, rows[group.first : group.first + group.sequences])
+            for group in groups
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def write(self, page_layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """kv [tokens, rows of the layout, head_dim]: K heads, then V heads; or the latent."""
+    @abstractmethod
+    def query_group(
+        self, step: LayerStep[LayerWeights], group: QueryGroup, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """rows [sequences of the group, heads, any] -> [sequences, any], over gathered pages."""
+
+    def write(self, step: LayerStep[LayerWeights], kv: torch.Tensor) -> None:
+        """kv [rows of the plan, heads of K then of V, or 1 latent, head_dim]."""
+        kv = kv[: step.plan.tokens]
         rows = fp8.rounded(kv) if self.is_fp8 else kv
-        self.memory.token_rows[page_layer].index_put_((token_rows,), rows)
+        self.memory.token_rows[step.page_layer].index_put_((step.plan.token_rows,), rows)
 
-    def gather(self, page_layer: int, page_rows: torch.Tensor, sequences: int) -> torch.Tensor:
+    def gather(
+        self, step: LayerStep[LayerWeights], page_rows: torch.Tensor, sequences: int
+    ) -> torch.Tensor:
         """KV [kv_factor, sequences, kv_heads, tokens of the pages, head_dim].
 
         The result is valid until the next call.
         """
-        gathered = self._gathered_rows(self.memory.page_rows[page_layer], page_rows)
+        rows = self.memory.page_rows[step.page_layer]
+        if rows.is_cuda:
+            # torch's allocator caches this memory. A recorded step needs its own buffer: a shared
+            # one could be replaced by a larger step, and freed before a replay.
+            gathered = rows.index_select(0, page_rows)
+        else:
+            if len(page_rows) > len(self._gathered):
+                self._gathered = rows.new_empty((2 * len(page_rows), rows.shape[1]))
+            gathered = self._gathered[: len(page_rows)]
+            torch.index_select(rows, 0, page_rows, out=gathered)
         if self.is_fp8:
             gathered = fp8.widened(gathered, self.rope.dtype)
         layout = self.memory.layout
         return gathered.view(layout.kv_factor, sequences, layout.kv_heads, -1, layout.head_dim)
-
-    def _gathered_rows(self, rows: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
-        if rows.is_cuda:
-            # torch's allocator caches this memory. A recorded step needs its own buffer: a shared
-            # one could be replaced by a larger step, and freed before a replay.
-            return rows.index_select(0, page_rows)
-        if len(page_rows) > len(self._gathered):
-            self._gathered = rows.new_empty((2 * len(page_rows), rows.shape[1]))
-        gathered = self._gathered[: len(page_rows)]
-        torch.index_select(rows, 0, page_rows, out=gathered)
-        return gathered

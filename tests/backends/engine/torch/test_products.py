@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from backends.engine.interface import Work
 from backends.engine.torch import onednn
 from backends.engine.torch.layers import causal_attention
-from backends.engine.torch.linear import GatedLinear, Linear
+from backends.engine.torch.layers.feed_forward import DenseFeedForward
+from backends.engine.torch.linear import Linear
 from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import make_checkpoint
 
@@ -45,7 +46,7 @@ def test_a_linear_layer_is_the_product_with_its_weight(
         close(linear(inputs), expected, tolerance)
         close(linear.add_to(residual.clone(), inputs), residual.float() + expected, more)
         gate, up = expected.chunk(2, dim=-1)
-        close(GatedLinear(weight, bias)(inputs), F.silu(gate) * up, more)
+        close(DenseFeedForward(linear, linear).inner(inputs), F.silu(gate) * up, more)
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -80,7 +81,7 @@ def test_tiled_attention_is_causal_attention(seed: int) -> None:
         keys, values = torch.randn(2, kv_heads, context, head_dim).unbind(0)
         ours = torch.empty_like(queries)
         with torch.inference_mode():
-            causal_attention.causal_attention(queries, keys, values, start, ours)
+            causal_attention.in_tiles(queries, keys, values, start, ours)
             is_seen = torch.arange(end)[None, :] <= start + torch.arange(tokens)[:, None]
             expected = F.scaled_dot_product_attention(
                 queries.permute(1, 2, 0, 3),
@@ -91,13 +92,15 @@ def test_tiled_attention_is_causal_attention(seed: int) -> None:
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_small_work_is_left_to_the_general_attention() -> None:
-    def serves(tokens: int, context_tokens: int) -> bool:
-        return causal_attention.serves(torch.zeros(tokens, 8, 32), context_tokens)
-
-    assert not serves(16, 4096)
-    assert not serves(64, 64)
-    assert serves(64, 1024) == serves(512, 512) == onednn.serves(torch.zeros(1))
+def test_only_large_work_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(causal_attention, "in_tiles", lambda *_: used.append("tiles"))
+    monkeypatch.setattr(causal_attention, "by_torch", lambda *_: used.append("torch"))
+    for tokens, start in ((16, 4080), (64, 0), (64, 960), (512, 0)):
+        queries = torch.zeros(tokens, 2, 4, 32)
+        causal_attention.attend(queries, queries, queries, start, queries)
+    fast = "tiles" if onednn.serves(torch.zeros(1)) else "torch"
+    assert used == ["torch", "torch", fast, fast]
 
 
 def test_the_engine_does_without_onednn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,4 +40,4 @@ def device_engine(
     tokens_max = min(config.context_tokens_max, pages_max * block_tokens)
     rope = rope_table(config.rope, config.rotary_dim, tokens_max, scalar, CPU)
     transformer = Transformer(config, weights, memory, rope, kernels)
-    return TorchEngine(config, layout, memory, transformer, "same", tokens_max, recorder=recorder)
+    return TorchEngine(transformer, "same", recorder=recorder)

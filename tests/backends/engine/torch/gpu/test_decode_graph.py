@@ -15,7 +15,7 @@ import torch
 
 from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.torch.gpu.decode_graph import BATCHES, CallAgain, Step, padded_inputs
+from backends.engine.torch.gpu.decode_graph import BATCHES, Recorder, Step, padded_inputs
 from backends.engine.torch.torch_engine import TorchEngine
 from bench.harness.generate import generate
 from mooncake_store.layout import blocks_touched
@@ -33,7 +33,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def engines(checkpoint: Path, seed: int) -> tuple[TorchEngine, TorchEngine]:
     """The ragged one and the one that records, with the same numbers in all pages."""
     ragged = device_engine(checkpoint, PAGES, B)
-    recording = device_engine(checkpoint, PAGES, B, recorder=CallAgain())
+    recording = device_engine(checkpoint, PAGES, B, recorder=Recorder())
     torch.manual_seed(seed)
     ragged._memory.pool.normal_()
     recording._memory.pool.copy_(ragged._memory.pool)
@@ -95,14 +95,14 @@ def test_whole_generations_have_the_same_tokens(checkpoint: Path) -> None:
     prompts = [chance.choices(range(320), k=1 + 9 * n) for n in range(9)]
     params = SamplingParams(max_tokens=40)
     plain = TorchEngine.load(checkpoint, PAGES, B)
-    recording = device_engine(checkpoint, PAGES, B, recorder=CallAgain())
+    recording = device_engine(checkpoint, PAGES, B, recorder=Recorder())
     together = generate(recording, prompts, params, chunk_tokens=32, slots_max=6)
     assert together == generate(plain, prompts, params, chunk_tokens=32, slots_max=6)
     assert recording._graphs is not None and recording._graphs._recorded
 
 
 def test_garbage_left_in_a_page_by_its_last_owner_is_not_seen(checkpoint: Path) -> None:
-    engine = device_engine(checkpoint, PAGES, B, recorder=CallAgain())
+    engine = device_engine(checkpoint, PAGES, B, recorder=Recorder())
     prompt = list(range(5, 5 + B))
     [expected] = generate(engine, [prompt], SamplingParams(max_tokens=2 * B))
     engine._memory.pool.fill_(torch.nan)
@@ -155,13 +155,13 @@ def test_a_recording_that_fails_is_told_once_and_the_ragged_way_goes_on(
     ],
 )
 def test_an_impossible_work_is_our_mistake(checkpoint: Path, work: Work, words: str) -> None:
-    engine = device_engine(checkpoint, PAGES, B, recorder=CallAgain())
+    engine = device_engine(checkpoint, PAGES, B, recorder=Recorder())
     with pytest.raises(AssertionError, match=words):
         engine.forward([work])
 
 
 def test_larger_batches_and_prompts_take_the_ragged_way(checkpoint: Path) -> None:
-    engine = device_engine(checkpoint, PAGES, B, recorder=CallAgain())
+    engine = device_engine(checkpoint, PAGES, B, recorder=Recorder())
     assert engine._graphs is not None
     assert not engine._graphs.serves([Work([1], 0, [0])] * (BATCHES[-1] + 1))
     assert not engine._graphs.serves([Work([1], 0, [0]), Work([1, 2], 0, [1])])

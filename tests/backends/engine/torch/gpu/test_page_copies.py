@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from backends.engine.interface import Work
-from backends.engine.torch.gpu.decode_graph import CallAgain
-from backends.engine.torch.gpu.page_copies import Done, PageCopy, PagesArriving, runs
+from backends.engine.torch.gpu.decode_graph import Recorder
+from backends.engine.torch.gpu.page_copies import CopyQueue, Done, PageCopy, PagesArriving, runs
 from backends.engine.torch.torch_engine import TorchEngine
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.engine.torch.gpu.device_engines import device_engine
@@ -25,7 +25,7 @@ B, PAGES, LAYERS = 16, 30, 8
 IDS = list(range(3, 3 + 5 * B + 4))
 
 
-class LateQueue:
+class LateQueue(CopyQueue):
     def __init__(self) -> None:
         self.coming: deque[_Late] = deque()
         self.held = 0
@@ -46,7 +46,7 @@ class LateQueue:
             self.coming.popleft().carry_out()
 
 
-class _Late:
+class _Late(Done):
     def __init__(self, queue: LateQueue, copies: Sequence[PageCopy]) -> None:
         self._queue, self._copies, self._is_over = queue, copies, False
 
@@ -82,7 +82,7 @@ def queue() -> LateQueue:
 
 @pytest.fixture
 def late(checkpoint: Path, queue: LateQueue) -> TorchEngine:
-    return device_engine(checkpoint, PAGES, B, recorder=CallAgain(), queue=queue)
+    return device_engine(checkpoint, PAGES, B, recorder=Recorder(), queue=queue)
 
 
 @pytest.fixture

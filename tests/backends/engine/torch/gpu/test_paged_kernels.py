@@ -20,15 +20,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from backends.engine.interface import Work
 from backends.engine.torch.gpu import paged_kernels
-from backends.engine.torch.gpu.decode_graph import CallAgain
+from backends.engine.torch.gpu.decode_graph import Recorder
 from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
 from backends.engine.torch.gpu.paged_kernels import VarlenKernels
-from backends.engine.torch.gpu.paged_plan import (
-    PagedAttend,
-    PagedKernels,
-    PagedSequences,
-    StaticAttend,
-)
+from backends.engine.torch.gpu.paged_plan import Attend, PagedKernels, PagedSequences, StaticAttend
 from backends.engine.torch.gpu.staging import Staging
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers import causal_attention
@@ -63,7 +58,7 @@ def kernels_of(kind: str, layout: KvLayout, heads: int) -> PagedKernels:
 def engines(checkpoint: Path, kernels: PagedKernels | None) -> tuple[TorchEngine, TorchEngine]:
     """The one that gathers, and the one that reads in place and records its decode steps."""
     gathering = device_engine(checkpoint, PAGES, B)
-    in_place = device_engine(checkpoint, PAGES, B, recorder=CallAgain(), kernels=kernels)
+    in_place = device_engine(checkpoint, PAGES, B, recorder=Recorder(), kernels=kernels)
     torch.manual_seed(1)
     gathering._memory.pool.normal_()
     in_place._memory.pool.copy_(gathering._memory.pool)
@@ -127,22 +122,18 @@ class Wrong:
     def __init__(self, works_before: int = 0, error: str | None = None) -> None:
         self.left, self.error, self.theirs = works_before, error, VarlenKernels(False)
 
-    def planned(self, sequences: PagedSequences, staging: Staging) -> PagedAttend:
+    def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
         right = self.theirs.planned(sequences, staging)
-        wrong = self
 
-        class Attend:
-            sequences = right.sequences
+        def attend(pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+            self.left -= 1
+            if self.left >= 0:
+                return right(pages, queries)
+            if self.error is not None:
+                raise RuntimeError(self.error)
+            return torch.zeros_like(queries)
 
-            def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-                wrong.left -= 1
-                if wrong.left >= 0:
-                    return right(pages, queries)
-                if wrong.error is not None:
-                    raise RuntimeError(wrong.error)
-                return torch.zeros_like(queries)
-
-        return Attend()
+        return attend
 
     def static(self, sequences: int, width: int) -> StaticAttend:
         raise RuntimeError("no recorded steps")
