@@ -1,7 +1,4 @@
-"""`mooncake config`: checks, compares and sets parameters in the models' config.pbtxt files.
-
-Not here: the checks (repository_check.py), planning an edit (edit.py).
-"""
+"""`mooncake config`: checks, compares and sets parameters in the models' config.pbtxt files."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
 from backends.model_settings.differences import differences
 from backends.model_settings.edit import FORM, EditRefused, SettingsEdit, plan_edit
-from backends.model_settings.model_file import ModelFile, read_model_file
+from backends.model_settings.model_file import read_model_file
 from backends.model_settings.repository_check import check_repository
 from backends.model_settings.repository_files import (
     digest,
@@ -111,8 +108,12 @@ def diff(
     running system that differ from the files."""
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
-    files = [_file(model, text) for model, text in _texts(model_repository).items()]
-    shipped = {model: _file(model, text) for model, text in _texts(shipped_repository()).items()}
+    texts, shipped_texts = _texts(model_repository), _texts(shipped_repository())
+    try:
+        files = [read_model_file(model, text) for model, text in texts.items()]
+        shipped = {model: read_model_file(model, text) for model, text in shipped_texts.items()}
+    except ConfigError as error:
+        _fail(str(error))
     found = list(differences(files, shipped))
     running = _of_this(ask, model_repository)
     elsewhere = served_otherwise(running) if running is not None else []
@@ -269,13 +270,6 @@ def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
 def _texts(repository: Path) -> dict[str, str]:
     try:
         return read_texts(repository)
-    except ConfigError as error:
-        _fail(str(error))
-
-
-def _file(model: str, text: str) -> ModelFile:
-    try:
-        return read_model_file(model, text)
     except ConfigError as error:
         _fail(str(error))
 

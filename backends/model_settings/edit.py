@@ -79,7 +79,12 @@ def plan_edit(
     for model, values in wanted.items():
         try:
             file = read_model_file(model, texts[model])
-            own = [change for change in _changes(file, values) if change.before != change.after]
+            defaults, old = defaults_of(file), file.parameters
+            own = [
+                ValueChange(model, name, old.get(name), defaults.get(name, ""), value)
+                for name, value in values.items()
+                if old.get(name) != value
+            ]
             changes += own
             if own:
                 new_texts[model] = changed(file, {each.parameter: each.after for each in own})
@@ -165,18 +170,6 @@ def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING
         for more in settings:
             names |= defaults_of(replace(file, parameters={**file.parameters, **more})).keys()
     return names
-
-
-def _changes(file: ModelFile, wanted: Mapping[str, str]) -> Iterator[ValueChange]:
-    defaults = defaults_of(file)
-    for parameter, value in wanted.items():
-        yield ValueChange(
-            model=file.model,
-            parameter=parameter,
-            before=file.parameters.get(parameter),
-            default=defaults.get(parameter, ""),
-            after=value,
-        )
 
 
 def defaults_of(file: ModelFile) -> dict[str, str]:

@@ -56,15 +56,18 @@ class ModelFile:
 def read_model_file(model: str, text: str) -> ModelFile:
     """Parse a config.pbtxt. Raises ConfigError with line and column if it is invalid."""
     config = _parsed(model, text)
-    steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     return ModelFile(
         model=model,
         text=text,
         name=config.name,
         backend=config.backend or config.platform,
-        parameters=_parameters(config),
+        parameters={
+            name: value.string_value
+            for name, value in sorted(config.parameters.items())
+            if not name.startswith("_")  # the launcher's
+        },
         instances=sum(group.count or 1 for group in config.instance_group) or 1,
-        steps=steps,
+        steps=tuple(step.model_name for step in config.ensemble_scheduling.step),
         inputs=_types(config.input),
         outputs=_types(config.output),
     )
@@ -84,7 +87,7 @@ def reading_problem(model: str, raw: bytes) -> str:
 def without_comments(text: str) -> str:
     """The text without comments and with single spaces. Triton reloads a model only if this part of
     its text changes."""
-    return " ".join(COMMENT.sub(_without_comment, text).split())
+    return " ".join(COMMENT.sub(r"\g<string>", text).split())
 
 
 def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
@@ -131,24 +134,11 @@ def _encoding_problem(text: str) -> str:
         return "line 1: begins with a byte order mark; save it as UTF-8 without one (no BOM)"
     if text.startswith(("\udcff\udcfe", "\udcfe\udcff")):
         return "line 1: begins like UTF-16; save it as UTF-8"
-    read = COMMENT.sub(_without_comment, text)
+    read = COMMENT.sub(r"\g<string>", text)
     if found := NOT_UTF_8.search(read):
         line = read.count("\n", 0, found.start()) + 1
         return f"line {line}: has a byte that is not UTF-8; save the file as UTF-8"
     return ""
-
-
-def _without_comment(match: re.Match[str]) -> str:
-    return match["string"] or ""
-
-
-def _parameters(config: Any) -> dict[str, str]:
-    """All parameters except the launcher's, whose names begin with an underscore."""
-    return {
-        name: value.string_value
-        for name, value in sorted(config.parameters.items())
-        if not name.startswith("_")
-    }
 
 
 def _types(tensors: Any) -> dict[str, str]:

@@ -38,6 +38,7 @@ CLASSES: Mapping[str, tuple[type[Any], ...]] = {
     "preprocessing": (TokenizerConfig,),
     "postprocessing": (TokenizerConfig,),
 }
+INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
 STAGES_MAX = 1024  # larger numbers of pipeline stages are cut to this one
 # Parameters that must be equal in a pipeline group, in addition to the fingerprint.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
@@ -125,10 +126,7 @@ def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
 
 
 def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
-    tables = (
-        ("input", file.inputs, (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)),
-        ("output", file.outputs, tensors.OUTPUTS),
-    )
+    tables = (("input", file.inputs, INPUTS), ("output", file.outputs, tensors.OUTPUTS))
     for kind, declared, table in tables:
         for tensor in table:
             is_declared = tensor.name in declared
@@ -148,8 +146,7 @@ def _model_notes(file: ModelFile) -> Iterator[str]:
         if old in file.parameters:
             yield f"{old} is now called {new}; rename it"
     if file.backend == "conductor":
-        table = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
-        missing = [each.name for each in table if each.name not in file.inputs]
+        missing = [each.name for each in INPUTS if each.name not in file.inputs]
         if missing:
             yield f"clients cannot send {', '.join(missing)}: copy it from the shipped config.pbtxt"
 

@@ -1,7 +1,4 @@
-"""The config.pbtxt files of a model repository on disk: reading all, replacing one.
-
-Not here: their contents (model_file.py).
-"""
+"""The config.pbtxt files of a model repository on disk: reading all, replacing one."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class ServedWorkers:
         if model in backends:
             return model
         role, _ = self.made[model]
-        alike = (name for name, backend in backends.items() if backend == role)
-        return min((name for name in alike if name not in self.left_out), key=by_number, default="")
+        served = [name for name in backends if backends[name] == role and name not in self.left_out]
+        return min(served, key=by_number, default="")
 
 
 def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> ServedWorkers:
