@@ -20,10 +20,11 @@ serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctr
 test test-quick test-long test-fallbacks test-fleet: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
-	@exec $(BIN)/python -m pytest -m "not long" -n 2 $(ARGS)
+	@# Three processes for two cores: tests under Triton wait for their servers.
+	@exec $(BIN)/python -m pytest -m "not long" -n 3 $(ARGS)
 
-test-quick: $(READY)  ## the tests that start no server, in less than two minutes
-	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long" -n 2 $(ARGS)
+test-quick: $(READY)  ## the quick tests that start no server, in less than three minutes
+	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long and not slow" -n 2 $(ARGS)
 
 test-long: $(READY)  ## torture, freezes, full disks, whole traces, slow servers: what `make test` leaves out
 	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve $(ARGS)

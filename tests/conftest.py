@@ -68,8 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """File by file; the first process begins with all that is under Triton, as two cores carry one
-    such system and what needs none beside it. The three hosts of `tests/fleet` stay together. (The
-    groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids elsewhere.)
+    such system, which often waits, and what needs none beside it. The three hosts of `tests/fleet`
+    stay together. (The groups of pytest-xdist 3.8 do nothing under pytest 9.2, which keeps ids
+    elsewhere.)
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -211,6 +211,7 @@ for sender in (
 """
 
 
+@pytest.mark.slow
 def test_users_reach_loopback_without_the_proxies_of_the_environment(
     proxy: RecordingProxy, nobody: int
 ) -> None:

@@ -70,6 +70,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_each_file_of_the_packages_as_it_is(unpacked: Path) -> None:
     expected = {name for name in tracked() if name.startswith(tuple(f"{p}/" for p in PACKAGES))}
     expected = {name for name in expected if not name.endswith(LEFT_OUT)}

@@ -103,6 +103,7 @@ def in_ascii_locale(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_a_command_reads_paths_as_utf_8_in_any_locale(tmp_path: Path) -> None:
     repository = lay_down(tmp_path / "dépôt") and tmp_path / "dépôt"
     (repository / "demo_checkpoint").rename(tmp_path / "modèle")

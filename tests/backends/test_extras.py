@@ -93,6 +93,7 @@ def test_the_extra_for_tests_draws_all_that_they_import() -> None:
     assert drawn >= set(extras.MODULES) - {"bundled", "nixl", "trtllm"}, "`torch` brings nixl"
 
 
+@pytest.mark.slow
 def test_without_any_extra_every_command_can_be_asked_what_it_does() -> None:
     listed = bare("--help")
     assert listed.returncode == 0, listed.stderr
@@ -101,6 +102,7 @@ def test_without_any_extra_every_command_can_be_asked_what_it_does() -> None:
     assert "pip install" not in listed.stdout, "no command lacks an extra before it runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [

@@ -104,6 +104,7 @@ def test_the_watch_sees_this_process_with_its_threads_and_descriptors() -> None:
     assert seen[0].threads >= 1 and seen[0].descriptors >= 1
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_said_by_the_process_that_sends() -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as process:

@@ -74,6 +74,7 @@ def test_requests_of_the_server_are_counted_by_both_limits_and_failures_are_no_m
     assert p90([]) == 0.0 and p90(list(range(1, 11))) == 9
 
 
+@pytest.mark.slow
 def test_limits_and_speed_come_from_the_profile() -> None:
     engine = MeasuredEngine.of(profile(), 2**26)
     offered = offered_of(read_trace(START, 60), 64, 0.0625)

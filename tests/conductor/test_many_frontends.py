@@ -518,16 +518,16 @@ class ManyFrontends:
 
 
 SHARES = {"all": (0.0, 0.0, 0.0), "some": (0.1, 0.2, 0.2), "few": (0.6, 0.3, 0.3)}
-
-
+ADMISSIONS = ("reserved", "predictive_lengths")
 # Half of the combinations have each pair of values; the other half is `long`.
+MARKS = (pytest.mark.long, pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("shares", "admission", "says_it"),
     [
-        pytest.param(*case, marks=[] if number in (0, 3, 5, 6, 8, 11) else pytest.mark.long)
-        for number, case in enumerate(
-            itertools.product(SHARES, ["reserved", "predictive_lengths"], [True, False])
-        )
+        pytest.param(*case, marks=MARKS[number in (0, 3, 5, 6, 8, 11)])
+        for number, case in enumerate(itertools.product(SHARES, ADMISSIONS, [True, False]))
     ],
 )
 def test_when_everything_is_over_nothing_is_reserved_anywhere(

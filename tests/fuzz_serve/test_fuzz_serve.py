@@ -28,6 +28,8 @@ SEEDS_UNTIL_FOUND = 200  # most are found by the first or second
 # Found by a seed far behind the first one.
 FOUND_LATE = {
     "a_pull_takes_what_lies_in_the_slot",
+    "a_mark_is_written_after_the_payload",
+    "a_put_of_a_block_that_another_is_writing_is_true",
     "a_block_that_another_owner_is_writing_passes_for_stored",
     "what_was_read_is_not_verified",
 }
@@ -45,6 +47,7 @@ def on_stage() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_no_seed_breaks_a_promise(seed: int) -> None:
     seen: Counter[str] = Counter()
     for number in random.Random(seed).sample(range(10**9), 12):
@@ -54,11 +57,13 @@ def test_no_seed_breaks_a_promise(seed: int) -> None:
     assert seen.keys() >= COMMON, f"seeds that never saw {COMMON - seen.keys()}"
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_order_of_everything(seed: int) -> None:
     first, second = Simulation(seed).run(), Simulation(seed).run()
     assert (first.digest, first.steps, first.ends) == (second.digest, second.steps, second.ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -44,6 +44,7 @@ COMMON = {
 }
 
 
+@pytest.mark.slow
 def test_random_life_keeps_every_promise_and_gives_all_memory_back(seed: int) -> None:
     seen: Counter[str] = Counter()
     for number in random.Random(seed).sample(range(10**9), 6):
@@ -72,6 +73,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_caught(

@@ -109,6 +109,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
 def test_each_prompt_alone_in_one_piece_is_equal(case: Case, block_tokens: int) -> None:
     lengths = lengths_around(block_tokens)

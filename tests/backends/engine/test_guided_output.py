@@ -64,6 +64,7 @@ def answers(engine: TorchEngine, asked: list[dict[str, Any]]) -> tuple[int, int]
     return len(asked) - len(followed), len(ended)
 
 
+@pytest.mark.slow
 @given(MANY)
 @settings(max_examples=3, suppress_health_check=SLOW)
 def test_some_schemas_are_followed_by_the_demo_model_or_refused(

@@ -123,6 +123,7 @@ def test_the_logits_are_left_alone() -> None:
     np.testing.assert_array_equal(logits, before)
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_probabilities() -> None:
     logits = random_logits(5, spread=1.0)
     given = params(top_k=8, temperature=0.9, seed=11)

@@ -46,6 +46,7 @@ def value_of(client: Client) -> Any:
     return json.loads(TOKENIZER.decode(client.ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_answer_that_is_not_cut_short_validates(site: Site, is_stream: bool) -> None:  # noqa: F811
     sampled = {"temperature": 1.0, "repetition_penalty": 1.1, "top_p": 0.9}
@@ -58,6 +59,7 @@ def test_an_answer_that_is_not_cut_short_validates(site: Site, is_stream: bool) 
     site.check_idle()
 
 
+@pytest.mark.slow
 def test_guided_and_free_requests_share_a_batch(site: Site) -> None:  # noqa: F811
     alone = site.ask(prompt(9, 100), max_tokens=60).wait()
     free = [site.ask(prompt(9, 100), max_tokens=60) for _ in range(3)]
@@ -69,6 +71,7 @@ def test_guided_and_free_requests_share_a_batch(site: Site) -> None:  # noqa: F8
     site.check_idle()
 
 
+@pytest.mark.slow
 def test_a_guided_answer_goes_on_where_a_lost_worker_left_it(site: Site) -> None:  # noqa: F811
     """In the middle of its JSON; with its logprobs, and the same tokens as without the loss."""
     ids = prompt(2, 130)

@@ -243,6 +243,7 @@ def wanted(engine: TorchEngine, ids: list[int], tokens: int) -> list[int]:
     return generate(engine, [ids], SamplingParams(max_tokens=tokens))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_prompts_of_every_length_get_the_tokens_of_the_model(
     site: Site, engine: TorchEngine, is_stream: bool
@@ -257,6 +258,7 @@ def test_prompts_of_every_length_get_the_tokens_of_the_model(
     site.check_idle()
 
 
+@pytest.mark.slow
 def test_requests_that_come_together_get_the_same_tokens_as_alone(
     site: Site, engine: TorchEngine
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_timeout_frees_everything_and_says_so(site: Site) -> None:
     site.check_idle()
 
 
+@pytest.mark.slow
 def test_a_request_whose_worker_is_gone_goes_on_with_the_same_tokens(
     site: Site, engine: TorchEngine
 ) -> None:

@@ -523,6 +523,7 @@ def test_without_a_frontend_requests_are_503_and_it_is_found_again() -> None:
     run(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_body_bytes", [0, 1_000_000])
 def test_a_body_is_not_kept_for_as_long_as_its_answer_takes(
     monkeypatch: pytest.MonkeyPatch, long_body_bytes: int

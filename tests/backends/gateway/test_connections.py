@@ -304,6 +304,7 @@ def _waiting(rig: Rig) -> bool:
     return any(each.conn.trailing_data[0] for each in rig.server.server_state.connections)
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_holds_little_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frontend is as fast as it is read, so what waits here is bounded: some 20 MB would be."""
     monkeypatch.setattr(connections, "STALLED_S_MAX", 0.2)

@@ -112,6 +112,7 @@ def test_what_all_must_agree_on_is_refused_for_one_alone(assignment: str) -> Non
     assert any("need the same" in line for line in problems(assignment))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameter", ["checkpoint=x", "dtype=bfloat16", "kv_dtype=fp8", "block_tokens=128"]
 )

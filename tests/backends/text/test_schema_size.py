@@ -188,6 +188,7 @@ def met(cases: int) -> dict[str, Any]:
     return {"allOf": [part, part, part]}
 
 
+@pytest.mark.slow
 def test_combinations_of_alternatives_are_counted_and_too_many_are_refused() -> None:
     assert schema_nodes(combined(0, 30, 3, 4)) >= 30 * 4**3 * 6, "an object with 3 names each"
     assert schema_nodes(met(10)) >= 10**3
@@ -266,6 +267,7 @@ print(pss_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     [

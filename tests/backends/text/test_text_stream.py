@@ -165,6 +165,7 @@ def expected_stop(
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_word_is_cut_off_wherever_it_lies_in_the_tokens(kind: str, seed: int) -> None:
     tokenizer, rng = TOKENIZERS[kind], random.Random(seed)

@@ -234,6 +234,7 @@ def test_leftovers_of_mpi_are_gone_when_the_engine_starts(
     assert "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
+@pytest.mark.slow
 def test_a_worker_on_torch_loads_nothing_of_tensorrt_llm() -> None:
     script = (
         "import sys; from backends.triton import worker_kinds as kinds;"

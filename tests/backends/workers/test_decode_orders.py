@@ -101,6 +101,7 @@ def test_a_request_is_answered_whatever_came_before_it(site: Site, order: tuple[
         assert over.client.error is None and over.client.answer == over.right, between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", STOPPED, ids="-".join)
 def test_a_request_that_is_stopped_leaves_nothing_whenever_that_is(
     site: Site, order: tuple[str, ...]

@@ -167,6 +167,7 @@ def wanted() -> list[list[int]]:
     return [generate(engine, [prompt(number)], sampling)[0] for number in range(6)]
 
 
+@pytest.mark.slow
 def test_requests_flow_with_the_right_tokens_while_workers_flip_there_and_back(
     fleet: Flipping, wanted: list[list[int]]
 ) -> None:

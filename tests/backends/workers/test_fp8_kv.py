@@ -46,6 +46,7 @@ def check_answers(pair: Pair) -> None:
             pair.wait_until_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layerwise", ["true", "false"])
 def test_what_the_store_has_gives_the_tokens_of_what_was_computed(
     layerwise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,6 +55,7 @@ def test_what_the_store_has_gives_the_tokens_of_what_was_computed(
         check_answers(pair)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_hand_over_the_same_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +64,7 @@ def test_stages_of_a_pipeline_hand_over_the_same_blocks(
         check_answers(pair)
 
 
+@pytest.mark.slow
 def test_a_request_that_was_preempted_and_restored_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

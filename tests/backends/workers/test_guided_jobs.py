@@ -43,6 +43,7 @@ def expected(engine: TorchEngine, schema: str, **params: Any) -> list[int]:
     return generate(engine, [PROMPT], sampling, guides=[guide])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_while_a_worker_compiles_a_schema_it_takes_and_serves_other_requests(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, engine: TorchEngine, role: str
@@ -73,6 +74,7 @@ def test_while_a_worker_compiles_a_schema_it_takes_and_serves_other_requests(
     pair.wait_until_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schema",
     [NAMES, {"type": "object", "additionalProperties": False}, {"const": {"é": ["ß", None]}}],

@@ -41,6 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layerwise", "stages"), [("true", 1), ("false", 1), ("false", 2)])
 def test_tokens_through_the_store_are_those_of_transformers(
     layerwise: str, stages: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +71,7 @@ def test_tokens_through_the_store_are_those_of_transformers(
     comparison.check(excluded_share_max=0.1)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_with_the_tokens_of_transformers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

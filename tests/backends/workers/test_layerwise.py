@@ -67,6 +67,7 @@ def wanted(checkpoint: Path, ids: list[int], tokens: int = TOKENS) -> list[int]:
     return generate(engine, [ids], SamplingParams(max_tokens=tokens))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layerwise", ["true", "false"])
 def test_prompts_get_the_tokens_of_the_model_with_layers_on_and_off(
     layerwise: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +107,7 @@ def test_a_prompt_that_is_near_but_for_its_end_passes_whole_whether_or_not_it_is
     pair.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_prompts_that_need_four_times_the_pages_all_get_their_tokens(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +263,7 @@ def test_who_goes_first_does_not_wait_for_blocks_of_a_long_prompt(
     site.check_empty()
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_many_of_them_stopped_leave_nothing(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

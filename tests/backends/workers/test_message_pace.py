@@ -73,6 +73,7 @@ class Inboxes:
         return bool(self._outbox.send(address, message))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages_per_s_max", [1.0, 10.0, 1e6])
 def test_messages_and_reply_bring_each_token_once_in_order_with_its_text(
     messages_per_s_max: float, pair: Pair

@@ -39,6 +39,7 @@ def pair(
     yield from pairs(tmp_path, monkeypatch, kv_pages="12", chunk_tokens=chunk_tokens)
 
 
+@pytest.mark.slow
 def test_the_next_turn_reads_what_decode_has_generated(pair: Pair) -> None:
     ids = prompt(5, 150)
     first = pair.ask(ids, max_tokens=TOKENS)
@@ -52,6 +53,7 @@ def test_the_next_turn_reads_what_decode_has_generated(pair: Pair) -> None:
     assert second.prefill_reply.cached_tokens == filled > len(ids) + BLOCK
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_with_the_same_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def at_every_moment(
     return neighbours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_request_is_stopped(make_scene: Callable[[], Scene], stopped: int) -> None:
     """Also the one that brings the blocks on which the other is blocked."""
@@ -110,6 +111,7 @@ def test_a_request_is_stopped(make_scene: Callable[[], Scene], stopped: int) -> 
             assert neighbour.answer == answer_of(neighbour.prompt, TOKENS)
 
 
+@pytest.mark.slow
 def test_the_directory_does_not_answer_for_a_moment(make_scene: Callable[[], Scene]) -> None:
     def silence(scene: Scene) -> Callable[[], None]:
         scene.site.store.fault_share = 1.0
@@ -122,6 +124,7 @@ def test_the_directory_does_not_answer_for_a_moment(make_scene: Callable[[], Sce
     at_every_moment(make_scene, silence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", [0, 1])
 def test_a_step_fails(make_scene: Callable[[], Scene], role: int) -> None:
     def fail(scene: Scene) -> Callable[[], None]:
@@ -136,6 +139,7 @@ def test_a_step_fails(make_scene: Callable[[], Scene], role: int) -> None:
     at_every_moment(make_scene, fail)
 
 
+@pytest.mark.slow
 def test_reads_miss_their_deadline_and_arrive_later(make_scene: Callable[[], Scene]) -> None:
     def late(scene: Scene) -> Callable[[], None]:
         scene.site.store.late_share = 1.0

@@ -52,6 +52,7 @@ def pair(
     yield from pairs(tmp_path, monkeypatch, **parameters)
 
 
+@pytest.mark.slow
 def test_prompts_of_every_length_get_the_tokens_of_the_model(pair: Pair, kind: str) -> None:
     for length in (1, 31, 32, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
         ids = prompt(length, length)
@@ -60,6 +61,7 @@ def test_prompts_of_every_length_get_the_tokens_of_the_model(pair: Pair, kind: s
     pair.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_requests_that_come_together_get_the_same_tokens_as_alone(pair: Pair, kind: str) -> None:
     prompts = [prompt(number, 90 + 40 * number) for number in range(5)]
     asked = [pair.ask(ids, max_tokens=20) for ids in prompts]

@@ -81,6 +81,7 @@ def long_and_short(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, 
     return long, short
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_with_the_tokens_of_the_model(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_preempted_request_goes_on_with_the_tokens_of_the_model(
     pair.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_while_it_waits_leaves_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_kv_that_is_gone_meanwhile_is_a_loss_behind_which_the_request_goes_on(
     pair.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_many_requests_of_any_priority_some_of_them_stopped_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

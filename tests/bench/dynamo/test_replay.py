@@ -186,6 +186,7 @@ def test_nothing_is_fetched_where_there_is_nothing_to_fetch_with(offered: list[O
         assert fleet.conductor.stats().fetches == 0
 
 
+@pytest.mark.slow
 def test_queue_order_and_shared_passes_each_shorten_the_wait(offered: list[Offered]) -> None:
     means = [
         run(DynamoCase(policy, order, passes, 2_048, 1.0), offered).outcome.ttft_s.mean

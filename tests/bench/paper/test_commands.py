@@ -31,6 +31,7 @@ def simulated(
     return json.loads(capsys.readouterr().out), drawn
 
 
+@pytest.mark.slow
 def test_scheduling_says_the_paper_s_numbers_beside_its_own(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_parameter_of_the_conductor_is_changed_for_every_run(
     assert "--set queue_order=fifo" in said["targets"][0]["why"]
 
 
+@pytest.mark.slow
 def test_rejection_stops_at_the_speed_that_was_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

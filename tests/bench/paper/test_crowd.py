@@ -64,6 +64,7 @@ def test_where_nothing_breaks_the_machine_leads_each_request_as_the_plain_fleet_
     assert all(abs(one - other) < 1.0 for one, other in ends)
 
 
+@pytest.mark.slow
 def test_whatever_breaks_each_request_ends_in_time_whole_or_with_a_typed_error(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(6):

@@ -30,6 +30,7 @@ def mean_ttft_s(settings: ClusterSettings, speed: float) -> float:
     return outcome_of(jobs).ttft_s.mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency_s", [0.005, 0.3, None])
 @pytest.mark.parametrize("admission", ["none", "reserved", "predictive_lengths"])
 def test_every_request_ends_once_and_leaves_nothing_at_any_frontend(
@@ -47,6 +48,7 @@ def test_every_request_ends_once_and_leaves_nothing_at_any_frontend(
     assert all(one.note_batches_missed == 0 for one in stats)
 
 
+@pytest.mark.slow
 def test_notes_make_four_frontends_as_quick_as_one() -> None:
     one_s = mean_ttft_s(ClusterSettings(prefills=4, decodes=4), 1.0)
     four = ClusterSettings(prefills=4, decodes=4, frontends=4)
@@ -65,6 +67,7 @@ def overloaded_ttft_s(frontend_count: int) -> float:
     return outcome.ttft_s.mean
 
 
+@pytest.mark.slow
 def test_overload_is_held_about_where_a_single_frontend_holds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -160,6 +160,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "rows", "given"),
     [
@@ -200,6 +201,7 @@ def test_an_experiment_states_its_constants_and_what_was_left_out(
     assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_book_has_a_chapter_for_each_figure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

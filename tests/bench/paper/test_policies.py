@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+import pytest
+
 from bench.paper.experiments import rejection, scheduling
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, TraceRow
 from loadtest.simulator.cluster.fleet import SimulatedFleet
@@ -31,6 +33,7 @@ def conversations() -> list[Offered]:
     return offered_of(rows, TRACE_BLOCK_TOKENS)
 
 
+@pytest.mark.slow
 def test_more_of_the_cache_and_of_the_load_means_less_ttft() -> None:
     means = {
         policy: scheduling.run(conversations(), policy, 1.0, SETTINGS).outcome.ttft_s.mean
@@ -47,6 +50,7 @@ def test_predicted_ttft_is_near_what_came_although_work_is_noisy() -> None:
     assert fleet.conductor.stats().prefill_error < 0.15
 
 
+@pytest.mark.slow
 def test_when_decode_is_short_looking_at_it_before_prefill_wastes_less() -> None:
     short_of_decode = ClusterSettings(prefills=8, decodes=2)
     found = {

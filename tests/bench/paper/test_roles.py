@@ -27,6 +27,7 @@ def flipped(*at: tuple[float, str], faults: tuple[Fault, ...] = ()) -> Simulated
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["p1", "d1"])
 def test_no_request_is_lost_when_a_worker_flips_there_and_back(worker: str) -> None:
     made = fleet(SHAPE)
@@ -64,6 +65,7 @@ def test_a_worker_that_dies_while_it_drains_does_not_flip() -> None:
     assert made.flips == [] and len(made.prefills) == 3
 
 
+@pytest.mark.slow
 def test_the_controller_moves_workers_to_where_the_load_is() -> None:
     """Many prompts, answers of one token: decode has nothing to do."""
     config = replace(config_for("kvcache_centric"), role_flips="on", ttft_slo_s=5.0, tbt_slo_s=0.1)
@@ -85,6 +87,7 @@ def test_the_phases_have_every_request_in_order() -> None:
     assert made[0].output_tokens == max(1, round(offered[0].output_tokens / 3))
 
 
+@pytest.mark.slow
 def test_the_gain_is_over_the_best_split_and_a_flip_on_a_steady_trace_is_a_miss(
     tmp_path: Path,
 ) -> None:

@@ -32,6 +32,7 @@ def test_copies_of_a_trace_follow_each_other_and_share_no_block() -> None:
     assert len(set.union(*keys)) == 3 * len(keys[0])
 
 
+@pytest.mark.slow
 def test_a_metered_run_is_the_run_and_every_second_is_in_one_part() -> None:
     offered = start_of_trace()[:60]
     counted: list[None] = []

@@ -223,6 +223,7 @@ def test_requests_in_flight_elsewhere_count_until_their_frontend_falls_silent() 
     second.check()
 
 
+@pytest.mark.slow
 def test_a_stream_of_hours_counts_as_in_flight_here_and_elsewhere_while_its_frontend_has_it() -> (
     None
 ):

@@ -16,6 +16,7 @@ from tests.conductor.fleet import report
 TENANTS = ("", "a")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.library() is None, reason=library.why_not())
 def test_a_compiled_forecast_is_the_one_that_numpy_makes(seed: int) -> None:
     rng = random.Random(seed)

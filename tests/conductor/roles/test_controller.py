@@ -105,6 +105,7 @@ def test_who_serves_its_load_gains_nothing_by_a_flip(seed: int) -> None:
             assert pools.look(wanted) is None
 
 
+@pytest.mark.slow
 def test_on_a_steady_load_flips_end_and_nobody_flips_back(seed: int) -> None:
     """Any load that does not change: at most as many flips as there are workers, in one
     direction."""
@@ -137,6 +138,7 @@ def test_noise_below_the_hysteresis_moves_nobody_back(seed: int) -> None:
         assert len({flip.role for flip in pools.flips}) <= 1
 
 
+@pytest.mark.slow
 def test_no_load_whatever_takes_the_last_of_a_role_or_too_many_at_once(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(150):

@@ -242,6 +242,7 @@ def drawn_config(rng: random.Random) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_compiled_decision_is_the_one_that_numpy_makes(policy: str, seed: int) -> None:
     rng = random.Random(f"{seed} {policy}")

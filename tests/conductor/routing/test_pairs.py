@@ -121,6 +121,7 @@ def assert_within(case: Case, allowed_s: Callable[[list[Candidate], Candidate], 
 chances = st.randoms(use_true_random=False)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(rng=chances)
 def test_without_ties_the_choice_is_the_best_of_all_pairs(rng: random.Random) -> None:
@@ -134,6 +135,7 @@ def test_with_ties_the_choice_is_no_worse_than_they_allow(rng: random.Random) ->
     assert_within(case, lambda pairs, chosen: ties_s(case, pairs, chosen))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(rng=chances)
 def test_where_only_one_node_may_be_looked_at_no_more_is_lost_than_the_paths_differ(
@@ -148,6 +150,7 @@ def test_where_only_one_node_may_be_looked_at_no_more_is_lost_than_the_paths_dif
     assert_within(case, allowed_s)
 
 
+@pytest.mark.slow
 def test_over_random_clusters_hardly_anything_is_lost(seed: int) -> None:
     """With the default ties and bound, up to 12 nodes; `-s` prints the numbers of the README."""
     rng, lost = random.Random(seed), []

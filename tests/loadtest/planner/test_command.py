@@ -41,6 +41,7 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tup
     return json.loads(said.out) if said.out else None, code, said.err
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_common_shape_a_page_and_a_repository(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_plan_has_the_common_shape_a_page_and_a_repository(
     assert again["rows"] == said["rows"] and len(list((tmp_path / "kept").iterdir())) == kept
 
 
+@pytest.mark.slow
 def test_with_a_number_of_nodes_the_best_split_of_them_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_more_workers_on_the_same_cores_serve_less_than_on_cores_of_their_own() 
     assert few.ttft_p90_s > many.ttft_p90_s
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_profile_is_written_and_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_another_seed_gives_other_tokens_from_the_first_block_on() -> None:
     assert not any(np.array_equal(a, b) for a, b in pairwise(blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_tokens", [2, 3, 4])
 def test_ids_stay_apart_in_blocks_of_few_tokens(block_tokens: int) -> None:
     source = TokenSource(2_048, SPECIAL)

@@ -31,6 +31,7 @@ def status_of(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_one_run_is_printed_as_it_was_when_it_ended(files, capsys) -> None:
     assert status_of(files[0], "--json") == 0
     *text, line = capsys.readouterr().out.splitlines()
@@ -56,6 +57,7 @@ def test_two_runs_are_compared_on_the_terminal_as_a_page_and_as_json(files, caps
     assert "no report of a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_runs_page_can_be_drawn_anew(files, tmp_path: Path, capsys) -> None:
     assert status_of(files[0], "--out", str(tmp_path / "again.html")) == 0
     assert read_report(tmp_path / "again.html") == full()

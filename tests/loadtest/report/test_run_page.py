@@ -118,6 +118,7 @@ def test_nothing_is_loaded_and_nothing_runs(page: ParsedPage, html: str) -> None
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"' {{ 7*7 }} $\\frac{1}$"
 
 
+@pytest.mark.slow
 def test_text_from_a_server_stays_text() -> None:
     run = recording(
         [
@@ -145,6 +146,7 @@ def test_text_from_a_server_stays_text() -> None:
     assert "<img" not in html and "\x00" not in html and "\x1b" not in html
 
 
+@pytest.mark.slow
 def test_a_message_cannot_pass_for_the_recording(tmp_path: Path) -> None:
     forged = '<script type="application/x-mooncake-recording">AAAA</script>'
     run = recording([answered(0), unserved(1, FAILED, "x", forged)], title=forged)
@@ -248,6 +250,7 @@ ODD: dict[str, tuple[Recording, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_run_has_a_page_that_says_what_was_not_measured(name: str, tmp_path: Path) -> None:
     run, expected = ODD[name]
@@ -274,12 +277,14 @@ def test_drawing_leaves_no_trace_in_matplotlib() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.slow
 def test_users_who_are_due_at_no_time_of_their_own_are_not_on_time_either(page: ParsedPage) -> None:
     assert "sender lag" not in page.words
     late = recording([answered(0, due_s=-0.5), answered(1)])
     assert "sender lag" in ParsedPage(page_of(late)).words
 
 
+@pytest.mark.slow
 def test_the_slowest_requests_come_with_their_decision() -> None:
     slow = answered(3, token_times_s=(3.9,), request_id="slow-one")
     run = recording([answered(0), answered(1), dataclasses.replace(slow, outcome=COMPLETED)])

@@ -224,6 +224,7 @@ def odd_runs() -> dict[str, list[RunDigest]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -262,6 +263,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
+@pytest.mark.slow
 def test_many_pages_become_one_that_can_be_read_again(files, tmp_path: Path, capsys) -> None:
     out = tmp_path / "all.html"
     assert status_of(*files, "--out", str(out), "--json") == 0

@@ -101,6 +101,7 @@ def baselines() -> dict[Machine, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_predicting_wastes_less_and_serves_more(
     admission: str, baselines: dict[Machine, tuple[int, int]]

@@ -44,6 +44,7 @@ def test_a_thousand_nodes_run_and_one_of_them_is_lost() -> None:
     assert len({job.prefill for job in tried.jobs}) > 20
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_full_node_is_announced_whole() -> None:
     heard: list[Event] = []
     clock = VirtualClock()

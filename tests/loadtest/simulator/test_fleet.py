@@ -32,6 +32,7 @@ class SmallGpu(Roofline):
         self.pages_bytes = 30 * 512 * self.token_bytes
 
 
+@pytest.mark.slow
 def test_steps_taken_at_once_are_to_the_last_bit_steps_taken_one_by_one(seed: int) -> None:
     settings = ClusterSettings(prefills=4, decodes=4, seed=seed)
     at_once, one_by_one = (

@@ -38,6 +38,7 @@ def conversations(rng: random.Random, requests: int) -> list[list[bytes]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_directory_and_the_order_alone_count_the_same(policy: str, seed: int) -> None:
     requests = conversations(random.Random(seed), 3_000)
@@ -49,6 +50,7 @@ def test_the_directory_and_the_order_alone_count_the_same(policy: str, seed: int
         whole.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_published_trace_counts_the_same_through_the_directory(policy: str) -> None:
     requests = published("conversation")[:2_000]

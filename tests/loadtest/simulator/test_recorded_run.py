@@ -127,6 +127,7 @@ def simulate(folder: Path, *more: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_one_simulated_run_has_the_page_of_a_replay(tmp_path: Path, capsys) -> None:
     assert simulate(tmp_path, "--prefills", "1", "--decodes", "1") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -138,6 +139,7 @@ def test_one_simulated_run_has_the_page_of_a_replay(tmp_path: Path, capsys) -> N
     assert page.drawn > 100 and run.settings["nodes"] == 2
 
 
+@pytest.mark.slow
 def test_several_simulated_runs_are_a_sweep_and_known_ones_are_not_made_again(
     tmp_path: Path, capsys
 ) -> None:

@@ -68,6 +68,7 @@ def begun_in(names: list[str]) -> runs.Begin:
     return begin
 
 
+@pytest.mark.slow
 def test_runs_in_processes_come_to_the_same_in_the_same_order(source: TraceSource) -> None:
     planned = [
         PlannedRun(f"{policy} {speed}", source, scheduling.run, (policy, speed, SMALL))

@@ -296,6 +296,7 @@ def look(path: str, seed: int, is_native: bool, said: Connection) -> None:
     said.send((hits, changed))
 
 
+@pytest.mark.slow
 def test_readers_never_believe_a_torn_entry_and_notice_that_the_writer_was_killed(
     path: str, seed: int
 ) -> None:

@@ -68,6 +68,7 @@ class HungLane(OfDisk):
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_write", [True, False])
 def test_all_that_was_posted_to_a_disk_that_hangs_outlives_the_hang(
     bench: Bench, unfinished: Unfinished, monkeypatch: pytest.MonkeyPatch, is_write: bool

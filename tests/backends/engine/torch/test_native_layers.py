@@ -135,6 +135,7 @@ def kept_as(numbers: torch.Tensor, dtype: torch.dtype, is_fp8: bool) -> torch.Te
     return fp8.rounded(numbers).view(fp8.DTYPE) if is_fp8 else numbers.to(dtype)
 
 
+@pytest.mark.slow
 @WAYS
 def test_attention_reads_its_own_pages_and_nothing_behind_them(
     dtype: torch.dtype, threads: int, is_fp8: bool, seed: int
@@ -173,6 +174,7 @@ def test_attention_reads_its_own_pages_and_nothing_behind_them(
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @WAYS
 def test_attention_of_a_chunk_is_causal_attention(threads: int, is_fp8: bool, seed: int) -> None:
     chance = random.Random(seed)

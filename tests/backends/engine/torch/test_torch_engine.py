@@ -188,6 +188,7 @@ def test_an_abandoned_generation_gives_its_pages_back(engine: TorchEngine) -> No
     engine.pages.check()
 
 
+@pytest.mark.slow
 def test_more_prompts_than_slots_and_pages_all_finish(engine: TorchEngine) -> None:
     prompts = [prompt_of(n, n) for n in range(1, 200, 7)]
     params = [

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
+
 from backends.errors import (
     Cancelled,
     KvMissing,
@@ -321,6 +323,7 @@ def run_through(world: World, chance: random.Random) -> int:
     return events
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_events_keep_the_invariants(seed: int) -> None:
     chance = random.Random(seed)
     events, requests, seen = 0, 0, Counter[tuple[Phase, type]]()

@@ -61,6 +61,7 @@ def expected(prompt: list[int], tokens: int = OUTPUT_TOKENS) -> list[int]:
     return output
 
 
+@pytest.mark.slow
 def test_prompts_with_and_without_a_cached_prefix_get_the_tokens_of_the_whole_model(
     group: Pair,
 ) -> None:

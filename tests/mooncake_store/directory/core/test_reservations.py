@@ -211,6 +211,7 @@ def test_a_named_block_counts_for_its_tenant_and_makes_room_in_its_quota() -> No
     assert ask(directory, third, 0, 2.0, tenant="t").verdicts == (REFUSED,)
 
 
+@pytest.mark.slow
 def test_anything_at_random_keeps_the_books_in_order(seed: int) -> None:
     """Every call checks the invariants; what was stored is found where it was written."""
     chance = random.Random(seed)
