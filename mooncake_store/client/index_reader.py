@@ -94,8 +94,7 @@ class IndexReader:
         if not self._is_wanted or now_s < self._look_s:
             return None
         self._look_s = now_s + LOOK_AGAIN_S
-        local = [info for info in self._nodes.all() if self._nodes.is_same_host(info)]
-        for path in dict.fromkeys(info.index_path for info in local if info.index_path):
+        for path in self._paths():
             try:
                 view = IndexView(path)
             except (SegmentRefused, OSError) as error:
@@ -105,6 +104,10 @@ class IndexReader:
                 self._view = view
                 return view
         return None
+
+    def _paths(self) -> list[str]:
+        infos = [info for info in self._nodes.all() if self._nodes.is_same_host(info)]
+        return list(dict.fromkeys(info.index_path for info in infos if info.index_path))
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Note a removal. Call it before the directory is asked to remove."""

@@ -58,7 +58,8 @@ class Replicas:
                 part = keys[start : start + BLOCKS_MAX]
                 self._pull(part, infos[node_id], owner, until_s, source)
         done = []
-        for key, copies in zip(keys, self._copies(keys, owner), strict=True):
+        found = self._directory.lookup(keys, owner, 0.0, prefix_only=False)
+        for key, copies in zip(keys, found, strict=True):
             there = {copy.node_id for copy in copies}
             is_done = bool(there) and there.issuperset(add)
             meant = there.intersection(drop) if is_done else set()
@@ -69,9 +70,6 @@ class Replicas:
                 is_done = all(gone)
             done.append(is_done)
         return done
-
-    def _copies(self, keys: Sequence[bytes], owner: str) -> list[tuple[Copy, ...]]:
-        return self._directory.lookup(keys, owner, 0.0, prefix_only=False)
 
     def _pull(
         self, keys: Sequence[bytes], target: NodeInfo, owner: str, until_s: float, source: str = ""

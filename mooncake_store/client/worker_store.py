@@ -1,4 +1,4 @@
-"""What a worker needs of the KV store: the contract that `Store` (store.py) fulfils.
+"""The methods of `Store` (store.py, which documents them) that a worker uses.
 
 A worker looks a prefix up, reads its blocks into pages, allocates slots for new blocks, writes
 them and commits them. Every block that a worker uses is leased to an `owner`, an id of the
@@ -39,22 +39,17 @@ class Fetched:
 class WorkerStore(Protocol):
     node_id: str  # the worker's local storage node, on its host
 
-    def register_buffer(self, buffer: ByteArray) -> None:
-        """Prepare an engine's KV pool (uint8, contiguous) as target of `read`."""
-
-    def expect_threads(self, count: int) -> None:
-        """`count` threads will move bytes at once. Called once, before they do."""
+    def register_buffer(self, buffer: ByteArray) -> None: ...
+    def expect_threads(self, count: int) -> None: ...
 
     # Reading
 
-    def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
-        """Copies of each block key, up to the first key without a copy; leased to `owner`."""
-
+    def lookup(
+        self, keys: Sequence[bytes], owner: str, lease_s: float
+    ) -> list[tuple[Copy, ...]]: ...
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
-    ) -> list[Copy | None]:
-        """The quickest copy of each block; copies on the nodes `first` are preferred."""
-
+    ) -> list[Copy | None]: ...
     def read(
         self,
         copies: Sequence[Copy],
@@ -63,9 +58,7 @@ class WorkerStore(Protocol):
         deadline_s: float,
         layers: range | None = None,
         checksums: Sequence[int] | None = None,
-    ) -> list[bool]:
-        """Read block i into the page at buffer[offsets_bytes[i]], verified. False: a miss."""
-
+    ) -> list[bool]: ...
     def fetch(
         self,
         keys: Sequence[bytes],
@@ -73,14 +66,9 @@ class WorkerStore(Protocol):
         owner: str,
         lease_s: float,
         deadline_s: float,
-    ) -> Fetched:
-        """Copy blocks of other nodes and SSDs into the local node, and commit them there."""
-
-    def layer_digests(self, copies: Sequence[Copy]) -> list[Digests | None]:
-        """Digests of single layers, for layer-wise reads. None: a miss."""
-
-    def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
-        """Spans of a registered buffer where timed-out reads may still write."""
+    ) -> Fetched: ...
+    def layer_digests(self, copies: Sequence[Copy]) -> list[Digests | None]: ...
+    def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]: ...
 
     # Writing, always in this order: allocate, write (or digest), commit or abandon
 
@@ -92,9 +80,7 @@ class WorkerStore(Protocol):
         ephemeral: bool = False,
         size_bytes: int = 0,
         tenant: str = "",
-    ) -> Allocation:
-        """Slots in the local node. `ephemeral`: never in the prefix index, freed with its lease."""
-
+    ) -> Allocation: ...
     def write(
         self,
         slots: Sequence[Slot],
@@ -102,14 +88,9 @@ class WorkerStore(Protocol):
         offsets_bytes: Sequence[int],
         deadline_s: float,
         layers: range | None = None,
-    ) -> list[Digests | None]:
-        """Write pages, or `layers` of them, into slots. None: the slot is no longer `owner`'s."""
-
-    def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
-        """Publish written blocks. False: the slot was lost, and the block is not stored."""
-
-    def abandon(self, slots: Sequence[Slot], owner: str) -> None:
-        """Free slots that will not be committed. No write to them may be in flight."""
+    ) -> list[Digests | None]: ...
+    def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]: ...
+    def abandon(self, slots: Sequence[Slot], owner: str) -> None: ...
 
     # Blocks that another process of this host reads or fills in the segment itself
 

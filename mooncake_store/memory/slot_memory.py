@@ -124,25 +124,6 @@ def begun_prefix(generation: int) -> bytes:
     return _BEGUN.pack(MAGIC, STATE_WRITING, generation)
 
 
-def scan(view: ByteArray, shape: Geometry) -> list[Block]:
-    """The valid headers of a segment, in the order of their slots. A segment of a terabyte has
-    millions of headers, most of them empty. So numpy finds the candidates by their magic, and only
-    candidates are checked one by one."""
-    table = view[: shape.units * HEADER_BYTES].view(_COLUMNS)
-    slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
-    rows = table[slots]  # a copy, because writers continue; a torn header fails its own checksum
-    raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
-    starts = range(0, len(raw), HEADER_BYTES)
-    found = [digest(raw[start : start + FIELDS.size]) for start in starts]
-    is_whole = np.array(found, np.uint64) == rows["own"]
-    keys = [raw[start + KEY_AT : start + KEY_AT + KEY_BYTES] for start in starts]
-    rows, slots = rows[is_whole], slots[is_whole]
-    rows["state"][(rows["state"] == STATE_READY) & (rows["ephemeral"] != 0)] = STATE_EPHEMERAL
-    columns = [rows[name].tolist() for name in ("generation", "checksum", "length_bytes", "state")]
-    # plain tuples: a million NamedTuples take a second more, mostly in the garbage collector
-    return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))
-
-
 def write_headers(
     view: ByteArray, offsets: Sequence[int], headers: Sequence[SlotHeader], zero_bytes: int = 0
 ) -> None:
@@ -245,5 +226,21 @@ class SlotMemory:
         return self.view[start : start + size_bytes]
 
     def blocks(self) -> list[Block]:
-        """The blocks of all valid headers."""
-        return scan(self.view, self.shape)
+        """The blocks of all valid headers, in the order of their slots. A segment of a terabyte has
+        millions of headers, most of them empty. So numpy finds the candidates by their magic, and
+        only candidates are checked one by one."""
+        table = self.view[: self.shape.units * HEADER_BYTES].view(_COLUMNS)
+        slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
+        # a copy, because writers continue; a torn header fails its own checksum
+        rows = table[slots]
+        raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
+        starts = range(0, len(raw), HEADER_BYTES)
+        found = [digest(raw[start : start + FIELDS.size]) for start in starts]
+        is_whole = np.array(found, np.uint64) == rows["own"]
+        keys = [raw[start + KEY_AT : start + KEY_AT + KEY_BYTES] for start in starts]
+        rows, slots = rows[is_whole], slots[is_whole]
+        rows["state"][(rows["state"] == STATE_READY) & (rows["ephemeral"] != 0)] = STATE_EPHEMERAL
+        names = "generation", "checksum", "length_bytes", "state"
+        columns = [rows[name].tolist() for name in names]
+        # plain tuples: a million NamedTuples take a second more, mostly in the garbage collector
+        return list(zip(compress(keys, is_whole), slots.tolist(), *columns, strict=True))

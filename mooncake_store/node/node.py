@@ -25,7 +25,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
@@ -321,7 +321,6 @@ class StorageNode:
 
     def stats(self) -> NodeStats:
         info, tier = self.info, self._tier
-        spilled = self._spiller.counters
         wished = "not available" if self.options.ssd_folder else ""
         return NodeStats(
             node_id=info.node_id,
@@ -333,16 +332,11 @@ class StorageNode:
             ssd=tier.state if tier else wished,
             ssd_bytes=self.options.ssd_bytes,
             ssd_blocks=len(tier.manifest.table) if tier else 0,
-            spilled_blocks=spilled.blocks,
-            spilled_bytes=spilled.size_bytes,
-            spills_given_up=spilled.given_up,
-            restored_blocks=tier.counters.blocks_loaded if tier else 0,
-            restored_bytes=tier.counters.bytes_loaded if tier else 0,
             restores_missed=self._verbs.restores_missed,
-            checksum_failures=tier.counters.checksum_failures if tier else 0,
-            disk_errors=tier.counters.disk_errors if tier else 0,
             fetched_blocks=self._puller.blocks,
             index_blocks=self._index.blocks if self._index else 0,
+            **asdict(self._spiller.counters),
+            **(asdict(tier.counters) if tier else {}),
         )
 
     def _epoch(self) -> int:

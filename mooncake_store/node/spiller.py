@@ -34,9 +34,9 @@ DELAY_S_MAX = 30.0  # upper bound of the delay while no offered block can be kep
 class SpillCounters:
     """Counters since the start of the process."""
 
-    blocks: int = 0
-    size_bytes: int = 0
-    given_up: int = 0
+    spilled_blocks: int = 0
+    spilled_bytes: int = 0
+    spills_given_up: int = 0  # offered blocks that were not stored on the SSD
 
 
 class Spiller:
@@ -130,14 +130,14 @@ class Spiller:
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]
-        self.counters.given_up += len(spills) - len(kept)
+        self.counters.spills_given_up += len(spills) - len(kept)
         if rows:
             epoch = spills[0].epoch
             committed = self._directory.commit(self._ssd_id, rows, owner, 0.0, epoch=epoch)
             for entry, is_committed in zip(kept.values(), committed, strict=True):
-                self.counters.blocks += is_committed
-                self.counters.size_bytes += entry.size_bytes * is_committed
-                self.counters.given_up += not is_committed
+                self.counters.spilled_blocks += is_committed
+                self.counters.spilled_bytes += entry.size_bytes * is_committed
+                self.counters.spills_given_up += not is_committed
         unused = [
             Slot(self._ssd_id, spill.ssd_slot, spill.ssd_generation)
             for index, spill in enumerate(spills)

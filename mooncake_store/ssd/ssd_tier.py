@@ -69,9 +69,8 @@ class LoadOutcome(Enum):
 class SsdCounters:
     """Totals since this process started."""
 
-    blocks_written: int = 0
-    blocks_loaded: int = 0
-    bytes_loaded: int = 0
+    restored_blocks: int = 0
+    restored_bytes: int = 0
     checksum_failures: int = 0
     disk_errors: int = 0  # failed reads, and failures that closed the tier for writing
 
@@ -132,9 +131,7 @@ class SsdTier:
         try:
             for index, failure in self._move(True, jobs, indices, time.monotonic() + WRITE_S_MAX):
                 written[index] = failure is None
-                if failure is None:
-                    self.counters.blocks_written += 1
-                else:
+                if failure is not None:
                     self._close_for_writing(failure)
         except TransferFailed as error:  # the disk hangs, or other batches kept all lanes busy
             self._close_for_writing(error)
@@ -170,7 +167,7 @@ class SsdTier:
         """Load blocks into the segment. TransferTimeout: the disk hangs, and bytes may still
         arrive. `on_digests` receives the packed layer digests of each verified block; b"" for one
         without layers."""
-        known = [self._is_known(job.entry) for job in jobs]
+        known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
         for index, failure in self._move(False, jobs, indices, until_s):
@@ -187,12 +184,9 @@ class SsdTier:
             else:
                 on_digests(jobs[index], digests)
                 outcomes[index] = LoadOutcome.WHOLE
-                self.counters.blocks_loaded += 1
-                self.counters.bytes_loaded += entry.size_bytes
+                self.counters.restored_blocks += 1
+                self.counters.restored_bytes += entry.size_bytes
         return outcomes
-
-    def _is_known(self, entry: SsdEntry) -> bool:
-        return self.manifest.table.find(entry.slot) == entry
 
     def _verified(self, memory_bytes: int, entry: SsdEntry) -> tuple[bytes, int]:
         """The layer digests of a block in the segment, and its checksum."""

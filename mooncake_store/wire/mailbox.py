@@ -130,7 +130,9 @@ class Inbox(Generic[M]):
                         attachment = self._attachment()
                     message = self._decode(opened(frame, self._secret))
                     if attachment is not None:
-                        message = self._joined(message, attachment)
+                        if self._attach is None:
+                            raise RequestInvalid("a message with an attachment")
+                        message = self._attach(message, attachment)
                     messages.append(message)
                 except (msgspec.MsgspecError, StoreError, ValueError, RecursionError) as error:
                     self._drop(error)
@@ -142,11 +144,6 @@ class Inbox(Generic[M]):
         if len(frames) != 1:
             raise RequestInvalid(f"a message with {len(frames)} attachments")
         return frames[0].buffer
-
-    def _joined(self, message: M, attachment: memoryview) -> M:
-        if self._attach is None:
-            raise RequestInvalid(f"a message with {attachment.nbytes} bytes attached")
-        return self._attach(message, attachment)
 
     def _drop(self, error: Exception) -> None:
         """Count a dropped message; log at most one line per DROP_NOTE_S."""

@@ -8,7 +8,7 @@ import pytest
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, STATE_WRITING, geometry
 from mooncake_store.memory import slot_memory
 from mooncake_store.memory.buffers import ByteArray
-from mooncake_store.memory.slot_memory import Block, SlotHeader, scan
+from mooncake_store.memory.slot_memory import Block, SlotHeader, SlotMemory
 from mooncake_store.native import library
 
 
@@ -36,13 +36,13 @@ def test_a_scan_finds_every_whole_header_and_no_other(seed: int) -> None:
     torn = [claim for claim in expected if claim[1] % 7 == 0]
     for claim in torn:
         view[claim[1] * HEADER_BYTES + int(chance.integers(64))] ^= 1 << int(chance.integers(8))
-    assert scan(view, shape) == [claim for claim in expected if claim not in torn]
+    assert SlotMemory(view, shape).blocks() == [claim for claim in expected if claim not in torn]
 
 
 def test_an_empty_segment_has_no_claims() -> None:
     view = np.zeros(2**20, np.uint8)
-    assert scan(view, geometry(view.nbytes, 65_536)) == []
-    assert scan(view[:100], geometry(100, 65_536)) == []
+    assert SlotMemory(view, geometry(view.nbytes, 65_536)).blocks() == []
+    assert SlotMemory(view[:100], geometry(100, 65_536)).blocks() == []
 
 
 def test_headers_of_one_put_are_the_same_in_native_code_and_in_python(

@@ -104,7 +104,7 @@ def world(tmp_path: Path, seed: int) -> Iterator[World]:
 def test_cold_blocks_get_a_copy_on_the_ssd_and_nothing_stays_leased(world: World) -> None:
     world.store(KEYS)
     assert world.spiller.step() is False, "fewer than a batch: nothing more to do now"
-    assert set(world.on_ssd()) == set(KEYS) and world.spiller.counters.blocks == len(KEYS)
+    assert set(world.on_ssd()) == set(KEYS) and world.spiller.counters.spilled_blocks == len(KEYS)
     asked = len(world.directory.asked)
     assert world.spiller.step() is False
     assert world.directory.asked[asked:] == ["take_spills"], "nothing is spilled twice"
@@ -115,7 +115,7 @@ def test_a_block_that_is_corrupt_in_dram_is_not_spilled(world: World) -> None:
     slots = world.store(KEYS[:3])
     world.memory.view[world.memory.shape.slot_offset_bytes(slots[1])] ^= 1
     world.spiller.step()
-    assert set(world.on_ssd()) == {KEYS[0], KEYS[2]} and world.spiller.counters.given_up == 1
+    assert set(world.on_ssd()) == {KEYS[0], KEYS[2]} and world.spiller.counters.spills_given_up == 1
     world.check()
 
 
@@ -140,7 +140,7 @@ def test_a_slot_that_gets_a_new_owner_while_the_disk_reads_it_is_given_up(
     monkeypatch.setattr(world.tier, "write", overtaken)
     world.spiller.step()
     assert set(world.on_ssd()) == {KEYS[0], KEYS[1]}
-    assert len(world.tier.manifest.table) == 2 and world.spiller.counters.given_up == 1
+    assert len(world.tier.manifest.table) == 2 and world.spiller.counters.spills_given_up == 1
     world.check()
 
 
@@ -148,7 +148,7 @@ def test_a_slot_that_had_a_new_owner_before_is_not_even_written(world: World) ->
     slots = world.store(KEYS[:3])
     world.memory.write_header(slots[0], SlotHeader(STATE_WRITING, 10**15, KEYS[9], 0, BLOCK))
     world.spiller.step()
-    assert set(world.on_ssd()) == {KEYS[1], KEYS[2]} and world.tier.counters.blocks_written == 2
+    assert set(world.on_ssd()) == {KEYS[1], KEYS[2]}
     world.check()
 
 
@@ -159,7 +159,7 @@ def test_a_full_disk_gives_all_slots_back_and_asks_for_no_more(
     with monkeypatch.context() as patch:
         patch.setattr(world.tier, "write", lambda jobs: [False] * len(jobs))
         world.spiller.step()
-    assert world.on_ssd() == {} and world.spiller.counters.given_up == 3
+    assert world.on_ssd() == {} and world.spiller.counters.spills_given_up == 3
     world.check()
     world.tier._close_for_writing(OSError("full"))
     asked = len(world.directory.asked)
@@ -178,7 +178,7 @@ def test_a_commit_that_is_refused_counts_as_given_up(
         world.directory.directory, "commit", lambda *a, **k: [False] * len(a[1]), raising=True
     )
     world.spiller.step()
-    assert world.on_ssd() == {} and world.spiller.counters.given_up == 3
+    assert world.on_ssd() == {} and world.spiller.counters.spills_given_up == 3
 
 
 def test_a_spiller_whose_offers_are_all_refused_rests_longer_and_longer(

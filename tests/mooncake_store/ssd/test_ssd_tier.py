@@ -98,7 +98,7 @@ def test_blocks_of_all_sizes_come_back_also_after_a_restart(bench: Bench) -> Non
     assert bench.load(*jobs) == [True] * len(jobs)
     assert sorted(bench.tier.manifest.table.entries()) == sorted(job.entry for job in jobs)
     counters = bench.tier.counters
-    assert counters.blocks_loaded == len(jobs) and counters.bytes_loaded == sum(sizes)
+    assert counters.restored_blocks == len(jobs) and counters.restored_bytes == sum(sizes)
     bench.tier.manifest.check()
 
 

@@ -106,7 +106,7 @@ class Ghosts:
         drops, buckets, from_bytes = self._drops, self._buckets, int.from_bytes
         for key in keys:
             drops += 1
-            rest, bucket = divmod(from_bytes(key, "little") % HASH_PRIME, buckets)  # _entry
+            rest, bucket = divmod(from_bytes(key, "little") % HASH_PRIME, buckets)
             at = following[bucket]
             following[bucket] = (at + 1) % ENTRIES
             at += ENTRIES * bucket
@@ -119,7 +119,8 @@ class Ghosts:
         """Whether the block was evicted recently; forgets its name, because the block is back."""
         if not self._buckets:
             return False
-        bucket, mark = self._entry(key)
+        rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets)
+        mark = (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")  # as in `remember`; never 0
         start = MARK_BYTES * ENTRIES * bucket
         end = start + MARK_BYTES * ENTRIES
         found = self._marks.find(mark, start, end)
@@ -130,11 +131,6 @@ class Ghosts:
         self._marks[found : found + MARK_BYTES] = bytes(MARK_BYTES)
         stamps = self._drops // self._per_stamp - self._stamps[found // MARK_BYTES] & STAMP_MASK
         return stamps <= STAMPS
-
-    def _entry(self, key: bytes) -> tuple[int, bytes]:
-        """The bucket of a key and its mark in the bucket, which is never 0."""
-        rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets or 1)
-        return bucket, (rest & 0xFFFFFF or 1).to_bytes(MARK_BYTES, "little")
 
     def check(self) -> None:
         entries = ENTRIES * self._buckets
@@ -382,21 +378,15 @@ class Density:
 
     def _in_order(self) -> Iterator[bytes]:
         """All candidates in the order of eviction, provided that no more uses happen."""
-        queues = iter(self._once), iter(self._again)
-        once, again = next(queues[ONCE], None), next(queues[AGAIN], None)
-        while once is not None or again is not None:
-            is_once = again is None
-            if once is not None and again is not None:
-                stamps = self._once.stamp(once), self._again.stamp(again)
-                is_once = self._is_worth_less(*stamps)
-            if is_once:
-                assert once is not None
-                yield once
-                once = next(queues[ONCE], None)
-            else:
-                assert again is not None
-                yield again
-                again = next(queues[AGAIN], None)
+        queues = self._once.items(), self._again.items()
+        heads = [next(queue, None) for queue in queues]
+        while heads != [None, None]:
+            once, again = heads
+            is_once = again is None or (once and self._is_worth_less(once[1], again[1]))
+            kind = ONCE if is_once else AGAIN
+            if (head := heads[kind]) is not None:
+                yield head[0]
+            heads[kind] = next(queues[kind], None)
 
     def _is_worth_less(self, stamp_of_once: int, stamp_of_again: int) -> bool:
         """Whether the coldest block of `once` has a lower value than the coldest of `again`."""
@@ -425,4 +415,5 @@ class Density:
     def check(self) -> None:
         for part in (self._once, self._again, self._ghosts, self._reuse):
             part.check()
-        assert len(set(self._once) | set(self._again) | self._away.keys()) == self._blocks
+        idle = {key for queue in (self._once, self._again) for key, _ in queue.items()}
+        assert len(idle | self._away.keys()) == self._blocks

@@ -46,8 +46,8 @@ class RecencyQueue:
     def __contains__(self, key: bytes) -> bool:
         return key in self._rest or key in self._coldest
 
-    def __iter__(self) -> Iterator[bytes]:
-        return chain(self._coldest, self._rest)
+    def items(self) -> Iterator[tuple[bytes, int]]:
+        return chain(self._coldest.items(), self._rest.items())
 
     def append(self, key: bytes, stamp: int) -> None:
         """Append the key as the most recently used one. The key must not be in the queue."""
@@ -58,26 +58,17 @@ class RecencyQueue:
         stamp = self._rest.pop(key, None)
         return self._coldest.pop(key, None) if stamp is None else stamp
 
-    def first(self) -> bytes | None:
+    def head(self) -> tuple[bytes, int] | None:
+        """The first key and its stamp; None for an empty queue."""
         if not self._coldest:
             if not self._rest:
                 return None
             self._fill_coldest()
-        return next(iter(self._coldest))
-
-    def head(self) -> tuple[bytes, int] | None:
-        """The first key and its stamp."""
-        if not self._coldest and self.first() is None:
-            return None
         return next(iter(self._coldest.items()))
 
     def pop_head(self) -> bytes:
         """Remove the key that the last call of `head` returned."""
         return self._coldest.popitem(last=False)[0]
-
-    def stamp(self, key: bytes) -> int:
-        stamp = self._rest.get(key)
-        return self._coldest[key] if stamp is None else stamp
 
     def _fill_coldest(self) -> None:
         rest, coldest = self._rest, self._coldest
@@ -91,7 +82,6 @@ class RecencyQueue:
 
     def check(self) -> None:
         assert not self._coldest.keys() & self._rest.keys(), "a key is in both parts"
-        assert len(set(self)) == len(self)
         assert self._left >= 0
 
 
@@ -128,12 +118,12 @@ class Lru:
 
     def take_coldest(self, count: int) -> list[bytes]:
         queue, taken = self._queue, list[bytes]()
-        while len(taken) < count and queue.first() is not None:
+        while len(taken) < count and queue.head() is not None:
             taken.append(queue.pop_head())
         return taken
 
     def keys(self, limit: int | None = None) -> list[bytes]:
-        return list(islice(self._queue, limit))
+        return [key for key, _ in islice(self._queue.items(), limit)]
 
     def check(self) -> None:
         self._queue.check()

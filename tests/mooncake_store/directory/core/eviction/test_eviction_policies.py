@@ -146,7 +146,7 @@ def test_a_queue_is_an_ordered_dict(seed: int) -> None:
             expected[key] = step
         elif act < 0.75:
             key = next(iter(expected))
-            assert queue.first() == key and queue.stamp(key) == expected[key]
+            assert queue.head() == (key, expected[key])
             assert queue.pop(key) == expected.pop(key)
         else:
             key = rng.choice(list(expected)) if step % 50 == 0 else rng.randbytes(16)
@@ -154,7 +154,7 @@ def test_a_queue_is_an_ordered_dict(seed: int) -> None:
         assert len(queue) == len(expected)
         if step % 500 == 0:
             queue.check()
-            assert list(queue) == list(expected)
+            assert list(queue.items()) == list(expected.items())
 
 
 # ---- what density does with it
