@@ -71,11 +71,11 @@ class NodeSpec:
     name: str
     host: str
     dram_bytes: int
-    ssd_bytes: int
-    ssd_path: str  # relative to the host's state_dir
-    segment_path: str  # file of its memory; "": a file of the launcher in /dev/shm
-    control_port: int
-    data_port: int
+    ssd_bytes: int = 0
+    ssd_path: str = ""  # relative to the host's state_dir
+    segment_path: str = ""  # file of its memory; "": a file of the launcher in /dev/shm
+    control_port: int = NODE_PORT
+    data_port: int = NODE_PORT + 1
 
 
 @dataclass(frozen=True, slots=True)

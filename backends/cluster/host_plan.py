@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.cluster.deployment import NODE_PORT, Deployment, Host, NodeSpec, PoolSpec, WorkerSpec
+from backends.cluster.deployment import Deployment, Host, NodeSpec, PoolSpec, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class DirectoryPlan:
     listen_events: str
     advertised: str
     advertised_events: str
-    etcd: str  # etcd://...; "": no election
-    ttl_s: int  # of the leader's lease in etcd
+    etcd: str = ""  # etcd://...; "": no election
+    ttl_s: int = 0  # of the leader's lease in etcd
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class NodePlan:
     name: str
     control: str  # tcp://HOST:PORT
     listen_control: str
-    data: str  # HOST:PORT
-    listen_data: str
     dram_bytes: int
     ssd_bytes: int
     ssd_path: str  # relative to state_dir
-    segment_path: str  # file of its memory; "": a file of the launcher in /dev/shm
-    rack: str
+    data: str = ""  # HOST:PORT; "" on a single machine
+    listen_data: str = ""
+    segment_path: str = ""  # file of its memory; "": a file of the launcher in /dev/shm
+    rack: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +166,7 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
     pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
-    node = NodeSpec(
-        name=name,
-        host=name,
-        dram_bytes=pool.elastic.dram_bytes,
-        ssd_bytes=0,
-        ssd_path="",
-        segment_path="",
-        control_port=NODE_PORT,
-        data_port=NODE_PORT + 1,
-    )
+    node = NodeSpec(name, host=name, dram_bytes=pool.elastic.dram_bytes)
     worker = WorkerSpec(
         model=f"{pool.name}_{name}_0", host=name, grpc_port=pool.grpc_port, store_node=name
     )

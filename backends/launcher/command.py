@@ -37,23 +37,9 @@ console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 WORKERS_MAX = 64  # workers of one role
 
-
 # Options that are rejected with --cluster, because the cluster file defines them for each host.
-OF_ONE_MACHINE = (
-    "http_port",
-    "grpc_port",
-    "metrics_port",
-    "metrics_address",
-    "nodes",
-    "store_bytes",
-    "ssd_bytes",
-    "ssd_path",
-    "state_dir",
-    "checkpoint",
-    "dtype",
-    "device",
-    "prefill",
-    "decode",
+OF_ONE_MACHINE = {"checkpoint", "dtype", "device", "prefill", "decode"} | (
+    ServeOptions.__annotations__.keys() - {"model_repository", "address", "ready_s_max"}
 )
 ReadySMax = Annotated[
     float | None,
@@ -242,12 +228,12 @@ def serve(
 
 def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> None:
     """Reject options that the cluster file defines. Only an elastic host may give --address."""
-    names = OF_ONE_MACHINE if is_elastic else (*OF_ONE_MACHINE, "address")
-    sources = {name: context.get_parameter_source(name) for name in names}
+    names = OF_ONE_MACHINE if is_elastic else OF_ONE_MACHINE | {"address"}
     given = [
         f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
+        for name in context.params
+        if name in names
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     ]
     if given:
         refuse(f"{', '.join(given)}: with --cluster the file defines this; change it there")

@@ -524,7 +524,7 @@ class Launcher:
             raise environment.EnvironmentProblem("\n" + "\n".join(f"  - {line}" for line in found))
 
     def _environment(self, triton: environment.TritonInstall) -> dict[str, str]:
-        given = self.plan.environment | self.options.observed.environment()
+        given = {**self.plan.environment, **self.options.observed.environment()}
         env = environment.process_environment(triton, given)
         env["MOONCAKE_DIRECTORY"] = self.plan.directory_address
         env["MOONCAKE_EVENTS"] = self.plan.events_address

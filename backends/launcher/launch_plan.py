@@ -125,8 +125,6 @@ class ServeOptions(LaunchOptions):
                 listen_events=events,
                 advertised=directory,
                 advertised_events=events,
-                etcd="",
-                ttl_s=0,
             ),
             storage_nodes=tuple(self._node(node, socket_dir) for node in self.nodes),
             frontend=FrontendPlan(
@@ -142,13 +140,9 @@ class ServeOptions(LaunchOptions):
             name=name,
             control=control,
             listen_control=control,
-            data="",
-            listen_data="",
             dram_bytes=self.store_bytes,
             ssd_bytes=self.ssd_bytes,
             ssd_path=str(self.ssd_path.resolve()) if self.ssd_path else "ssd",
-            segment_path="",
-            rack="",
         )
 
 
