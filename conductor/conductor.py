@@ -13,13 +13,11 @@ Threads may read their clocks before they take the lock.
     on_finished                                done, failed or cancelled: reservations are dropped
     on_used                                    unused tokens return to the limit of the tenant
     on_worker_failed                           excluded until the next report, at most failed_mark_s
-    on_worker_unreached, on_worker_reached     no network path: excluded until there is one
+    on_worker_reached                          no network path: excluded until there is one
     on_worker_refused                          full until the next report, at most overload_mark_s
     on_routed_elsewhere, take_notes            notes received from and sent to other frontends
     on_tick                                    housekeeping; suggested replications of hot prefixes
     propose_flip                               a worker that should change its role
-
-Not here: the formulas (routing.py, estimates.py), the limits (admission.py).
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ from conductor.messages import (
 from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
 from conductor.replication.hotspots import Hotspots
 from conductor.roles.balance import RoleBalance
-from conductor.routing.compiled import CompiledDecision
-from conductor.routing.query import RouteQuery
+from conductor.routing.compiled import CompiledDecision, RouteQuery
 from conductor.routing.routing import Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
@@ -362,7 +359,7 @@ class Conductor:
         predicted = routed.route.predicted
         predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
         self._ttft_errors.add(predicted_s, took_s)
-        self._gate.learn_ttft(routed.request.prompt_tokens, predicted_s, took_s, now_s)
+        self._gate.margin.learn(routed.request.prompt_tokens, predicted_s, took_s, now_s)
         if seconds is not None and seconds > 0:
             self._prefill_errors.add(predicted.prefill_s, seconds)
             self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s, now_s)
@@ -402,15 +399,12 @@ class Conductor:
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
-    def on_worker_unreached(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """Exclude the worker until on_worker_reached: this frontend has no network path to it."""
+    def on_worker_reached(
+        self, worker_id: str, incarnation: str, is_reached: bool, now_s: float
+    ) -> None:
+        """Exclude the worker while this frontend has no network path to it."""
         self._advance(now_s)
-        self._cluster.worker_reached((worker_id, incarnation), False)
-
-    def on_worker_reached(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """The network path to the worker works again."""
-        self._advance(now_s)
-        self._cluster.worker_reached((worker_id, incarnation), True)
+        self._cluster.worker_reached((worker_id, incarnation), is_reached)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A decode worker rejected an arriving request (arrival_check.py). The worker counts as
@@ -481,7 +475,7 @@ class Conductor:
         although they are older than request_s_max.
         """
         now_s = self._advance(now_s)
-        self._gate.tick(now_s)
+        self._gate.margin.fade(now_s)
         self._quotas.tick(now_s, held)
         self._cluster.prepare(now_s)
         if self._compiled is not None:

@@ -160,11 +160,11 @@ class ConductorConfig:
         for name, known in CHOICES.items():
             if (chosen := getattr(self, name)) not in known:
                 found.append(f"{name} is {chosen!r}; use one of {', '.join(known)}")
-        if self.kvcache_balancing_threshold < 1:
-            found.append(
-                f"kvcache_balancing_threshold is {self.kvcache_balancing_threshold}; below 1 a "
-                "shorter prefix would be fetched over a longer local one: use 1.0 or more"
-            )
+        for name, otherwise in AT_LEAST_1.items():
+            if getattr(self, name) < 1:
+                found.append(
+                    f"{name} is {getattr(self, name)}; below 1 {otherwise}: use 1.0 or more"
+                )
         if not self.retry_after_s_min <= self.retry_after_s_max:
             found.append(
                 f"retry_after_s_min ({self.retry_after_s_min}) is above retry_after_s_max "
@@ -173,11 +173,6 @@ class ConductorConfig:
         for name, of in SHARES.items():
             if getattr(self, name) > 1:
                 found.append(f"{name} is {getattr(self, name)}; it is {of}, use at most 1.0")
-        if self.priority_weight < 1:
-            found.append(
-                f"priority_weight is {self.priority_weight}; below 1 a higher priority would be "
-                "rejected sooner: use 1.0 or more"
-            )
         try:
             parse_shares(self.tenant_shares)
         except ValueError as error:
@@ -203,6 +198,10 @@ MAY_BE_0 = {
     "slow_start_s",
     "ttft_margin_quantile",
     "transfer_latency_s",
+}
+AT_LEAST_1 = {
+    "kvcache_balancing_threshold": "a shorter prefix would be fetched over a longer local one",
+    "priority_weight": "a higher priority would be rejected sooner",
 }
 SHARES = {
     "low_priority_load_max": "a share of the service level",

@@ -2,8 +2,6 @@
 
 A response contains only the outputs that the client requested, because each tensor costs Triton
 time in every response. The `decision` output (decisions/fields.py) is made only on request.
-
-Not here: when a message is sent (lifecycle/machine.py), the table of outputs (tensors.py).
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ The target node pulls the copy itself, one-sided, from a node that has it
 (StoreClient.change_replica). No worker takes part, so no prompt waits for the copy. When too many
 suggestions wait, the newest is dropped. The Conductor repeats it if the prefix stays hot
 (replicate_s_max).
-
-Not here: deciding (conductor/), serving a request (live_request.py).
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.errors import InvalidRequest
-from backends.frontend.decisions.latest import Decided, LatestDecisions
-from backends.frontend.decisions.overview import ClusterReading
+from backends.frontend.decisions.fields import ClusterReading
+from backends.frontend.decisions.latest import NOT_EXPLAINED, Decided, LatestDecisions
 from backends.frontend.routing_notes import NoteSender, unpack_notes
 from conductor.conductor import Conductor
 from conductor.config import ConductorConfig
 from conductor.messages import (
     ConductorStats,
-    Explanation,
     HeatClass,
     Reject,
     Replicate,
@@ -54,7 +51,6 @@ TICK_S = 0.5
 CANDIDATES_MAX = 16  # candidate pairs shown; a fleet has thousands
 PAIRS_EXPLAINED_MAX = 512  # pairs up to which all are listed unasked: 1 ms with the lock held
 HOT_PREFIXES_MAX = 8  # hot prefixes shown
-NOT_EXPLAINED = Explanation((), 0)
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
 # The directory sends once a second and workers report twice. After a longer silence, workers count
@@ -173,11 +169,10 @@ class ClusterView:
             notes_waiting = self._conductor.notes_waiting
         if notes_waiting:
             self.notes.on_routed(notes_waiting)
+        made: Decided | Reject = decision
         if isinstance(decision, Route):
             shown = explained if wants_candidates else NOT_EXPLAINED
-            made: Decided | Reject = Decided(decision, now_s, shown.candidates, shown.left_out)
-        else:
-            made = decision
+            made = Decided(decision, now_s, shown)
         self._latest.add(request, made, explained, now_s)
         return made
 
@@ -225,10 +220,9 @@ class ClusterView:
 
     def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
         """Report to the Conductor whether the worker can be reached from this host."""
-        conductor = self._conductor
         with self._lock:
-            note = conductor.on_worker_reached if is_reached else conductor.on_worker_unreached
-            note(worker_id, incarnation, time.monotonic())
+            now_s = time.monotonic()
+            self._conductor.on_worker_reached(worker_id, incarnation, is_reached, now_s)
 
     def worker_refused(self, worker_id: str, incarnation: str) -> None:
         with self._lock:

@@ -22,13 +22,12 @@ from backends.config_pbtxt import FrontendConfig
 from backends.errors import Forbidden, Overloaded, ServingError, WorkerUnavailable
 from backends.frontend.answer import ReplyStream, described
 from backends.frontend.cluster_view import ClusterView
-from backends.frontend.decisions.overview import overview
+from backends.frontend.decisions.fields import overview
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
-from backends.frontend.request_times import LatencyLimits, RequestTimes, outcome_of
-from backends.frontend.span_attributes import end_of_span
+from backends.frontend.request_times import LatencyLimits, RequestTimes, end_of_span, outcome_of
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers

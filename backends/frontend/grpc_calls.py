@@ -3,8 +3,6 @@
 Structs are sent as tensors, and replies are decoded from tensors. Each worker has its own Triton
 (docs/decisions/0017), whose address is in the directory. `cancel` ends a call whose worker process
 died.
-
-Not here: which worker is called and why (live_request.py), the messages (workers/protocol.py).
 """
 
 from __future__ import annotations

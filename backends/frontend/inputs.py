@@ -60,9 +60,6 @@ class InputReader:
         """The flag's value; False if it is not given."""
         return bool(self._single(name))
 
-    def integers(self, name: str) -> np.ndarray | None:
-        return self._typed(name)
-
     def text(self, name: str, bytes_max: int) -> str | None:
         value = self._single(name)
         if value is None:
@@ -76,7 +73,7 @@ class InputReader:
         return text
 
     def texts(self, name: str) -> list[str] | None:
-        values = self._typed(name)
+        values = self.values(name)
         if values is None:
             return None
         read = [as_text(f"{name}[{index}]", value) for index, value in enumerate(values.tolist())]
@@ -84,7 +81,7 @@ class InputReader:
         return [text for text, _ in read if text is not None]
 
     def _single(self, name: str) -> Any:
-        values = self._typed(name)
+        values = self.values(name)
         if values is None:
             return None
         if values.size != 1:
@@ -92,7 +89,8 @@ class InputReader:
             return None
         return values[0]
 
-    def _typed(self, name: str) -> np.ndarray | None:
+    def values(self, name: str) -> np.ndarray | None:
+        """All values; None if they are not given, or have another type."""
         values = self._inputs.get(name)
         if values is not None and values.dtype.kind not in KINDS[DTYPES[name]]:
             self.note(f"{name} has type {values.dtype}; send it as {DTYPES[name]}")

@@ -51,8 +51,12 @@ from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts, i
 from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
 from backends.frontend.lifecycle.machine import Phase, State, due_s, step
 from backends.frontend.request import ClientRequest, RequestLimits
-from backends.frontend.request_times import RequestTimes
-from backends.frontend.span_attributes import end_attributes, end_of_span, request_attributes
+from backends.frontend.request_times import (
+    RequestTimes,
+    end_attributes,
+    end_of_span,
+    request_attributes,
+)
 from backends.frontend.token_streams import TokenStreams, delta_of
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
@@ -60,7 +64,7 @@ from backends.tenants.principal import Principal
 from backends.text.text_stream import TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
-from backends.tracing.request_trace import NO_TRACE, NoTrace
+from backends.tracing.request_trace import RequestTrace
 from backends.workers.protocol import (
     DecodeReply,
     DecodeRequest,
@@ -119,12 +123,12 @@ class LiveRequest:
         client: ReplyStream,
         times: RequestTimes,
         arrived_s: float,
-        principal: Principal | None = None,
-        trace: NoTrace = NO_TRACE,
+        principal: Principal,
+        trace: RequestTrace,
     ) -> None:
         self.request_id = request_id  # made by the frontend and unique; client ids may repeat
-        self._principal = principal or Principal()
-        self.tenant = self._principal.tenant
+        self._principal = principal
+        self.tenant = principal.tenant
         self.state = State()
         self.times = times
         self.trace = trace
@@ -159,17 +163,14 @@ class LiveRequest:
         """In a thread of the pool: do the blocking work, then handle its outcome."""
         following: Work | None = work
         while following is not None:
-            event = self._outcome(following)
+            try:
+                event = following()
+            except Exception as error:  # Catch all: one bad request must not fail others
+                event = events.Failed(error)
             works = self._handle(event) if event is not None else []
             following = works[0] if works else None
             for other in works[1:]:
                 self._services.start(self._run, other)
-
-    def _outcome(self, work: Work) -> LifecycleEvent | None:
-        try:
-            return work()
-        except Exception as error:  # Catch all: one bad request must not fail others
-            return events.Failed(error)
 
     def _handle(self, event: LifecycleEvent) -> list[Work]:
         """Handle events until the mailbox is empty. Returns blocking work for the caller to run."""
@@ -261,9 +262,7 @@ class LiveRequest:
             vocabulary_tokens=services.tokenizer.vocabulary_tokens,
             output_tokens_default=services.config.output_tokens_default,
         )
-        request = client_request.parse(
-            inputs, parameters, self.request_id, services.tokenizer, limits
-        )
+        request = client_request.parse(inputs, parameters, services.tokenizer, limits)
         if self._principal.known is not None:
             wanted = request.priority if "request_priority" in parameters else None
             request = replace(
@@ -546,10 +545,10 @@ class LiveRequest:
     def _note_prefill(self, assignment: Assignment) -> None:
         assert assignment.prefilled is not None
         _, reply = assignment.prefilled
-        cluster = self._services.cluster
-        cluster.prefill_finished(assignment.request_id, reply.cached_tokens, reply.compute_s)
+        request_id, cached_tokens = assignment.request_id, reply.cached_tokens
+        self._services.cluster.prefill_finished(request_id, cached_tokens, reply.compute_s)
         if self._request is not None:
-            self.times.read(len(self._request.prompt_ids), reply.cached_tokens)
+            self.times.read(len(self._request.prompt_ids), cached_tokens)
         took_s = assignment.replied_s - assignment.routed_s
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 
@@ -580,9 +579,8 @@ class LiveRequest:
             self._services.on_end(self)
             now_s = time.monotonic()
             self.times.ended(error, now_s)
-            self.trace.ended(
-                end_of_span(error), now_s, self.times.first_s, end_attributes(self.state, error)
-            )
+            attributes = end_attributes(self.state, error)
+            self.trace.ended(end_of_span(error), now_s, self.times.first_s, attributes)
 
     def _note_end(self, error: Exception | None) -> None:
         if isinstance(error, InvalidRequest) and self._principal.limits and not self._counted_id:

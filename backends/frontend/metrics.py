@@ -23,6 +23,7 @@ from mooncake_store.records.status import DirectoryStats
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 Incarnation = tuple[object, ...]  # changes when a count restarts from 0
+Series = tuple[str, str, str]  # metric, its label, value of the label; "" "" without a label
 
 
 class Totals:
@@ -34,11 +35,11 @@ class Totals:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Incarnation, int]] = {}
+        self._last: dict[Series, tuple[Incarnation, int]] = {}
         self._is_first = True
-        self.totals: dict[str, int] = {}
+        self.totals: dict[Series, int] = {}
 
-    def look(self, counts: Mapping[str, tuple[Incarnation, int]]) -> None:
+    def look(self, counts: Mapping[Series, tuple[Incarnation, int]]) -> None:
         for name, (incarnation, count) in counts.items():
             seen_incarnation, seen = self._last.get(name, (incarnation, 0))
             if self._is_first:
@@ -49,19 +50,21 @@ class Totals:
         self._is_first = False
 
 
-def evictions_of(stats: DirectoryStats) -> dict[str, tuple[Incarnation, int]]:
-    return {node.node_id: ((stats.epoch, node.incarnation), node.evictions) for node in stats.nodes}
-
-
-def counts_of(stats: DirectoryStats) -> dict[str, tuple[Incarnation, int]]:
-    counts = {
-        "dram": stats.hit_blocks - stats.hit_ssd_blocks,
-        "ssd": stats.hit_ssd_blocks,
-        "miss": stats.lookup_blocks - stats.hit_blocks,
-        "spills": stats.spills,
-        "bad_copies": stats.bad_copies,
-    }
-    return {name: ((stats.epoch,), count) for name, count in counts.items()}
+def counts_of(stats: DirectoryStats) -> dict[Series, tuple[Incarnation, int]]:
+    lookups = "mooncake_store_lookup_blocks_total"
+    found: dict[Series, tuple[Incarnation, int]] = {}
+    for series, count in (
+        ((lookups, "result", "dram"), stats.hit_blocks - stats.hit_ssd_blocks),
+        ((lookups, "result", "ssd"), stats.hit_ssd_blocks),
+        ((lookups, "result", "miss"), stats.lookup_blocks - stats.hit_blocks),
+        (("mooncake_store_spills_total", "", ""), stats.spills),
+        (("mooncake_store_bad_copies_total", "", ""), stats.bad_copies),
+    ):
+        found[series] = (stats.epoch,), count
+    for node in stats.nodes:
+        series = ("mooncake_store_evictions_total", "node", node.node_id)
+        found[series] = (stats.epoch, node.incarnation), node.evictions
+    return found
 
 
 class StoreWatch:
@@ -70,17 +73,13 @@ class StoreWatch:
     def __init__(self, directory: DirectoryClient) -> None:
         self.seen: DirectoryStats | None = None  # None while the directory does not answer
         self._directory = directory
-        self._evictions, self._counts = Totals(), Totals()
+        self._counts = Totals()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
         self._thread.start()
 
     @property
-    def evictions(self) -> dict[str, int]:
-        return dict(self._evictions.totals)
-
-    @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[Series, int]:
         return dict(self._counts.totals)
 
     def close(self) -> None:
@@ -92,7 +91,6 @@ class StoreWatch:
         while True:
             try:
                 stats = self._directory.stats()
-                self._evictions.look(evictions_of(stats))
                 self._counts.look(counts_of(stats))
                 self.seen = stats
             except StoreError as error:
@@ -171,10 +169,5 @@ def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
         page.gauge("mooncake_store_bytes_used", used_bytes, now_s, **labels)
         page.gauge("mooncake_store_bytes_max", node.segment_bytes, now_s, **labels)
         page.gauge("mooncake_store_blocks", node.ready_blocks, now_s, **labels)
-    for node_id, evictions in watch.evictions.items():
-        page.counter_to("mooncake_store_evictions_total", evictions, node=node_id)
-    counts = watch.counts
-    for result in ("dram", "ssd", "miss"):
-        page.counter_to("mooncake_store_lookup_blocks_total", counts[result], result=result)
-    page.counter_to("mooncake_store_spills_total", counts["spills"])
-    page.counter_to("mooncake_store_bad_copies_total", counts["bad_copies"])
+    for (name, label, value), count in watch.counts.items():
+        page.counter_to(name, count, **({label: value} if label else {}))

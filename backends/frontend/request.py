@@ -10,8 +10,7 @@ Not here: reading single tensors (inputs.py), limits of sampling (sampling_param
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,6 @@ from backends.frontend.inputs import (
 from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 
-REQUEST_ID_BYTES_MAX = 256
 PARAMETER_BYTES_MAX = 256
 PRIORITY_MAX = 2**31 - 1
 TIMEOUT_MS_MAX = 24 * 3600 * 1000
@@ -49,14 +47,12 @@ class RequestLimits:
     context_tokens_max: int  # tokens of prompt and output together
     vocabulary_tokens: int  # valid token ids are 0 <= id < vocabulary_tokens
     output_tokens_default: int = 256  # default of max_tokens
-    text_bytes_max: int = tensors.TEXT_BYTES_MAX  # UTF-8 bytes of text_input or messages
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     """A valid request with every default filled in."""
 
-    request_id: str
     prompt_ids: np.ndarray  # token ids of the prompt, int32
     prompt_text: str  # text of prompt_ids; "" unless includes_prompt
     sampling: SamplingParams
@@ -76,10 +72,8 @@ class ClientRequest:
 def parse(
     inputs: Mapping[str, np.ndarray],
     parameters: Mapping[str, Any],
-    request_id: str,
     tokenizer: Tokenizer,
     limits: RequestLimits,
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> ClientRequest:
     """Check and complete a request. For any inputs, the only exception is InvalidRequest."""
     reader = InputReader(inputs)
@@ -100,7 +94,6 @@ def parse(
     )
     includes_prompt = not excludes_prompt and not is_stream
     request = ClientRequest(
-        request_id=_request_id(request_id or options.id, reader) or new_id(),
         prompt_ids=prompt_ids,
         prompt_text=new_text(tokenizer, [], prompt_ids.tolist(), False) if includes_prompt else "",
         sampling=sampling,
@@ -147,7 +140,7 @@ def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits
         reader.note(f"{what}; send exactly one of {', '.join(PROMPTS)}")
         return np.zeros(0, np.int32)
     try:
-        token_ids = _token_ids(reader, given[0], tokenizer, limits.text_bytes_max)
+        token_ids = _token_ids(reader, given[0], tokenizer)
     except InvalidRequest as error:
         reader.note(f"{given[0]}: {error}")
         token_ids = np.zeros(0, np.int64)
@@ -164,13 +157,11 @@ def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits
     return token_ids.astype(np.int32)
 
 
-def _token_ids(
-    reader: InputReader, source: str, tokenizer: Tokenizer, text_bytes_max: int
-) -> np.ndarray:
+def _token_ids(reader: InputReader, source: str, tokenizer: Tokenizer) -> np.ndarray:
     if source == "input_ids":
-        values = reader.integers(source)
+        values = reader.values(source)
         return np.zeros(0, np.int64) if values is None else values
-    text = reader.text(source, text_bytes_max)
+    text = reader.text(source, tensors.TEXT_BYTES_MAX)
     is_chat = source == "messages"
     if text and is_chat:
         messages = _messages(reader, text)
@@ -235,12 +226,6 @@ def _streaming(reader: InputReader) -> tuple[bool, int, bool]:
     return is_stream, (interval or 1) if is_stream else 0, interval is None
 
 
-def _request_id(request_id: str, reader: InputReader) -> str:
-    if len(request_id.encode("utf-8", "replace")) > REQUEST_ID_BYTES_MAX:
-        reader.note(f"the request id is longer than {REQUEST_ID_BYTES_MAX} bytes; shorten it")
-    return request_id
-
-
 class _Options:
     """The KServe parameters of the request."""
 
@@ -249,7 +234,7 @@ class _Options:
         self._reader = reader
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
-        self.id = self._text("id")
+        self._text("id")  # checked only: the frontend makes its own ids
         self.tenant = self._text("tenant")
         self._text("tenant_proof")  # checked only: with API keys, it was verified before
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)

@@ -1,7 +1,11 @@
-"""Latency metrics of one request: its arrival, the times of its tokens, its outcome.
+"""Latency metrics of one request and the attributes of its span. Pure; time is an argument.
 
-The metrics go into `Observations`. They cost each message of a stream a subtraction and an append.
-Pure; time is an argument.
+The metrics are the request's arrival, the times of its tokens, and its outcome. They go into
+`Observations`, and cost each message of a stream a subtraction and an append.
+
+Names of attributes follow OpenTelemetry's conventions for generative models; others start with
+`mooncake.`. Spans contain no text of a prompt or an answer, and no tenant.
+
 Not here: publishing (metrics/page.py), times inside the workers (workers/jobs.py).
 """
 
@@ -19,10 +23,14 @@ from backends.errors import (
     InvalidRequest,
     KvMissing,
     Overloaded,
+    ServingError,
     WorkerUnavailable,
 )
+from backends.frontend.lifecycle.machine import State
+from backends.frontend.request import ClientRequest
 from backends.metrics.page import Observations
 from backends.metrics.table import REASONS, TENANT_REASONS
+from backends.tracing.request_spans import Attribute
 from conductor.messages import Prediction
 
 TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
@@ -48,7 +56,8 @@ class RequestTimes:
         self._observe = observations.observe
         self._arrived_s = arrived_s
         self._limits = limits
-        self._first_s = self._last_s = 0.0  # time of the first and the latest message with tokens
+        # Time of the first and of the latest message with tokens; 0: none was sent.
+        self.first_s = self._last_s = 0.0
         self._tokens = 0  # tokens sent
         self._gaps_s = array("d")  # seconds between messages; tokens of one message have no gap
         self._counted_intervals, self._counted_s = 0, 0.0
@@ -56,11 +65,6 @@ class RequestTimes:
         self.tenant = ""  # label of its tenant (tenants/tenant_labels.py); "": not counted
         self._prompt_tokens = self._cached_tokens = 0
         self.is_stream = False  # without a stream, intervals between tokens are not counted
-
-    @property
-    def first_s(self) -> float:
-        """Time at which the first token was sent; 0: none was."""
-        return self._first_s
 
     def retried(self) -> None:
         self._observe("mooncake_retries_total")
@@ -91,7 +95,7 @@ class RequestTimes:
         if self._tokens:
             self._gaps_s.append(now_s - self._last_s)
         else:
-            self._first_s = now_s
+            self.first_s = now_s
             self._observe("mooncake_ttft_seconds", now_s - self._arrived_s)
         self._tokens += tokens
         self._last_s = now_s
@@ -113,7 +117,7 @@ class RequestTimes:
             if self.is_stream and self._gaps_s:
                 actual_s = tbt_s(self._gaps_s, self._tokens - 1)
                 self._observe_tbt(actual_s)
-            ttft_s = self._first_s - self._arrived_s
+            ttft_s = self.first_s - self._arrived_s
             if ttft_s <= self._limits.ttft_s_max and actual_s <= self._limits.tbt_s_max:
                 self._observe("mooncake_requests_within_slo_total")
 
@@ -142,7 +146,7 @@ class RequestTimes:
     def _count_intervals(self) -> None:
         if not self.is_stream or not self._gaps_s:
             return
-        intervals, total_s = self._tokens - 1, self._last_s - self._first_s
+        intervals, total_s = self._tokens - 1, self._last_s - self.first_s
         self._observe("mooncake_token_intervals_total", intervals - self._counted_intervals)
         self._observe("mooncake_token_interval_seconds_total", total_s - self._counted_s)
         self._counted_intervals, self._counted_s = intervals, total_s
@@ -169,3 +173,29 @@ def _error(predicted_s: float, actual_s: float) -> float:
     """Relative error of a prediction; actual times count as at least 1 us."""
     actual_s = max(actual_s, 1e-6)
     return abs(predicted_s - actual_s) / actual_s
+
+
+def request_attributes(request: ClientRequest, request_id: str) -> dict[str, Attribute]:
+    """Attributes of a parsed request. `request_id`: the frontend's, as in the log."""
+    return {
+        "mooncake.request_id": request_id,
+        "mooncake.priority": request.priority,
+        "mooncake.stream": request.is_stream,
+        "gen_ai.request.max_tokens": request.sampling.max_tokens,
+        "gen_ai.usage.input_tokens": len(request.prompt_ids),
+    }
+
+
+def end_attributes(state: State, error: Exception | None) -> dict[str, Attribute]:
+    return {
+        "mooncake.outcome": outcome_of(error),
+        "mooncake.cached_tokens": state.cached_tokens,
+        "gen_ai.usage.output_tokens": state.sent_tokens,
+    }
+
+
+def end_of_span(error: Exception | None) -> str:
+    """The span's status: "" after success, else the error that the client gets."""
+    if error is None:
+        return ""
+    return error.wire_message() if isinstance(error, ServingError) else repr(error)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -185,16 +184,16 @@ class NoteSender:
             now_s = time.monotonic()
             if waiting or now_s >= alive_due_s:
                 alive_due_s, self._sent_s = now_s + ALIVE_S, now_s
-                self._send(lambda: self._source.take_notes(NOTES_MAX))
+                self._send()
             if waiting <= NOTES_MAX:  # else notes are left over: send the next batch at once
                 self._wake.wait(NOTES_S if others else max(0.0, alive_due_s - time.monotonic()))
                 self._wake.clear()
         if others:
-            self._send(lambda: self._source.take_notes(NOTES_MAX, is_last=True))
+            self._send(is_last=True)
 
-    def _send(self, take: Callable[[], NoteBatch]) -> None:
+    def _send(self, is_last: bool = False) -> None:
         try:
-            batch = take()
+            batch = self._source.take_notes(NOTES_MAX, is_last)
             self._client.note_routed(batch.frontend, batch.number, pack_notes(batch))
             self.batches_sent += 1
         except StoreError as error:

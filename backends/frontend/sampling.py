@@ -52,7 +52,8 @@ def read(
     """Read the sampling parameters. Broken limits are noted in `reader`; then ignore the result."""
     given = _from_json(reader)
     given |= _tensors(reader)
-    given.setdefault("temperature", 1.0 if _wants_sampling(given) else 0.0)
+    is_sampled = bool(given.get("top_k") or given.get("min_p")) or "top_p" in given
+    given.setdefault("temperature", 1.0 if is_sampled else 0.0)
     if "max_tokens" not in given:
         wanted = max(tokens_default, given.get("min_tokens", 0))
         given["max_tokens"] = max(min(wanted, limits.output_tokens_max), 1)
@@ -118,10 +119,6 @@ def _top_logprobs(reader: InputReader) -> int:
     elif is_wanted:
         return top
     return NO_LOGPROBS
-
-
-def _wants_sampling(given: dict[str, Any]) -> bool:
-    return bool(given.get("top_k") or given.get("min_p")) or "top_p" in given
 
 
 def _from_json(reader: InputReader) -> dict[str, Any]:

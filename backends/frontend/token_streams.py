@@ -11,8 +11,6 @@ Messages to clients cost CPU time on both sides of the network. A frontend sends
 `messages_per_s_max` of them. When its streams produce more tokens, tokens of a stream that arrive
 close together share a message. A stream whose client set a `stream_interval` is not changed. A
 decode worker gets the same limit, and holds back tokens that would wait here (decode_worker.py).
-
-Not here: the handling of tokens in a request (lifecycle/machine.py, live_request.py).
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ class TokenStreams:
         self._streams: dict[str, TokenStream] = {}
         self._decoding: set[str] = set()  # ids of the streams whose decode worker was called
         self._inbox = open_inbox(address, self._on_messages)
-
-    @property
-    def address(self) -> str:
-        return self._inbox.address
+        self.address = self._inbox.address  # with the port that was chosen
 
     def listen(self, request_id: str, receiver: Receiver, attempt: int) -> None:
         """Pass messages of this attempt to `receiver`, until `forget`."""

@@ -15,8 +15,6 @@ gone, requests are dropped and counted. Each line is one write. So a frontend th
 at most one partial line, which the next recorder of the folder cuts off. Writers lock their files,
 so several frontends can share a folder. When the folder is too large, the oldest files without a
 writer are deleted.
-
-Not here: reading traces (loadtest/replay/trace.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A worker that refuses the connection, or whose link is cut, keeps reporting to t
 looks idle because it gets no requests. So the first call that cannot reach the worker excludes it
 from routing. The exclusion holds for this frontend only, because other frontends may reach the
 worker. Probes, not requests, find out when it can be called again.
-
-Not here: which errors mean unreachable (errors.py), choosing among the others (conductor/).
 """
 
 from __future__ import annotations

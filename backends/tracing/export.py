@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from backends import extras
 from backends.tracing.request_spans import SpanRecord
-from backends.tracing.request_trace import NO_TRACE, NoTrace, RequestTrace, new_span_id
+from backends.tracing.request_trace import RequestTrace, new_span_id
 from backends.tracing.trace_context import (
     TRACEPARENT,
     TraceContext,
@@ -152,12 +152,11 @@ class Tracing:
 
         return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
 
-    def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> NoTrace:
+    def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> RequestTrace:
         """The trace of a request with these parameters."""
         root, parent_span_id = self.context_of(parameters.get(TRACEPARENT))
-        if not root.is_sampled:
-            return NoTrace(root.trace_id)
-        return RequestTrace(root, parent_span_id, arrived_s, self.export.offer)
+        offer = self.export.offer if root.is_sampled else None
+        return RequestTrace(root, parent_span_id, arrived_s, offer)
 
     def context_of(self, traceparent: object) -> tuple[TraceContext, str]:
         """(context of a new span, its parent's span id or "").
@@ -175,9 +174,9 @@ class Tracing:
 
 def begin_trace(
     tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
-) -> NoTrace:
+) -> RequestTrace:
     """The trace of a request. Without tracing it has only the client's trace id, for the log."""
     if tracing is not None:
         return tracing.begin(parameters, arrived_s)
     parent = parse_traceparent(parameters.get(TRACEPARENT))
-    return NoTrace(parent.trace_id) if parent is not None else NO_TRACE
+    return RequestTrace(parent or TraceContext("", "", False), "", arrived_s)

@@ -1,7 +1,4 @@
-"""Sends spans by OpenTelemetry's exporter. Only this module imports OpenTelemetry's packages.
-
-Not here: when spans are sent, and how dropped spans are counted (export.py).
-"""
+"""Sends spans by OpenTelemetry's exporter. Only this module imports OpenTelemetry's packages."""
 
 from __future__ import annotations
 

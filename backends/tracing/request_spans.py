@@ -53,7 +53,7 @@ class SpanRecord:
     events: tuple[tuple[str, int], ...] = ()  # name, Unix time in ns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A call to a worker, on the clock of this process. `ended_s` None: no reply yet."""
 
@@ -93,34 +93,29 @@ class RequestTimeline:
     attempts: list[AttemptTimes] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
 class SpanTree:
     """Makes spans of one trace: parents first, each within its parent."""
 
-    def __init__(
-        self,
-        root: TraceContext,
-        parent_span_id: str,
-        to_unix_s: float,
-        new_span_id: Callable[[], str],
-    ) -> None:
-        """`to_unix_s`: Unix time minus monotonic time, in seconds."""
-        self._root = root
-        self._parent_span_id = parent_span_id
-        self._to_unix_s = to_unix_s
-        self._new_span_id = new_span_id
+    root: TraceContext
+    parent_span_id: str  # "": the root span has no parent
+    to_unix_s: float  # Unix time minus monotonic time, in seconds
+    new_span_id: Callable[[], str]
 
     def of(self, request: RequestTimeline) -> list[SpanRecord]:
-        events = [("first_token", request.first_token_s)] if request.first_token_s else []
+        events: tuple[tuple[str, int], ...] = ()
+        if request.first_token_s:
+            events = (("first_token", self._ns(request.first_token_s)),)
         root = SpanRecord(
             name="request",
-            context=self._root,
-            parent_span_id=self._parent_span_id,
+            context=self.root,
+            parent_span_id=self.parent_span_id,
             start_ns=self._ns(request.arrived_s),
             end_ns=self._ns(request.ended_s),
             kind="server",
             attributes=request.attributes,
             error=request.error,
-            events=tuple((name, self._ns(at_s)) for name, at_s in events),
+            events=events,
         )
         found = [root]
         read_s = request.ended_s if request.read_s is None else request.read_s
@@ -195,11 +190,11 @@ class SpanTree:
         end_ns = parent.end_ns
         if end_s < math.inf:
             end_ns = min(max(self._ns(end_s), start_ns), parent.end_ns)
-        context = TraceContext(self._root.trace_id, self._new_span_id(), True)
+        context = TraceContext(self.root.trace_id, self.new_span_id(), True)
         return SpanRecord(name, context, parent.context.span_id, start_ns, end_ns)
 
     def _ns(self, at_s: float) -> int:
-        return round((at_s + self._to_unix_s) * 1e9)
+        return round((at_s + self.to_unix_s) * 1e9)
 
 
 def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:

@@ -1,9 +1,6 @@
 """Records the times of one request while it is served, and turns them into spans at its end.
 
-There are a few records for each attempt and none for each message. A request without tracing has
-`NoTrace`, which has the same methods and stores nothing but the client's trace id, for the log.
-
-Not here: which spans follow from the times (request_spans.py), sending them (export.py).
+There are a few records for each attempt and none for each message.
 """
 
 from __future__ import annotations
@@ -27,66 +24,32 @@ from backends.tracing.trace_context import TraceContext
 from backends.workers.protocol import DecodeReply, PrefillReply
 
 
-class NoTrace:
-    """A request without tracing. `trace_id`, for the log: the client's, or "" if it has none."""
-
-    is_on = False
-
-    def __init__(self, trace_id: str = "") -> None:
-        self.trace_id = trace_id
-
-    def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
-        """The prompt was checked and tokenised."""
-
-    def attempt_began(self, number: int, now_s: float) -> None: ...
-
-    def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
-        """`fields`: terms of the decision; `why`: reason of a rejection, or ""."""
-
-    def called(self, number: int, worker: str, now_s: float) -> None:
-        """Called for the prefill worker of an attempt, then for its decode worker."""
-
-    def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None: ...
-
-    def decoded(self, number: int, reply: DecodeReply, now_s: float) -> None: ...
-
-    def call_failed(self, number: int, now_s: float) -> None: ...
-
-    def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
-        """The attempt failed. Another attempt may follow."""
-
-    def ended(
-        self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
-    ) -> None:
-        """`first_token_s` 0: the request had no token."""
-
-
-NO_TRACE = NoTrace()
-
-
-class RequestTrace(NoTrace):
+class RequestTrace:
     """Records come from several threads, those of one attempt in order. Records after the end,
     from a call that was abandoned, have no effect."""
-
-    is_on = True
 
     def __init__(
         self,
         root: TraceContext,
         parent_span_id: str,
         arrived_s: float,
-        offer: Callable[[list[SpanRecord]], None],
+        offer: Callable[[list[SpanRecord]], None] | None = None,
     ) -> None:
-        super().__init__(root.trace_id)
+        """`offer` receives the spans at the end of the request; None: the request has no spans."""
+        self.trace_id = root.trace_id  # for the log; "" without tracing and without a client's
         self._root = root
         self._parent_span_id = parent_span_id
         self._to_unix_s = time.time() - time.monotonic()
         self._offer = offer
         self._times = RequestTimeline(arrived_s)
         self._attempts: dict[int, AttemptTimes] = {}
-        self._has_ended = False
+
+    @property
+    def is_on(self) -> bool:
+        return self._offer is not None
 
     def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
+        """The prompt was checked and tokenised."""
         self._times.read_s = now_s
         self._times.attributes |= attributes
 
@@ -94,11 +57,13 @@ class RequestTrace(NoTrace):
         self._attempts[number] = AttemptTimes(number, now_s)
 
     def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
+        """`fields`: terms of the decision; `why`: reason of a rejection, or ""."""
         attempt = self._attempts[number]
         attempt.decision = dict(flat("mooncake.decision", fields))
         attempt.decided_s, attempt.rejection = now_s, why
 
     def called(self, number: int, worker: str, now_s: float) -> None:
+        """Called for the prefill worker of an attempt, then for its decode worker."""
         attempt = self._attempts[number]
         if attempt.prefill is None:
             attempt.prefill = Call(worker, now_s)
@@ -108,23 +73,20 @@ class RequestTrace(NoTrace):
     def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts[number]
         assert attempt.prefill is not None
-        attempt.prefill = replace(attempt.prefill, ended_s=now_s)
-        attempt.prefill_reply = reply
+        attempt.prefill.ended_s, attempt.prefill_reply = now_s, reply
 
     def decoded(self, number: int, reply: DecodeReply, now_s: float) -> None:
         attempt = self._attempts[number]
         assert attempt.decode is not None
-        attempt.decode = replace(attempt.decode, ended_s=now_s)
-        attempt.decode_reply = reply
+        attempt.decode.ended_s, attempt.decode_reply = now_s, reply
 
     def call_failed(self, number: int, now_s: float) -> None:
         attempt = self._attempts[number]
-        if attempt.decode is not None:
-            attempt.decode = replace(attempt.decode, ended_s=now_s)
-        elif attempt.prefill is not None:
-            attempt.prefill = replace(attempt.prefill, ended_s=now_s)
+        if (call := attempt.decode or attempt.prefill) is not None:
+            call.ended_s = now_s
 
     def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
+        """The attempt failed. Another attempt may follow."""
         attempt = self._attempts.get(number)
         if attempt is not None and attempt.ended_s is None:
             attempt.loss, attempt.error, attempt.ended_s = loss, error, now_s
@@ -132,15 +94,16 @@ class RequestTrace(NoTrace):
     def ended(
         self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        if self._has_ended:
+        """`first_token_s` 0: the request had no token."""
+        offer, self._offer = self._offer, None  # so that a second call has no effect
+        if offer is None:
             return
-        self._has_ended = True
         times = self._times
         times.error, times.ended_s, times.first_token_s = error, now_s, first_token_s or None
         times.attributes |= attributes
         times.attempts = [replace(attempt) for attempt in list(self._attempts.values())]
         tree = SpanTree(self._root, self._parent_span_id, self._to_unix_s, new_span_id)
-        self._offer(tree.of(times))
+        offer(tree.of(times))
 
 
 def flat(name: str, value: object) -> Iterator[tuple[str, Attribute]]:

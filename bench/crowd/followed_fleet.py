@@ -151,7 +151,7 @@ class FollowedFleet(SimulatedFleet):
             case events.NoteFailed():
                 self.conductor.on_worker_failed(*action.worker, now_s)
             case events.NoteUnreached():
-                self.conductor.on_worker_unreached(*action.worker, now_s)
+                self.conductor.on_worker_reached(*action.worker, False, now_s)
             case events.NoteRefused():
                 self.conductor.on_worker_refused(*action.worker, now_s)
             case events.StopWorkers():

@@ -36,13 +36,12 @@ counts the decision.
 `retry_after_s` is the time until the same prediction would fit. Queues drain one second per second,
 and batches shrink as requests are expected to leave. The value is bounded on both sides: a distant
 prediction is a guess, and an immediate retry is more load.
-
-Not here: finding the best pair (routing.py), counting rejections (conductor.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,21 +71,11 @@ def load_reserved(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float
     return batch.load_reserved()
 
 
-def load_when_prefill_ends(
-    batch: DecodeBatch, at_s: float, now_s: float, decode_s: float
-) -> DecodeLoad:
-    return batch.load_at(at_s, now_s, decode_s)
-
-
-def load_now(batch: DecodeBatch, at_s: float, now_s: float, decode_s: float) -> DecodeLoad:
-    return batch.load_now()
-
-
 LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "reserved": load_reserved,
-    "predictive_lengths": load_when_prefill_ends,  # decode_loads() predicts all workers in one call
-    "predictive": load_when_prefill_ends,
-    "early": load_now,
+    "predictive_lengths": DecodeBatch.load_at,  # decode_loads() predicts all workers in one call
+    "predictive": DecodeBatch.load_at,
+    "early": lambda batch, *_: batch.load_now(),
     "baseline": load_reserved,  # shown, not checked: see rejection()
     "none": load_reserved,
 }
@@ -124,13 +113,12 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
     tokens = request.prompt_tokens + request.output_tokens_max * (role == "decode")
     if takers and not (request.is_resumed and tokens <= cluster.largest_seen[role]):
         return _too_large(cluster, role, takers, request)
-    reasons: dict[str, int] = {}
+    reasons: Counter[str] = Counter()
     for worker in cluster.workers.values():
         if worker.info.role == role and not worker.is_follower:
             is_small = cluster.tokens_max(worker.info) < tokens
             why = "too small for it" if is_small else "excluded by this request"
-            why = cluster.why_not(worker, now_s) or why
-            reasons[why] = reasons.get(why, 0) + 1
+            reasons[cluster.why_not(worker, now_s) or why] += 1
     counts = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
     reason = f"no {role} worker takes requests ({counts or 'none is registered'})"
     retry_s = _bounded(RETRY_NO_WORKER_S, cluster.config)
@@ -339,7 +327,7 @@ class Gate:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         quantile, half_life_s = config.ttft_margin_quantile, config.demand_half_life_s
-        self._margin = Margin(quantile, config.ttft_slo_s, half_life_s)
+        self.margin = Margin(quantile, config.ttft_slo_s, half_life_s)
         self._order, self._overload_order = config.order, config.overload_order
         sheds = config.shedding == "fair_share" and config.admission != "none"
         self._share = FairShare(config) if sheds else None
@@ -356,7 +344,7 @@ class Gate:
         if request.priority > 0:
             return self._config.ttft_slo_s
         share = self._config.low_priority_load_max if request.priority < 0 else 1.0
-        return self._config.ttft_slo_s * share / self._margin.ratio(request.prompt_tokens)
+        return self._config.ttft_slo_s * share / self.margin.ratio(request.prompt_tokens)
 
     def rejection(
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
@@ -400,17 +388,7 @@ class Gate:
         if self._share is not None:
             self._share.decode_is_short()
 
-    def learn_ttft(
-        self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float
-    ) -> None:
-        """Both times run from routing to the end of prefill."""
-        self._margin.learn(prompt_tokens, predicted_s, actual_s, now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Called about twice a second."""
-        self._margin.fade(now_s)
-
     def check(self) -> None:
-        self._margin.check()
+        self.margin.check()
         if self._share is not None:
             self._share.check()

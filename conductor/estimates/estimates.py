@@ -18,15 +18,13 @@ much as a 10 s prompt. A sample that was slow by accident (a warm-up, a busy cor
 at most 1. Coefficients are non-negative, because a negative one would predict a negative time
 somewhere. With three unknowns, the exact non-negative solution is the best of the seven ordinary
 least-squares fits over subsets of columns, so no iterative solver is needed.
-
-Not here: reservations with these times (prefill_queue.py, decode_batch.py).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -152,7 +150,8 @@ def _fit(
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
     best, best_loss = np.zeros(relative.shape[1]), float(len(rows))
-    for columns in _subsets(relative.shape[1]):
+    terms = range(relative.shape[1])
+    for columns in map(list, chain.from_iterable(combinations(terms, n + 1) for n in terms)):
         part = relative[:, columns] / scale[columns]
         solution = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0]
         if (solution < 0).any():
@@ -162,12 +161,3 @@ def _fit(
             best_loss, best = loss, np.zeros(relative.shape[1])
             best[columns] = solution / scale[columns]
     return tuple(float(w) for w in best), np.abs(relative @ best - 1.0)
-
-
-def _subsets(count: int) -> list[list[int]]:
-    """All non-empty sets of columns, smallest first."""
-    return [
-        list(chosen)
-        for size in range(1, count + 1)
-        for chosen in itertools.combinations(range(count), size)
-    ]

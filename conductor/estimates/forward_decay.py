@@ -7,8 +7,6 @@ ICDE 2009).
 
 Weights grow, so the origin must move before they overflow. The owner of the sums calls `rescaled`
 before each addition, and divides all sums by the result.
-
-Not here: the sums.
 """
 
 from __future__ import annotations

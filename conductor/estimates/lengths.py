@@ -110,28 +110,21 @@ class OutputLengths:
         for counts in (self._all, self._classes.setdefault(key, _Counts())):
             (counts.cut if is_cut else counts.ended)[bucket] += weight
 
-    def curve(self, key: ClassKey, now_s: float) -> Vector:
-        """S at each of EDGES; starts at 1, never increases, never reaches 0."""
+    def curve(self, key: ClassKey | None, now_s: float) -> Vector:
+        """S at each of EDGES; starts at 1, never increases, never reaches 0. `key` None: over all
+        classes."""
         known = self._curves.get(key)
         if known is not None and now_s - known[0] < CURVE_S:
             return known[1]
-        weight, pooled = self._decay.weight(now_s), self.pooled(now_s)
-        counts = self._classes.get(key)
-        found = pooled
-        if counts is not None:
-            lost = np.append(pooled[:-2] - pooled[1:-1], pooled[-2])
-            found = survival(counts.ended / weight + CLASS_PRIOR * lost, counts.cut / weight)
-        self._curves[key] = (now_s, found)
-        return found
-
-    def pooled(self, now_s: float) -> Vector:
-        """The curve over all classes."""
-        known = self._curves.get(None)
-        if known is not None and now_s - known[0] < CURVE_S:
-            return known[1]
         weight = self._decay.weight(now_s)
-        found = survival(self._all.ended / weight + PRIOR * self._prior, self._all.cut / weight)
-        self._curves[None] = (now_s, found)
+        if key is None:
+            found = survival(self._all.ended / weight + PRIOR * self._prior, self._all.cut / weight)
+        else:
+            found = pooled = self.curve(None, now_s)
+            if (counts := self._classes.get(key)) is not None:
+                lost = np.append(pooled[:-2] - pooled[1:-1], pooled[-2])
+                found = survival(counts.ended / weight + CLASS_PRIOR * lost, counts.cut / weight)
+        self._curves[key] = (now_s, found)
         return found
 
     def check(self) -> None:

@@ -16,8 +16,6 @@ takes as long as on a worker with all layers, plus the hops.
 A partly filled last chunk counts as a full one, of the last `chunk_tokens` of the prompt: the full
 chunk before it keeps the other stages busy until then. A worker with all layers is a group of one,
 without any fill.
-
-Not here: members of a group (load/pipeline_groups.py), all groups at once (prefill_pool.py).
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
 
 Stage 0 represents a pipeline group: all its stages must be registered and meet all conditions. The
 other stages receive no requests of their own.
-
-Not here: choosing among workers (routing.py), block locations (mooncake_store.prefix_index).
 """
 
 from __future__ import annotations
@@ -428,12 +426,11 @@ class Cluster:
         return max(0.0, max(sends.values()) - now_s) if sends else 0.0
 
     def _drop_send(self, route: Route) -> None:
-        if route.fetch_node is not None:
-            sends = self._sends.get(route.fetch_node)
-            if sends is not None:
-                sends.pop(route.request_id, None)
-                if not sends:
-                    del self._sends[route.fetch_node]
+        sends = self._sends.get(route.fetch_node or "")
+        if sends is not None:
+            sends.pop(route.request_id, None)
+            if not sends:
+                del self._sends[route.fetch_node or ""]
 
     def check(self, now_s: float) -> None:
         """Assert the invariants: reservations and in-flight requests match, and the columns match

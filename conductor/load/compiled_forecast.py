@@ -2,8 +2,6 @@
 
 decode_forecast.py defines the same computation with numpy. Both give the same result to the last
 bit (tests/conductor/load/test_compiled_forecast.py). Arrays are passed as addresses.
-
-Not here: the forecast (decode_forecast.py), compiling (mooncake_store/native/library.py).
 """
 
 from __future__ import annotations

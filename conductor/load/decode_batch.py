@@ -22,8 +22,6 @@ decoded for their expected time are subtracted. A request that has exceeded its 
 assumed to stay. Each staying request grows by one token per step since the report.
 
 All counts are integers and only added or subtracted, so they return to exactly zero.
-
-Not here: step time of a batch (estimates.py), whether it is admitted (admission.py).
 """
 
 from __future__ import annotations

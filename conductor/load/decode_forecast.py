@@ -229,7 +229,7 @@ class DecodeForecast:
             for is_joined in (0, 1):
                 chosen = rows[self._requests.is_joined[rows] == bool(is_joined)]
                 self._sums[is_joined] = self._requests.sums[chosen].sum(axis=0)
-        curve = residual(self._lengths.pooled(now_s))
+        curve = residual(self._lengths.curve(None, now_s))
         self._unattributed_alive[:] = np.interp(GRID_S / self._step_s, EDGES, curve)
 
     def close(self) -> None:
@@ -293,20 +293,13 @@ class DecodeForecast:
     def check(self) -> None:
         """Assert that the sums are those of the rows."""
         for is_joined in (0, 1):
-            rows = [
-                r
-                for r in self._requests.numbers.values()
-                if self._requests.is_joined[r] == bool(is_joined)
-            ]
-            found = (
-                self._requests.sums[rows].sum(axis=0)
-                if rows
-                else np.zeros_like(self._sums[is_joined])
-            )
-            assert np.allclose(found, self._sums[is_joined], rtol=1e-6, atol=1e-3), is_joined
-            if rows:
-                alive = self._requests.sums[rows][:, :, 0]
-                assert alive.min() >= 0 and alive.max() <= 1 + 1e-9
+            numbers = self._requests.numbers.values()
+            rows = [row for row in numbers if self._requests.is_joined[row] == bool(is_joined)]
+            found = self._requests.sums[rows]
+            expected = self._sums[is_joined]
+            assert np.allclose(found.sum(axis=0), expected, rtol=1e-6, atol=1e-3), is_joined
+            alive = found[:, :, 0]
+            assert alive.min(initial=0.0) >= 0 and alive.max(initial=0.0) <= 1 + 1e-9
 
 
 def _odds_of_leaving(alive: Vector) -> Vector:

@@ -4,8 +4,6 @@ All columns describe the *reserved* load (decode_batch.py): all requests that de
 their way. The reserved load ranks the workers. A ranking by the current load would send a whole
 burst to one worker. A worker with room for the reserved load also has room for the load of `early`
 and `predictive`, which is lower. Only the other workers are checked one by one (routing.py).
-
-Not here: which worker is best (routing.py), limits (admission.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ and its end differ:
 
 Notes improve decisions, and no decision depends on them. Without them, the reserved work is that of
 this frontend and of the worker reports. A worker that gets more than it can hold refuses requests.
-
-Not here: what is noted (notes.py), transport of notes (backends/frontend/routing_notes.py).
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ while a stage is missing, silent or draining. The estimate of the group needs th
 
 A group is complete if each of its stages is registered once, and if all have the same number of
 stages and the same fingerprint. Otherwise its stage 0 shows the reason and takes no requests.
-
-Not here: the time of a group (estimates/pipeline.py), the state of each stage (cluster.py).
 """
 
 from __future__ import annotations

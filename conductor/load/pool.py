@@ -11,8 +11,6 @@ Two columns are cached, because computing them would cost as much as the decisio
 
     takers   the workers that take requests; recomputed when a report, a failure or time changes it
     ratio    speed ratios decay; recomputed with every tick, and for a worker that was measured
-
-Not here: the columns of each role (prefill_pool.py, decode_pool.py), their use (routing.py).
 """
 
 from __future__ import annotations

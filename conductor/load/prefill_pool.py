@@ -11,20 +11,17 @@ The queue behind the head is stored in two padded matrices with a column for eac
 the order keys in order, and `work` has the cumulative work after each of them. The number of
 smaller order keys is the queue position of a request, and `work` at this position is its wait. A
 request whose order key is above all keys so far is last at every worker, and needs no counting.
-
-Not here: fetching (fetching.py), which worker is best (routing.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.pool import REQUESTS_RANK, Column, Counts, Mask, Pool
 from conductor.load.worker import WorkerState
 from conductor.queue_order import QueueOrder
@@ -57,7 +54,13 @@ class PrefillPool(Pool):
         pipelines = [worker.pipeline for worker in self.workers]
         estimates = [pipeline.slowest.coefficients for pipeline in pipelines]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
-        self._fill_others(pipelines)
+        # Coefficients of the pipeline stages after the slowest one, for pipeline groups.
+        others = [pipeline.others.coefficients for pipeline in pipelines]
+        self._others = np.array(others, np.float64).reshape(count, 3)
+        self._hops_s = np.array([pipeline.hops_s for pipeline in pipelines])
+        chunks = [float(pipeline.chunk_tokens or math.inf) for pipeline in pipelines]
+        self._chunk_tokens = np.array(chunks)
+        self.has_groups = bool(self._others.any() or self._hops_s.any())
         self._base_s, self._per_token_s, self._half_pair_s = (self._zeros() for _ in range(3))
         self._unattributed_until_s, self._busy_until_s = self._zeros(), self._zeros()
         self._head_key_s, self._half_step_s = self._zeros(), self._zeros()
@@ -79,15 +82,6 @@ class PrefillPool(Pool):
         self._beside_share = np.array([info.load_beside_share for info in infos], np.float64)
         self._beside_from_tokens = np.array([float(info.chunk_tokens) for info in infos])
         self.has_layers = bool(self._beside_share.any())
-
-    def _fill_others(self, pipelines: Sequence[PipelineEstimate]) -> None:
-        """Coefficients of the pipeline stages after the slowest one, for pipeline groups."""
-        others = [pipeline.others.coefficients for pipeline in pipelines]
-        self._others = np.array(others, np.float64).reshape(len(pipelines), 3)
-        self._hops_s = np.array([pipeline.hops_s for pipeline in pipelines])
-        chunks = [float(pipeline.chunk_tokens or math.inf) for pipeline in pipelines]
-        self._chunk_tokens = np.array(chunks)
-        self.has_groups = bool(self._others.any() or self._hops_s.any())
 
     def refresh(self, worker: WorkerState) -> None:
         row = worker.row

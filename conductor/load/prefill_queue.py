@@ -28,8 +28,6 @@ They delay it by at most queue_wait_s_max.
 
 A finished or cancelled request removes its whole reservation. When all requests have finished, only
 unattributed work is left, which decreases with time.
-
-Not here: in-flight requests (cluster.py), the use of the predictions (routing.py).
 """
 
 from __future__ import annotations
@@ -56,7 +54,8 @@ class PrefillQueue:
     """Unattributed work, then the head, then the other reservations in the order of their keys."""
 
     def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
-        self._estimate = estimate
+        # Of the current pipeline group. Existing reservations keep the seconds of an earlier one.
+        self.estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
         self._ordered: list[PrefillReservation] = []  # the head, then the others by order key
@@ -65,10 +64,6 @@ class PrefillQueue:
         self._as_of_s = now_s
         self._head_since_s = now_s  # when the head began to run
         self.step_s = 0.0  # recent mean step time in seconds; a step cannot be interrupted
-
-    def set_pipeline(self, estimate: PipelineEstimate) -> None:
-        """Use the estimate of a changed pipeline group. Existing reservations keep theirs."""
-        self._estimate = estimate
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -148,7 +143,7 @@ class PrefillQueue:
         """Add a routed request. `key_s`: order key; None: first come, first served."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         assert new_tokens > 0 and prefix_tokens >= 0, (new_tokens, prefix_tokens)
-        seconds = self._estimate.work_s(new_tokens, prefix_tokens)
+        seconds = self.estimate.work_s(new_tokens, prefix_tokens)
         order_key_s = now_s if key_s is None else key_s
         work = PrefillReservation(order_key_s, prefix_tokens, new_tokens, now_s, seconds)
         self._reservations[request_id] = work
@@ -169,7 +164,7 @@ class PrefillQueue:
 
     def _keep_computed_chunks(self) -> None:
         head = self._ordered[0]
-        whole_s = self._estimate.work_s(head.new_tokens, head.prefix_tokens)
+        whole_s = self.estimate.work_s(head.new_tokens, head.prefix_tokens)
         if whole_s > 0:
             share = max(0.0, 1.0 - head.remaining_s / whole_s)
             head.done_tokens = head.kept_tokens = int(share * head.new_tokens)
@@ -182,7 +177,7 @@ class PrefillQueue:
         if work is self._ordered[0]:
             # The next prompt began when the slowest pipeline stage had finished this one.
             over_s = self._head_elapsed_s(now_s) - work.remaining_s
-            filled_s = self._estimate.fill_s(work.new_tokens, work.prefix_tokens)
+            filled_s = self.estimate.fill_s(work.new_tokens, work.prefix_tokens)
             self._head_since_s = now_s - min(filled_s, max(0.0, over_s))
         self._ordered.remove(work)
         return True
@@ -220,7 +215,7 @@ class PrefillQueue:
             more = min(work.new_tokens - work.kept_tokens, done_tokens)
             work.done_tokens = work.kept_tokens + more
             done_tokens -= more
-            work.remaining_s = self._estimate.work_s(
+            work.remaining_s = self.estimate.work_s(
                 work.new_tokens - work.done_tokens, work.prefix_tokens + work.done_tokens
             )
         self._unattributed_requests = max(0, requests - len(self._reservations))
@@ -228,7 +223,7 @@ class PrefillQueue:
         if self._unattributed_requests:  # equal lengths assumed: a report gives only sums
             ours = sum(work.prefix_tokens + work.new_tokens for work in self._ordered)
             each = max(0, queue_tokens - ours) / self._unattributed_requests
-            self._unattributed_s = self._unattributed_requests * self._estimate.work_s(each, 0)
+            self._unattributed_s = self._unattributed_requests * self.estimate.work_s(each, 0)
 
     def check(self) -> None:
         assert self._unattributed_s >= 0 and self._unattributed_requests >= 0

@@ -12,8 +12,6 @@ joined, its predicted work therefore counts longer, by a factor that falls to 1:
 Shown predictions and admission do not include the warm-up. Copies of hot prefixes to its node have
 `1 - warm_up` of the budget of other nodes (hotspots.py). When a whole cluster starts, no worker is
 in warm-up, because no other worker could take its share.
-
-Not here: which workers take requests (cluster.py), the columns of all workers (pool.py).
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class WorkerState:
             stage.leader = self
         if not broken:
             self.pipeline = pipeline
-            self.queue.set_pipeline(pipeline)
+            self.queue.estimate = pipeline
 
     @property
     def is_follower(self) -> bool:

@@ -230,8 +230,11 @@ class Hotspots:
         self._notes.clear()
         for key in list(self._latest)[:-PREFIXES_MAX]:
             del self._latest[key]
-        if len(self._heats) > self._config.hot_keys_max:
-            self._drop_colder_half()
+        keys_max = self._config.hot_keys_max
+        if len(self._heats) > keys_max:
+            # A block is at least as hot as those after it, so chains lose their ends first.
+            hotter = heapq.nlargest(keys_max // 2, self._heats.items(), key=lambda kv: kv[1].hits)
+            self._heats = dict(hotter)
 
     def _weight(self, at_s: float) -> float:
         divisor = self._decay.rescaled(at_s)
@@ -243,13 +246,6 @@ class Hotspots:
     def _per_s(self, now_s: float) -> float:
         """Factor from a count to hits per second: ln 2 / half-life, at the current weight."""
         return math.log(2.0) / self._config.hot_half_life_s / self._weight(now_s)
-
-    def _drop_colder_half(self) -> None:
-        # A block is at least as hot as those after it, so chains lose their ends first.
-        keep = heapq.nlargest(
-            self._config.hot_keys_max // 2, self._heats.items(), key=lambda item: item[1].hits
-        )
-        self._heats = dict(keep)
 
     def check(self) -> None:
         assert len(self._notes) < NOTES_MAX

@@ -1,23 +1,128 @@
 """Role balance: the demand and the workers of both pools, as input of the role controller.
 
-Collects the state of the cluster and the demand of this and the other frontends, and counts
-proposals.
+The demand is the number of workers of each role that keeps both service levels. It is in workers
+of the existing pool, so that both roles compare:
 
-Not here: the demand model (demand.py), the decision (controller.py).
+    prefill   seconds of prefill requested per second
+              + queued seconds / the TTFT limit: the queue should drain within that time
+    decode    the greater of present and requested
+              present    sum over workers of batch / the largest batch that keeps the TBT limit
+              requested  answers per second x mean tokens x step / that largest batch
+
+Slots and pages bound the largest batch too. The present load has the true lengths of answers. The
+requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates decay with
+a half-life and start at zero, so a few prompts after a start are no load.
+
+Requests that this frontend rejected count, because another worker would serve them. Rejections of
+other frontends are unknown.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
+from conductor.config import ConductorConfig
+from conductor.estimates.forward_decay import ForwardDecay
 from conductor.load.cluster import Cluster
+from conductor.load.worker import WorkerState
 from conductor.messages import RoleFlip
 from conductor.notes import NoteBatch
 from conductor.roles.controller import ROLES, RoleController, RolePool
-from conductor.roles.demand import RoleDemand
+from mooncake_store.layout import blocks_touched
+
+# Longer than several of the longest prompts, which take seconds each. Shorter than the minutes for
+# which a change of the load must continue to be worth a flip.
+HALF_LIFE_S = 15.0
+
+
+class RoleDemand:
+    """Recent demand, as decayed sums."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self._config = config
+        self._decay = ForwardDecay(HALF_LIFE_S)
+        self._prefill_s = self._step_shares_s = 0.0  # decayed sums
+        self._ended = self._output_tokens = 0.0
+
+    def asked(
+        self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
+    ) -> None:
+        """A request arrived with this predicted prefill time, and `decode` would decode it."""
+        self._rescale(now_s)
+        weight = self._decay.weight(now_s)
+        self._prefill_s += weight * prefill_s
+        self._step_shares_s += weight * self._token_s(decode, prompt_tokens)
+
+    def ended(self, output_tokens: int, now_s: float) -> None:
+        """An answer finished with this length."""
+        self._rescale(now_s)
+        weight = self._decay.weight(now_s)
+        self._ended += weight
+        self._output_tokens += weight * output_tokens
+
+    def _rescale(self, now_s: float) -> None:
+        if (divisor := self._decay.rescaled(now_s)) != 1.0:
+            self._prefill_s /= divisor
+            self._step_shares_s /= divisor
+            self._ended /= divisor
+            self._output_tokens /= divisor
+
+    def _per_s(self, amount: float, now_s: float) -> float:
+        return amount / self._decay.weight(now_s) / (HALF_LIFE_S / math.log(2.0))
+
+    def _token_s(self, worker: WorkerState, prompt_tokens: int) -> float:
+        """Time of a worker for one token of such an answer, in its largest batch."""
+        batch = self._largest_batch(worker, prompt_tokens)
+        return worker.decode_estimate.step_s(batch, batch * prompt_tokens) / batch
+
+    def _largest_batch(self, worker: WorkerState, prompt_tokens: float) -> float:
+        """Largest batch of requests with this context that keeps the TBT limit and fits the
+        worker."""
+        estimate, info = worker.decode_estimate, worker.info
+        share_s = estimate.per_sequence_s + estimate.per_context_token_s * prompt_tokens
+        left_s = self._config.tbt_slo_s - estimate.base_s
+        by_time = left_s / share_s if share_s > 0 else math.inf
+        pages = blocks_touched(math.ceil(prompt_tokens), info.block_tokens)
+        return max(1.0, min(by_time, info.slots_max, info.pages_max / max(1, pages)))
+
+    def prefills_wanted(self, workers: Sequence[WorkerState], now_s: float) -> float:
+        """Prefill workers that the load needs. `workers`: all of the role."""
+        queued_s = sum(
+            worker.queue.work_s(now_s) * worker.speed_ratio(now_s, self._config)
+            for worker in workers
+        )
+        return self._per_s(self._prefill_s, now_s) + queued_s / self._config.ttft_slo_s
+
+    def decodes_wanted(self, workers: Sequence[WorkerState], now_s: float) -> float:
+        there = sum(self._fullness(worker, now_s) for worker in workers)
+        mean_tokens = self._output_tokens / self._ended if self._ended else 0.0
+        asked = self._per_s(self._step_shares_s, now_s) * mean_tokens
+        return max(there, asked)
+
+    def check(self) -> None:
+        sums = (self._prefill_s, self._step_shares_s, self._ended)
+        assert min(*sums, self._output_tokens) >= 0.0, sums
+
+    def _fullness(self, worker: WorkerState, now_s: float) -> float:
+        """Its batch / the largest batch that it may have."""
+        load, info = worker.batch.load_now(), worker.info
+        if not load.sequences:
+            return 0.0
+        ratio, base_s = worker.speed_ratio(now_s, self._config), worker.decode_estimate.base_s
+        step_s = ratio * worker.decode_estimate.step_s(load.sequences, load.context_tokens)
+        left_s = max(self._config.tbt_slo_s - ratio * base_s, 1e-3)
+        return max(
+            (step_s - ratio * base_s) / left_s,
+            load.sequences / info.slots_max,
+            load.pages / info.pages_max,
+        )
 
 
 class RoleBalance:
+    """Collects the state of the cluster and the demand at all frontends, and counts proposals."""
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.demand = RoleDemand(cluster.config)

@@ -22,7 +22,7 @@ A flip never takes
 - any worker while one drains that this controller did not order, because an operator or another
   frontend has started a change.
 
-Of several frontends one proposes (conductor.py). Not here: the demand (demand.py), the message to
+Of several frontends one proposes (conductor.py). Not here: the demand (balance.py), the message to
 the worker (the shell).
 """
 

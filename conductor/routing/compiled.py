@@ -9,27 +9,44 @@ the next decision.
 
 Without a compiler there is no `CompiledDecision`, and numpy decides. Numpy also chooses the pair
 while workers warm up, and with the policy `random`.
-
-Not here: the formulas (fetching.py, routing.py), compiling (mooncake_store/native/library.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from conductor.load.cluster import PATHS_PER_TICK, Cluster
+from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Mask
+from conductor.load.worker import WorkerState
+from conductor.messages import Request
+from conductor.queue_order import QueueOrder
 from conductor.routing.fetching import EVICTION_COST_SHARE, SOURCES_MAX, FetchSource, Plans
 from conductor.routing.policies import POLICIES, Terms
-from conductor.routing.query import RouteQuery
 from conductor.routing.tiers import Holdings
 from mooncake_store.native.library import NativeFunction, quick_function
+
+# (cluster, decode workers, end of the prefill, now) -> loads without the request
+Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
+
+
+class RouteQuery(NamedTuple):  # a frozen dataclass would take a microsecond longer to make
+    """One request, the workers that may take it, and the limits that admission sets."""
+
+    cluster: Cluster
+    request: Request
+    usable: tuple[Mask, Mask]  # candidate prefill and decode workers, at least one of each
+    loads: Loads | None  # the decode loads that admission assumes; None: the reserved loads
+    order: QueueOrder  # gives the request its order key
+    ttft_limit_s: float  # pairs with a higher predicted TTFT are rejected later
+    now_s: float
+
 
 PARTNERS_MAX = 64  # bound of finalists_max: nodes for which a decode partner is looked up
 COSTS = {"load_balance": 0, "cache_aware": 1, "kvcache_centric": 1, "adaptive": 2, "random": 0}

@@ -30,8 +30,6 @@ At most SOURCES_MAX holders are compared. Of equal runs, only the holder that ca
 compared. A shorter run is compared only if its holder can send before all holders of longer runs.
 If workers measured different link rates, the first sender may not be the fastest. All runs are then
 compared, up to the same limit.
-
-Not here: the queued work (prefill_queue.py), choosing the worker (routing.py).
 """
 
 from __future__ import annotations

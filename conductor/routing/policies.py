@@ -20,9 +20,6 @@ requests together instead of the time of this request.
 
 Every formula is plain arithmetic on `Terms`, whose fields are columns: one float64 per worker, in
 seconds. A new policy is a new entry in POLICIES.
-
-Not here: computing the terms and choosing the decode worker (routing.py), fetch or compute
-(fetching.py), whether the best pair is good enough (admission.py).
 """
 
 from __future__ import annotations
@@ -59,28 +56,17 @@ class Policy:
     spares_others: bool = False  # its least cost may miss the TTFT limit of this request
 
 
-def load_balance(terms: Terms) -> Seconds:
-    return terms.queue_s
-
-
-def first_token(terms: Terms) -> Seconds:
-    return terms.start_s  # cache_aware fetches nothing, so only restoring from the SSD counts
-
-
-def adaptive(terms: Terms) -> Seconds:
-    return terms.start_s + terms.delay_s + terms.eviction_cost_s
-
-
-def no_cost(terms: Terms) -> Seconds:
-    return np.zeros_like(terms.wait_s)
-
-
 POLICIES: Mapping[str, Policy] = {
-    "adaptive": Policy(adaptive, fetch="times", spares_others=True),
-    "kvcache_centric": Policy(first_token, fetch="threshold"),
-    "cache_aware": Policy(first_token, fetch="never"),
-    "load_balance": Policy(load_balance, fetch="never", is_blind=True),
-    "random": Policy(no_cost, fetch="never", is_blind=True),
+    "adaptive": Policy(
+        lambda terms: terms.start_s + terms.delay_s + terms.eviction_cost_s,
+        fetch="times",
+        spares_others=True,
+    ),
+    "kvcache_centric": Policy(lambda terms: terms.start_s, fetch="threshold"),
+    # It fetches nothing, so of all transfers only restoring from the SSD counts.
+    "cache_aware": Policy(lambda terms: terms.start_s, fetch="never"),
+    "load_balance": Policy(lambda terms: terms.queue_s, fetch="never", is_blind=True),
+    "random": Policy(lambda terms: np.zeros_like(terms.wait_s), fetch="never", is_blind=True),
 }
 
 

@@ -41,7 +41,7 @@ from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Column, Mask, Path
 from conductor.load.worker import SLOWER, WorkerState
 from conductor.messages import Prediction
-from conductor.routing.compiled import Answer, CompiledDecision
+from conductor.routing.compiled import Answer, CompiledDecision, RouteQuery
 from conductor.routing.fetching import (
     FetchSource,
     Plans,
@@ -51,7 +51,6 @@ from conductor.routing.fetching import (
     worth_asking,
 )
 from conductor.routing.policies import POLICIES, Terms, at_random
-from conductor.routing.query import RouteQuery
 from conductor.routing.tiers import Holdings, Tiers
 from mooncake_store.layout import blocks_touched
 

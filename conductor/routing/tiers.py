@@ -7,8 +7,6 @@ holds the end of a run whose start is in DRAM, and its run is looked up where th
 prefix that alternates between DRAM and SSD more than once is undercounted.
 
 A node counts as *full* from its first eviction on: each new block there evicts another one.
-
-Not here: the time to fetch or restore a block (fetching.py).
 """
 
 from __future__ import annotations
@@ -30,21 +28,6 @@ Group = tuple[int, int, Iterator[str]]
 
 class Holdings:
     """How much of one prompt's prefix each node holds. Valid until the next change of an index."""
-
-    __slots__ = (
-        "_in_dram",
-        "_keys",
-        "_on_ssd",
-        "_tiers",
-        "addresses",
-        "blocks",
-        "dram_blocks",
-        "full",
-        "has_ssd",
-        "is_same",
-        "least",
-        "longest",
-    )
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys

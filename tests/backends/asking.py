@@ -43,16 +43,14 @@ def array(name: str, value: Any) -> np.ndarray:
     return np.array(values, NUMPY_TYPES[DTYPES[name]])  # type: ignore[call-overload]
 
 
-def ask(
-    parameters: dict[str, Any] | None = None, request_id: str = "r1", **inputs: Any
-) -> ClientRequest:
+def ask(parameters: dict[str, Any] | None = None, **inputs: Any) -> ClientRequest:
     given = (
         inputs
         if {"input_ids", "messages", "text_input"} & set(inputs)
         else {"text_input": "hello", **inputs}
     )
     arrays = {name: array(name, value) for name, value in given.items() if value is not None}
-    return parse(arrays, parameters or {}, request_id, TOKENIZER, LIMITS, new_id=lambda: "fresh")
+    return parse(arrays, parameters or {}, TOKENIZER, LIMITS)
 
 
 def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:

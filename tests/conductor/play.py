@@ -197,10 +197,10 @@ class Play:
         self.conductor.on_worker_failed(worker_id, incarnation, self.now_s)
 
     def unreached(self, worker_id: str, incarnation: str = "w1") -> None:
-        self.conductor.on_worker_unreached(worker_id, incarnation, self.now_s)
+        self.conductor.on_worker_reached(worker_id, incarnation, False, self.now_s)
 
     def reached(self, worker_id: str, incarnation: str = "w1") -> None:
-        self.conductor.on_worker_reached(worker_id, incarnation, self.now_s)
+        self.conductor.on_worker_reached(worker_id, incarnation, True, self.now_s)
 
     def refused(self, worker_id: str, incarnation: str = "w1") -> None:
         self.conductor.on_worker_refused(worker_id, incarnation, self.now_s)

@@ -153,15 +153,12 @@ class RandomLife:
         self.conductor.on_events([event], self.now_s)
 
     def fail(self) -> None:
-        lost = self.rng.choice(
-            (
-                self.conductor.on_worker_failed,
-                self.conductor.on_worker_refused,
-                self.conductor.on_worker_unreached,
-                self.conductor.on_worker_reached,
-            )
-        )
-        lost(f"d{self.rng.randrange(4)}", "w1", self.now_s)
+        worker, made = (f"d{self.rng.randrange(4)}", "w1"), self.conductor
+        change = self.rng.randrange(4)
+        if change < 2:
+            made.on_worker_reached(*worker, bool(change), self.now_s)
+        else:
+            (made.on_worker_failed, made.on_worker_refused)[change - 2](*worker, self.now_s)
 
     def tick(self) -> None:
         self.outcomes.append(self.conductor.on_tick(self.now_s))

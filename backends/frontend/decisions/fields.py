@@ -1,4 +1,6 @@
-"""A decision as JSON: the `decision` output of a request, and the latest ones of a frontend. Pure.
+"""Decisions and the state of the cluster as JSON. Pure.
+
+The `decision` output of a request:
 
     policy, admission          names of the policies that decided
     prefill, decode            the chosen pair of workers
@@ -17,17 +19,32 @@
     decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
                                measured by the decode worker during the hand-over
 
-Not here: sending them (answer.py to the request's client, overview.py to operators).
+The state of the cluster, for the parameter `describe` with the value `cluster`:
+
+    served                     block_tokens, context_tokens_max; null without workers
+    limits                     ttft_slo_s, tbt_slo_s; 0: none
+    workers                    each with its load as routing uses it, and why it takes no requests
+    hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
+    decisions                  the latest, newest first
+
+The state contains numbers, names and hashes. The only client input is the tenant's name, without
+API keys. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from backends.frontend.decisions.latest import Decided, DecisionRecord
+from backends.frontend.decisions.latest import Decided, DecisionRecord, short_hash
 from backends.workers.protocol import DecodeReply, PrefillReply
 from conductor.config import ConductorConfig
-from conductor.messages import Candidate, Reject
+from conductor.messages import Candidate, Explanation, HotPrefix, Reject, WorkerStatus
+
+
+def copied(record: object, *names: str) -> dict[str, object]:
+    """These attributes of the record, under their own names."""
+    return {name: getattr(record, name) for name in names}
 
 
 def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]:
@@ -39,22 +56,15 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
         "decode": route.decode.worker_id,
         "predicted": route.predicted._asdict(),
         "predicted_cached_tokens": route.cached_tokens,
-        "local_blocks": route.local_blocks,
-        "restore_blocks": route.restore_blocks,
-        "fetch_blocks": route.fetch_blocks,
-        "fetch_node": route.fetch_node,
-        "second_fetch_node": route.second_fetch_node,
+        **copied(route, "local_blocks", "restore_blocks", "fetch_blocks"),
+        **copied(route, "fetch_node", "second_fetch_node"),
         "queue_order": config.queue_order,
         "place_s": route.order_key_s - decided.decided_at_s,
     }
-    if decided.candidates:
-        found |= candidates_fields(decided.candidates, decided.candidates_left_out)
-    if (advice := route.advice) is not None:
-        found["advice"] = {
-            "kind": advice.kind,
-            "reason": advice.reason,
-            "retry_after_s": advice.retry_after_s,
-        }
+    if decided.explained.candidates:
+        found |= candidates_fields(decided.explained)
+    if route.advice is not None:
+        found["advice"] = copied(route.advice, "kind", "reason", "retry_after_s")
     return found
 
 
@@ -68,10 +78,10 @@ def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object
     }
 
 
-def candidates_fields(candidates: Sequence[Candidate], left_out: int) -> dict[str, object]:
+def candidates_fields(explained: Explanation) -> dict[str, object]:
     return {
-        "candidates": [candidate_fields(candidate) for candidate in candidates],
-        "candidates_left_out": left_out,
+        "candidates": [candidate_fields(candidate) for candidate in explained.candidates],
+        "candidates_left_out": explained.left_out,
     }
 
 
@@ -80,24 +90,16 @@ def candidate_fields(candidate: Candidate) -> dict[str, object]:
         "prefill": candidate.prefill.worker_id,
         "pipeline_stages": candidate.pipeline_stages,
         "decode": candidate.decode.worker_id,
-        "verdict": candidate.verdict,
-        "cached_tokens": candidate.cached_tokens,
-        "local_blocks": candidate.local_blocks,
-        "fetch_blocks": candidate.fetch_blocks,
-        "fetch_node": candidate.fetch_node,
+        **copied(candidate, "verdict", "cached_tokens"),
+        **copied(candidate, "local_blocks", "fetch_blocks", "fetch_node"),
         "predicted": candidate.predicted._asdict(),
     }
 
 
 def prefill_fields(reply: PrefillReply) -> dict[str, object]:
     return {
-        "cached_tokens": reply.cached_tokens,
-        "fetched_blocks": reply.fetched_blocks,
-        "fetched_bytes": reply.fetched_bytes,
-        "fetched_from": reply.fetched_from,
-        "queue_ahead": reply.queue_ahead,
-        "queue_s": reply.queue_s,
-        "load_s": reply.load_s,
+        **copied(reply, "cached_tokens", "fetched_blocks", "fetched_bytes", "fetched_from"),
+        **copied(reply, "queue_ahead", "queue_s", "load_s"),
         "prefill_s": reply.compute_s,
         "put_s": reply.put_s,
     }
@@ -116,15 +118,11 @@ def record_fields(
     record: DecisionRecord, config: ConductorConfig, now_s: float
 ) -> dict[str, object]:
     """Fields of a recorded decision, for the list of the latest."""
-    decision = record.decision
+    decision, request = record.decision, record.request
     found: dict[str, object] = {
         "age_s": now_s - record.at_s,
-        "request_id": record.request_id,
-        "tenant": record.tenant,
-        "prompt_tokens": record.prompt_tokens,
-        "output_tokens_max": record.output_tokens_max,
-        "priority": record.priority,
-        "is_resumed": record.is_resumed,
+        **copied(request, "request_id", "tenant", "prompt_tokens", "output_tokens_max"),
+        **copied(request, "priority", "is_resumed"),
         "blocks": record.blocks,
         "prefix": record.prefix,
     }
@@ -133,7 +131,7 @@ def record_fields(
         found |= {"reason": decision.reason, "retry_after_s": decision.retry_after_s}
     else:
         found |= route_fields(decision, config)
-    found |= candidates_fields(record.candidates, record.candidates_left_out)
+    found |= candidates_fields(record.explained)
     if record.cached_tokens is not None:
         found["came"] = {
             "cached_tokens": record.cached_tokens,
@@ -141,3 +139,50 @@ def record_fields(
             "first_token_s": record.first_token_s,
         }
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReading:
+    """A snapshot of the cluster's state."""
+
+    now_s: float
+    workers: Sequence[WorkerStatus]
+    hot_prefixes: Sequence[HotPrefix]
+    decisions: Sequence[DecisionRecord]
+    block_tokens: int = 0  # 0: no workers
+    context_tokens_max: int = 0
+
+
+def overview(reading: ClusterReading, config: ConductorConfig) -> dict[str, object]:
+    served = None
+    if reading.block_tokens:
+        served = {
+            "block_tokens": reading.block_tokens,
+            "context_tokens_max": reading.context_tokens_max,
+        }
+    return {
+        "served": served,
+        "limits": {"ttft_slo_s": config.ttft_slo_s, "tbt_slo_s": config.tbt_slo_s},
+        "workers": [worker_fields(each) for each in reading.workers],
+        "hot_prefixes": [hot_prefix_fields(each) for each in reading.hot_prefixes],
+        "decisions": [record_fields(each, config, reading.now_s) for each in reading.decisions],
+    }
+
+
+def worker_fields(status: WorkerStatus) -> dict[str, object]:
+    return {
+        "name": status.worker.worker_id,
+        "role": status.role,
+        "node": status.worker.node_id,
+        **copied(status, "takes_requests", "why_not", "queue_s", "requests"),
+        **copied(status, "speed_ratio", "pipeline_stages"),
+    }
+
+
+def hot_prefix_fields(prefix: HotPrefix) -> dict[str, object]:
+    return {
+        "prefix": short_hash(prefix.key),
+        "blocks": prefix.blocks,
+        "hits_per_s": prefix.hits_per_s,
+        "blocks_on": dict(prefix.blocks_on),
+    }

@@ -10,25 +10,24 @@ Thread-safe. Not here: deciding (conductor/), the JSON of decisions (fields.py).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from conductor.messages import Candidate, Explanation, Reject, Request, Route
+from conductor.messages import Explanation, Reject, Request, Route
 
 DECISIONS_MAX = 32
 CANDIDATES_MAX = 6  # candidate pairs kept of each decision
 EXPLAIN_EVERY_S = 0.5
 HASH_BYTES_SHOWN = 6  # enough to tell prefixes apart
+NOT_EXPLAINED = Explanation((), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A route and the candidates it was chosen from."""
+    """A route, and the best pairs that it was chosen from, if they were requested."""
 
     route: Route
     decided_at_s: float  # on the clock of route.order_key_s
-    candidates: Sequence[Candidate] = ()  # the best ones; empty unless requested
-    candidates_left_out: int = 0  # further candidates
+    explained: Explanation = NOT_EXPLAINED
 
 
 @dataclass(slots=True)
@@ -36,26 +35,19 @@ class DecisionRecord:
     """The decision on one attempt of a request, and its outcome so far."""
 
     at_s: float  # monotonic time of the decision
-    request_id: str
-    tenant: str
-    prompt_tokens: int
-    output_tokens_max: int
-    priority: int
-    is_resumed: bool
+    request: Request  # without its block keys
     blocks: int  # whole blocks of the prompt
     prefix: str  # short hash of the last whole block and all before it; "" without a whole block
     decision: Decided | Reject
-    candidates: Sequence[Candidate] = ()
-    candidates_left_out: int = 0
+    explained: Explanation  # with at most CANDIDATES_MAX pairs
     cached_tokens: int | None = None  # None until prefill has ended, as the next two
     prefill_s: float = 0.0  # seconds of prefill computation
     first_token_s: float = 0.0  # seconds from the decision to the first token
 
 
 class LatestDecisions:
-    def __init__(self, count_max: int = DECISIONS_MAX) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count_max = count_max
         self._records: dict[str, DecisionRecord] = {}  # attempt's id -> record, oldest first
         self._explained_s = float("-inf")
 
@@ -70,26 +62,20 @@ class LatestDecisions:
     def add(
         self, request: Request, decision: Decided | Reject, explained: Explanation, now_s: float
     ) -> None:
-        keys = request.block_keys
+        keys, candidates = request.block_keys, explained.candidates
+        left_out = explained.left_out + max(0, len(candidates) - CANDIDATES_MAX)
         record = DecisionRecord(
             at_s=now_s,
-            request_id=request.request_id,
-            tenant=request.tenant,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens_max=request.output_tokens_max,
-            priority=request.priority,
-            is_resumed=request.is_resumed,
+            request=replace(request, block_keys=()),
             blocks=len(keys),
             prefix=short_hash(keys[-1]) if len(keys) else "",
             decision=decision,
-            candidates=explained.candidates[:CANDIDATES_MAX],
-            candidates_left_out=explained.left_out
-            + max(0, len(explained.candidates) - CANDIDATES_MAX),
+            explained=Explanation(candidates[:CANDIDATES_MAX], left_out),
         )
         with self._lock:
             self._records.pop(request.request_id, None)
             self._records[request.request_id] = record
-            if len(self._records) > self._count_max:
+            if len(self._records) > DECISIONS_MAX:
                 del self._records[next(iter(self._records))]
 
     def prefilled(self, request_id: str, cached_tokens: int, seconds: float, now_s: float) -> None:

@@ -203,10 +203,6 @@ def _not_routed(state: State, event: NotRouted) -> Result:
     return _lost_to(state, event.error, event.now_s, [])
 
 
-def _pause_over(state: State, event: PauseOver) -> Result:
-    return _next_attempt(state, event.now_s)
-
-
 def _next_attempt(state: State, now_s: float) -> Result:
     why = state.attempts.given_up(now_s)
     if not why:
@@ -290,10 +286,6 @@ def _tokens(state: State, event: TokensArrived) -> Result:
     state = state._replace(attempt=attempt, waiting=tuple(waiting), gap_s=event.gap_s)
     if state.phase is Phase.ENDING:
         return _complete(state) if _is_complete(state) else (state, [])
-    return _send_due(state, event.now_s)
-
-
-def _time_while_decoding(state: State, event: TimePassed) -> Result:
     return _send_due(state, event.now_s)
 
 
@@ -525,7 +517,7 @@ _ROWS: Mapping[Phase, _Row] = {
     ROUTING: {
         Routed: (_routed, (PREFILLING,)),
         NotRouted: (_not_routed, (ROUTING, DONE)),
-        PauseOver: (_pause_over, (ROUTING, DONE)),
+        PauseOver: (lambda state, event: _next_attempt(state, event.now_s), (ROUTING, DONE)),
         Failed: (_over, (DONE,)),
         Unwanted: (_over, (DONE,)),
     },
@@ -540,7 +532,7 @@ _ROWS: Mapping[Phase, _Row] = {
     },
     DECODING: {
         TokensArrived: (_tokens, (DECODING, ROUTING, DONE)),
-        TimePassed: (_time_while_decoding, (DECODING,)),
+        TimePassed: (lambda state, event: _send_due(state, event.now_s), (DECODING,)),
         DecodeReplied: (_decode_replied, (ENDING, DONE)),
         CallFailed: (_call_failed, (ROUTING, DONE)),
         WorkerLost: (_worker_lost, (DECODING, ROUTING, DONE)),

@@ -1,7 +1,7 @@
 """What the status page shows, looked at once a second however many look at it.
 
     metrics    what `mooncake status --json` says (backends/metrics/status/view.py); null without
-    cluster    what the frontend knows of it (backends/frontend/decisions/overview.py); null without
+    cluster    what the frontend knows of it (backends/frontend/decisions/fields.py); null without
     problems   why something is not there
 
 Not here: what a key may see of it (`shown_to`, below, and docs/reference/status-page.md), the page.

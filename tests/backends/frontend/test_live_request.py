@@ -37,6 +37,7 @@ from backends.metrics.page import Observations
 from backends.tenants.principal import Principal
 from backends.tensors import string_tensor
 from backends.text.text_stream import OutputDelta
+from backends.tracing.export import begin_trace
 from backends.workers.protocol import (
     REPLY_BODY,
     REPLY_IDS,
@@ -207,8 +208,9 @@ class Case:
             abandon=lambda *call: self.abandoned.append(call),
             on_end=self.ended.append,
         )
-        times = RequestTimes(self.observations, 0.0)
-        self.request = LiveRequest(services, "r", self.client, times, time.monotonic(), principal)
+        times, now_s = RequestTimes(self.observations, 0.0), time.monotonic()
+        principal, trace = principal or Principal(), begin_trace(None, {}, now_s)
+        self.request = LiveRequest(services, "r", self.client, times, now_s, principal, trace)
         self.request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
         asked = {"input_ids": PROMPT, "max_tokens": TOKENS, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in asked.items()}

@@ -78,11 +78,7 @@ def test_everything_that_may_be_said_arrives() -> None:
     assert request.wants_decision and not request.includes_prompt
 
 
-def test_the_request_id_is_kept_or_a_fresh_one() -> None:
-    assert ask(request_id="r7").request_id == "r7"
-    assert ask(request_id="").request_id == "fresh"
-    assert ask(request_id="", parameters={"id": "r8"}).request_id == "r8"
-    assert ask(request_id="r7", parameters={"id": "r8"}).request_id == "r7"
+def test_a_request_id_of_another_type_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="parameter id is 5"):
         ask(parameters={"id": 5})
 
@@ -119,7 +115,7 @@ def test_the_prompt_never_precedes_a_streamed_answer() -> None:
 
 
 def test_describe_needs_no_prompt() -> None:
-    request = parse({}, {"describe": True}, "", TOKENIZER, LIMITS)
+    request = parse({}, {"describe": True}, TOKENIZER, LIMITS)
     assert request.describe and len(request.prompt_ids) == 0
 
 
@@ -162,13 +158,13 @@ def test_no_prompt_at_all_is_refused() -> None:
     with pytest.raises(
         InvalidRequest, match="no prompt; send exactly one of text_input, input_ids"
     ):
-        parse({}, {}, "", TOKENIZER, LIMITS)
+        parse({}, {}, TOKENIZER, LIMITS)
 
 
 def test_messages_need_a_chat_template() -> None:
     chat = array("messages", json.dumps([{"role": "user", "content": "a"}]))
     with pytest.raises(InvalidRequest, match="no chat template; send text_input"):
-        parse({"messages": chat}, {}, "", tokenizer_of("byte_level"), LIMITS)
+        parse({"messages": chat}, {}, tokenizer_of("byte_level"), LIMITS)
 
 
 # --- parameters
@@ -231,15 +227,10 @@ def test_a_tensor_of_another_type_or_name_is_refused() -> None:
         "temperatur": np.array([1.0]),
     }
     with pytest.raises(InvalidRequest) as caught:
-        parse(inputs, {}, "", TOKENIZER, LIMITS)
+        parse(inputs, {}, TOKENIZER, LIMITS)
     assert_matches("max_tokens has type float32; send it as INT32", str(caught.value))
     assert_matches("stream has type int32; send it as BOOL", str(caught.value))
     assert_matches("unknown input 'temperatur'; did you mean temperature", str(caught.value))
-
-
-def test_an_overlong_request_id_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="longer than 256 bytes"):
-        ask(request_id="é" * 129)
 
 
 # --- anything at all
@@ -288,13 +279,12 @@ PARAMETERS = st.dictionaries(
         st.sampled_from([*DTYPES, "strange"]), OBJECTS | NUMBERS | FLOATS, max_size=6
     ),
     parameters=PARAMETERS,
-    request_id=st.text(st.characters(codec=None), max_size=4),
 )
 def test_garbage_is_refused_or_understood_but_never_crashes(
-    inputs: dict[str, np.ndarray], parameters: dict[str, Any], request_id: str
+    inputs: dict[str, np.ndarray], parameters: dict[str, Any]
 ) -> None:
     try:
-        request = parse(inputs, parameters, request_id, TOKENIZER, LIMITS)
+        request = parse(inputs, parameters, TOKENIZER, LIMITS)
     except InvalidRequest as error:
         assert str(error) and len(str(error)) < 20_000
     else:

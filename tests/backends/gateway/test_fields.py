@@ -73,7 +73,7 @@ def as_the_conductor_reads(request: GatewayRequest, tokenizer: Tokenizer) -> Cli
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in message.parameters.items()
     }
-    return parse(inputs, parameters, message.id, tokenizer, RequestLimits(8192, 2048))
+    return parse(inputs, parameters, tokenizer, RequestLimits(8192, 2048))
 
 
 def test_every_field_reaches_the_conductor(tokenizer: Tokenizer) -> None:

@@ -101,7 +101,7 @@ def test_a_short_prompt_that_overtakes_at_a_group_delays_by_its_work_and_not_its
             "stage 1 .*: draining",
         ),
         (lambda made: made.on_worker_failed("g1", "w1", 1.0), "stage 1 .*: a call to it failed"),
-        (lambda made: made.on_worker_unreached("g1", "w1", 1.0), "stage 1 .*: not reached"),
+        (lambda made: made.on_worker_reached("g1", "w1", False, 1.0), "stage 1 .*: not reached"),
         (
             lambda made: made.on_events([WorkerUp(stage(1, of=3, incarnation="w2"))], 1.0),
             "stage 1 .* has 3 stages",

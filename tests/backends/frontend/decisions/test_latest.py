@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from backends.frontend.cluster_view import ClusterView
+from backends.frontend.decisions.fields import overview
 from backends.frontend.decisions.latest import (
     CANDIDATES_MAX,
     DECISIONS_MAX,
     EXPLAIN_EVERY_S,
     Decided,
 )
-from backends.frontend.decisions.overview import overview
 from conductor.messages import Reject
 from tests.backends.frontend.conftest import Clock
 from tests.conductor.fleet import added, fleet, prompt
@@ -76,10 +76,10 @@ def test_other_pairs_are_listed_now_and_then_and_for_who_asks(
     view._conductor.explain = count  # type: ignore[method-assign, assignment]
     for number in range(10):
         found = view.decide(prompt(f"r{number}", "a*1"))
-        assert isinstance(found, Decided) and not found.candidates, "nobody asked"
+        assert isinstance(found, Decided) and not found.explained.candidates, "nobody asked"
     assert len(explained) == 1
     asked = view.decide(prompt("asked", "a*1"), wants_candidates=True)
-    assert isinstance(asked, Decided) and len(asked.candidates) == 4
+    assert isinstance(asked, Decided) and len(asked.explained.candidates) == 4
     clock.now_s += EXPLAIN_EVERY_S
     view.decide(prompt("later", "a*1"))
     assert len(explained) == 3
@@ -92,7 +92,7 @@ def test_in_a_fleet_other_pairs_are_listed_only_for_who_asks(view: ClusterView) 
     assert isinstance(kept, Decided) and decisions(view)[0]["candidates"] == []
     assert decisions(view)[0]["predicted"]
     asked = view.decide(prompt("asked", "a*1"), wants_candidates=True)
-    assert isinstance(asked, Decided) and asked.candidates
+    assert isinstance(asked, Decided) and asked.explained.candidates
 
 
 def test_a_rejection_is_kept_with_its_reason(view: ClusterView) -> None:
