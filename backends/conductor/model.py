@@ -1,7 +1,5 @@
 """Triton Python model `conductor`, which clients call. It hosts the Frontend, which uses the
 Conductor to route.
-
-Not here: serving requests (backends/frontend/frontend.py), routing them (conductor/).
 """
 
 import os

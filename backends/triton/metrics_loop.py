@@ -1,7 +1,4 @@
-"""The thread that publishes one model's metrics a few times a second.
-
-Not here: the published numbers (frontend/metrics.py, workers/metrics.py), series (metrics/page.py).
-"""
+"""The thread that publishes one model's metrics a few times a second."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Reply:
                 self._sender.send(flags=FINAL)
 
     def fail(self, error: Exception) -> None:
-        self._send(error_response(error), True)
+        self._send(error_response(error), is_final=True)
 
     def is_cancelled(self) -> bool:
         """Whether the client has disconnected; False once the reply is closed.
@@ -194,16 +194,17 @@ class WorkerReply(Reply):
     """A worker's replies in the format of the worker protocol."""
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
-        ids = np.array([token_id], np.int32)
-        self.send({REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(reply))}, is_final=True)
+        self._reply([token_id], reply)
 
     def decoded(self, token_ids: list[int], reply: DecodeReply) -> None:
-        ids = np.array(token_ids, np.int32)
-        self.send({REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(reply))}, is_final=True)
+        self._reply(token_ids, reply)
 
     def fail(self, error: Exception) -> None:
-        body = string_tensor(encode(WorkerFailure(error_message(error))))
-        self.send({REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: body}, is_final=True)
+        self._reply([], WorkerFailure(error_message(error)))
+
+    def _reply(self, token_ids: list[int], body: msgspec.Struct) -> None:
+        ids = np.array(token_ids, np.int32)
+        self.send({REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(body))}, is_final=True)
 
 
 def response(outputs: Mapping[str, np.ndarray]) -> Any:
@@ -217,18 +218,14 @@ def response(outputs: Mapping[str, np.ndarray]) -> Any:
 
 
 def error_response(error: Exception) -> Any:
-    return pb.InferenceResponse(error=triton_error(error))
-
-
-def triton_error(error: Exception) -> Any:
     codes = {
         InvalidRequest: pb.TritonError.INVALID_ARG,
         Forbidden: pb.TritonError.INVALID_ARG,
         Overloaded: pb.TritonError.UNAVAILABLE,
         WorkerUnavailable: pb.TritonError.UNAVAILABLE,
     }
-    message = _decodable(error_message(error))
-    return pb.TritonError(message, codes.get(type(error), pb.TritonError.INTERNAL))
+    code = codes.get(type(error), pb.TritonError.INTERNAL)
+    return pb.InferenceResponse(error=pb.TritonError(_decodable(error_message(error)), code))
 
 
 def error_message(error: Exception) -> str:

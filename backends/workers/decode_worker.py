@@ -52,11 +52,12 @@ from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-LOADERS = 1  # one thread keeps the order of announced layers and their request
 REPLIERS = 8
 
 
 class DecodeWorker(JobWorker[DecodeJob]):
+    role = "decode"
+    loaders = 1  # one thread keeps the order of announced layers and their request
     batching: DecodeBatching
 
     def __init__(
@@ -69,9 +70,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
     ) -> None:
         self._arrivals = Arrivals(ttl_s=config.lease_s)
         self._tokenizer = Tokenizer.load(checkpoint_folder(config.checkpoint, repository))
-        super().__init__(
-            "decode", worker_id, config, repository, config.slots, driver, LOADERS, parts
-        )
+        super().__init__(worker_id, config, repository, config.slots, driver, parts)
         self.config = config
         self.driver: DecodeDriver[DecodeWorker, DecodeJob] = driver
         self.tokens_generated = 0

@@ -1,7 +1,4 @@
-"""State of one request inside a worker, from submit to reply.
-
-Not here: the order of requests (the worker and its driver).
-"""
+"""State of one request inside a worker, from submit to reply."""
 
 from __future__ import annotations
 

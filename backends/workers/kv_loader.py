@@ -3,8 +3,6 @@
 Missing blocks are returned, not raised. A prefill worker loads the cached prefix. A decode worker
 loads the handed-over KV: layers when they are announced, the remaining blocks when the request
 arrives.
-
-Not here: the other direction (kv_writer.py).
 """
 
 from __future__ import annotations
@@ -84,21 +82,17 @@ class KvLoader:
             return
         copies = [self._copy(ref) for ref in refs]
         pages = [arrival.pages[ref.index] for ref in refs]
-        whole = message.layer < 0
-        layers = self._pages.layers.indices if whole else range(message.layer, message.layer + 1)
-        sums = dict(zip((ref.index for ref in message.blocks), message.checksums, strict=False))
         with self._counting(arrival):
-            if whole:
+            if message.layer < 0:
+                layers = self._pages.layers.indices
                 arrived = self._read_whole(copies, pages)
             else:
+                layers, announced = range(message.layer, message.layer + 1), message.blocks
+                sums = dict(zip((ref.index for ref in announced), message.checksums, strict=False))
+                digests = [sums[ref.index] for ref in refs]
                 offsets = [self._pages.page_offset_bytes(page) for page in pages]
                 arrived = self._store.read(
-                    copies,
-                    self._pool,
-                    offsets,
-                    self._deadline_s,
-                    layers,
-                    [sums[ref.index] for ref in refs],
+                    copies, self._pool, offsets, self._deadline_s, layers, digests
                 )
         for ref, is_here in zip(refs, arrived, strict=True):
             if is_here:

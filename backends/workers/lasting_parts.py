@@ -3,8 +3,6 @@
 A worker with a new role gets a new incarnation (worker_process.py). Parts that are slow to create
 or belong to the engine's memory stay: the model, the page pool, the store client with the pool
 registered for transfers, and the measured rates from the store nodes.
-
-Not here: parts of one incarnation (worker_process.py).
 """
 
 from __future__ import annotations

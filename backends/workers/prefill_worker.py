@@ -50,13 +50,14 @@ from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
-LOADERS = 2
 # Layer-wise attempts that may use the cached prefix. A further attempt computes the whole prompt.
 TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
 
 class PrefillWorker(JobWorker[PrefillJob]):
+    role = "prefill"
+    loaders = 2
     batching: PrefillBatching
 
     def __init__(
@@ -67,16 +68,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         driver: Driver[PrefillWorker, PrefillJob],
         parts: LastingParts | None = None,
     ) -> None:
-        super().__init__(
-            "prefill",
-            worker_id,
-            config,
-            repository,
-            config.queue_requests_max,
-            driver,
-            LOADERS,
-            parts,
-        )
+        super().__init__(worker_id, config, repository, config.queue_requests_max, driver, parts)
         self.config = config
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
@@ -84,7 +76,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._broken: list[PrefillJob] = []  # layer-wise, and the prefix lost a block
         self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
-        store.expect_threads(LOADERS)
+        store.expect_threads(self.loaders)
         self._rings = self.process.rings
         self.estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         self.batching = PrefillBatching(
@@ -316,11 +308,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self._load_layers_soon()
             self.lock.notify_all()
 
-    def layer_computed(self, job: PrefillJob) -> None:
-        """Mark the job's next layer as stored, after the writer's tasks queued so far."""
-        self.writer.then(lambda: self._layer_stored(job))
-
-    def _layer_stored(self, job: PrefillJob) -> None:
+    def layer_stored(self, job: PrefillJob) -> None:
+        """The job's next layer is stored. Writer thread, after the tasks for this layer."""
         with self.lock:
             if not self.has_left(job):
                 self.batching.layer_stored(job.request_id)
@@ -402,11 +391,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
             del self.jobs[job.request_id]
             pages = self.batching.remove(job.request_id)
             self.driver.abort(job)
-            self.driver.behind(job, functools.partial(self._leave, job, pages))
-
-    def _leave(self, job: PrefillJob, pages: list[int]) -> None:
-        """Release the job's resources after the writer's last task for it."""
-        self.writer.then(lambda: self._left(job, pages))
+            left = functools.partial(self._left, job, pages)
+            # After the writer's last task for the job.
+            self.driver.behind(job, functools.partial(self.writer.then, left))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
         """Send the job's error to its client; release pages, slots and leases. Writer thread."""

@@ -65,27 +65,19 @@ class LayeredPrefix(LoadedPrefix):
         return {copy.node_id for copy in self.copies}
 
 
+@dataclass(frozen=True, slots=True)
 class PrefixLoading:
     """Its methods raise StoreError if the directory does not answer."""
 
-    def __init__(
-        self,
-        store: WorkerStore,
-        load_copies: Callable[[Sequence[Copy], Sequence[int]], int],
-        node_id: str,
-        lease_s: float,
-        deadline_s: float,
-    ) -> None:
-        """`load_copies`: as KvLoader.load_copies."""
-        self._store = store
-        self._load_copies = load_copies
-        self._node_id = node_id
-        self._lease_s = lease_s
-        self._deadline_s = deadline_s
+    store: WorkerStore
+    load_copies: Callable[[Sequence[Copy], Sequence[int]], int]  # as KvLoader.load_copies
+    node_id: str  # the local node
+    lease_s: float
+    deadline_s: float  # time limit of fetching one prefix
 
     def find(self, keys: Sequence[bytes], owner: str) -> FoundPrefix:
-        found = self._store.lookup(keys, owner, self._lease_s) if keys else []
-        here = ([copy for copy in copies if copy.node_id == self._node_id] for copies in found)
+        found = self.store.lookup(keys, owner, self.lease_s) if keys else []
+        here = ([copy for copy in copies if copy.node_id == self.node_id] for copies in found)
         return FoundPrefix(found, [local[0] for local in takewhile(bool, here)])
 
     def load(
@@ -103,7 +95,7 @@ class PrefixLoading:
         """
         before = len(found.local)
         found, from_node = self._fetch(keys, found, allowed, owner)
-        arrived = self._load_copies(found.local, pages)
+        arrived = self.load_copies(found.local, pages)
         return LoadedPrefix(found.local[:arrived], len(found.local) - before, from_node)
 
     def trace(
@@ -127,7 +119,7 @@ class PrefixLoading:
             if len(digests) == len(copies):  # else a node does not answer: fetch from another one
                 from_node = Counter[str]()
                 for copy in wanted:
-                    if copy.node_id != self._node_id:  # a local block may follow a remote one
+                    if copy.node_id != self.node_id:  # a local block may follow a remote one
                         from_node[copy.node_id] += copy.size_bytes
                 return LayeredPrefix(copies, len(wanted), from_node, digests)
         before, fetched_from = len(found.local), dict[str, int]()
@@ -139,7 +131,7 @@ class PrefixLoading:
 
     def _known_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...]]:
         """Layer digests of leading blocks, up to the first block whose digests are unavailable."""
-        found = self._store.layer_digests(copies) if copies else []
+        found = self.store.layer_digests(copies) if copies else []
         return [digests for digests in takewhile(lambda known: known is not None, found) if digests]
 
     def _fetch(
@@ -148,7 +140,7 @@ class PrefixLoading:
         """Fetch blocks to the local node. Returns the new prefix and the bytes by source node."""
         from_node = Counter[str]()
         limit = self._blocks_here(found) + allowed.blocks
-        until_s, asked = time.monotonic() + self._deadline_s, set[Copy]()
+        until_s, asked = time.monotonic() + self.deadline_s, set[Copy]()
         for turn in range(ROUNDS_MAX):
             start, left_s = len(found.local), until_s - time.monotonic()
             wanted = self._wanted(found, limit, allowed.nodes, asked)
@@ -158,7 +150,7 @@ class PrefixLoading:
             span = slice(start, start + len(wanted))
             if turn + 1 < ROUNDS_MAX and self._has_others(found.copies[span]):
                 left_s /= 2  # if this node hangs, there is time for another one
-            got = self._store.fetch(keys[span], wanted, owner, self._lease_s, left_s)
+            got = self.store.fetch(keys[span], wanted, owner, self.lease_s, left_s)
             from_node.update(got.bytes_from)
             if got.blocks:
                 found = self.find(keys, owner)
@@ -177,21 +169,21 @@ class PrefixLoading:
         offers, start = [], len(found.local)
         for number, copies in enumerate(found.copies[start:], start):
             left = [copy for copy in copies if copy not in asked]
-            here = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self._node_id]
+            here = [copy for copy in left if copy.node_id.removesuffix(SSD_SUFFIX) == self.node_id]
             if not here and number >= limit:
                 break
             offers.append(here or left)
-        chosen = self._store.choose(offers, nodes)
+        chosen = self.store.choose(offers, nodes)
         return list(takewhile(lambda copy: copy is not None, chosen))  # type: ignore[arg-type]
 
     def _blocks_here(self, found: FoundPrefix) -> int:
         """Number of leading blocks in the local node's memory or on its SSD."""
-        here = {self._node_id, self._node_id + SSD_SUFFIX}
+        here = {self.node_id, self.node_id + SSD_SUFFIX}
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
         """Whether more than one other node has a copy of one of these blocks."""
-        local = self._node_id
+        local = self.node_id
         return any(
             len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1
             for copies in found

@@ -427,36 +427,33 @@ class CallLimits:
 
     def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
         """Raises InvalidRequest with every reason."""
-        if found := list(_problems(request, ids, self)):
+        if found := list(self._problems(request, ids)):
             raise InvalidRequest("; ".join(found))
 
-
-def _problems(
-    request: PrefillRequest | DecodeRequest, ids: np.ndarray, limits: CallLimits
-) -> Iterator[str]:
-    least, context = (2 if isinstance(request, DecodeRequest) else 1), limits.context_tokens_max
-    if not 1 <= len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX:
-        yield f"request_id has {len(request.request_id)} characters"
-    if not least <= len(ids) <= context:
-        yield f"there are {len(ids)} input_ids; this worker accepts {least} to {context}"
-    elif int(ids.min()) < 0 or int(ids.max()) >= limits.vocabulary_tokens:
-        yield f"input_ids must be 0 to {limits.vocabulary_tokens - 1}"
-    if not 1 <= request.prompt_tokens <= len(ids):
-        yield f"prompt_tokens is {request.prompt_tokens} of {len(ids)} input_ids"
-    yield from request.sampling.problems(
-        SamplingLimits(request.prompt_tokens, context, limits.vocabulary_tokens)
-    )
-    inboxes = [request.reply_inbox]
-    if isinstance(request, PrefillRequest):
-        inboxes.append(request.decode_inbox)
-        if request.fetch_blocks < 0:
-            yield f"fetch_blocks is {request.fetch_blocks}"
-        if request.near_blocks < 0:
-            yield f"near_blocks is {request.near_blocks}"
-        if not 0 <= request.reserve_tokens <= context:
-            yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
-    elif request.stream_interval < 0:
-        yield f"stream_interval is {request.stream_interval}"
-    for inbox in inboxes:
-        if inbox and not inbox.startswith(limits.inboxes):
-            yield f"{inbox!r} is not an inbox of this deployment"
+    def _problems(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> Iterator[str]:
+        least, context = (2 if isinstance(request, DecodeRequest) else 1), self.context_tokens_max
+        if not 1 <= len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX:
+            yield f"request_id has {len(request.request_id)} characters"
+        if not least <= len(ids) <= context:
+            yield f"there are {len(ids)} input_ids; this worker accepts {least} to {context}"
+        elif int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary_tokens:
+            yield f"input_ids must be 0 to {self.vocabulary_tokens - 1}"
+        if not 1 <= request.prompt_tokens <= len(ids):
+            yield f"prompt_tokens is {request.prompt_tokens} of {len(ids)} input_ids"
+        yield from request.sampling.problems(
+            SamplingLimits(request.prompt_tokens, context, self.vocabulary_tokens)
+        )
+        inboxes = [request.reply_inbox]
+        if isinstance(request, PrefillRequest):
+            inboxes.append(request.decode_inbox)
+            if request.fetch_blocks < 0:
+                yield f"fetch_blocks is {request.fetch_blocks}"
+            if request.near_blocks < 0:
+                yield f"near_blocks is {request.near_blocks}"
+            if not 0 <= request.reserve_tokens <= context:
+                yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
+        elif request.stream_interval < 0:
+            yield f"stream_interval is {request.stream_interval}"
+        for inbox in inboxes:
+            if inbox and not inbox.startswith(self.inboxes):
+                yield f"{inbox!r} is not an inbox of this deployment"

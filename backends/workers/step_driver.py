@@ -133,7 +133,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             if blocks := self._blocks_finished(chunk, job):
                 worker.writer.layer_done(job.put, blocks, chunk.layer)
             if chunk.is_last:
-                worker.layer_computed(job)
+                worker.writer.then(functools.partial(worker.layer_stored, job))
             layers.computed_parts += chunk.tokens
         step_s = time.monotonic() - started_s
         worker.process.steps.took(step_s)

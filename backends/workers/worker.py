@@ -44,17 +44,17 @@ J = TypeVar("J", bound=Job[Any, Any])
 class JobWorker(ABC, Generic[J]):
     """A worker of either role. The role implements `_admit` and `_drop_leaving`."""
 
+    role: str  # "prefill" | "decode"
+    loaders: int  # number of threads that load KV
     batching: Admission
 
     def __init__(
         self,
-        role: str,
         worker_id: str,
         config: PrefillConfig | DecodeConfig,
         repository: str,
         slots_max: int,
         driver: Driver[Any, J],
-        loaders: int,
         parts: LastingParts | None = None,
     ) -> None:
         self.driver = driver
@@ -69,7 +69,7 @@ class JobWorker(ABC, Generic[J]):
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
         self.process = WorkerProcess(
-            role,
+            self.role,
             worker_id,
             config,
             repository,
@@ -94,7 +94,7 @@ class JobWorker(ABC, Generic[J]):
             config.transfer_s_max,
             engine.export_pages,
         )
-        self._loading = ThreadPoolExecutor(loaders, thread_name_prefix="kv-loader")
+        self._loading = ThreadPoolExecutor(self.loaders, thread_name_prefix="kv-loader")
         self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -222,7 +222,7 @@ class JobWorker(ABC, Generic[J]):
 
     def _queue_full(self, waiting: str) -> Overloaded:
         return Overloaded(
-            f"{self.process.info.role}_queue_full",
+            f"{self.role}_queue_full",
             f"{self.batching.waiting} {waiting} wait at {self.process.worker_id}, "
             f"queue_requests_max is {self._queue_requests_max}",
             1.0,

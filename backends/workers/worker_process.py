@@ -90,7 +90,7 @@ class WorkerProcess:
         has_layers = isinstance(config, PrefillConfig) and config.layerwise
         # Layer ring buffers; None: chunked prefill for every prompt.
         self.rings = driver.rings if has_layers and self.store.keeps_digests else None
-        self.info = self._info(role, slots_max, profile, driver.is_native)
+        self.info = self._info(role, slots_max, profile)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inbox_prefixes()
         )
@@ -110,7 +110,7 @@ class WorkerProcess:
         self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
     def _info(
-        self, role: str, slots_max: int, profile: machine_profile.MachineProfile, is_native: bool
+        self, role: str, slots_max: int, profile: machine_profile.MachineProfile
     ) -> WorkerInfo:
         """The worker's registration; measures bandwidth and latency to the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
@@ -133,7 +133,7 @@ class WorkerProcess:
             transfer_bytes_per_s=rates,
             transfer_latency_s=latencies_s,
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
-            is_native=is_native,
+            is_native=self.driver.is_native,
             pipeline_group=config.pipeline_group,
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,

@@ -9,8 +9,6 @@ last stage samples. So the leases, pages and reply of a request are in one proce
 
 If the group breaks (group.py), its requests fail with errors that make them resume on other
 workers. Pages that another stage may still use are parked until all stages are in the next epoch.
-
-Not here: the other stages (later_stage.py), steps in flight (step_window.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ ends its work of earlier epochs, and then sends beats with the new epoch. The gr
 (`is_whole`) when all stages have sent one. An epoch ends when a stage sends no beats, has a new
 incarnation, or has missed a step. Then all its work is void. Time is an argument, and the worker's
 lock guards the state.
-
-Not here: messages (first_stage.py), the work of a stage (later_stage.py).
 """
 
 from __future__ import annotations

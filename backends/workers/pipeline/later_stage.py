@@ -7,8 +7,6 @@ misses a step, the group starts a new epoch (group.py).
 
 Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
 the writer writes KV.
-
-Not here: the plan of a step (first_stage.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Common driver of all pipeline stages: an engine with a share of the layers, and its speed.
-
-Not here: the steps of a stage (first_stage.py, later_stage.py).
-"""
+"""Common driver of all pipeline stages: an engine with a share of the layers, and its speed."""
 
 from __future__ import annotations
 

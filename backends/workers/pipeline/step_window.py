@@ -4,8 +4,6 @@ A step is over when the last stage has computed it and every later stage has wri
 most `stages + 1` steps are in computation. So no stage waits for a plan, and an urgent prompt waits
 for few steps. Actions after a request's last step (release of its pages and leases) are queued
 here. The worker's lock guards the state.
-
-Not here: the stages of the group (group.py).
 """
 
 from __future__ import annotations

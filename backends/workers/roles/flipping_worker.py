@@ -61,23 +61,18 @@ class FlippingWorker:
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._changing: threading.Thread | None = None
-        self._worker: ActiveWorker | None = self._made(role)
-
-    @property
-    def active(self) -> ActiveWorker | None:
-        """None between two roles."""
-        return self._worker
+        self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
         """Submit to the worker. Raises ServingError, also if it has the other role."""
-        worker: Any = self._worker
+        worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
             raise WrongRole(f"its role is {role}, the call is a {type(request).__name__}")
         worker.submit(request, ids, client)
 
     def stop(self, request_id: str) -> None:
-        if (worker := self._worker) is not None:
+        if (worker := self.active) is not None:
             worker.stop(request_id)
 
     def close(self, timeout_s: float) -> None:
@@ -85,15 +80,15 @@ class FlippingWorker:
         self._is_closing.set()
         if self._changing is not None:
             self._changing.join(timeout_s)
-        if self._worker is not None:
-            self._worker.close(timeout_s)
+        if self.active is not None:
+            self.active.close(timeout_s)
         self._parts.close()
         self._close_engine()
 
     def take_role(self, message: TakeRole) -> None:
         """Start the change in its own thread. Called in the inbox's thread."""
         with self._lock:
-            worker = self._worker
+            worker = self.active
             if worker is None or self._is_closing.is_set() or worker.is_changing:
                 return
             info = worker.process.info
@@ -123,12 +118,12 @@ class FlippingWorker:
             worker.is_changing = False
             return
         try:
-            self._worker = None
+            self.active = None
             worker.close(CLOSE_S)
             assert not worker.driver.engine.pages.used_pages, "pages are not released"
             changed = self._made(role)
             changed.is_draining = worker.is_draining  # an operator's drain outlives the change
-            self._worker = changed
+            self.active = changed
             log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
             self.on_change(changed)
         except Exception:  # Catch all: without a role, exit and restart
