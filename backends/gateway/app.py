@@ -1,13 +1,10 @@
 """The routes of OpenAI's interface, and the routes for operators and load balancers.
 
-    POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
-    GET  /v1/models, /v1/models/NAME                the served model
-    POST /tokenize                                  number and ids of a prompt's tokens
-    GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
-    GET  /, /status                                 the status page, and its contents as JSON
-
-Not here: checks before every route (doors.py), sending an answer (generation.py), the process
-(server.py).
+POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
+GET  /v1/models, /v1/models/NAME                the served model
+POST /tokenize                                  number and ids of a prompt's tokens
+GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
+GET  /, /status                                 the status page, and its contents as JSON
 """
 
 from __future__ import annotations
@@ -47,6 +44,7 @@ from backends.metrics.status.readings import fetch_page
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import GATEWAY, ApiKeys, ApiTenant, tenant_parameters
 from backends.tenants.tenant_labels import without_other_tenants
+from backends.tensors import CHARGE, CLUSTER
 from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
 
@@ -201,7 +199,7 @@ class Gateway:
         served = await self._served(wanted.model)
         tenant = request.scope["tenant"]
         if tenant is not None and tenant.has_rates:
-            await self.calls.charge(tenant_parameters(tenant.name))
+            await self.calls.describe(CHARGE, tenant_parameters(tenant.name))
         token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
         return _json({"count": len(token_ids), "tokens": token_ids})
 
@@ -248,7 +246,7 @@ class Gateway:
 
     async def _describe(self) -> bytes:
         parameters = tenant_parameters(GATEWAY) if self._has_keys else {}
-        return await self.calls.describe_cluster(parameters)
+        return await self.calls.describe(CLUSTER, parameters)
 
     async def metrics(self, request: Request) -> Response:
         """The launcher's page with all gateways and Tritons; without a launcher, this process'

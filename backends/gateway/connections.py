@@ -11,8 +11,6 @@ do not extend the limit.
 Connections count from `accept` on, before TLS. When the limit of one address or of all addresses is
 reached, the connection that has been idle longest is closed. If none is idle, the new connection is
 rejected. Silent clients and a single address therefore cannot block other clients.
-
-Not here: the size of a body (doors.py), an answer's deadline (generation.py).
 """
 
 from __future__ import annotations

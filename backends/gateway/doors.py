@@ -3,8 +3,6 @@
 This middleware reads or makes the request id (`X-Request-Id`), checks the API key if keys are
 configured, limits the body, rejects new requests while the process drains, and counts requests. It
 is plain ASGI, because each token of an answer passes through it; this costs one call.
-
-Not here: routes (app.py), draining itself (server.py).
 """
 
 from __future__ import annotations

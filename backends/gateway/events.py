@@ -5,9 +5,6 @@ and an event is joined from bytes. The last event with text has the finish reaso
 token counts, if the client wants them, and `[DONE]`.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
-
-Not here: reading the conductor's responses (frontend_calls.py), sending (generation.py), the status
-of a refusal (backends/statuses.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ tensor's range, and unsupported options. An unsupported option is accepted if it
 nothing. The error for an unknown field names the most similar known field, if there is one. The
 conductor checks the range of values (frontend/sampling.py), and the gateway returns the conductor's
 errors under the OpenAI field name. Pure.
-
-Not here: the prompt (prompts.py), the message to the conductor (infer_request.py).
 """
 
 from __future__ import annotations

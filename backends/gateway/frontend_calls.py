@@ -3,8 +3,6 @@
 The calls use the generated stub over asyncio without a further layer. A message is parsed once, and
 its tensors are read without a copy. Requests are spread over CHANNELS connections, because one
 thread of Triton serves an HTTP/2 connection.
-
-Not here: the contents of a request (infer_request.py).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from backends.gateway.events import AnswerPiece
 from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
 from backends.gateway.logprobs import PieceLogprobs
 from backends.statuses import HttpRefusal, of_message, unavailable
-from backends.tensors import CHARGE, CLUSTER
 
 CHANNELS = 4
 MESSAGE_BYTES_MAX = 2**31 - 1
@@ -72,24 +69,19 @@ class FrontendCalls:
         """Start a call. `names`: tensor -> field name, where it differs from NAME_OF_TENSOR."""
         return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
 
-    async def describe_cluster(self, parameters: Mapping[str, str]) -> bytes:
-        """The frontend's view of the cluster as JSON. Raises HttpRefusal if the call fails."""
-        return await self._describe({**parameters, "describe": CLUSTER})
-
-    async def charge(self, parameters: Mapping[str, str]) -> None:
-        """Charge one request to a tenant. Raises HttpRefusal if the tenant's limits are used up."""
-        await self._describe({**parameters, "describe": CHARGE})
-
     async def describe_model(self) -> dict[str, Any]:
         """The conductor's facts of its model; {} if the call fails."""
         try:
-            facts = msgspec.json.decode(await self._describe({"describe": True}))
+            facts = msgspec.json.decode(await self.describe(True, {}))
         except (HttpRefusal, msgspec.DecodeError):
             return {}
         return facts if isinstance(facts, dict) else {}
 
-    async def _describe(self, parameters: Mapping[str, str | bool]) -> bytes:
-        message = describe_request(parameters)
+    async def describe(self, what: str | bool, parameters: Mapping[str, str]) -> bytes:
+        """The answer to a call that generates nothing, as JSON. `what`: True for the model, CLUSTER
+        for the cluster, or CHARGE to charge one request to a tenant. Raises HttpRefusal if the call
+        fails, or if the tenant's limits are used up."""
+        message = describe_request({**parameters, "describe": what})
         call = FrontendCall(self._probe.ModelStreamInfer(iter((message,)), timeout=PROBE_S_MAX), {})
         return b"".join([piece.text async for piece in call])
 

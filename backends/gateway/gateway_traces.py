@@ -2,8 +2,6 @@
 
 A request that is not sampled has no span, and its `traceparent` is forwarded unchanged. Without
 tracing, this middleware is not installed.
-
-Not here: the frontend's spans (backends/tracing).
 """
 
 from __future__ import annotations

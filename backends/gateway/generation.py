@@ -4,8 +4,6 @@ The answer is a Starlette response that sends by itself, so a token costs one re
 one write. Nothing is sent before the first piece, so an early error has its own status. After the
 first piece, an error is one more event and ends the answer. When the client's connection closes,
 the call to the conductor is cancelled at once.
-
-Not here: the bytes of events (events.py), reading the request (infer_request.py).
 """
 
 from __future__ import annotations

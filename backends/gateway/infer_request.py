@@ -2,8 +2,6 @@
 
 This module sets OpenAI's defaults of missing fields: temperature 1 and a random seed. The length of
 an answer then defaults to the conductor's `output_tokens_default`.
-
-Not here: reading fields (fields.py, prompts.py), sending (frontend_calls.py).
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 A chat has an object for each token; a completion has parallel lists. The text of a token is the
 text that it adds after the previous tokens. Bytes that are no complete character are U+FFFD in the
 text and unchanged in `bytes`.
-
-Not here: the meaning of the numbers (backends/token_logprobs.py), reading tensors
-(frontend_calls.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 This module checks everything that needs a field's path (`messages[1].content[0].image_url`),
 because the conductor's messages name only its tensors.
-
-Not here: the chat template (backends/text), limits of length (frontend/request.py).
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 At SIGTERM or SIGINT, `/ready` returns 503 at once, new requests are rejected, and open streams
 continue for at most `drain_s_max`. Then the process exits. Several processes may listen on one
 port; the kernel distributes the connections.
-
-Not here: routes (app.py), one connection (connections.py), starting the processes
-(backends/launcher).
 """
 
 from __future__ import annotations
