@@ -117,7 +117,8 @@ class Checkpoint:
         ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
-        """The raw bytes of a tensor as uint8; its dtype and shape are in `entries`."""
+        """The raw bytes of a tensor as uint8; its dtype and shape are in `entries`. Raises
+        CheckpointError if the file became shorter."""
         entry = self.entries[name]
         raw = np.fromfile(
             entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes

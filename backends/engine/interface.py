@@ -95,8 +95,8 @@ class LayerPassing(Protocol):
         """Compute these tokens in this layer. Then their KV is in the ring buffers and `kv_pool`.
 
         The KV of the tokens before them in this layer is computed or loaded. Layers are computed in
-        order, with the same chunks in each. After the last layer it returns the logits of the last
-        of these tokens.
+        order, with the same chunks in each. Returns the logits of the last of these tokens in the
+        last layer, else None.
         """
         ...
 

@@ -259,7 +259,7 @@ def _wait_for_earlier_edits(
 
 
 def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
-    """The running system, if it serves this repository."""
+    """The running system; None if there is none, or if it serves another repository."""
     running = ask()
     if running is None or running.serves(repository):
         return running

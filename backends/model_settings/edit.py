@@ -23,7 +23,7 @@ FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chun
 PATTERN = "*?["  # characters of a pattern
 # Settings of a worker that add further parameters, which the same edit may set.
 ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
-ADDING = frozenset(name for more in ADDING_MOST for name in more)
+ADDING = tuple(f".{name}" for more in ADDING_MOST for name in more)
 
 
 class EditRefused(Exception):
@@ -66,7 +66,8 @@ def plan_edit(
     wanted: dict[str, dict[str, str]] = {}
     # Assignments that add parameters are applied first, because a pattern matches only models that
     # have the parameter.
-    for assignment in sorted(assignments, key=lambda each: not _adds_parameters(each)):
+    ordered = sorted(assignments, key=lambda each: not each.split("=")[0].strip().endswith(ADDING))
+    for assignment in ordered:
         try:
             for model, parameter, value in _assigned(assignment, texts, wanted, running):
                 before = wanted.setdefault(model, {}).setdefault(parameter, value)
@@ -113,10 +114,6 @@ def not_live(changes: Iterable[ValueChange], running: RunningSettings) -> Iterat
                 f"{change.parameter}, so all workers must change together. Stop `mooncake serve`, "
                 f"set it in all models ('*.{change.parameter}=...'), start it again"
             )
-
-
-def _adds_parameters(assignment: str) -> bool:
-    return assignment.partition("=")[0].strip().endswith(tuple(f".{name}" for name in ADDING))
 
 
 def _assigned(

@@ -21,7 +21,6 @@ from tritonclient.grpc import model_config_pb2
 from backends.cluster.model_rendering import BYTES, CONFIG, ROLES, parameters_of, with_parameters
 from backends.errors import ConfigError
 
-TYPE = "TYPE_"  # before the name of each type of tensor
 TAKE_ANOTHER = "take one of the same kind as a model"
 COMMENT = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
@@ -143,4 +142,4 @@ def _encoding_problem(text: str) -> str:
 
 def _types(tensors: Any) -> dict[str, str]:
     names = model_config_pb2.DataType
-    return {tensor.name: names.Name(tensor.data_type).removeprefix(TYPE) for tensor in tensors}
+    return {tensor.name: names.Name(tensor.data_type).removeprefix("TYPE_") for tensor in tensors}

@@ -49,7 +49,8 @@ class _Generation(Extension):
 
 
 def templates(written: Any) -> dict[str, str]:
-    """Name -> template; tokenizer_config.json has one string, or a list of {name, template}."""
+    """Name -> template; {} without a template. tokenizer_config.json has one string, or a list of
+    {name, template}. Raises ConfigError for any other form."""
     if not written:
         return {}
     if isinstance(written, str):

@@ -91,7 +91,8 @@ class SchemaGuide:
         return allowed
 
     def advance(self, token_id: int) -> None:
-        """Feed the answer's next token into the matcher."""
+        """Feed the answer's next token into the matcher. Raises InvalidRequest if the grammar does
+        not allow the token."""
         if token_id in self._end_ids:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):

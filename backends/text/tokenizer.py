@@ -91,10 +91,11 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """`add_special`: add BOS if the checkpoint does; false for rendered chats."""
+        """`add_special`: add BOS if the checkpoint does; false for rendered chats. Raises
+        InvalidRequest for text that the tokenizer cannot read, like lone surrogates."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
-        except Exception as error:  # the library raises no narrower class, as for lone surrogates
+        except Exception as error:  # the library raises no narrower class
             raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
@@ -105,7 +106,8 @@ class Tokenizer:
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a chat, up to the beginning of the assistant's answer.
 
-        Encode it with add_special=False, because the template itself writes BOS.
+        Encode it with add_special=False, because the template itself writes BOS. Raises
+        InvalidRequest without a template, or if the template rejects the messages.
         """
         if not self._templates:
             raise InvalidRequest(

@@ -51,7 +51,8 @@ class QueryGroup:
     _mask: torch.Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """[sequences, 1, 1, context_tokens], 0 or -inf; created by the first layer."""
+        """[sequences, 1, 1, context_tokens], 0 or -inf; created by the first layer. None: all
+        contexts have the same length."""
         if self._mask is None and self.ends is not None:
             positions = torch.arange(self.context_tokens, device=self.ends.device)
             is_beyond = (positions >= self.ends[:, None])[:, None, None, :]
@@ -127,8 +128,8 @@ def plan_step(
         ),
     )
     sequences = [batch[index] for index in order]
-    decode_sequences = sum(len(sequence.token_ids) == 1 for sequence in sequences)
     counts = [len(sequence.token_ids) for sequence in sequences]
+    decode_sequences = counts.count(1)
     tables = [
         np.asarray(sequence.pages[: blocks_touched(sequence.end, block_tokens)], dtype=np.int64)
         for sequence in sequences
@@ -189,6 +190,7 @@ def rounded_rows(rows: int) -> int:
 
 
 def check_range(name: str, values: Integers, limit: int) -> None:
+    """Assert that all values are in [0, limit)."""
     # One pass, because a negative number is a huge unsigned one.
     if int(values.view(np.uint64).max()) >= limit:
         wrong = [int(value) for value in values if not 0 <= value < limit]

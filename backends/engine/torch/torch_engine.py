@@ -174,7 +174,7 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None,
     ) -> tuple[torch.Tensor, list[int] | None]:
-        """The transformer's result, and the order of its sequences if it differs from `batch`."""
+        """The transformer's result, and the order of its sequences; None: that of `batch`."""
         assert batch, "a step without sequences"
         self._check(batch)
         plan = self._transformer.plan(batch)
@@ -182,18 +182,17 @@ class TorchEngine:
         if on_layer is not None:
             leaving = _LeavingLayers(self._memory, plan.pages, on_layer, self.layers.first)
             announce = leaving.computed
-        states = None if hidden is None else self._states(hidden, len(plan.token_ids))
+        states, rows = None, len(plan.token_ids)
+        if hidden is not None:
+            assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
+            # A copy, because layers may compute in place.
+            flat = torch.from_numpy(hidden.copy()).view(self._dtype)
+            states = flat.view(rows, self.config.hidden).to(self._memory.pool.device)
         made = self._transformer.forward(plan, announce, states)
         self._memory.step_is_begun()
         if leaving is not None:
             leaving.announce(0)
         return made, plan.order
-
-    def _states(self, hidden: ByteArray, rows: int) -> torch.Tensor:
-        # A copy, because layers may compute in place.
-        assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
-        flat = torch.from_numpy(hidden.copy()).view(self._dtype)
-        return flat.view(rows, self.config.hidden).to(self._memory.pool.device)
 
     def begin_pass(
         self, token_ids: Sequence[int], start: int, rings: Sequence[int]

@@ -90,12 +90,6 @@ def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str
     return shapes
 
 
-def not_computed(config: ModelConfig) -> tuple[str, ...]:
-    """Name prefixes of optional tensors that are not computed: those of predicting layers (MTP)."""
-    last = config.layers + config.predicting_layers
-    return tuple(f"model.layers.{layer}." for layer in range(config.layers, last))
-
-
 def _grouped_matrices(config: ModelConfig) -> list[Matrix]:
     hidden = config.hidden
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -156,7 +150,8 @@ def load_weights(
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
     shapes = expected_shapes(config, has_head)
-    optional = KV_SCALE_SUFFIXES, not_computed(config)
+    predicting = range(config.layers, config.layers + config.predicting_layers)  # not computed
+    optional = KV_SCALE_SUFFIXES, tuple(f"model.layers.{layer}." for layer in predicting)
     found = checkpoint.problems(shapes, *optional)
     if found:
         raise CheckpointError(checkpoint.folder, found)

@@ -83,7 +83,8 @@ def known(memory: KvMemory, heads: int) -> Known:
 
 @torch.inference_mode()
 def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
-    """Test prefill, query tokens and a recorded step on a few pages. Returns any problem."""
+    """Test prefill, query tokens and a recorded step on a few pages. Returns the problem; None:
+    the kernels are right."""
     layout, device = memory.layout, memory.pool.device
     block_tokens = layout.block_tokens
     made = torch.Generator(device).manual_seed(1)

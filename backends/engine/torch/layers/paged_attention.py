@@ -65,7 +65,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         """queries [tokens of the span, heads, any] -> out [tokens, heads * value_dim]."""
 
     def angles(self, plan: StepPlan) -> torch.Tensor | None:
-        """[rows of the plan, 2, rotated scalars] for all layers."""
+        """[rows of the plan, 2, rotated scalars] for all layers; None: `project` needs none."""
         return self.rope.index_select(0, plan.positions)
 
     def all_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
