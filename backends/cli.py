@@ -1,7 +1,7 @@
 """The `mooncake` command, which finds the commands that packages register.
 
 A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
-or a typer app. So no package imports the one above it, and other packages can add commands. Not
+or a typer app. So this package does not import loadtest, and other packages can add commands. Not
 here: the commands themselves.
 """
 
@@ -54,7 +54,7 @@ HELP = "Serve large language models as Triton models, with a shared KVCache in b
 
 
 class Commands(TyperGroup):
-    """Imports a command when it is run, so that `mooncake serve` does not import matplotlib."""
+    """Imports only the command that is run. `mooncake --help` imports all commands."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         found = registered()
@@ -70,11 +70,9 @@ class Commands(TyperGroup):
         try:
             return command_of(entry)
         except (ImportError, AttributeError) as problem:
-            if isinstance(problem, ImportError) and (reason := explained(problem)):
-                return without_its_extra(cmd_name, reason)
-            ctx.fail(
-                f"{entry.value} cannot be loaded ({problem}): run `make setup` after an update"
-            )
+            reason = explained(problem) if isinstance(problem, ImportError) else ""
+            moved = f"cannot be loaded ({entry.value}: {problem}): run `make setup` after an update"
+            return unusable(cmd_name, reason or moved)
 
 
 def registered() -> dict[str, EntryPoint]:
@@ -103,8 +101,8 @@ def reflow(command: TyperCommand | TyperGroup) -> None:
         reflow(each)
 
 
-def without_its_extra(name: str, reason: str) -> TyperCommand:
-    """A listed command that only exits with the name of the missing extra."""
+def unusable(name: str, reason: str) -> TyperCommand:
+    """A command that is listed with `reason`, and exits with it for any arguments, even --help."""
 
     def fail() -> None:
         raise SystemExit(f"`mooncake {name}` {reason}")
@@ -137,7 +135,7 @@ def print_version(is_wanted: bool) -> None:
 
 @app.callback()
 def mooncake(
-    is_version: Annotated[
+    wants_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=print_version, is_eager=True, help="Print the version and exit."
@@ -148,7 +146,7 @@ def mooncake(
 
 
 def restart_in_utf_8() -> None:
-    """In a locale with another encoding, replace this process by one in Python's UTF-8 mode.
+    """Replace this process by one in Python's UTF-8 mode if the locale's encoding is not UTF-8.
 
     Paths in config.pbtxt and in Triton's parameters are UTF-8 in every locale.
     """
@@ -158,12 +156,12 @@ def restart_in_utf_8() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `mooncake ARGUMENTS` (default: those of the process), and exit."""
+    """Run `mooncake ARGUMENTS` (None: the process' arguments), and exit."""
     if arguments is None:
         restart_in_utf_8()
     try:
         app(None if arguments is None else list(arguments), prog_name="mooncake")
-    except ImportError as problem:  # a command imports some modules late
+    except ImportError as problem:  # a command imports some modules while it runs
         if reason := explained(problem):
             raise SystemExit(f"this command {reason}") from None
         raise

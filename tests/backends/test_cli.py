@@ -47,9 +47,12 @@ def test_an_installation_from_before_a_command_says_how_to_get_it(
 def test_a_command_that_has_moved_since_the_installation_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register(monkeypatch, replay="loadtest.no_such_module:replay")
-    status, output = run("replay", "--help")
-    assert status == 2 and "loadtest.no_such_module" in output and "make setup" in output
+    register(monkeypatch, replay="loadtest.no_such_module:replay", another="backends.cli:nothing")
+    for name, module in (("replay", "loadtest.no_such_module"), ("another", "backends.cli")):
+        status, output = run(name, "--help")
+        assert status == 1 and module in output and "make setup" in output
+    status, output = run("--help")
+    assert status == 0 and "Cannot be loaded" in output, "one bad command must not hide the others"
 
 
 def test_a_command_that_nobody_registered_is_refused() -> None:
