@@ -12,7 +12,10 @@ Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from dataclasses import MISSING, fields
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
 
 import msgspec
 
@@ -231,69 +234,36 @@ AnyRequest = DirectoryVerb[Any]
 VERBS = DirectoryVerb.__subclasses__()
 
 
-class AddedMessage(msgspec.Struct, tag="added", array_like=True, frozen=True):
-    key: Key
-    node_id: str
-    copy: Copy | None = None
-
-
-class RemovedMessage(msgspec.Struct, tag="removed", array_like=True, frozen=True):
-    key: Key
-    node_id: str
-
-
-class NodeUpMessage(msgspec.Struct, tag="node_up", array_like=True, frozen=True):
-    info: NodeInfo
-
-
-class NodeDownMessage(msgspec.Struct, tag="node_down", array_like=True, frozen=True):
-    node_id: str
-    incarnation: str
-
-
-class WorkerUpMessage(msgspec.Struct, tag="worker_up", array_like=True, frozen=True):
-    info: WorkerInfo
-
-
-class WorkerDownMessage(msgspec.Struct, tag="worker_down", array_like=True, frozen=True):
-    worker_id: str
-    incarnation: str
-
-
-class ReportedMessage(msgspec.Struct, tag="reported", array_like=True, frozen=True):
-    report: WorkerReport
-
-
-class NotedMessage(msgspec.Struct, tag="noted", array_like=True, frozen=True):
-    frontend: str
-    number: int
-    notes: bytes
-
-
-EventMessage = (
-    AddedMessage
-    | RemovedMessage
-    | NodeUpMessage
-    | NodeDownMessage
-    | WorkerUpMessage
-    | WorkerDownMessage
-    | ReportedMessage
-    | NotedMessage
-)
-
-# msgspec cannot decode a union of dataclasses, and pure modules must not import msgspec. So each
-# event has a struct with the same fields.
-_MESSAGE_OF: dict[type[Event], type[EventMessage]] = {
-    BlockAdded: AddedMessage,
-    BlockRemoved: RemovedMessage,
-    NodeUp: NodeUpMessage,
-    NodeDown: NodeDownMessage,
-    WorkerUp: WorkerUpMessage,
-    WorkerDown: WorkerDownMessage,
-    WorkerReported: ReportedMessage,
-    FrontendNoted: NotedMessage,
+EVENTS: dict[str, type[Event]] = {
+    "added": BlockAdded,
+    "removed": BlockRemoved,
+    "node_up": NodeUp,
+    "node_down": NodeDown,
+    "worker_up": WorkerUp,
+    "worker_down": WorkerDown,
+    "reported": WorkerReported,
+    "noted": FrontendNoted,
 }
+
+
+def _message_type(tag: str, event: type[Event]) -> type[msgspec.Struct]:
+    """A struct with the fields of this event, encoded as [tag, field, ...]. msgspec cannot decode a
+    union of dataclasses, and pure modules must not import msgspec."""
+    types = get_type_hints(event) | ({"key": Key} if "key" in event.__match_args__ else {})
+    defined = [
+        (each.name, types[each.name], *(() if each.default is MISSING else (each.default,)))
+        for each in fields(event)
+    ]
+    name = f"{event.__name__}Message"
+    return msgspec.defstruct(name, defined, tag=tag, array_like=True, frozen=True)
+
+
+_MESSAGE_OF = {event: _message_type(tag, event) for tag, event in EVENTS.items()}
 _EVENT_OF = {message: event for event, message in _MESSAGE_OF.items()}
+if TYPE_CHECKING:
+    EventMessage = msgspec.Struct
+else:
+    EventMessage = reduce(or_, _EVENT_OF)
 
 
 class Events(msgspec.Struct, frozen=True):
