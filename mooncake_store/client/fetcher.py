@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import LeaseTerms, Restorer
@@ -74,26 +75,19 @@ class OwnSegment(SlotMemory):
         )
 
 
+@dataclass(eq=False)
 class Fetcher:
-    """Thread-safe. `allocate(keys, owner, lease_s, size_bytes)` returns slots of the local node.
-    `layers`: the number of layers of every block that is pulled here. 0 means unknown: the reader
-    then reads the number from slot headers where it needs it."""
+    """Thread-safe."""
 
-    def __init__(
-        self,
-        directory: DirectoryClient,
-        reader: BlockReader,
-        restorer: Restorer,
-        allocate: Callable[[Sequence[bytes], str, float, int], Allocation],
-        pending_in: Callable[[ByteArray], list[ByteSpan]],
-        layers: int = 0,
-    ) -> None:
-        self._layers = layers
-        self._directory = directory
-        self._reader = reader
-        self._restorer = restorer
-        self._allocate = allocate
-        self._pending_in = pending_in
+    _directory: DirectoryClient
+    _reader: BlockReader
+    _restorer: Restorer
+    # (keys, owner, lease_s, size_bytes) -> slots of the local node
+    _allocate: Callable[[Sequence[bytes], str, float, int], Allocation]
+    _pending_in: Callable[[ByteArray], list[ByteSpan]]  # spans that late transfers may write
+    # Layers of every block that is pulled here. 0: unknown; the reader then reads the number from
+    # slot headers where it needs it.
+    _layers: int = 0
 
     def fetch(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mooncake_store.client.block_reader import BlockReader, Want
 from mooncake_store.client.restorer import LEASE_MARGIN_S, LeaseTerms, Restorer
@@ -22,22 +23,15 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.transports.transport import ByteSpan
 
 
+@dataclass(eq=False)
 class Getter:
     """Thread-safe."""
 
-    def __init__(
-        self,
-        directory: DirectoryClient,
-        nodes: KnownNodes,
-        reader: BlockReader,
-        restorer: Restorer,
-        is_verified: bool,
-    ) -> None:
-        self._directory = directory
-        self._nodes = nodes
-        self._reader = reader
-        self._restorer = restorer
-        self._is_verified = is_verified
+    _directory: DirectoryClient
+    _nodes: KnownNodes
+    _reader: BlockReader
+    _restorer: Restorer
+    _is_verified: bool
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
         """The copies of each block, without a lease. Every read is verified, so a block that
@@ -148,19 +142,17 @@ class Getter:
             request.arrived[index] = is_here
 
 
+@dataclass(eq=False)
 class _Request:
     """One call: its targets, its deadline, and the blocks that have arrived."""
 
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        targets: Sequence[ByteArray | None],
-        offset_bytes: int,
-        until_s: float,
-    ) -> None:
-        self.keys, self.targets, self.offset_bytes = keys, targets, offset_bytes
-        self.arrived = [False] * len(keys)
-        self.until_s = until_s
+    keys: Sequence[bytes]
+    targets: Sequence[ByteArray | None]
+    offset_bytes: int
+    until_s: float  # by time.monotonic()
+
+    def __post_init__(self) -> None:
+        self.arrived = [False] * len(self.keys)
 
     def fitting(self, index: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
         """The copies that are large enough for the target."""

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import get_args
 
 import zmq
@@ -138,26 +139,19 @@ class NodeControl:
                 os.unlink(self._path)
 
 
+@dataclass(eq=False)
 class NodeVerbs:
     """Answers requests; called from several threads."""
 
-    def __init__(
-        self,
-        info: NodeInfo,
-        memory: SlotMemory,
-        directory: DirectoryClient,
-        tier: Callable[[], SsdTier | None],
-        puller: Puller,
-        stats: Callable[[], NodeStats],
-        leave: Callable[[], None],
-        epoch: Callable[[], int],
-    ) -> None:
-        """`epoch` returns the epoch of the directory that this node is registered with."""
-        self._epoch = epoch
-        self._info, self._memory, self._directory = info, memory, directory
-        self._tier, self._puller = tier, puller
-        self._stats, self._leave = stats, leave
-        self.restores_missed = 0
+    _info: NodeInfo
+    _memory: SlotMemory
+    _directory: DirectoryClient
+    _tier: Callable[[], SsdTier | None]
+    _puller: Puller
+    _stats: Callable[[], NodeStats]
+    _leave: Callable[[], None]
+    _epoch: Callable[[], int]  # of the directory that this node is registered with
+    restores_missed: int = 0
 
     def answer(self, request: AnyControl, arrived_s: float) -> object:
         """The reply to a request that arrived at `arrived_s` (monotonic)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import EpochPassed, RequestInvalid, StoreError, StoreUnavailable
@@ -21,23 +22,18 @@ log = logging.getLogger("mooncake_store.node")
 ADOPT_BLOCKS_MAX = 16_384  # blocks per message, about 1 MB
 
 
+@dataclass(eq=False)
 class Registration:
-    """One holder. `directory` has a short timeout; `patient` has a long one, for inventories."""
+    """The registration of one holder."""
 
-    def __init__(
-        self,
-        info: NodeInfo,
-        directory: DirectoryClient,
-        patient: DirectoryClient,
-        blocks: Callable[[], Sequence[Block]],
-    ) -> None:
-        assert info.has_inventory, info
-        self.info = info
-        self._directory, self._patient, self._blocks = directory, patient, blocks
-        self._is_known = False  # whether the directory lists the holder, as far as known
-        self._is_open = False  # whether the directory has the inventory
-        self._is_refused = False  # whether it rejected the inventory; the next one is then empty
-        self.epoch = 0  # of the last directory that the holder registered with
+    info: NodeInfo  # with has_inventory
+    _directory: DirectoryClient
+    _patient: DirectoryClient  # with a long timeout, for inventories
+    _blocks: Callable[[], Sequence[Block]]
+    _is_known: bool = False  # whether the directory lists the holder, as far as known
+    _is_open: bool = False  # whether the directory has the inventory
+    _is_refused: bool = False  # whether it rejected the inventory; the next one is then empty
+    epoch: int = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
         """Report that the holder is alive; register if necessary. RequestInvalid when a newer
