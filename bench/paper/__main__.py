@@ -44,7 +44,6 @@ from loadtest.replay.trace import TraceError
 from loadtest.report.page import ReportPage, write_page
 from loadtest.simulator.command import (
     Admissions,
-    AsJson,
     Blocks,
     Changes,
     Decodes,
@@ -195,7 +194,7 @@ def main(
     kept: Kept = ".mooncake/simulations",
     report: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
     picture: Plot = None,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON only.")] = False,
 ) -> None:
     """Run an experiment of the papers on recorded requests; no server is needed."""
     if every or picture is not None or report is not None:

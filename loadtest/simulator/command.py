@@ -67,7 +67,6 @@ Seed = Annotated[int, typer.Option(min=0, help="Another seed, other jitter.")]
 Plot = Annotated[
     Path | None, typer.Option("--plot", help=f"Draw it: a {', '.join(SUFFIXES)} file.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON and nothing else.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -142,7 +141,7 @@ def simulate(
     ] = None,
     picture: Plot = None,
     is_all: Annotated[bool, typer.Option("--all", hidden=True)] = False,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON only.")] = False,
 ) -> None:
     """Run an experiment on recorded requests; no server is needed."""
     if picture is not None or report is not None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.paper.experiments.scheduling import POLICIES, config_for, ratio_target
 from loadtest.harness.result import Target
@@ -60,14 +59,6 @@ def answer(options: SimulationOptions, begin: Begin) -> Answer:
     runs = runs_of(cases, options, begin)
     _, why_not = options.promised(TRACE)
     return rows_of(runs), [target_of(runs, why_not)]
-
-
-def ttft_target(folder: Path | None, begin: Begin, requests: int | None = None) -> Target:
-    """The target alone: two runs, a minute of one core."""
-    options = SimulationOptions(folder=folder, requests=requests)
-    cases: list[Case] = [("evenly", POLICY, SPEED, 1, None)]
-    cases.append(("evenly", POLICY, SPEED, 4, LATENCIES_S[0]))
-    return target_of(runs_of(cases, options, begin), options.is_shortened)
 
 
 def runs_of(cases: Sequence[Case], options: SimulationOptions, begin: Begin) -> list[FrontendsRun]:

@@ -1,27 +1,40 @@
 """The time from `kill -9` of the leading directory until a cached prefix is found again.
 
-A whole fleet runs. A prompt is cached; then the leader is killed, and every ASK_S a request with
-that prefix is sent to the frontend of the other host, until one has its prefix cached. Earlier
-requests are rejected or computed in full, which is counted too.
+    python -m bench.fleet [--rounds 5]
 
-Not here: the other costs of a fleet (__main__.py).
+A whole fleet runs on three network namespaces of this machine, which needs root. A prompt is
+cached; then the leader is killed, and every ASK_S a request with that prefix is sent to the
+frontend of the other host, until one has its prefix cached. Earlier requests are rejected or
+computed in full, which is counted too.
+
+Not here: the fleet (harness/fleet/), blocks from host to host (cross_host.py), faults of every kind
+(`python -m tests.chaos_serve`), several frontends (paper/experiments/frontends.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import secrets
+import statistics
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
-from bench.harness.fleet import ServedFleet
+from bench.harness.fleet import ServedFleet, why_no_namespaces
 from loadtest.client.protocol import GenerateRequest, ServerError
 from loadtest.client.triton_client import TritonClient
-from loadtest.harness.result import Cell
+from loadtest.harness.benchmark import FreshSeed, benchmark, console
+from loadtest.harness.result import Cell, Target
 from loadtest.harness.server import CannotMeasure
+from mooncake_store.errors import StoreError
 
 ASK_S = 0.1
 PREFIX_TOKENS, TAIL_TOKENS = 512, 8
@@ -40,15 +53,6 @@ class LeaderChange:
         others = ", ".join(f"{name} {count}" for name, count in sorted(self.others.items()))
         found_s = None if self.found_s is None else round(self.found_s, 3)
         return {"what": f"leader of {self.host} killed", "seconds": found_s, "others": others}
-
-
-def leader_changes(fleet: ServedFleet, rounds: int, seed: int) -> list[LeaderChange]:
-    rng = random.Random(seed)
-    found = []
-    for _ in range(rounds):
-        found.append(asyncio.run(_one(fleet, rng)))
-        _wait_whole(fleet)
-    return found
 
 
 async def _one(fleet: ServedFleet, rng: random.Random) -> LeaderChange:
@@ -121,3 +125,38 @@ def _wait_whole(fleet: ServedFleet) -> None:
         if time.monotonic() > give_up_s:
             raise CannotMeasure(f"the fleet does not recover: {'; '.join(problems)}")
         time.sleep(0.2)
+
+
+def targets_of(changes: Sequence[LeaderChange]) -> list[Target]:
+    found_s = [change.found_s for change in changes if change.found_s is not None]
+    named = (("leader_change_s", statistics.median, 5.0), ("leader_change_s_worst", max, 8.0))
+    if len(found_s) < len(changes):
+        why = "after a kill the prefix was not found again in time; see the rows"
+        return [Target(name, None, "<=", goal, why) for name, _, goal in named]
+    return [Target(name, round(of(found_s), 3), "<=", goal) for name, of, goal in named]
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Leaders that are killed.")] = 5,
+    seed: FreshSeed = None,
+) -> None:
+    """Kill the leading directory of a fleet of three hosts; the last line is JSON."""
+    seed = secrets.randbits(31) if seed is None else seed
+    rng, changes = random.Random(seed), []
+    with benchmark("fleet") as run, tempfile.TemporaryDirectory(prefix="mooncake-bench-") as name:
+        if why := why_no_namespaces():
+            raise CannotMeasure(why)
+        console.print(f"--seed {seed}")
+        try:
+            with console.status("a fleet of three hosts ..."), ServedFleet(Path(name)) as fleet:
+                for _ in range(rounds):
+                    changes.append(asyncio.run(_one(fleet, rng)))
+                    run.rows.append(changes[-1].row())
+                    _wait_whole(fleet)
+        except StoreError as error:
+            raise CannotMeasure(str(error)) from error
+        run.targets = targets_of(changes)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,1 +1,0 @@
-"""What does it cost to be several hosts? `python -m bench.fleet`."""
