@@ -323,7 +323,7 @@ class Conductor:
         )
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.terms.fetch_s, now_s)
-        usage = self._quotas.let_in(request, now_s)
+        usage = self._quotas.admitted(request, now_s)
         if self._others:
             self._note_routed(route, request, prefill.terms.fetch_s, now_s)
             if usage is not None:
@@ -422,7 +422,7 @@ class Conductor:
             if self._others.on_batch(batch, now_s):
                 offset_s = now_s - batch.sent_s  # that clock to this one; assumes no delivery delay
                 for usage in batch.usage:
-                    self._quotas.heard(usage, usage.at_s + offset_s, now_s)
+                    self._quotas.used_elsewhere(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
                 self._balance.on_batch(batch, now_s)
 

@@ -100,7 +100,7 @@ class UsageWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class _LetIn:
+class _Admitted:
     tenant: str
     at_s: float
     tokens: int
@@ -112,8 +112,8 @@ class TenantQuotas:
     def __init__(self, request_s_max: float) -> None:
         self._request_s_max = request_s_max
         self._windows: dict[str, UsageWindow] = {}  # least recently used first
-        self._let_in: dict[str, _LetIn] = {}  # requests in flight at this frontend, oldest first
-        self._in_flight_of: Counter[str] = Counter()  # of `_let_in`, by tenant; no zero entries
+        self._admitted: dict[str, _Admitted] = {}  # in flight at this frontend, oldest first
+        self._in_flight_of: Counter[str] = Counter()  # of `_admitted`, by tenant; no zero entries
 
     def rejection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
         """The rejection of one more request of this tenant, or None. `elsewhere`: its requests in
@@ -174,13 +174,13 @@ class TenantQuotas:
         """Charge work that is not a request as one request."""
         return self._use(UsageNote(now_s, tenant, 1, 0), now_s)
 
-    def let_in(self, request: Request, now_s: float) -> UsageNote | None:
+    def admitted(self, request: Request, now_s: float) -> UsageNote | None:
         """Count an admitted request. None if it has no limits."""
         if request.limits is None:
             return None
         self._leave(request.request_id)
         tokens = asked_tokens(request)
-        self._let_in[request.request_id] = _LetIn(request.tenant, now_s, tokens)
+        self._admitted[request.request_id] = _Admitted(request.tenant, now_s, tokens)
         self._in_flight_of[request.tenant] += 1
         return self._use(UsageNote(now_s, request.tenant, 1, tokens), now_s)
 
@@ -192,12 +192,12 @@ class TenantQuotas:
             return None
         return self._use(UsageNote(known.at_s, known.tenant, 0, tokens - known.tokens), now_s)
 
-    def heard(self, note: UsageNote, at_s: float, now_s: float) -> None:
+    def used_elsewhere(self, note: UsageNote, at_s: float, now_s: float) -> None:
         """Count usage at another frontend; `at_s` is on this frontend's clock."""
         self._window(note.tenant).add(at_s, note.requests, note.tokens, now_s)
 
-    def _leave(self, request_id: str) -> _LetIn | None:
-        known = self._let_in.pop(request_id, None)
+    def _leave(self, request_id: str) -> _Admitted | None:
+        known = self._admitted.pop(request_id, None)
         if known is not None:
             self._in_flight_of[known.tenant] -= 1
             if not self._in_flight_of[known.tenant]:
@@ -219,7 +219,7 @@ class TenantQuotas:
         """Called about twice a second. Drops requests that are older than request_s_max and that
         their frontend does not hold any more. `held` is called only if there are such requests."""
         old = []
-        for request_id, entry in self._let_in.items():  # oldest first
+        for request_id, entry in self._admitted.items():  # oldest first
             if now_s - entry.at_s < self._request_s_max:
                 break
             old.append(request_id)
@@ -232,7 +232,7 @@ class TenantQuotas:
         assert len(self._windows) <= TENANTS_MAX
         for window in self._windows.values():
             window.check()
-        assert self._in_flight_of == Counter(each.tenant for each in self._let_in.values())
+        assert self._in_flight_of == Counter(each.tenant for each in self._admitted.values())
 
 
 def asked_tokens(request: Request) -> int:

@@ -21,8 +21,8 @@ numbers = count()
 def test_what_is_given_back_a_moment_beside_the_second_of_its_use_comes_back() -> None:
     quotas = TenantQuotas(600.0)
     note = UsageNote(0.0, "a", 1, 100)
-    quotas.heard(note, 11.01, 11.2)  # the batch was longer under way than the next one
-    quotas.heard(replace(note, requests=0, tokens=-60), 10.99, 11.3)
+    quotas.used_elsewhere(note, 11.01, 11.2)  # the batch was longer under way than the next one
+    quotas.used_elsewhere(replace(note, requests=0, tokens=-60), 10.99, 11.3)
     asked = ask(tokens=30, output=30, tokens_per_minute=100)
     assert quotas.rejection(asked, 0, 11.4) is None
     refused = quotas.rejection(replace(asked, output_tokens_max=31), 0, 11.4)
@@ -292,14 +292,14 @@ def test_nothing_that_is_given_back_makes_use_of_less_than_nothing() -> None:
 def test_many_tenants_do_not_fill_memory_and_a_request_that_nobody_ends_is_forgotten() -> None:
     quotas = TenantQuotas(request_s_max=100.0)
     for number in range(TENANTS_MAX + 50):
-        quotas.heard(UsageNote(0.0, f"t{number}", 1, 1), 0.0, 0.0)
+        quotas.used_elsewhere(UsageNote(0.0, f"t{number}", 1, 1), 0.0, 0.0)
     assert len(quotas._windows) == TENANTS_MAX
     assert "t0" not in quotas._windows and f"t{TENANTS_MAX}" in quotas._windows
     for number in range(50):
-        quotas.let_in(ask(f"u{number}"), float(number))
+        quotas.admitted(ask(f"u{number}"), float(number))
     quotas.check()
     quotas.tick(130.0, frozenset)
-    assert len(quotas._let_in) == 19 and quotas._in_flight_of["u0"] == 0
+    assert len(quotas._admitted) == 19 and quotas._in_flight_of["u0"] == 0
     quotas.check()
 
 
