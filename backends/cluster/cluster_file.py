@@ -362,7 +362,7 @@ class _PoolReader:
     def read(self, grpc_port: int) -> PoolSpec:
         section, name = self.section, self.name
         guess = next((role for role in ROLES if name.startswith(role)), "")
-        role = section.choice("role", ROLES, guess)
+        role = section.word("role", guess, ROLES.__contains__, " or ".join(ROLES))
         if not role and not section.has("role"):
             section.note("", "has no role: add role: prefill or role: decode")
         own = section.others(*POOL_KEYS)
@@ -470,19 +470,15 @@ class _PoolReader:
         for name in (raw if only is None else only).keys() - known:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
         known_raw = {name: value for name, value in raw.items() if name in known}
-        for problem in parameter_problems(role, {**self.shipped, **known_raw}):
+        merged = {**self.shipped, **known_raw}
+        classes, together = config_classes(role, merged)
+        for problem in check_configs(classes, merged, together)[1]:
             name = _parameter_of(problem, known_raw)
             if only is not None and name not in only:
                 continue
             is_default = name in self.defaults.names() and name not in section.names()
             owner = self.defaults if is_default else section
             owner.note(name, problem.removeprefix(f"{name} "))
-
-
-def parameter_problems(role: str, raw: Mapping[str, str]) -> list[str]:
-    """The problems that a worker with these parameters would report when it loads."""
-    classes, together = config_classes(role, raw)
-    return check_configs(classes, raw, together)[1]
 
 
 def _known(role: str, raw: Mapping[str, str]) -> set[str]:

@@ -65,8 +65,6 @@ def move_requests(directory: str, workers: Collection[str], secret: str) -> None
 
 
 class HostDrain:
-    """Drains one host of a deployment."""
-
     def __init__(self, deployment: Deployment, host: str, directory: str) -> None:
         self.host = host
         # The storage node of an elastic host has the name of the host.

@@ -23,12 +23,8 @@ class EtcdMember:
     advertised_client_url: str
     listen_peer_url: str
     advertised_peer_url: str
-    members: Mapping[str, str]  # name -> peer URL, of all members
+    initial_cluster: str  # NAME=PEER-URL,... of all members
     token: str  # identifies the etcd cluster, so that members of other deployments cannot join
-
-    @property
-    def initial_cluster(self) -> str:
-        return ",".join(f"{name}={url}" for name, url in self.members.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +260,10 @@ def _etcd_member(deployment: Deployment, host: Host) -> EtcdMember | None:
         advertised_client_url=f"{scheme}://{_at(host.address, etcd.client_port)}",
         listen_peer_url=f"{scheme}://{_at(host.listen, etcd.peer_port)}",
         advertised_peer_url=f"{scheme}://{_at(host.address, etcd.peer_port)}",
-        members={
-            name: f"{scheme}://{_at(deployment.hosts[name].address, etcd.peer_port)}"
+        initial_cluster=",".join(
+            f"{name}={scheme}://{_at(deployment.hosts[name].address, etcd.peer_port)}"
             for name in etcd.hosts
-        },
+        ),
         token=f"mooncake-{deployment.name}",
     )
 

@@ -240,9 +240,6 @@ class FileSection:
             return default
         return text
 
-    def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        return self.word(key, default, choices.__contains__, " or ".join(choices))
-
     def number(self, key: str, default: int, least: int, most: int) -> int:
         text = self.text(key)
         if text is None:

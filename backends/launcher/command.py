@@ -26,6 +26,7 @@ from backends.model_settings.serve_settings import ServeSettings
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.keys import folder
+from mooncake_store.keys.folder import KeysInvalid
 from mooncake_store.process.child_processes import (
     ChildDied,
     Stopped,
@@ -354,7 +355,7 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
             run_until_stopped(launcher)
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
-        except (EnvironmentProblem, ChildDied, OSError) as problem:
+        except (EnvironmentProblem, ChildDied, KeysInvalid, OSError) as problem:
             ignore_signals()  # a second Ctrl-C must cut neither the message nor the clean-up
             print_refusal(file_problem(problem) if isinstance(problem, OSError) else str(problem))
             status = 1

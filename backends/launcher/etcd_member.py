@@ -20,6 +20,7 @@ from typing import Any
 import requests
 
 from backends.cluster.host_plan import EtcdMember
+from backends.launcher.environment import EnvironmentProblem
 from mooncake_store.directory.etcd import access_problem, etcd_session, etcd_url
 from mooncake_store.keys.folder import Keys
 
@@ -37,7 +38,7 @@ def etcd_binary() -> str | None:
     return shutil.which("etcd")
 
 
-class MemberRefused(Exception):
+class MemberRefused(EnvironmentProblem):
     """This member lost its data, and the other members reject its replacement."""
 
 

@@ -31,7 +31,6 @@ from backends.launcher import environment, gateways, launch_plan
 from backends.launcher.deployment_watch import DeploymentState, DeploymentWatch, state
 from backends.launcher.etcd_member import (
     MISSING,
-    MemberRefused,
     etcd_binary,
     etcd_command,
     etcd_environment,
@@ -69,7 +68,7 @@ from backends.tenants import api_keys
 from backends.tracing.export import ENDPOINT_VARIABLE
 from mooncake_store.directory.election import endpoints_and_prefix
 from mooncake_store.keys import folder as key_folder
-from mooncake_store.keys.folder import Keys, KeysInvalid
+from mooncake_store.keys.folder import Keys
 from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
 from mooncake_store.process.child_processes import ChildProcess, Command, RestartPolicy
@@ -143,13 +142,11 @@ class Launcher:
         return [*first, *self._nodes]
 
     def start(self) -> None:
-        """Start every part of the plan. Returns once all processes run; models may still load."""
+        """Start every part of the plan. Returns once all processes run; models may still load.
+        Raises EnvironmentProblem, ChildDied, KeysInvalid or OSError."""
         triton = environment.find_triton()
         options, plan = self.options, self.plan
-        try:
-            self._keys = key_folder.of_process()  # None: this host has no keys
-        except KeysInvalid as error:
-            raise environment.EnvironmentProblem(str(error)) from None
+        self._keys = key_folder.of_process()  # None: this host has no keys
         turn = turn_at(plan.directory_address, plan.host)
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
@@ -196,10 +193,7 @@ class Launcher:
         own = member.advertised_client_url.partition("//")[2]
         endpoints, _ = endpoints_and_prefix(self.plan.directory_address)
         others = [each for each in endpoints if each != own]
-        try:
-            is_replaced = replace_lost_member(member, data_dir, others)
-        except MemberRefused as error:
-            raise environment.EnvironmentProblem(str(error)) from None
+        is_replaced = replace_lost_member(member, data_dir, others)
         if is_replaced:
             self._report("this host's etcd member lost its data: it was replaced by a new member")
         arguments = etcd_command(member, data_dir, is_replaced, self._keys)

@@ -80,11 +80,8 @@ class HostTurn:
         try:
             etcd, prefix = parse_address(self._address)
             turn = prefix.removesuffix("/directory") + "/renewal"
-            held = campaign(
-                etcd, turn, Leader(self._host, "", ""), self._is_over.is_set, ttl_s=TTL_S
-            )
-            if held is not None:
-                self._held = held
+            me = Leader(self._host, "", "")
+            self._held = campaign(etcd, turn, me, self._is_over.is_set, ttl_s=TTL_S)
         except StoreError as error:
             log.warning("no turn to restart workers: %s", error)
             self._is_over.wait(TTL_S)

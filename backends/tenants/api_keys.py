@@ -89,8 +89,6 @@ def _digest(sha256: str, pepper: bytes) -> bytes:
 
 
 class ApiKeys:
-    """The keys in use."""
-
     def __init__(self, path: Path | None, text: str = "") -> None:
         """Keys of a file, or of `text`, which never changes. Raises TenantsInvalid."""
         self._pepper = secrets.token_bytes(KEY_BYTES)

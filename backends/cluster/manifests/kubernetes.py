@@ -20,7 +20,6 @@ import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -241,35 +240,26 @@ def _network_policies(
     deployment: Deployment, groups: dict[str, list[HostPlan]], gateway: PodGateway
 ) -> list[Document]:
     """Rules: pods of the deployment reach each other, clients frontends, monitors metrics."""
-    frontends = deployment.frontends
     ours = labels(deployment)
+    from_monitors = {
+        # Prometheus' namespace has this label; kubelet's probes need no rule.
+        "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
+        "ports": [{"protocol": "TCP", "port": deployment.frontends.metrics_port}],
+    }
     found = [
-        _policy(deployment, "fleet", ours, [{"from": [{"podSelector": {"matchLabels": ours}}]}]),
-        _policy(
-            deployment,
-            "metrics",
-            ours,
-            [
-                {
-                    # Prometheus' namespace has this label; kubelet's probes need no rule.
-                    "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
-                    "ports": [{"protocol": "TCP", "port": frontends.metrics_port}],
-                }
-            ],
-        ),
+        _policy(deployment, "fleet", ours, {"from": [{"podSelector": {"matchLabels": ours}}]}),
+        _policy(deployment, "metrics", ours, from_monitors),
     ]
     for name, plans in groups.items():
         if plans[0].frontend is not None:
             ports = _client_ports(deployment, gateway)
             rule = {"ports": [{"protocol": "TCP", "port": port} for port in ports.values()]}
-            found.append(_policy(deployment, f"{name}-clients", selector(deployment, name), [rule]))
+            found.append(_policy(deployment, f"{name}-clients", selector(deployment, name), rule))
     return found
 
 
-def _policy(
-    deployment: Deployment, name: str, pods: dict[str, str], ingress: list[Any]
-) -> Document:
-    spec = {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"], "ingress": ingress}
+def _policy(deployment: Deployment, name: str, pods: dict[str, str], rule: Document) -> Document:
+    spec = {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"], "ingress": [rule]}
     return resource(deployment, "NetworkPolicy", name, spec, "networking.k8s.io/v1")
 
 

@@ -56,7 +56,7 @@ class Members:
                 advertised_client_url=urls[name],
                 listen_peer_url=peers[name],
                 advertised_peer_url=peers[name],
-                members=peers,
+                initial_cluster=",".join(f"{each}={url}" for each, url in peers.items()),
                 token="test",
             )
             for name in names

@@ -298,6 +298,7 @@ def broken_at_random(rng: random.Random, raw: bytes) -> bytes:
     return bytes(edited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["prefill_0", "conductor", "ensemble"])
 def test_random_edits_are_taken_or_reported_before_the_second_next_poll(
     tmp_path: Path, model: str
