@@ -184,6 +184,7 @@ def test_every_series_of_the_alerts_tests_is_one_of_the_table() -> None:
             assert not values.get(label) or value in values[label], (series, label, value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool (Debian: prometheus) is missing")
 @pytest.mark.parametrize(
     "arguments",

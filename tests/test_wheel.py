@@ -82,6 +82,7 @@ def test_the_wheel_holds_each_file_of_the_packages_as_it_is(unpacked: Path) -> N
     assert not other
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_no_benchmark_and_no_tool(unpacked: Path) -> None:
     assert all((ROOT / name / "__init__.py").is_file() for name in ONLY_IN_A_CLONE)
     assert not [name for name in ONLY_IN_A_CLONE if (unpacked / name).exists()]

@@ -176,6 +176,7 @@ def busy(**changes: object) -> ConductorConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["reserved", "predictive", "early", "baseline", "none"])
 def test_after_a_long_random_life_nothing_stays_reserved(seed: int, policy: str) -> None:
     lived = RandomLife(seed, busy(admission=policy))

@@ -95,7 +95,12 @@ class Case:
         assert engine.pages.used_pages == 0
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "demo"])
+# Variants of a family whose other model is in `make test-quick`.
+SLOW = {"llama-biased", "qwen3-own-head", "deepseek_v3-plain"}
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=[*PARAMS, "demo"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     if request.param == "demo":
         return Case(DEMO_CHECKPOINT)

@@ -273,6 +273,7 @@ PARAMETERS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     inputs=st.dictionaries(

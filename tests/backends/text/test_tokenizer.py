@@ -155,6 +155,7 @@ def token_tables(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], list[
     return config, files, tokens()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     kind=st.sampled_from(["byte_level", "byte_fallback", "word_piece"]),
@@ -255,6 +256,7 @@ def chats(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[dict[str, An
     return source, sent, read
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(chats())
 def test_any_chat_template_gets_content_in_the_form_that_it_reads(

@@ -42,6 +42,7 @@ def test_one_run_is_printed_as_it_was_when_it_ended(files, capsys) -> None:
     assert found["numbers"]["answered"] == 8 and found["settings"]["slo_ttft_s"] == 1.0
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_on_the_terminal_as_a_page_and_as_json(files, capsys) -> None:
     page = Path(files[0]).with_name("ab.html")
     assert status_of(*files, "--out", str(page), "--json") == 0

@@ -148,6 +148,7 @@ class Walk:
             assert len(scheduler._table) == 0 and not scheduler._table._taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_overlapping", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_nothing_wrong_is_ever_computed_or_kept(

@@ -116,6 +116,7 @@ def test_draining_gives_the_order_that_keys_announced(policy: str, seed: int) ->
     assert drained == announced and len(order) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_order_needs_less_than_120_bytes_a_key_ghosts_included(policy: str, seed: int) -> None:
     keys = names(random.Random(seed), 200_000)
