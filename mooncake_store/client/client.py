@@ -5,15 +5,14 @@
         store.get_into([key], [array])      # [True]
         store.get([key])                    # [numpy array or None]
 
-Block keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). All calls are
-batched, have a deadline, and exist as futures too (`put_async`, ...). Bytes move directly between
-the caller's memory and the node's: mapped if `node_id` names a node of this host, else one-sided
-(transport.py).
+Block keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). Each call
+takes many blocks. Bytes move directly between the caller's memory and the node's: by default mapped
+for the client's own node, by NIXL or TCP for others (known_nodes.py).
 
-A block that cannot be read is a miss (False, None); a block that cannot be stored is False. An
-invalid request or deployment raises a typed error (errors.py). With checksums (the default) every
-read is verified. Without them, the header of each slot is read after the block. That detects a
-slot with a new owner, but not a flipped bit.
+A block that cannot be read before the deadline is a miss (False, None). An invalid request or
+deployment raises a typed error (errors.py). With checksums (the default) a read of a whole block is
+verified, if the block was stored with a checksum. After any other read the header of the slot is
+checked. That detects a slot with a new owner, but not a flipped bit.
 
 Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
 """
@@ -26,21 +25,21 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mooncake_store.block_keys import KEY_BYTES, check_keys
 from mooncake_store.client.block_reader import BATCH_BYTES, BlockReader, HeaderReader
-from mooncake_store.client.getter import Getter
+from mooncake_store.client.getter import GetRequest, Getter
 from mooncake_store.client.index_reader import IndexReader
 from mooncake_store.client.putter import Putter
 from mooncake_store.client.replicas import Replicas
 from mooncake_store.client.restorer import Restorer
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import RequestInvalid, StoreFull
+from mooncake_store.errors import RequestInvalid, StoreFull, StoreUnavailable
 from mooncake_store.memory.buffers import ByteArray, as_bytes
 from mooncake_store.memory.registrations import Registrations, Scratch
 from mooncake_store.memory.segment import host_id
@@ -50,9 +49,10 @@ from mooncake_store.transports.movers import Movers
 from mooncake_store.transports.transport import ByteSpan
 
 log = logging.getLogger("mooncake_store.client")
+T = TypeVar("T")
 DEADLINE_S = 10.0
-DEADLINE_S_MAX = 3_500.0  # a lease ends after one hour at most
-# without checksums the CPU's cache does not matter, and fewer, longer batches are faster
+DEADLINE_S_MAX = 3_500.0  # the directory cuts leases to one hour by default
+# Without checksums the CPU's cache does not matter, and fewer, longer batches are faster.
 UNVERIFIED_BATCH_BYTES = 64 * 2**20
 SHM = "/dev/shm/"  # default folder of the segments of this host's nodes
 
@@ -75,12 +75,12 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 
 
 class StoreClient:
-    """Thread-safe. `node_id`: the node of this host to map ("": chosen among this host's nodes).
+    """Thread-safe. `node_id`: the client's own node, one of this host ("": chosen among them).
 
-    `is_verified`: False stores blocks without a checksum and reads blocks without verifying them. A
-    read then guarantees only that the slot held the block during the read. It does not detect bytes
-    of an abandoned transfer that arrived late. Reads of a part of a block have the same limit.
-    `threads`: threads that move the bytes of one batch, and threads that serve futures.
+    `is_verified`: False stores blocks without a checksum, and reads check only the slot's header.
+    Such a read does not detect bytes of an abandoned transfer that arrived late. `transports`: a
+    mode of known_nodes.py. `tenant`: the tenant that stored blocks count for. `threads`: threads
+    that move the bytes of one call (the caller's included), and threads that serve futures.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class StoreClient:
         self.directory = DirectoryClient(address)
         self._name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._futures = ThreadPoolExecutor(threads, "store-client")  # starts threads when used
         try:
             self.node_id = node_id or self._node_of_this_host()
             self.nodes = KnownNodes(self.directory, self.node_id, transports)
@@ -132,14 +131,15 @@ class StoreClient:
         return min((info.node_id for info in local if not info.is_ssd), default="")
 
     def register(self, buffer: Any) -> None:
-        """Register memory that is used repeatedly: once, instead of at each call."""
+        """Register memory that many calls use, until `unregister` or `close`."""
         self._registrations.add(as_bytes(buffer))
 
     def unregister(self, buffer: Any) -> None:
         self._registrations.drop(as_bytes(buffer))
 
     def pending(self) -> list[tuple[ByteArray, ByteSpan]]:
-        """Local memory that a timed-out get may still write. Poll it."""
+        """Local memory, and the span in it, that a timed-out get may still write. Do not reuse it
+        while it is listed."""
         return self.nodes.pending_targets()
 
     def put(
@@ -149,12 +149,16 @@ class StoreClient:
         node_id: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Store these blocks on `node_id`, on this host's node, or on a node with room. False: no
-        room, or not written before the deadline. True also if the block key was in the store
-        already: a block key names its content, so the block is not written again."""
+        """Store these blocks on `node_id`; "": on the client's own node, or if it has none on one
+        that the directory chooses. False: no room, a failed transfer, or not written before the
+        deadline. True also if that node has the block already: a block key names its content, so
+        that copy stays. QuotaExceeded or StoreFull: no block could be stored. NodeUnknown;
+        LayoutMismatch: no such block fits into the node."""
         deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
         self._check_keys(keys, len(sources))
+        if not keys:
+            return []
         if any(source.nbytes == 0 for source in sources):
             raise RequestInvalid("a block of 0 bytes cannot be stored")
         target = node_id or self.node_id or self._placed(keys)
@@ -163,34 +167,41 @@ class StoreClient:
         by_size: dict[int, list[int]] = {}
         for index, source in enumerate(sources):
             by_size.setdefault(source.nbytes, []).append(index)
+        error: StoreFull | None = None  # of the first size without room
         for indices in by_size.values():
             left_s = max(0.001, until_s - time.monotonic())
             chosen = [keys[i] for i in indices], [sources[i] for i in indices]
-            stored = self._putter.put(target, *chosen, owner, left_s)
+            try:
+                stored = self._putter.put(target, *chosen, owner, left_s)
+            except StoreFull as full:
+                error = error or full
+                continue
             for index, is_stored in zip(indices, stored, strict=True):
                 done[index] = is_stored
+        if error is not None and not any(done):
+            raise error
         return done
 
     def _placed(self, keys: Sequence[bytes]) -> str:
-        node_id = self.directory.place(keys[:1])[0] if keys else ""
+        node_id = self.directory.place(keys[:1])[0]
         if not node_id:
             raise StoreFull("no storage node accepts blocks: start one (mooncake store serve)")
         return node_id
 
     def get(self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[ByteArray | None]:
-        """The blocks as new arrays; None for a miss."""
+        """The blocks as new uint8 arrays; None for a miss."""
         until_s = time.monotonic() + self._check_deadline(deadline_s)
         self._check_keys(keys, len(keys))
         known = [_of_one_size(copies) for copies in self._index.find(keys)]
         arrays = _arrays_for(known)
-        arrived = self._get_known(keys, known, arrays, 0, until_s)
+        arrived = self._get_known(GetRequest(keys, arrays, 0, until_s), known)
         if all(arrived):
             return arrays
         missing = [index for index, is_here in enumerate(arrived) if not is_here]
         keys = [keys[index] for index in missing]
         found = self._getter.find(keys)
         others = _arrays_for(found)
-        came = self._get(keys, found, others, 0, until_s)
+        came = self._get(GetRequest(keys, others, 0, until_s), found)
         for index, array, is_here in zip(missing, others, came, strict=True):
             arrays[index] = array if is_here else None
         return arrays
@@ -202,15 +213,16 @@ class StoreClient:
         offset_bytes: int = 0,
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Fill each buffer with its block from `offset_bytes` on; False for a miss. A buffer may be
-        shorter than the block. A checksum cannot verify a part, so the slot's header is checked
-        after the read. A buffer longer than the block: RequestInvalid."""
+        """Fill each buffer with its block from `offset_bytes` on. False: a miss; the buffer is
+        undefined, and after a timeout it may still change (`pending`). A buffer may be shorter than
+        the rest of the block. RequestInvalid if it is longer."""
         until_s = time.monotonic() + self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
         self._check_keys(keys, len(targets))
         if not isinstance(offset_bytes, int) or offset_bytes < 0:
             raise RequestInvalid(f"offset_bytes is {offset_bytes}; a block starts at 0")
-        arrived = self._get_known(keys, self._index.find(keys), targets, offset_bytes, until_s)
+        request = GetRequest(keys, targets, offset_bytes, until_s)
+        arrived = self._get_known(request, self._index.find(keys))
         if all(arrived):
             return arrived
         missing = [index for index, is_here in enumerate(arrived) if not is_here]
@@ -222,44 +234,27 @@ class StoreClient:
                     f"block {key.hex()} has {copies[0].size_bytes} bytes; {target.nbytes} "
                     f"from {offset_bytes} on reach past its end: ask stat() for the size"
                 )
-        came = self._get(keys, found, targets, offset_bytes, until_s)
+        came = self._get(GetRequest(keys, targets, offset_bytes, until_s), found)
         for index, is_here in zip(missing, came, strict=True):
             arrived[index] = is_here
         return arrived
 
-    def _get_known(
-        self,
-        keys: Sequence[bytes],
-        known: Sequence[tuple[Copy, ...]],
-        targets: Sequence[ByteArray | None],
-        offset_bytes: int,
-        until_s: float,
-    ) -> list[bool]:
+    def _get_known(self, request: GetRequest, known: Sequence[tuple[Copy, ...]]) -> list[bool]:
         """Read the blocks that this host's index replica lists, without asking the directory."""
-        if not any(known):
-            return [False] * len(keys)
-        wanted = [
-            target
-            for copies, target in zip(known, targets, strict=True)
-            if copies and target is not None
-        ]
-        left_s = until_s - time.monotonic()
-        with self._registrations.covering(wanted):
-            arrived = self._getter.get_known(keys, known, targets, offset_bytes, left_s)
-        self._index.used([key for key, is_here in zip(keys, arrived, strict=True) if is_here])
-        return arrived
+        if any(known):
+            pairs = zip(known, request.targets, strict=True)
+            wanted = [target for copies, target in pairs if copies and target is not None]
+            with self._registrations.covering(wanted):
+                self._getter.get_known(request, known)
+            came = zip(request.keys, request.arrived, strict=True)
+            self._index.used([key for key, is_here in came if is_here])
+        return request.arrived
 
-    def _get(
-        self,
-        keys: Sequence[bytes],
-        found: Sequence[tuple[Copy, ...]],
-        targets: Sequence[ByteArray | None],
-        offset_bytes: int,
-        until_s: float,
-    ) -> list[bool]:
-        left_s = max(0.0, until_s - time.monotonic())
-        with self._registrations.covering([each for each in targets if each is not None]):
-            return self._getter.get(keys, found, targets, offset_bytes, self._owner(), left_s)
+    def _get(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> list[bool]:
+        wanted = [target for target in request.targets if target is not None]
+        with self._registrations.covering(wanted):
+            self._getter.get(request, found, self._owner())
+        return request.arrived
 
     def _report_bad(self, copy: Copy) -> None:
         header = self._headers.read(copy)
@@ -270,17 +265,19 @@ class StoreClient:
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """True for block keys with a copy on any node. Takes no lease and does not count as a use.
-        Evictions and removals by other clients may show some milliseconds late (index_reader.py). A
-        stored block is never reported as missing."""
+        Evictions and removals by other clients may show up to four seconds late (index_reader.py).
+        A block that the directory lists is never reported as missing."""
         return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """The copies of each block, with node, size and checksum; DRAM before SSD."""
+        """The copies of each block, with node, size and checksum; DRAM before SSD. () for a block
+        without copies. Counts as a use."""
         self._check_keys(keys, len(keys))
         return self.directory.lookup(list(keys), self._owner(), 0.0, prefix_only=False)
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove all copies of these blocks. False: a copy is in use; retry later."""
+        """Remove all copies of these blocks. True also if there were none. False: leased copies
+        stay, the others are removed; retry later."""
         self._check_keys(keys, len(keys))
         self._index.removed(keys)
         return self.directory.remove(list(keys))
@@ -295,26 +292,28 @@ class StoreClient:
     ) -> list[bool]:
         """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`; both: a
         move. `source`: the node to read from if it has the block; "" means any node. False: the
-        block is not on every node of `add`, so no copy was removed. Also False: a copy on `drop` is
-        in use, or is the last one (`remove` removes the last one)."""
+        block has no copy, or is not on every node of `add`, so no copy was removed. Also False: a
+        copy on `drop` is leased and stays, or all copies are on `drop`, and none was removed.
+        NodeUnknown; RequestInvalid: a node of `add` cannot pull blocks."""
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
         return self.replicas.change(keys, add, drop, self._owner(), deadline_s, source)
 
     def put_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
         """As `put`; the deadline starts when a thread takes the call."""
-        return self._executor().submit(self.put, *arguments, **named)
+        return self._submit(self.put, *arguments, **named)
 
     def get_async(self, *arguments: Any, **named: Any) -> Future[list[ByteArray | None]]:
-        return self._executor().submit(self.get, *arguments, **named)
+        return self._submit(self.get, *arguments, **named)
 
     def get_into_async(self, *arguments: Any, **named: Any) -> Future[list[bool]]:
-        return self._executor().submit(self.get_into, *arguments, **named)
+        return self._submit(self.get_into, *arguments, **named)
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "store-client")
-        return self._pool
+    def _submit(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Future[T]:
+        try:
+            return self._futures.submit(call, *arguments, **named)
+        except RuntimeError as error:  # after close()
+            raise StoreUnavailable(f"this client of the store takes no calls: {error}") from error
 
     def _check_deadline(self, deadline_s: float) -> float:
         """RequestInvalid unless positive; at most DEADLINE_S_MAX."""
@@ -326,14 +325,14 @@ class StoreClient:
         return f"{self._name}/{next(self._numbers)}"
 
     def _check_keys(self, keys: Sequence[bytes], buffers: int) -> None:
-        if len(keys) != buffers:
-            raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: give as many of each")
         check_keys(keys)
+        if len(keys) != buffers:
+            raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: give one buffer per key")
 
     def close(self) -> None:
-        """Finish transfers in flight, then close. A second call has no effect."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        """Finish the calls made as futures, then close. No other call may be in progress. A second
+        call has no effect."""
+        self._futures.shutdown(wait=True)
         self._putter.close()
         self._restorer.close()
         self._movers.close()
