@@ -20,3 +20,10 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
     """The demo checkpoint on the default repository; tests must leave it idle."""
     yield from running(tmp_path_factory.mktemp("demo"), state_dir, {})
+
+
+@pytest.fixture(scope="session")
+def restarted(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
+    """As `demo`, for tests that kill its processes or edit the conductor's settings. The launcher
+    starts the processes again; a test waits for those that it needs."""
+    yield from running(tmp_path_factory.mktemp("restarted"), state_dir, {})

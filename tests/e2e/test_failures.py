@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,13 +17,13 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.small_tokenizers import DEMO
-from tests.e2e.server import Answer, Server, running, take, wait_until
+from tests.e2e.server import Answer, Server, take, wait_until
 from tests.e2e.server_processes import processes, stub_of, triton_of
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
-    yield from running(tmp_path_factory.mktemp("failures"), state_dir, {})
+def server(restarted: Server) -> Server:
+    return restarted
 
 
 @pytest.fixture(autouse=True)

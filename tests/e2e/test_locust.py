@@ -110,6 +110,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterato
     yield from running(tmp_path_factory.mktemp("narrow"), state_dir, {"requests_max": "2"})
 
 
+@pytest.mark.long  # tests/e2e/test_gateway.py has users that are rejected and come back
 def test_rejected_users_are_counted_as_such_come_back_and_fail_nothing(
     narrow: Server, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_rejected_users_are_counted_as_such_come_back_and_fail_nothing(
         assert not later or min(later) >= record.finished_s + 0.95, "it came back too early"
 
 
+@pytest.mark.long  # tests/loadtest/users/test_run.py has the messages of a master and its workers
 def test_a_master_judges_the_requests_of_all_its_workers(demo: Server, tmp_path: Path) -> None:
     port = free_addresses().grpc.rpartition(":")[2]
     worker = [*locusts.command(demo), "--worker", "--master-port", port]

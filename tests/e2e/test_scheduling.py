@@ -10,9 +10,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
@@ -23,7 +21,8 @@ from loadtest.harness.server import set_parameters
 from loadtest.replay.prompts import TokenSource
 from loadtest.results.metrics import COMPLETED, FAILED, REJECTED
 from tests.e2e.load import B, Load, ask, assert_all_answered, prompt
-from tests.e2e.server import Answer, Server, Stream, running, wait_until
+from tests.e2e.server import Answer, Server, Stream, wait_until
+from tests.e2e.test_failures import is_back
 from tests.e2e.test_pools import holders
 
 PREFIX_BLOCKS = 32
@@ -32,10 +31,13 @@ OVERLOAD_TOKENS = 1024  # of each prompt
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Server]:
-    yield from running(tmp_path_factory.mktemp("scheduling"), state_dir, {})
+def server(restarted: Server) -> Server:
+    for worker in ("prefill_0", "prefill_1", "decode_0", "decode_1"):
+        wait_until(lambda w=worker: is_back(restarted, w), f"{worker} to serve", 60.0)
+    return restarted
 
 
+@pytest.mark.long  # tests/e2e/test_pools.py counts the copies of hot prefixes
 def test_a_prefix_that_is_sent_20_times_at_load_gets_a_second_copy(
     server: Server, seed: int
 ) -> None:
@@ -48,6 +50,7 @@ def test_a_prefix_that_is_sent_20_times_at_load_gets_a_second_copy(
         assert not answer.error, answer.error
         return answer
 
+    before = copies(server)
     cold = send(0)
     assert cold.cached_tokens == 0
     assert len(set().union(*holders(server, prefix))) == 1, "one node has it"
@@ -57,16 +60,19 @@ def test_a_prefix_that_is_sent_20_times_at_load_gets_a_second_copy(
         lambda: all(found == {"s0", "s1"} for found in holders(server, prefix)),
         "both nodes to have every block of the prefix",
     )
-    copied = server.metric("mooncake_fetches_total") + server.metric(
-        "mooncake_replicated_blocks_total"
-    )
-    assert copied > 0
+    assert copies(server) > before
     with ThreadPoolExecutor(4) as pool:
         warm = list(pool.map(send, range(8)))
     assert all(answer.cached_tokens == PREFIX_BLOCKS * B for answer in warm)
     ttft_s = statistics.median(answer.decision["ttft_s"] for answer in warm)
     print(f"TTFT {cold.decision['ttft_s']:.3f} s when it was new, {ttft_s:.3f} s with two copies")
     assert ttft_s < cold.decision["ttft_s"], "69 tokens are computed instead of 2,117"
+
+
+def copies(server: Server) -> float:
+    return server.metric("mooncake_fetches_total") + server.metric(
+        "mooncake_replicated_blocks_total"
+    )
 
 
 def test_a_new_policy_takes_effect_under_load_and_loses_no_request(server: Server) -> None:

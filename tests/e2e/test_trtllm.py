@@ -259,6 +259,7 @@ def has_few_more(before: dict[str, int], after: dict[str, int]) -> bool:
     return all(after[name] <= count + 16 for name, count in before.items())
 
 
+@pytest.mark.long  # test_connector_phases.py has five hundred requests on the engine alone
 @only_tp1
 def test_five_hundred_requests_return_leases_pages_and_threads_to_where_they_were(
     case: tuple[Server, Variant],

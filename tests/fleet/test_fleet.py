@@ -98,6 +98,7 @@ def test_a_hot_prefix_is_copied_to_a_third_host(fleet: Fleet) -> None:
     )
 
 
+@pytest.mark.long  # a lost host is lost to its pair too, and tests of network cards cut links
 def test_cutting_two_hosts_apart_in_the_middle_of_a_stream_costs_no_token(
     fleet: Fleet, story: list[int], reference: Reference
 ) -> None:
@@ -113,6 +114,7 @@ def test_cutting_two_hosts_apart_in_the_middle_of_a_stream_costs_no_token(
     wait_whole(fleet)
 
 
+@pytest.mark.long  # tests of elected directories and tests/e2e/test_failures.py kill one each
 def test_killing_the_leading_directory_costs_no_token_and_no_cached_prefix(
     fleet: Fleet, story: list[int], reference: Reference
 ) -> None:

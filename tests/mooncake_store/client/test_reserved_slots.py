@@ -66,7 +66,8 @@ def store(site: SiteProcesses, request: pytest.FixtureRequest) -> Iterator[Store
         yield made
 
 
-@pytest.fixture(params=["mapped", "nixl"])
+# Which way a payload takes makes no difference to what is reserved; tests of `store` take each way.
+@pytest.fixture(params=[pytest.param("mapped", marks=pytest.mark.long), "nixl"])
 def doomed_store(doomed: SiteProcesses, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
     with StoreClient(doomed.address, *WAYS[request.param]) as made:
         yield made
