@@ -165,9 +165,10 @@ class ChildProcess:
         return self._log.last_lines(lines)
 
     def wait_for_line(self, text: str, deadline_s: float) -> None:
-        """Wait until the log contains `text`. Raises ChildDied if the child ends or is too slow."""
+        """Wait until a line of the log begins with `text`. Raises ChildDied if the child ends or is
+        too slow."""
         give_up_s = time.monotonic() + deadline_s
-        while text not in self.log_path.read_text(errors="replace"):
+        while f"\n{text}" not in "\n" + self.log_path.read_text(errors="replace"):
             self.check_alive()
             if time.monotonic() > give_up_s:
                 raise ChildDied(

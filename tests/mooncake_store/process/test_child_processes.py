@@ -103,20 +103,31 @@ def test_a_child_that_is_given_up_says_its_last_words(
         tend_for_ever()
 
 
+def test_a_word_inside_a_line_is_not_the_line_that_is_waited_for(
+    tmp_path: Path, started: list[ChildProcess]
+) -> None:
+    made = child(tmp_path, "print('the port is already taken', flush=True); input()")
+    started.append(made)
+    wait_until(lambda: "taken" in made.log_path.read_text(), "its line")
+    made.terminate()
+    with pytest.raises(ChildDied, match="already taken"):
+        made.wait_for_line("ready", 20.0)
+
+
 def test_a_child_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     launcher = (
         "import os, sys, pathlib; sys.path.insert(0, sys.argv[2])\n"
         "from mooncake_store.process.child_processes import ChildProcess, Command\n"
         "folder = pathlib.Path(sys.argv[1])\n"
-        "run = [sys.executable, '-c', 'import os, signal; print(os.getpid(), flush=True);'\n"
-        "       'signal.pause()']\n"
+        "run = [sys.executable, '-c', 'import os, signal;'\n"
+        "       'print(\"pid\", os.getpid(), flush=True); signal.pause()']\n"
         "child = ChildProcess('it', lambda: Command(run, os.environ), folder / 'it.log', folder)\n"
-        "child.wait_for_line('\\n', 30.0)\n"
+        "child.wait_for_line('pid ', 30.0)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", launcher, str(tmp_path), str(root)], timeout=60.0)
-    pid = int((tmp_path / "it.log").read_text())
+    pid = int((tmp_path / "it.log").read_text().split()[1])
 
     def is_gone() -> bool:
         try:
