@@ -66,8 +66,6 @@ class Directories:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A storage node."""
-
     name: str
     host: str
     dram_bytes: int

@@ -73,12 +73,9 @@ def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
     """Query every part once, in parallel."""
     known = _ask_directory(deployment, directory)
     plans = [host_plan(deployment, name) for name in deployment.hosts]
-    urls = {url for plan in plans for url in _urls(deployment, plan).values()}
-    others = {
-        each: f"{etcd_url(each)}/health"
-        for each in (deployment.etcd.endpoints if deployment.etcd else ())
-    }
-    urls |= {*others.values()}
+    endpoints = deployment.etcd.endpoints if deployment.etcd else ()
+    others = {each: f"{etcd_url(each)}/health" for each in endpoints}
+    urls = {url for plan in plans for url in _urls(deployment, plan).values()} | {*others.values()}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = dict(zip(urls, pool.map(_answers, urls), strict=True))
     hosts = [_host(deployment, plan, known, answers) for plan in plans]

@@ -41,9 +41,8 @@ def state(directory: str) -> DeploymentState:
         return DeploymentState(False, str(error))
     except EtcdFailed:
         answers = ask_etcd(endpoints)
-        if answers.has_quorum:
-            return DeploymentState(False, f"etcd elects its own leader: {answers.summary()}")
-        return DeploymentState(False, f"etcd has no quorum: {answers.summary()}")
+        problem = "elects its own leader" if answers.has_quorum else "has no quorum"
+        return DeploymentState(False, f"etcd {problem}: {answers.summary()}")
     except StoreError as error:
         return DeploymentState(False, str(error))
     return _asked(directory, f"a directory leads at {leader.address}")

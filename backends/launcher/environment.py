@@ -220,16 +220,13 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
             try:
                 probe.bind((address, port))
             except OSError as error:
+                what = f"{name} port {address}:{port} cannot be used"
                 if error.errno == errno.EADDRNOTAVAIL:
-                    yield (
-                        f"{name} port {address}:{port} cannot be used: this machine has no address "
-                        f"{address}. Name one that it has, or serve this on the host that has it."
-                    )
-                    continue
-                yield (
-                    f"{name} port {address}:{port} cannot be used ({error.strerror}). Stop what "
-                    f"listens there, or choose another {source.format(name)}."
-                )
+                    remedy = "Name one that it has, or serve this on the host that has it."
+                    yield f"{what}: this machine has no address {address}. {remedy}"
+                else:
+                    remedy = f"Stop what listens there, or choose another {source.format(name)}."
+                    yield f"{what} ({error.strerror}). {remedy}"
 
 
 def _pids_max() -> int | None:

@@ -154,12 +154,9 @@ class EtcdAnswers:
 
     def summary(self) -> str:
         members = len(self.alive) + len(self.silent)
-        needed = members // 2 + 1
-        silent = f"; silent: {', '.join(self.silent)}" if self.silent else ""
-        refused = f"; {self.refused}" if self.refused else ""
-        return (
-            f"{len(self.alive)} of {members} members answer, {needed} are needed{silent}{refused}"
-        )
+        text = f"{len(self.alive)} of {members} members answer, {members // 2 + 1} are needed"
+        text += f"; silent: {', '.join(self.silent)}" if self.silent else ""
+        return f"{text}; {self.refused}" if self.refused else text
 
 
 def ask_etcd(endpoints: Sequence[str]) -> EtcdAnswers:

@@ -7,14 +7,13 @@ metrics on a loopback port of its own, for the launcher's metrics page.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan, host_and_port, reached_at
-from backends.extras import MODULES, install_line
+from backends.extras import install_line, missing
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsSource
 from backends.launcher.triton_process import PROMISED, Restart, promised_ports, restarts_of
@@ -44,9 +43,8 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
     if gateway is None:
         return []
     found = []
-    if any(importlib.util.find_spec(name) is None for name in MODULES["gateway"]):
-        wanted = " and ".join(MODULES["gateway"])
-        found.append(f"the gateway needs {wanted}: {install_line('gateway')}")
+    if lacking := missing("gateway"):
+        found.append(f"the gateway needs {lacking}: {install_line('gateway')}")
     is_open = not is_loopback(gateway.listen) and env.get(INSECURE_VARIABLE) != "1"
     if is_open and not env.get(api_keys.VARIABLE):
         found.append(f"{gateway.listen} {UNGUARDED}")

@@ -449,9 +449,8 @@ class Launcher:
     @property
     def http_url(self) -> str:
         """The URL of Triton's HTTP port; "" on a host without a frontend."""
-        if self.plan.frontend is None:
-            return ""
-        return f"http://{reached_at(self.plan.frontend.http, self.plan.address)}"
+        frontend = self.plan.frontend
+        return f"http://{reached_at(frontend.http, self.plan.address)}" if frontend else ""
 
     @property
     def openai_url(self) -> str:

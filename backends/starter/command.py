@@ -55,7 +55,10 @@ def lay_down(folder: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
         whole = Path(partial) / folder.name
         models = _write_models(whole)
-        _write_checkpoint(whole / CHECKPOINT)
+        (whole / CHECKPOINT).mkdir()
+        for pattern in CHECKPOINT_FILES:
+            for path in shipped_checkpoint().glob(pattern):
+                shutil.copyfile(path, whole / CHECKPOINT / path.name)
         _take_over(whole, folder)
     return models
 
@@ -77,10 +80,3 @@ def _write_models(repository: Path) -> list[str]:
         (repository / model / "1").mkdir(parents=True)  # Triton needs a folder for each version
         (repository / model / CONFIG).write_text(text, encoding="utf-8")
     return list(templates)
-
-
-def _write_checkpoint(folder: Path) -> None:
-    folder.mkdir()
-    for pattern in CHECKPOINT_FILES:
-        for path in shipped_checkpoint().glob(pattern):
-            shutil.copyfile(path, folder / path.name)
