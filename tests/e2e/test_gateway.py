@@ -414,11 +414,12 @@ def test_curl_gets_an_answer_or_the_status_of_its_mistake(gateway: Gateway) -> N
             assert json.loads(answer.text)["error"]["message"]
 
 
+@pytest.mark.parametrize("cases", [50, pytest.param(150, marks=pytest.mark.long)])
 def test_whatever_is_sent_the_answer_is_an_answer_or_an_error_by_name(
-    gateway: Gateway, seed: int
+    gateway: Gateway, seed: int, cases: int
 ) -> None:
     """`make fuzz-gateway CASES=20000` has more of it."""
-    found = fuzz(gateway.url, KEY, 150, seed)
+    found = fuzz(gateway.url, KEY, cases, seed)
     assert {status for _, status in found} >= {200, 400}
     wait_until(gateway.server.is_idle, "pages, slots and leases to be free")
 
