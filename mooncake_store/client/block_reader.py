@@ -85,6 +85,12 @@ class Want(NamedTuple):
         return block_checksum(packed) == self.checksums[0]
 
 
+class _ReadCall(NamedTuple):
+    missing: dict[int, Want]  # index -> want that has not arrived
+    until_s: float  # the deadline, by time.monotonic()
+    is_current: bool  # whether a copy that fails verification is reported as bad
+
+
 class BlockReader:
     """Reads and verifies blocks. Thread-safe."""
 
@@ -111,27 +117,20 @@ class BlockReader:
         the directory listed these copies a moment ago, so a copy that fails verification is
         reported as bad."""
         until_s = time.monotonic() + deadline_s
-        missing = dict(enumerate(wants))
+        call = _ReadCall(dict(enumerate(wants)), until_s, is_current)
         for node_id, indices in by_node([want.copy for want in wants]).items():
             asked_bytes = sum(wants[index].length_bytes for index in indices)
             with self._nodes.traffic.moving(node_id, asked_bytes):
                 for _ in range(ATTEMPTS_MAX):
-                    chosen = [index for index in indices if index in missing]
-                    if not self._read_node(node_id, chosen, missing, until_s, is_current):
+                    chosen = [index for index in indices if index in call.missing]
+                    if not self._read_node(node_id, chosen, call):
                         break
-        return [index not in missing for index in range(len(wants))]
+        return [index not in call.missing for index in range(len(wants))]
 
-    def _read_node(
-        self,
-        node_id: str,
-        indices: Sequence[int],
-        missing: dict[int, Want],
-        until_s: float,
-        is_current: bool,
-    ) -> bool:
-        """Read blocks of one node. Delete each block that arrived from the dict `missing`. True:
-        the node has a new incarnation, so another attempt makes sense."""
-        node = self._nodes.access(node_id)
+    def _read_node(self, node_id: str, indices: Sequence[int], call: _ReadCall) -> bool:
+        """Read blocks of one node. True: the node has a new incarnation, so another attempt makes
+        sense."""
+        missing, node = call.missing, self._nodes.access(node_id)
         if node is None:
             # the node is unknown, in cool-down or out of reach; an SSD is never read directly
             # (restorer.py)
@@ -143,7 +142,7 @@ class BlockReader:
         ]
 
         def read_part(part: Sequence[int]) -> None:
-            self._read_part(node, part, missing, until_s, is_current)
+            self._read_part(node, part, call)
 
         try:
             # copying and verifying are one pass, so there is one part
@@ -170,17 +169,9 @@ class BlockReader:
         longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
-    def _read_part(
-        self,
-        node: NodeAccess,
-        part: Sequence[int],
-        missing: dict[int, Want],
-        until_s: float,
-        is_current: bool,
-    ) -> None:
-        """Read and verify these blocks; delete the good ones from `missing`. TransferFailed: the
-        node could not be read."""
-        left_s = until_s - time.monotonic()
+    def _read_part(self, node: NodeAccess, part: Sequence[int], call: _ReadCall) -> None:
+        """Read and verify these blocks. TransferFailed: the node could not be read."""
+        left_s = call.until_s - time.monotonic()
         # no time left: skip this part; unlike a failed or late transfer, that does not mark the
         # node bad
         if left_s <= 0:
@@ -188,7 +179,7 @@ class BlockReader:
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
             )
             return
-        wants = [missing[index] for index in part]
+        wants = [call.missing[index] for index in part]
         if isinstance(node.transport, MappedTransport):
             whole = _copied(node.transport, node, wants, left_s, self._movers.threads)
             unchanged = self._slots_unchanged(wants)
@@ -200,9 +191,9 @@ class BlockReader:
             unknown = self._look_again(self._headers, wants, whole)
         for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
             if is_whole and unchanged[at]:
-                del missing[index]
-            elif is_current and not is_whole and at not in unknown:
-                self._on_bad_copy(missing[index].copy)
+                del call.missing[index]
+            elif call.is_current and not is_whole and at not in unknown:
+                self._on_bad_copy(call.missing[index].copy)
 
     def _read_remote(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
         """Read the blocks into their targets. Returns the result of `_slots_unchanged` after the

@@ -39,35 +39,16 @@ class Getter:
         block."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
-    def get_known(
-        self,
-        keys: Sequence[bytes],
-        found: Sequence[tuple[Copy, ...]],
-        targets: Sequence[ByteArray | None],
-        offset_bytes: int,
-        deadline_s: float,
-    ) -> list[bool]:
-        """Which blocks could be read where a replica of the index lists them. The replica may be
-        out of date, so a failed read here does not report a bad copy."""
-        request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
+    def get_known(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> None:
+        """Read the blocks where a replica of the index lists them. The replica may be out of date,
+        so a failed read here does not report a bad copy."""
         known = [request.fitting(index, copies) for index, copies in enumerate(found)]
         best = self._nodes.choose(known)
         chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
         self._read(request, chosen, is_current=False)
-        return request.arrived
 
-    def get(
-        self,
-        keys: Sequence[bytes],
-        found: Sequence[tuple[Copy, ...]],
-        targets: Sequence[ByteArray | None],
-        offset_bytes: int,
-        owner: str,
-        deadline_s: float,
-    ) -> list[bool]:
-        """Which blocks are in their targets now. Missing blocks are tried once more, with a
-        lease."""
-        request = _Request(keys, targets, offset_bytes, time.monotonic() + deadline_s)
+    def get(self, request: GetRequest, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
+        """Read the blocks. Missing blocks are tried once more, with a lease of `owner`."""
         in_dram = [
             copies  # nearly always one copy, in DRAM
             if len(copies) == 1 and not copies[0].node_id.endswith(SSD_SUFFIX)
@@ -75,21 +56,18 @@ class Getter:
             for copies in found
         ]
         self._try_all(request, in_dram, owner)
-        if all(request.arrived):
-            return request.arrived
         missing = [
             index
             for index, is_here in enumerate(request.arrived)
-            if not is_here and found[index] and targets[index] is not None
+            if not is_here and found[index] and request.targets[index] is not None
         ]
         if missing and request.left_s > 0:
             try:
                 self._get_leased(request, missing, owner)
             finally:
                 self._directory.release_later(owner)
-        return request.arrived
 
-    def _get_leased(self, request: _Request, missing: Sequence[int], owner: str) -> None:
+    def _get_leased(self, request: GetRequest, missing: Sequence[int], owner: str) -> None:
         """Read blocks that disappeared during the unleased read, or that are only on SSDs."""
         lease_s = request.left_s + LEASE_MARGIN_S
         keys = [request.keys[index] for index in missing]
@@ -99,7 +77,7 @@ class Getter:
             found[index] = request.fitting(index, copies)
         self._try_all(request, found, owner)
 
-    def _try_all(self, request: _Request, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
+    def _try_all(self, request: GetRequest, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
         left = list(found)
         while request.left_s > 0:  # each round tries another copy of what is missing
             best = self._nodes.choose(left)
@@ -117,14 +95,14 @@ class Getter:
                 for index, (copies, is_here) in enumerate(zip(left, request.arrived, strict=True))
             ]
 
-    def _read_from_ssd(self, request: _Request, chosen: dict[int, Copy], owner: str) -> None:
+    def _read_from_ssd(self, request: GetRequest, chosen: dict[int, Copy], owner: str) -> None:
         indices = list(chosen)
         keys, copies = [request.keys[i] for i in indices], [chosen[i] for i in indices]
         terms = LeaseTerms(owner, request.left_s + LEASE_MARGIN_S, request.until_s)
         for group in self._restorer.restore(keys, copies, terms):
             self._read(request, {indices[at]: copy for at, copy in group})
 
-    def _read(self, request: _Request, chosen: dict[int, Copy], is_current: bool = True) -> None:
+    def _read(self, request: GetRequest, chosen: dict[int, Copy], is_current: bool = True) -> None:
         if not chosen:
             return
         wants = []
@@ -143,16 +121,16 @@ class Getter:
 
 
 @dataclass(eq=False)
-class _Request:
-    """One call: its targets, its deadline, and the blocks that have arrived."""
+class GetRequest:
+    """Blocks to be read, and which of them have arrived."""
 
     keys: Sequence[bytes]
-    targets: Sequence[ByteArray | None]
-    offset_bytes: int
+    targets: Sequence[ByteArray | None]  # one per key; None: the block is not read
+    offset_bytes: int  # in each block, of the first byte that is read
     until_s: float  # by time.monotonic()
 
     def __post_init__(self) -> None:
-        self.arrived = [False] * len(self.keys)
+        self.arrived = [False] * len(self.keys)  # whether the bytes are in the target
 
     def fitting(self, index: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
         """The copies that are large enough for the target."""

@@ -249,14 +249,9 @@ def log_members(events: list[Event]) -> None:
     """Log each node or worker that registered or left; blocks and reports are too frequent."""
     for event in events:
         if isinstance(event, NodeUp):
-            info = event.info
-            log.info(
-                "node %s up, %d bytes of %s, %s",
-                info.node_id,
-                info.segment_bytes,
-                info.tier,
-                info.incarnation,
-            )
+            node = event.info
+            memory = node.segment_bytes, node.tier
+            log.info("node %s up, %d bytes of %s, %s", node.node_id, *memory, node.incarnation)
         elif isinstance(event, WorkerUp):
             up = event.info
             log.info("worker %s up on node %s, %s", up.worker_id, up.node_id, up.incarnation)

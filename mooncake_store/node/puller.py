@@ -40,15 +40,14 @@ class Puller:
         self._directory = directory
         self._mode = "auto" if info.agent_name or info.data_address else "mapped"
         self._lock = threading.Lock()
-        self._nodes: KnownNodes | None = None
-        self._restorer: Restorer | None = None
-        self._headers: HeaderReader | None = None
+        # None before the first pull
+        self._opened: tuple[KnownNodes, Restorer, HeaderReader] | None = None
         self._numbers = itertools.count()
 
     @property
     def nodes(self) -> KnownNodes | None:
         """The other nodes; None before the first pull."""
-        return self._nodes
+        return self._opened and self._opened[0]
 
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
         """Pull these blocks; whether each of them is in this node's DRAM afterwards."""
@@ -80,12 +79,12 @@ class Puller:
 
     def _open(self) -> tuple[KnownNodes, Restorer, HeaderReader]:
         with self._lock:
-            if self._nodes is None or self._restorer is None or self._headers is None:
-                self._nodes = KnownNodes(self._directory, self._own.info.node_id, self._mode)
-                self._nodes.register(self._own.view)
-                self._restorer = Restorer(self._directory, self._nodes)
-                self._headers = HeaderReader(self._nodes, Scratch(self._nodes))
-            return self._nodes, self._restorer, self._headers
+            if self._opened is None:
+                nodes = KnownNodes(self._directory, self._own.info.node_id, self._mode)
+                nodes.register(self._own.view)
+                restorer = Restorer(self._directory, nodes)
+                self._opened = nodes, restorer, HeaderReader(nodes, Scratch(nodes))
+            return self._opened
 
     def _allocate(
         self, keys: Sequence[bytes], owner: str, lease_s: float, size_bytes: int
@@ -115,9 +114,8 @@ class Puller:
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
-            nodes, restorer = self._nodes, self._restorer
-            self._nodes = self._restorer = self._headers = None
-        if restorer is not None:
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            nodes, restorer, _ = opened
             restorer.close()
-        if nodes is not None:
             nodes.close()

@@ -65,16 +65,15 @@ class Spiller:
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            has_more = False
             try:
                 has_more = self.step()
             except (StoreUnavailable, NodeUnknown):
-                has_more = False  # the node's reports log this already
+                pass  # the node's reports log this already
             except StoreError as error:
                 log.warning("node_id=%s spilling: %s", self._node_id, error)
-                has_more = False
             except Exception:  # Catch all: a bug must stop neither spilling nor the node
                 log.exception("node_id=%s spilling failed", self._node_id)
-                has_more = False
             if not has_more:
                 self._stop.wait(self.delay_s)
 
