@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_put_of_no_blocks_needs_no_node(store: StoreClient) -> None:
 def test_a_single_key_is_rejected_as_no_list_of_keys(store: StoreClient) -> None:
     for call in (store.put, store.get_into):
         with pytest.raises(RequestInvalid, match="keys come in a list"):
-            call(KEYS[0], [bytearray(b"x")])  # type: ignore[operator]
+            call(KEYS[0], [bytearray(b"x")])  # type: ignore[arg-type]
 
 
 def test_a_put_keeps_the_results_of_sizes_before_a_full_quota(
@@ -60,10 +60,10 @@ def test_first_futures_of_two_threads_use_one_pool(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads make the first call at once. `close` must wait for both futures."""
-    both, made, pools = threading.Barrier(2), module.ThreadPoolExecutor, []
+    both, pools = threading.Barrier(2), list[ThreadPoolExecutor]()
 
-    def pool(*arguments: object) -> object:
-        pools.append(made(*arguments))  # type: ignore[arg-type]
+    def pool(threads: int, name: str) -> ThreadPoolExecutor:
+        pools.append(ThreadPoolExecutor(threads, name))
         both.wait(10.0)
         return pools[-1]
 
