@@ -51,11 +51,9 @@ def placed_blocks(
 ) -> list[PlacedBlock | None]:
     """Verify the blocks until `until_s` of time.monotonic()."""
     memory = SlotMemory(view, shape)
-    found: list[PlacedBlock | None] = []
-    for copy in copies:
-        is_late = time.monotonic() > until_s
-        found.append(None if is_late else _placed(memory, copy, layers))
-    return found
+    return [
+        _placed(memory, copy, layers) if time.monotonic() <= until_s else None for copy in copies
+    ]
 
 
 def _placed(memory: SlotMemory, copy: Copy, layers: int) -> PlacedBlock | None:

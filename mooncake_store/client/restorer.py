@@ -50,12 +50,7 @@ class Restorer:
         self._clients: dict[str, NodeClient] = {}  # by node_id; of the node's newest incarnation
         self._users = Counter[NodeClient]()
         self._pool: ThreadPoolExecutor | None = None
-        self._restored_blocks = 0
-
-    @property
-    def restored_blocks(self) -> int:
-        """Blocks that nodes restored into DRAM for this process."""
-        return self._restored_blocks
+        self.restored_blocks = 0  # blocks that nodes restored into DRAM for this process
 
     @contextlib.contextmanager
     def client(self, node: NodeInfo) -> Iterator[NodeClient]:
@@ -150,7 +145,7 @@ class Restorer:
                     self._directory.abandon(slots, terms.owner)
                 loaded += arrived
                 with self._lock:
-                    self._restored_blocks += len(arrived)
+                    self.restored_blocks += len(arrived)
                 if arrived:
                     yield [
                         (index, Copy(node_id, at.slot, at.generation, at.checksum, at.size_bytes))

@@ -57,7 +57,7 @@ from mooncake_store.errors import (
     TransferFailed,
 )
 from mooncake_store.layout import Geometry, KvLayout, LayerRange, PageLayout
-from mooncake_store.memory.buffers import ByteArray, checksum
+from mooncake_store.memory.buffers import ByteArray
 from mooncake_store.memory.digests import block_checksum, pack_digests, unpack_digests
 from mooncake_store.memory.registrations import Scratch
 from mooncake_store.memory.segment import Segment, host_id
@@ -69,8 +69,6 @@ from mooncake_store.transports.nixl_transport import frozen_agents
 from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.rates import PathReport, Probe
 from mooncake_store.transports.transport import ByteSpan, TransferCounters
-
-__all__ = ["Store", "checksum"]
 
 log = logging.getLogger("mooncake_store.store")
 RECENT_LOOKUPS_MAX = 64  # lookups remembered, to find the block key of a corrupt copy
@@ -151,8 +149,14 @@ class Store:
             )
         _refuse_other_host(info)
         shape = self._directory.attach(self.node_id, self._fingerprint, self.layout.block_bytes)
-        if not self.pages.is_whole:
-            _refuse_small_layers(shape, self.layout)
+        layout = self.layout
+        has_digests = shape.digests(0, layout.block_bytes, layout.layers) is not None
+        if not self.pages.is_whole and not has_digests:
+            raise LayoutMismatch(
+                f"{layout.layers} layers of {layout.layer_bytes} bytes have no room for their "
+                f"digests beside units of {shape.unit_bytes} bytes, so a part of them cannot be "
+                "read: use larger blocks (block_tokens) or smaller units (--unit-bytes)"
+            )
         segment = self._nodes.mapped.segment(info)
         if before is not None and before.segment is segment:  # only the directory restarted
             return _Own(info, shape, segment)
@@ -555,16 +559,6 @@ class Store:
         """Unmap and disconnect. Leases are not released: they belong to requests."""
         self._restorer.close()
         self._nodes.close()
-
-
-def _refuse_small_layers(shape: Geometry, layout: KvLayout) -> None:
-    """Layers can be verified one by one only if there is room for their digests."""
-    if shape.digests(0, layout.block_bytes, layout.layers) is None:
-        raise LayoutMismatch(
-            f"{layout.layers} layers of {layout.layer_bytes} bytes have no room for their digests "
-            f"beside units of {shape.unit_bytes} bytes, so a part of them cannot be read: use "
-            "larger blocks (block_tokens) or smaller units (--unit-bytes)"
-        )
 
 
 def _refuse_other_host(info: NodeInfo) -> None:

@@ -74,7 +74,7 @@ class EventFeed:
         self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.EventHeartbeat)
         self._changed = threading.Condition()
         self._epoch, self._sequence = -1, 0  # position of the last delivered event
-        self._is_current = False
+        self.is_current = False  # the directory answers, and no event is missing
         self._needs_snapshot = True
         self._heard_s = self._retry_s = self._look_s = time.monotonic()
         self._leader: Leader | None = None  # the leader subscribed to; None without an election
@@ -89,11 +89,6 @@ class EventFeed:
         with self._changed:
             return self._epoch, self._sequence
 
-    @property
-    def is_current(self) -> bool:
-        """The directory answers, and no event is missing."""
-        return self._is_current
-
     def silent_s(self) -> float:
         """Seconds since the last message of the directory, which sends one every second."""
         return time.monotonic() - self._heard_s
@@ -101,7 +96,7 @@ class EventFeed:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for the first snapshot. False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_current, timeout_s)
+            return self._changed.wait_for(lambda: self.is_current, timeout_s)
 
     def close(self) -> None:
         self._closing.set()
@@ -119,7 +114,7 @@ class EventFeed:
                 try:
                     self._turn(stream)
                     now_s = boot_s()  # before the poll: this process may be stopped after it
-                    if self._on_heard and self._is_current and not stream.poll(0):
+                    if self._on_heard and self.is_current and not stream.poll(0):
                         self._on_heard(now_s)
                 except Exception:  # Catch all: a bad message or listener must not stop the feed
                     log.exception("event feed: will take a snapshot")
@@ -246,12 +241,12 @@ class EventFeed:
 
     def _lost(self, retry_s: float) -> None:
         """Record a loss: a snapshot is needed, from `retry_s` on."""
-        self._is_current = False
+        self.is_current = False
         self._needs_snapshot = True
         self._retry_s = retry_s
 
     def _moved(self, epoch: int, sequence: int) -> None:
         with self._changed:
             self._epoch, self._sequence = epoch, sequence
-            self._is_current = True
+            self.is_current = True
             self._changed.notify_all()

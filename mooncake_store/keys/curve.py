@@ -214,12 +214,8 @@ class PeerAccess:
         self._turn = 0  # index of the keys to try, modulo their number
         self._used: ClientKeys | None = None
         self._watched: zmq.Socket[Any] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-
-    @property
-    def monitor(self) -> zmq.Socket[bytes] | None:
-        """Readable when `must_redial` has something to do; None except for tcp:// addresses."""
-        return self._monitor
+        # Readable when `must_redial` has something to do; None except for tcp:// addresses.
+        self.monitor: zmq.Socket[bytes] | None = None
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
         """Connect with the next keys, or without keys. zmq.ZMQError for an invalid address."""
@@ -231,7 +227,7 @@ class PeerAccess:
             socket.curve_serverkey = self._used.server_public
         if is_tcp(self._address) and self._watched is not socket:
             # A unique name, because the name of a closed monitor becomes free only after a while.
-            self._monitor = _monitor(socket, f"inproc://peer-access-{next(_MONITORS)}")
+            self.monitor = _monitor(socket, f"inproc://peer-access-{next(_MONITORS)}")
             self._watched = socket
         socket.connect(self._address.partition("#")[0])
 
@@ -272,8 +268,8 @@ class PeerAccess:
     def _events(self) -> list[int]:
         """The events since the last call, oldest first."""
         events: list[int] = []
-        while self._monitor is not None and self._monitor.poll(0):
-            events.append(recv_monitor_message(self._monitor)["event"])
+        while self.monitor is not None and self.monitor.poll(0):
+            events.append(recv_monitor_message(self.monitor)["event"])
         return events
 
     def _causes(self, failure: int) -> str:
@@ -284,10 +280,10 @@ class PeerAccess:
 
     def close(self) -> None:
         """Close the monitor; call it before the socket is closed."""
-        if self._monitor is not None and self._watched is not None:
+        if self.monitor is not None and self._watched is not None:
             self._watched.disable_monitor()
-            self._monitor.close(linger=0)
-        self._monitor = self._watched = None
+            self.monitor.close(linger=0)
+        self.monitor = self._watched = None
 
 
 def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:

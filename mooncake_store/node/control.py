@@ -67,7 +67,7 @@ class NodeControl:
         self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
         self._answers: deque[list[bytes]] = deque()
-        self._waiting = 0
+        self.waiting = 0  # requests accepted and not yet answered
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
@@ -78,11 +78,6 @@ class NodeControl:
         self._answer = answer
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Requests accepted and not yet answered."""
-        return self._waiting
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -101,8 +96,8 @@ class NodeControl:
     def _accept(self, frames: list[bytes]) -> None:
         sender, *rest = frames
         with self._lock:
-            is_full = self._waiting >= REQUESTS_MAX
-            self._waiting += not is_full
+            is_full = self.waiting >= REQUESTS_MAX
+            self.waiting += not is_full
         if is_full:
             busy = StoreUnavailable(f"{REQUESTS_MAX} requests wait at this node: recompute instead")
             self._send([sender, *self._responder.refusal(rest, busy)])
@@ -113,7 +108,7 @@ class NodeControl:
         answer = self._responder.reply(frames, lambda request: self._answer(request, arrived_s))
         self._answers.append([sender, *answer])
         with self._lock:
-            self._waiting -= 1
+            self.waiting -= 1
         with contextlib.suppress(OSError):  # the socket was closed in the meantime
             os.eventfd_write(self._wakeup, 1)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -25,15 +26,12 @@ from mooncake_store.wire.node_protocol import AnyControl, NodeStats
 Answer = Callable[[AnyControl, float], object]  # (request, monotonic time of arrival)
 
 
+@dataclass(eq=False)
 class NodeCollector(Collector):
-    """Each scrape calls `stats` and `served` in the HTTP thread of the page."""
+    """Each scrape calls `_stats` and `_served` in the HTTP thread of the page."""
 
-    def __init__(
-        self,
-        stats: Callable[[], NodeStats],
-        served: Callable[[], Mapping[str, TransferCounters]] = dict,
-    ) -> None:
-        self._stats, self._served = stats, served
+    _stats: Callable[[], NodeStats]
+    _served: Callable[[], Mapping[str, TransferCounters]] = dict
 
     def collect(self) -> Iterable[Metric]:
         yield from node_families(self._stats())

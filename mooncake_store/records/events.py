@@ -110,24 +110,19 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=events_max)
         self._notes: deque[tuple[int, int]] = deque()  # (number, bytes) of each FrontendNoted
         self._notes_bytes = 0
-        self._sequence = 0
-
-    @property
-    def sequence(self) -> int:
-        """The number of the latest event; 0 before the first."""
-        return self._sequence
+        self.sequence = 0  # number of the latest event; 0 before the first
 
     def append(self, event: Event) -> None:
-        self._sequence += 1
+        self.sequence += 1
         self._events.append(event)
         if isinstance(event, FrontendNoted):
-            self._notes.append((self._sequence, len(event.notes)))
+            self._notes.append((self.sequence, len(event.notes)))
             self._notes_bytes += len(event.notes)
             self._bound_notes()
 
     def _bound_notes(self) -> None:
         """Drop the oldest events until their notes fit."""
-        first = self._sequence - len(self._events) + 1
+        first = self.sequence - len(self._events) + 1
         while self._notes[0][0] < first or self._notes_bytes > NOTES_BYTES_KEPT_MAX:
             number, length_bytes = self._notes.popleft()
             self._notes_bytes -= length_bytes
@@ -137,13 +132,13 @@ class EventLog:
 
     def extend(self, events: Sequence[Event]) -> None:
         """`append` for several events without notes."""
-        self._sequence += len(events)
+        self.sequence += len(events)
         self._events.extend(events)
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after number `sequence`; None when some of them are no longer kept."""
-        assert 0 <= sequence <= self._sequence, f"{sequence} is after {self._sequence}"
-        missed = self._sequence - sequence
+        assert 0 <= sequence <= self.sequence, f"{sequence} is after {self.sequence}"
+        missed = self.sequence - sequence
         kept = len(self._events)
         if missed > kept:
             return None
@@ -154,7 +149,7 @@ class EventLog:
     def check(self) -> None:
         maxlen = self._events.maxlen
         assert maxlen is not None
-        first = self._sequence - len(self._events) + 1
+        first = self.sequence - len(self._events) + 1
         notes = [
             (number, len(event.notes))
             for number, event in enumerate(self._events, first)
@@ -162,5 +157,5 @@ class EventLog:
         ]
         assert [note for note in self._notes if note[0] >= first] == notes, "notes are miscounted"
         assert sum(length for _, length in notes) <= NOTES_BYTES_KEPT_MAX, "too many notes are kept"
-        is_full = len(self._events) == min(self._sequence, maxlen)
+        is_full = len(self._events) == min(self.sequence, maxlen)
         assert is_full or self._notes, "the log lost or duplicated events"

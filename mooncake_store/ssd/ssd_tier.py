@@ -92,7 +92,8 @@ class SsdTier:
         self.counters = SsdCounters()
         self._memory = memory
         self._closed_until_s = 0.0  # closed for writing until then, by time.monotonic()
-        self._file = BlockFile(os.path.join(folder, f"{name}.blocks"), shape.capacity_bytes)
+        self.path = os.path.join(folder, f"{name}.blocks")
+        self._file = BlockFile(self.path, shape.capacity_bytes)
         try:
             path = os.path.join(folder, f"{name}.manifest")
             self.manifest = Manifest(path, shape, must_reset)
@@ -100,10 +101,6 @@ class SsdTier:
         except BaseException:
             self._file.close()
             raise
-
-    @property
-    def path(self) -> str:
-        return self._file.path
 
     @property
     def is_writable(self) -> bool:

@@ -14,8 +14,8 @@ from backends.workers.arrivals import Arrival, Arrivals
 from backends.workers.kv_loader import KvLoader, PageGuard
 from backends.workers.prefix_loading import SingleFlight
 from backends.workers.protocol import BlockRef, LayersReady
-from mooncake_store.client.store import checksum
 from mooncake_store.layout import PageLayout
+from mooncake_store.memory.buffers import checksum
 from mooncake_store.memory.digests import checksum_of
 from mooncake_store.records.blocks import Copy
 from tests.backends.stepped_store import LAYOUT, NODE, SteppedStore

@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from mooncake_store.client.store import Store, checksum
+from mooncake_store.client.store import Store
 from mooncake_store.errors import RequestInvalid, TransferFailed
 from mooncake_store.layout import LayerRange
+from mooncake_store.memory.buffers import checksum
 from mooncake_store.memory.digests import block_checksum, checksum_of, pack_digests
 from mooncake_store.memory.segment import Segment
 from mooncake_store.records.blocks import Copy, Slot

@@ -11,11 +11,11 @@ from typing import cast
 import numpy as np
 import pytest
 
-from mooncake_store.client.store import checksum
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.errors import NodeUnknown, StoreUnavailable
 from mooncake_store.layout import HEADER_BYTES, STATE_READY, geometry
+from mooncake_store.memory.buffers import checksum
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.slot_memory import SlotHeader, SlotMemory
 from mooncake_store.node.registration import Registration
